@@ -1,15 +1,17 @@
 """Blocking calls for asyncio, each bounded, none able to keep the process from ending.
 
 A hung driver or a stalled disk can block a call for ever. asyncio's own pool is no place for it: the pool's threads are
-joined when the loop closes. So a call gets a daemon thread of its own, one at a time per worker. While one is overdue,
-further ones are refused at once, so that neither threads nor waiting times pile up.
+joined when the loop closes. So each worker has a daemon thread of its own for one call at a time, started by a call and
+ended when there is none for `KEEP_S`: what is called each second does not start a thread each second. While a call is
+overdue, further ones are refused at once, so that neither threads nor waiting times pile up.
 
-State owned: the call that is under way.
+State owned: the thread, and the call that is under way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +23,9 @@ from gpushare_agent.model.errors import Unavailable
 
 T = TypeVar("T")
 
+KEEP_S = 2.5
+"""Longer than the periods of the frequent callers: a second."""
+
 
 class DaemonThread:
     """One worker, for calls that may hang on the same thing. `advice` ends every error's text: what to check."""
@@ -29,6 +34,9 @@ class DaemonThread:
         self._name = name
         self._advice = advice
         self._lock = asyncio.Lock()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._has_thread = False
+        self._thread_lock = threading.Lock()
         self._under_way: asyncio.Future[Any] | None = None
         self._overdue_at = 0.0
 
@@ -71,9 +79,27 @@ class DaemonThread:
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(resolve)
 
-        try:
-            threading.Thread(target=work, name=self._name, daemon=True).start()
-        except RuntimeError as error:
-            raise Unavailable(f"{what} was not tried: no thread could be started ({error})") from error
+        with self._thread_lock:
+            if not self._has_thread:
+                try:
+                    threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                except RuntimeError as error:
+                    raise Unavailable(f"{what} was not tried: no thread could be started ({error})") from error
+                self._has_thread = True
+            self._jobs.put(work)
         self._under_way = answer
         return answer
+
+    def _work(self) -> None:
+        """The thread's: calls, until there is none for a while."""
+        while True:
+            try:
+                job = self._jobs.get(timeout=KEEP_S)
+            except queue.Empty:
+                with self._thread_lock:
+                    if self._jobs.empty():
+                        self._has_thread = False
+                        return
+            else:
+                job()
+                del job  # what it refers to is not kept until the next one

@@ -20,7 +20,7 @@ def gate() -> Iterator[threading.Event]:
     yield event
     event.set()
     for thread in threading.enumerate():
-        if thread.name == "worker":
+        if thread.name.startswith("worker"):
             thread.join(DEADLINE_S)
 
 
@@ -36,14 +36,20 @@ async def test_results_and_errors_come_through() -> None:
         await worker.call(fails, "counting", DEADLINE_S)
 
 
+async def test_calls_that_follow_each_other_share_a_thread() -> None:
+    """A service that calls each second does not start a thread each second."""
+    worker = DaemonThread("worker", advice="Check it.")
+    assert len({await worker.call(threading.get_ident, "asking", DEADLINE_S) for _ in range(3)}) == 1
+
+
 async def test_while_a_call_hangs_further_ones_are_refused_without_a_thread(gate: threading.Event) -> None:
     """The first is given up after its time; when it returns at last, calls are made again."""
-    worker = DaemonThread("worker", advice="Check it.")
+    worker = DaemonThread("worker-hangs", advice="Check it.")
     with pytest.raises(Unavailable, match=r"waiting got no answer within 0\.01 s\. Check it\."):
         await worker.call(gate.wait, "waiting", 0.01)
     with pytest.raises(Unavailable, match=r"again was not tried: an earlier call still hangs\. Check it\."):
         await worker.call(lambda: 5, "again", DEADLINE_S)
-    assert sum(thread.name == "worker" for thread in threading.enumerate()) == 1
+    assert sum(thread.name == "worker-hangs" for thread in threading.enumerate()) == 1
     gate.set()
     async with asyncio.timeout(DEADLINE_S):
         while True:
