@@ -153,6 +153,7 @@ class ShareResizing:
         self._wall_clock = wall_clock
         self._saved: Mapping[ContainerKey, ResizedShare] = {}
         self._usage: UsageRound | None = None
+        self._ask_usage: Callable[[], object] = lambda: None
         self._enforced: dict[ContainerKey, _Enforced] = {}
         self._is_due = asyncio.Event()
         self._has_refused = False
@@ -164,6 +165,10 @@ class ShareResizing:
     def usage_sampled(self, usage: UsageRound | None) -> None:
         """For UsageSampling.subscribe."""
         self._usage = usage
+
+    def ask_usage_by(self, ask: Callable[[], object]) -> None:
+        """`ask` is called while a decision waits for a sample, which may else be rare."""
+        self._ask_usage = ask
 
     def changed(self) -> None:
         """A pod, an allocation or a GPU."""
@@ -341,6 +346,8 @@ class ShareResizing:
 
     def _uses_no_more(self, share: ResizedShare) -> bool:
         """By the driver, and by a sample taken after the target was enforced: not by what a container says of itself."""
+        if share.booked.memory > share.target.memory:
+            self._ask_usage()
         usage, known = self._usage, self._enforced.get(share.key)
         if usage is None or known is None or usage.sampled_at < known.since + SETTLED_S:
             return False

@@ -71,8 +71,14 @@ def build_observability_side(
         allocations=state.cache.view,
         metrics=metrics,
         period_s=settings.sample_period_s,
+        idle_period_s=settings.usage.idle_period_s,
     )
-    history = UsageHistory(settings.usage.history_s, settings.usage.history_points, allocations=state.cache.view)
+    history = UsageHistory(
+        settings.usage.history_s,
+        settings.usage.history_points,
+        idle_period_s=settings.usage.idle_period_s,
+        allocations=state.cache.view,
+    )
     started_at = time.time()
     snapshots = SnapshotCache(
         lambda: node_snapshot(state, isolation, usage.current, started_at=started_at, not_ready=not_ready()),
@@ -101,9 +107,10 @@ def build_observability_side(
             ready=not_ready,
             routes=[*node_api.routes(), *display_routes(snapshots.current)],
             streams=live_stream.routes(),
+            before_reading=usage.refresh,
             on_stop=live_stream.close,
         ),
-        display=DisplayServer(socket, snapshots.current) if socket is not None else None,
+        display=DisplayServer(socket, snapshots.current, before_reading=usage.refresh) if socket is not None else None,
         debug=_debug(settings, state, snapshots),
     )
 

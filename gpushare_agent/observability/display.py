@@ -24,7 +24,7 @@ from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, connectable_path, file_identity, remove_socket
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.observability.http.answers import json_answer
+from gpushare_agent.observability.http.answers import at_once, json_answer
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
 
 if TYPE_CHECKING:
@@ -47,11 +47,20 @@ _LIMITS = ServerLimits(max_connections=16)
 
 
 class DisplayServer:
-    """Serves at `path`; while it cannot, it tries again every `retry_s`."""
+    """Serves at `path`; while it cannot, it tries again every `retry_s`. `before_reading` is awaited before a snapshot is
+    read."""
 
-    def __init__(self, path: Path, snapshot: ReadSnapshot, *, retry_s: float = RETRY_S) -> None:
+    def __init__(
+        self,
+        path: Path,
+        snapshot: ReadSnapshot,
+        *,
+        before_reading: Callable[[], Awaitable[None]] = at_once,
+        retry_s: float = RETRY_S,
+    ) -> None:
         self.path = path
         self._snapshot = snapshot
+        self._before_reading = before_reading
         self._retry_s = retry_s
         self._server: BoundedGrpcServer | None = None
         self._identity: FileIdentity | None = None
@@ -100,7 +109,9 @@ class DisplayServer:
                 "empty switches this off"
             ) from e
         self._identity = file_identity(self.path)
-        server = BoundedGrpcServer([_Display(self._snapshot)], limits=_LIMITS, fields={"service": SERVICE})
+        server = BoundedGrpcServer(
+            [_Display(self._snapshot, self._before_reading)], limits=_LIMITS, fields={"service": SERVICE}
+        )
         try:
             await server.serve(sock)
         except BaseException:
@@ -143,8 +154,9 @@ async def _is_answered(path: Path) -> bool:
 class _Display:
     """The three calls, each answered from one snapshot."""
 
-    def __init__(self, snapshot: ReadSnapshot) -> None:
+    def __init__(self, snapshot: ReadSnapshot, before_reading: Callable[[], Awaitable[None]]) -> None:
         self._snapshot = snapshot
+        self._before_reading = before_reading
 
     def __mapping__(self) -> dict[str, RpcHandler]:
         from gpushare_agent.observability.display_document import encode_usage, graph_text, usage_json
@@ -166,6 +178,7 @@ class _Display:
             try:
                 async with asyncio.timeout(_CALL_S):
                     await stream.recv_message()
+                    await self._before_reading()
                     await stream.send_message(answer(self._snapshot()))
             except TimeoutError as e:
                 text = f"the call was not over within {_CALL_S:g} s: the request or the reading of the answer is late"

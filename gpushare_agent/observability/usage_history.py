@@ -1,6 +1,7 @@
 """The last minutes of use, for the dashboard's curves: a ring of points for each GPU and each container. Memory only.
 
 A point is the mean of the rounds that fell into its time; one without a round is None, so that a gap is seen as a gap.
+While nobody reads there are few rounds: then one stands for the time since the round before, up to `idle_period_s`.
 What is gone is dropped once its last point has left the window. A container's values are the sums over its GPUs.
 
 State owned: the rings, and the slot that is being filled. Changed by `add` alone, which the sampling calls.
@@ -39,10 +40,13 @@ class UsageHistory:
         history_s: float,
         points: int,
         *,
+        idle_period_s: float = 0.0,
         allocations: Callable[[], Mapping[ContainerKey, Allocation]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._step_s = history_s / points
+        self._held_slots = math.ceil(idle_period_s / self._step_s)
+        self._has_gap = False
         self._points = points
         self._clock = clock
         self._allocations = allocations
@@ -57,21 +61,26 @@ class UsageHistory:
     def add(self, usage: UsageRound | None) -> None:
         """One round; None, no round, leaves a gap."""
         if usage is None:
+            self._has_gap = True
             return
         self.version += 1
-        self._slot = slot = math.floor(self._clock() / self._step_s)
+        before, self._slot = self._slot, math.floor(self._clock() / self._step_s)
+        slot = self._slot
+        since = before if not self._has_gap and slot - before <= self._held_slots else slot - 1
+        self._has_gap = False
         self._at = usage.sampled_at
         self._drop_old()
         for uuid, gpu in usage.gpus.items():
             if (pair := self._pair(self._gpus, uuid, MAX_GPUS)) is not None:
-                pair.add(slot, gpu.sm_ratio, gpu.memory_used_bytes)
+                pair.add(slot, gpu.sm_ratio, gpu.memory_used_bytes, since=since)
         allocations = self._allocations()
         for key, uses in _by_container(usage.containers).items():
             if (allocation := allocations.get(key)) is not None:
                 gpus = tuple(sorted(use.uuid for use in uses))
                 self._owners[key] = _Owner(namespace=allocation.namespace, pod=allocation.pod_name, gpus=gpus)
             if (pair := self._pair(self._containers, key, MAX_CONTAINERS)) is not None:
-                pair.add(slot, _sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses))
+                ratio, size = _sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses)
+                pair.add(slot, ratio, size, since=since)
 
     def take_over(self, earlier: UsageHistory) -> None:
         """The curves of an agent that has read its settings again; none where the steps are others now."""
@@ -140,10 +149,12 @@ class _Pair:
         self._size = _Ring(points, 0)
         self.last_slot = 0
 
-    def add(self, slot: int, ratio: float | None, size: float | None) -> None:
-        self.last_slot = slot
-        self._ratio.add(slot, ratio)
-        self._size.add(slot, size)
+    def add(self, slot: int, ratio: float | None, size: float | None, *, since: int) -> None:
+        """`since` is the slot of the round before."""
+        is_new, self.last_slot = not self.last_slot, slot
+        for missed in range(slot if is_new else min(since + 1, slot), slot + 1):
+            self._ratio.add(missed, ratio)
+            self._size.add(missed, size)
 
     def points(self, newest: int) -> tuple[array[float], array[float]]:
         return self._ratio.points(newest), self._size.points(newest)

@@ -1,10 +1,14 @@
-"""Samples periodically what the GPUs are used for, and by which containers.
+"""Samples what the GPUs are used for, and by which containers: each period while somebody reads it, rarely else.
+
+A round of a full node costs tens of milliseconds of processor time, so one that nobody sees is for the history alone.
+Whoever reads `current` is a reader; one that comes after a pause waits in `refresh` for a round of its own.
 
 Not for keeping the past (observability/usage_history.py) or for showing it. Rounds never overlap: a slow driver
-delays the next one, which then begins at the next full period. After three periods without a round there is no
-current one any more: numbers that are no longer true are worse than none.
+delays the next one, which then begins at the next full period. A round counts for three periods: numbers that are no
+longer true are worse than none.
 
-State owned: the current round, the container IDs as the runtime last reported them, and which problem is in the log.
+State owned: the last round, when it was read, the container IDs as the runtime last reported them, and which problem is
+in the log.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import NoReturn, Protocol
 
 import structlog
 
+from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.names import PodUid
@@ -28,6 +33,10 @@ log = structlog.get_logger(__name__)
 
 MISSED_ROUNDS = 3
 """Periods without a round until the current one counts no more."""
+READ_FOR_S = 5.0
+"""So long after it was last read the use is sampled each period. A scrape each 15 s is served by a third of the rounds."""
+REFRESH_TIMEOUT_S = 1.0
+"""Most that a reader waits for its round."""
 MIN_SAMPLE_TIMEOUT_S = 2.0
 MAX_SAMPLE_TIMEOUT_S = 10.0
 IDS_TIMEOUT_S = 0.5
@@ -66,7 +75,7 @@ class CountsSampling(Protocol):
 
 
 class UsageSampling:
-    """`run` samples each `period_s`; `current` is the last round while it is fresh."""
+    """`run` samples each `period_s` while `current` is read, else each `idle_period_s`, where that is longer."""
 
     def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
         self,
@@ -78,6 +87,7 @@ class UsageSampling:
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
         metrics: CountsSampling,
         period_s: float,
+        idle_period_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -88,15 +98,33 @@ class UsageSampling:
         self._allocations = allocations
         self._metrics = metrics
         self._period_s = period_s
+        self._idle_period_s = max(idle_period_s, period_s)
         self._clock = clock
         self._wall_clock = wall_clock
         self._observers: list[Observer] = []
         self._reported: Mapping[str, ContainerKey] = {}
         self._ids_asked_at = float("-inf")
-        self._round_at = float("-inf")
+        self._round_at = self._tried_at = self._read_at = float("-inf")
+        self._has_reader, self._round_ends = asyncio.Event(), asyncio.Event()
         self._is_failing = self._is_slow = False
         self._timeout_s = min(MAX_SAMPLE_TIMEOUT_S, max(MIN_SAMPLE_TIMEOUT_S, MISSED_ROUNDS * period_s))
-        self.current: UsageRound | None = None
+        self._last: UsageRound | None = None
+        self.is_idle = False
+        """Nobody reads, and the next rare round is not due."""
+
+    @property
+    def current(self) -> UsageRound | None:
+        """The last round while it is fresh. Who reads it has the use sampled each period from now on."""
+        self._read_at = self._clock()
+        self._has_reader.set()
+        return self._last if self._clock() - self._round_at < MISSED_ROUNDS * self._period_s else None
+
+    async def refresh(self) -> None:
+        """Before `current` is read: waits for a round where the last one is from a pause, for REFRESH_TIMEOUT_S at most."""
+        self._read_at = self._clock()
+        self._has_reader.set()
+        if self._clock() - self._tried_at >= MISSED_ROUNDS * self._period_s:
+            await wait_for(self._round_ends, REFRESH_TIMEOUT_S)
 
     def subscribe(self, observer: Observer) -> None:
         """`observer` is called after each round, and with None when the current one counts no more. It must not raise."""
@@ -115,9 +143,23 @@ class UsageSampling:
             else:
                 self._is_slow = False
             await asyncio.sleep(due_at - now)
+            if self._clock() - self._read_at >= max(READ_FOR_S, MISSED_ROUNDS * self._period_s):
+                self._has_reader.clear()
+                self.is_idle = True
+                await wait_for(self._has_reader, self._idle_period_s - self._period_s)
+                self.is_idle = False
+                due_at = max(due_at, self._clock())
 
     async def sample_once(self) -> None:
         """One round. What goes wrong is logged once and counted; it costs this round."""
+        try:
+            await self._sample_once()
+        finally:
+            self._tried_at = self._clock()
+            self._round_ends.set()
+            self._round_ends = asyncio.Event()
+
+    async def _sample_once(self) -> None:
         started_at = self._clock()
         try:
             found = await self._sample()
@@ -195,7 +237,7 @@ class UsageSampling:
         if error and not self._is_failing:
             log.warning("usage_not_sampled", error=error, next_in_s=self._period_s)
         self._is_failing = True
-        if self.current is not None and self._clock() - self._round_at >= MISSED_ROUNDS * self._period_s:
+        if self._last is not None and self._clock() - self._round_at >= MISSED_ROUNDS * self._period_s:
             log.warning("usage_unknown", missed_rounds=MISSED_ROUNDS)
             self._publish(None)
 
@@ -206,6 +248,6 @@ class UsageSampling:
         self._is_slow = True
 
     def _publish(self, found: UsageRound | None) -> None:
-        self.current = found
+        self._last = found
         for observer in self._observers:
             observer(found)

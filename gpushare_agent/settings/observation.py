@@ -52,7 +52,7 @@ class HealthSettings(Section):
         default=5.0, ge=0.05, le=3600, description="Period of reading the GPUs' state from the driver, seconds."
     )
     event_period_s: Seconds = Field(
-        default=0.5,
+        default=1.0,
         ge=0.05,
         le=60,
         description="How often the driver's events (Xid errors, ECC) are fetched, seconds.",
@@ -94,6 +94,13 @@ class UsageSettings(Section):
     )
     history_points: Count = Field(
         default=180, ge=10, le=3600, description="Points of one curve; more are memory and nothing else."
+    )
+    idle_period_s: Seconds = Field(
+        default=60.0,
+        ge=0,
+        le=3600,
+        description="Period of sampling while nothing reads the use, seconds: for the history alone. 0 samples each"
+        " sample_period_s always.",
     )
 
 

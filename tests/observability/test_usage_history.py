@@ -229,3 +229,20 @@ def test_what_is_no_number_is_a_gap(value: float) -> None:
     kept, _ = history()
     kept.add(usage(value))
     assert gpu_ratios(kept)[-1] is None
+
+
+def test_a_rare_round_stands_for_the_time_since_the_one_before() -> None:
+    """While nobody reads. What is longer than that stays a gap, and so does a time in which rounds failed."""
+    clock = FakeClock(1000.0)
+    kept = UsageHistory(POINTS * STEP_S, POINTS, idle_period_s=3 * STEP_S, clock=clock)
+    kept.add(usage(0.2))
+    clock.now += 3 * STEP_S
+    kept.add(usage(0.4))
+    assert gpu_ratios(kept)[-4:] == [0.2, 0.4, 0.4, 0.4]
+    clock.now += 2 * STEP_S
+    kept.add(None)
+    kept.add(usage(0.6))
+    assert gpu_ratios(kept)[-3:] == [0.4, None, 0.6]
+    clock.now += 4 * STEP_S
+    kept.add(usage(0.8))
+    assert gpu_ratios(kept)[-3:] == [None, None, 0.8]

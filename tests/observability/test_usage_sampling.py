@@ -18,6 +18,7 @@ from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
 from gpushare_agent.model.usage import DriverSample, UsageRound
 from gpushare_agent.observability.usage_sampling import IDS_AGAIN_S, UsageSampling
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
+from tests.support_agent import poll_until
 from tests.support_kube import DEADLINE_S, running
 from tests.support_usage import UUIDS, allocation, driver_sample, gpu_sample, id_of, key_of, owner, process
 
@@ -99,7 +100,9 @@ class World:
         self.allocations[key] = allocation(key, gpus, **others)
         self.known_pods[key.pod_uid] = pod_of(key, container_id=container_id)
 
-    def sampling(self, *, period_s: float = 1.0, clock: Callable[[], float] | None = None) -> UsageSampling:
+    def sampling(
+        self, *, period_s: float = 1.0, idle_period_s: float = 0.0, clock: Callable[[], float] | None = None
+    ) -> UsageSampling:
         return UsageSampling(
             driver=self,
             owners=self,
@@ -108,6 +111,7 @@ class World:
             allocations=lambda: self.allocations,
             metrics=self,
             period_s=period_s,
+            idle_period_s=idle_period_s,
             clock=clock or (lambda: self.now),
             wall_clock=lambda: 5000.0,
         )
@@ -253,3 +257,43 @@ async def test_rounds_go_on_until_cancelled() -> None:
         async with asyncio.timeout(DEADLINE_S):
             for _ in range(3):
                 assert await reported.get() is not None
+
+
+async def test_without_a_reader_rounds_are_rare_and_a_reader_gets_one_of_its_own() -> None:
+    """What is from before the pause is not shown; readers that come together wait for the same round."""
+    world = World(sample_now=driver_sample(gpu_sample(0)))
+    sampling = world.sampling(period_s=0.01, idle_period_s=3600.0)
+    async with asyncio.timeout(DEADLINE_S), rounds(sampling) as reported:
+        await reported.get()
+        await poll_until(lambda: sampling.is_idle, "the pause")
+        world.now += 60.0
+        assert reported.empty()
+        world.gate = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(sampling.refresh())
+            while not world.open_samples:
+                await asyncio.sleep(0)
+            world.gate.set()
+        assert sampling.current is not None
+        assert world.samples == 2
+        while world.samples < 5:  # each period now
+            await reported.get()
+
+
+async def test_a_round_from_before_a_pause_is_not_current() -> None:
+    """For a reader that does not wait."""
+    world = World(sample_now=driver_sample(gpu_sample(0)))
+    sampling = world.sampling(idle_period_s=60.0)
+    await sampling.sample_once()
+    world.now += 59.0
+    assert sampling.current is None
+
+
+async def test_a_reader_does_not_wait_for_a_driver_that_hangs() -> None:
+    """It gets no numbers, after a second."""
+    world = World(gate=asyncio.Event())
+    sampling = world.sampling(idle_period_s=60.0)
+    async with asyncio.timeout(DEADLINE_S), running(sampling.run):
+        await sampling.refresh()
+    assert sampling.current is None

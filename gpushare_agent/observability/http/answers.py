@@ -60,6 +60,10 @@ _GZIP = re.compile(r"(?:^|,)\s*(?:gzip|x-gzip|\*)\s*(?:;\s*q=([0-9.]+))?\s*(?=,|
 _HTML = re.compile(r"(?:^|,)\s*text/html\s*(?:;|,|$)", re.IGNORECASE)
 
 
+async def at_once() -> None:
+    """For a server that waits for nothing before it reads what it shows."""
+
+
 class BadQueryError(Exception):
     """The query cannot be used. The text is for the client."""
 

@@ -13,7 +13,7 @@ import errno
 import importlib
 import json
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import structlog
@@ -21,7 +21,14 @@ import structlog
 from gpushare_agent import __version__
 from gpushare_agent.kit.tcp_listeners import close_all, listen_tcp
 from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.observability.http.answers import SECURITY_HEADERS, RequestQueue, accepts_gzip, accepts_html, packed
+from gpushare_agent.observability.http.answers import (
+    SECURITY_HEADERS,
+    RequestQueue,
+    accepts_gzip,
+    accepts_html,
+    at_once,
+    packed,
+)
 from gpushare_agent.observability.http.page import PREFIX, WebPage
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 
@@ -38,8 +45,9 @@ BACKLOG = 128
 
 
 class WebServer:
-    """`routes` are further paths for GET, answered one at a time; `streams` those whose answers have no end. `ready` returns
-    why the agent is not ready, nothing when it is. `on_stop` is called before the connections are closed, to end streams."""
+    """`routes` are further paths for GET, answered one at a time; `streams` those whose answers have no end. Before any of
+    them and the metrics `before_reading` is awaited. `ready` returns why the agent is not ready, nothing when it is.
+    `on_stop` is called before the connections are closed, to end streams."""
 
     def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
         self,
@@ -50,6 +58,7 @@ class WebServer:
         ready: Callable[[], Sequence[str]],
         routes: Sequence[Route] = (),
         streams: Sequence[Route] = (),
+        before_reading: Callable[[], Awaitable[None]] = at_once,
         on_stop: Callable[[], None] = lambda: None,
         limits: HttpLimits | None = None,
     ) -> None:
@@ -60,6 +69,7 @@ class WebServer:
         self._extra_routes = routes
         self._streams = streams
         self._limits = limits
+        self._before_reading = before_reading
         self._on_stop = on_stop
         self._page = WebPage()
         self._paths: list[str] = []
@@ -118,7 +128,7 @@ class WebServer:
     def _handlers(self) -> dict[str, Handler]:
         """By path; an added route replaces one of the same path."""
         queue = RequestQueue()
-        show_metrics = queue.one_at_a_time(self._show_metrics)
+        show_metrics = queue.one_at_a_time(self._refreshed(self._show_metrics))
         return {
             "/": self._show_index,
             "/healthz": self._show_health,
@@ -127,9 +137,16 @@ class WebServer:
             "/metrics": show_metrics,
             "/metric": show_metrics,
             **dict(self._page.routes()),
-            **{path: queue.one_at_a_time(handler) for path, handler in self._extra_routes},
-            **dict(self._streams),
+            **{path: queue.one_at_a_time(self._refreshed(handler)) for path, handler in self._extra_routes},
+            **{path: self._refreshed(handler) for path, handler in self._streams},
         }
+
+    def _refreshed(self, handler: Handler) -> Handler:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            await self._before_reading()
+            return await handler(request)
+
+        return answer
 
     async def _show_index(self, request: web.Request) -> web.Response:
         """The dashboard for a browser, the list of paths for everything else."""
