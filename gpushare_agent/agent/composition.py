@@ -103,6 +103,7 @@ class _Subscriptions:
         shown.usage.subscribe(shown.usage_history.add)
         shown.usage.subscribe(lambda _round: shown.expire())
         shown.usage.subscribe(self._kubelet.resizing.usage_sampled)
+        self._kubelet.resizing.ask_usage_by(lambda: shown.usage.current)
         for watch in self._isolation.watches.values():
             watch.subscribe(self._kubelet.tables.request_refresh)
             watch.subscribe(shown.expire)
@@ -118,6 +119,7 @@ class _Subscriptions:
         self._state.metrics.know_gpus([gpu.uuid for gpu in inventory.gpus])
         self._kubelet.tables.refresh()
         self._kubelet.resizing.changed()
+        self._isolation.changed()
         if self._isolation.cdi_watch is not None:
             self._isolation.cdi_watch.gpus_changed()
         if self._cluster.node_facts is not None:
@@ -128,6 +130,7 @@ class _Subscriptions:
         self._kubelet.garbage.allocation_changed(old, new)
         self._kubelet.tables.allocation_changed(old, new)
         self._kubelet.resizing.changed()
+        self._isolation.changed()
         if self._cluster.node_allocations is not None:
             self._cluster.node_allocations.changed()
         self._shown.expire()
@@ -136,6 +139,7 @@ class _Subscriptions:
         self._kubelet.garbage.pod_changed(old, new)
         self._kubelet.refused_pods.pod_changed(old, new)
         self._kubelet.resizing.changed()
+        self._isolation.changed()
         if self._cluster.node_allocations is not None:
             self._cluster.node_allocations.changed()
         self._shown.expire()

@@ -180,6 +180,11 @@ class IsolationSide:
             for name in sorted(self.settings.isolations_in_use)
         )
 
+    def changed(self) -> None:
+        """An allocation, a pod or a GPU."""
+        if self.virtual_manager is not None:
+            self.virtual_manager.changed()
+
     def unavailable_reason(self, isolation: IsolationName) -> str:
         """Why no share of this isolation can be had now, and the cure; empty where it can."""
         reasons = [

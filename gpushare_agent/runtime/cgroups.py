@@ -14,12 +14,12 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import NotFound, Unavailable
@@ -27,6 +27,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_paths import MAX_TEXT_BYTES, NOBODY, PeerIdentity, container_id_of, parse_proc_cgroup
 from gpushare_agent.runtime.cgroup_walk import CgroupDir, CgroupWalk, FoundDirectory, subdirectories
 
+K = TypeVar("K")
 CgroupDriver = Literal["cgroupfs", "systemd"]
 
 MAX_DIRECTORIES_BELOW = 4_096
@@ -37,6 +38,7 @@ MAX_STATUS_BYTES = 16 * 1024
 _FIRST_CONTROLLERS = ("pids", "memory", "cpu", "cpu,cpuacct", "devices")
 """Runtimes put every container into these; they are searched before others."""
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_HALF_PAGE = 2048
 _LEAF_LINKS = 2
 """A directory without subdirectories has two links in the kernel's cgroup file system: no need to list it."""
 
@@ -61,6 +63,27 @@ def cgroup_version(root: Path) -> CgroupVersion:
     if not mounted:
         raise Unavailable(f"{root}: " + ("no cgroup hierarchy is mounted there" if root.is_dir() else "not there"))
     return CgroupVersion.HYBRID if "unified" in mounted else CgroupVersion.V1
+
+
+class CgroupProcesses:
+    """The processes of a cgroup and all below it, as the kernel listed them."""
+
+    def __init__(self, texts: Mapping[str, bytes]) -> None:
+        self._texts = texts
+
+    @property
+    def pids(self) -> list[int]:
+        """The host's, ascending."""
+        found = {pid for text in self._texts.values() for pid in _parse_procs(text)}
+        return sorted(found - {0})  # so the kernel writes a process of another PID namespace
+
+    def has_changed(self) -> bool:
+        """Whether one of the lists is another now. Blocks; a third of the cost of a new reading. A cgroup that was made
+        below since then is seen by the processes that it took from its parent, and else by the next reading."""
+        try:
+            return any(_read_bounded(path, MAX_PROCS_BYTES) != text for path, text in self._texts.items())
+        except OSError:
+            return True
 
 
 class Cgroups:
@@ -109,16 +132,20 @@ class Cgroups:
                 return found
         return {}
 
-    def pids(self, directory: CgroupDir) -> list[int]:
-        """Host PIDs of the container's cgroup and all below, ascending. Raises NotFound (it is gone), Unavailable."""
-        return sorted(_read_tree(str(directory.path)))
+    def processes(self, directory: CgroupDir) -> CgroupProcesses:
+        """Of the container's cgroup and all below. Raises NotFound (it is gone), Unavailable."""
+        return CgroupProcesses(_read_tree(str(directory.path)))
 
-    def pids_round(self, directories: Iterable[CgroupDir]) -> Mapping[str, list[int] | None]:
-        """The PIDs of many containers by container ID; None where they cannot be known: find it again."""
-        found: dict[str, list[int] | None] = {}
+    def pids(self, directory: CgroupDir) -> list[int]:
+        """Host PIDs of these, ascending. Raises the same."""
+        return self.processes(directory).pids
+
+    def processes_round(self, directories: Iterable[CgroupDir]) -> Mapping[str, CgroupProcesses | None]:
+        """The same of many containers by container ID; None where they cannot be known: find it again."""
+        found: dict[str, CgroupProcesses | None] = {}
         for directory in directories:
             try:
-                found[directory.container_id] = self.pids(directory)
+                found[directory.container_id] = self.processes(directory)
             except (NotFound, Unavailable):
                 found[directory.container_id] = None
         return found
@@ -175,10 +202,15 @@ class Cgroups:
     async def version_in_thread(self) -> CgroupVersion:
         return await self._rounds.call(partial(cgroup_version, self.root), "reading the cgroups", ROUND_TIMEOUT_S)
 
-    async def pids_round_in_thread(self, directories: Iterable[CgroupDir]) -> Mapping[str, list[int] | None]:
+    async def processes_round_in_thread(self, directories: Iterable[CgroupDir]) -> Mapping[str, CgroupProcesses | None]:
         return await self._rounds.call(
-            partial(self.pids_round, tuple(directories)), "reading the containers' cgroups", ROUND_TIMEOUT_S
+            partial(self.processes_round, tuple(directories)), "reading the containers' cgroups", ROUND_TIMEOUT_S
         )
+
+    async def changed_in_thread(self, known: Mapping[K, Sequence[CgroupProcesses]]) -> list[K]:
+        """The keys of which a cgroup's processes are others than those."""
+        search = partial(_changed, tuple(known.items()))
+        return await self._rounds.call(search, "reading the containers' cgroups", ROUND_TIMEOUT_S)
 
     async def namespace_pids_in_thread(self, pids: Collection[int]) -> Mapping[int, tuple[int, ...]]:
         return await self._rounds.call(
@@ -233,8 +265,8 @@ def _is_there(directory: CgroupDir | None) -> bool:
         return False
 
 
-def _read_tree(top: str) -> set[int]:
-    pids: set[int] = set()
+def _read_tree(top: str) -> dict[str, bytes]:
+    texts: dict[str, bytes] = {}
     pending = [top]
     seen = 0
     while pending and seen <= MAX_DIRECTORIES_BELOW:
@@ -246,13 +278,17 @@ def _read_tree(top: str) -> set[int]:
                 raise NotADirectoryError(errno.ENOTDIR, "not a directory", directory)
             if status.st_nlink != _LEAF_LINKS:
                 pending.extend(f"{directory}/{name}" for name in subdirectories(directory))
-            pids.update(_read_procs(f"{directory}/cgroup.procs"))
+            path = f"{directory}/cgroup.procs"
+            texts[path] = _read_bounded(path, MAX_PROCS_BYTES)
         except OSError as e:
             # Below the top it went away meanwhile, or its processes are listed above it (a threaded cgroup).
             if directory == top:
                 raise _renamed(e, top) from e
-    pids.discard(0)  # so the kernel writes a process of another PID namespace
-    return pids
+    return texts
+
+
+def _changed(known: Iterable[tuple[K, Sequence[CgroupProcesses]]]) -> list[K]:
+    return [key for key, processes in known if any(one.has_changed() for one in processes)]
 
 
 def _renamed(error: OSError, top: str) -> Exception:
@@ -261,9 +297,9 @@ def _renamed(error: OSError, top: str) -> Exception:
     return Unavailable(f"the processes of the cgroup {top} cannot be read: {error.strerror}; it is tried again")
 
 
-def _read_procs(path: str) -> Iterable[int]:
+def _parse_procs(text: bytes) -> Iterable[int]:
     try:
-        return [int(number) for number in _read_bounded(path, MAX_PROCS_BYTES).split()]
+        return [int(number) for number in text.split()]
     except ValueError:
         return ()
 
@@ -291,11 +327,12 @@ def parse_namespace_pids(status: bytes) -> tuple[int, ...]:
 
 
 def _read_bounded(path: str, limit: int) -> bytes:
-    """The file's bytes up to the limit. The kernel gives such files out in pages, so one read is not all."""
+    """The file's bytes up to the limit. The kernel gives such files out in pages, so one read is not all, but for a text
+    that is shorter than half a page."""
     file = os.open(path, _OPEN_FLAGS)
     try:
         content = os.read(file, limit)
-        while content and len(content) < limit and (more := os.read(file, limit - len(content))):
+        while _HALF_PAGE <= len(content) < limit and (more := os.read(file, limit - len(content))):
             content += more
         return content
     finally:

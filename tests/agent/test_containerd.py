@@ -79,7 +79,7 @@ async def test_every_process_of_a_container_is_found_and_known(containerd: Conta
         assert cgroups.identify(pids[-1]) == expected
 
         assert find_cgroup(cgroups, made.id, other.pod_uid) is None
-        assert set(cgroups.pids_round(cgroups.find_many([(made.id, None), (other.id, None)]).values())) == {
+        assert set(cgroups.processes_round(cgroups.find_many([(made.id, None), (other.id, None)]).values())) == {
             made.id,
             other.id,
         }

@@ -25,7 +25,7 @@ from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.hami_core.locks import LockWatch
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.runtime.cgroups import Cgroups
+from gpushare_agent.runtime.cgroups import CgroupProcesses, Cgroups
 from tests.support_core import allocation, container, ids, pod
 from tests.support_hami_core import INSIDE, fake_library, region_file
 
@@ -97,8 +97,9 @@ class KnownProcesses:
     async def find_many_in_thread(self, wanted: Iterable[tuple[str, PodUid]]) -> dict[str, str]:
         return {container_id: container_id for container_id, _ in wanted}
 
-    async def pids_round_in_thread(self, places: Iterable[str]) -> dict[str, list[int]]:
-        return {place: sorted(self.alive) for place in places}
+    async def processes_round_in_thread(self, places: Iterable[str]) -> dict[str, CgroupProcesses]:
+        text = b"".join(b"%d\n" % pid for pid in self.alive)
+        return {place: CgroupProcesses({place: text}) for place in places}
 
     async def namespace_pids_in_thread(self, pids: Iterable[int]) -> dict[int, tuple[int, ...]]:
         return {pid: (pid,) for pid in pids}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -591,3 +592,39 @@ async def test_a_directory_that_has_foreign_entries_is_left_and_reported(short_d
         await manager.remove_stale()
         assert (foreign / "volumes" / "data").read_text() == "precious"
         assert not world.directory.parent.exists()
+
+
+async def test_processes_are_followed_between_two_polls_of_everything(short_dir: Path) -> None:
+    """A new process is listed, and a container that ends and starts again is, without a poll of everything."""
+    world = World(short_dir)
+    intervals = Intervals(poll_s=0.01, ids_s=0.01, polls_of_all=1_000_000)
+    manager = world.manager(intervals, clock=time.monotonic)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(manager.run(), name="virtual manager")
+        await poll_until(lambda: world.directory.exists() and world.pids == (7, 11), "the first list")
+        world.set_pids(ID, 11, 7, 12)
+        await poll_until(lambda: world.pids == (7, 11, 12), "the new process")
+        world.known = {KEY: OTHER_ID}
+        world.set_pids(OTHER_ID, 30)
+        shutil.rmtree(world.cgroup_root / "kubepods" / "burstable" / f"pod{POD}" / ID)
+        await poll_until(lambda: world.pids == (30,), "the container's next instance")
+        await stop_task(task)
+
+
+async def test_what_is_reported_as_changed_is_polled_at_once(short_dir: Path) -> None:
+    """A new limit of the pod is written, and a container without an allocation loses its socket."""
+    world = World(short_dir)
+    manager = world.manager(Intervals(poll_s=0.01, polls_of_all=1_000_000), clock=time.monotonic)
+    socket = world.directory / "vcuda.sock"
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(manager.run(), name="virtual manager")
+        await poll_until(socket.exists, "the socket")
+        world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
+        manager.changed()
+        await poll_until(
+            lambda: decode_config((world.directory / "vcuda.config").read_bytes()).limit == 60, "the new limit"
+        )
+        world.allocations.clear()
+        manager.changed()
+        await poll_until(lambda: not socket.exists(), "the end of the server")
+        await stop_task(task)

@@ -22,6 +22,7 @@
  *                                    pcie_0 (sent), pcie_1 (received), remapped (pending, failed), capability
  *   field I FIELD SCOPE CODE TYPE NUMBER
  *   process LIST I PID BYTES         LIST is compute, graphics or mps; BYTES - is "not available"
+ *   processes LIST I PID COUNT BYTES COUNT processes, with PIDs from PID on
  *   grows LIST I N                   the first N readings of the list since this script was set find it too long; LIST is
  *                                    also samples
  *   sample I PID TIME_US SM MEMORY ENCODER DECODER
@@ -514,6 +515,22 @@ static int take_process(const char *rest, void *wanted)
     return 0;
 }
 
+static int take_processes(const char *rest, void *wanted)
+{
+    struct list_wish *wish = wanted;
+    char name[32];
+    unsigned index, pid, count;
+    unsigned long long bytes;
+    if (sscanf(rest, "%31s %u %u %u %llu", name, &index, &pid, &count, &bytes) != 5)
+        return 0;
+    if (index != wish->index || strcmp(name, wish->name) != 0)
+        return 0;
+    for (unsigned i = 0; i < count; i++, wish->found++)
+        if (wish->found < wish->room)
+            wish->processes[wish->found] = (process_t){.pid = pid + i, .bytes = bytes};
+    return 0;
+}
+
 static int take_sample(const char *rest, void *wanted)
 {
     struct list_wish *wish = wanted;
@@ -549,6 +566,7 @@ static int get_processes(const char *function, device_t *device, const char *nam
     if (code != OK)
         return code;
     find("process", take_process, &wish);
+    find("processes", take_processes, &wish);
     return answer_list(&wish, count);
 }
 

@@ -176,7 +176,12 @@ def test_a_round_tells_the_gone_from_the_empty(tmp_path: Path) -> None:
     cgroups = Cgroups(tmp_path)
     known = cgroups.find_many([(ID, UID), (OTHER_ID, UID)])
     gone = CgroupDir(path=tmp_path / "gone", container_id=NODE, pod_uid=UID)
-    assert cgroups.pids_round([*known.values(), gone]) == {ID: [8], OTHER_ID: [], NODE: None}
+    found = cgroups.processes_round([*known.values(), gone])
+    assert {id_: one.pids if one is not None else None for id_, one in found.items()} == {
+        ID: [8],
+        OTHER_ID: [],
+        NODE: None,
+    }
 
 
 def test_deep_trees_without_pods_are_left(tmp_path: Path) -> None:
@@ -246,7 +251,8 @@ async def test_the_same_is_there_for_the_event_loop(tmp_path: Path) -> None:
     cgroups = Cgroups(tmp_path, tmp_path)
     found = (await cgroups.find_many_in_thread([(ID, UID)]))[ID]
     assert await cgroups.find_pods_in_thread({UID}) == {UID: [found]}
-    assert await cgroups.pids_round_in_thread([found]) == {ID: [8]}
+    read = await cgroups.processes_round_in_thread([found])
+    assert read[ID] is not None and read[ID].pids == [8]
     assert await cgroups.identify_in_thread(8) is None
     assert await cgroups.check_driver_in_thread("cgroupfs") is None
 

@@ -3,7 +3,8 @@
 The ID becomes known a second or two after the container starts. Until then the list has all processes of its pod that are
 not of another known container: too many rather than too few, for the in-container library counts only processes that are in
 the list, and does not limit others. The PIDs are those that the driver in use reports: the host's, or those of the
-container's PID namespace. State owned: the ID and the instance of each container, and its processes' PIDs in namespaces.
+container's PID namespace. State owned: the ID and the instance of each container, its processes as the kernel listed them
+last, and their PIDs in namespaces.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.runtime.cgroup_walk import CgroupDir
-from gpushare_agent.runtime.cgroups import Cgroups
+from gpushare_agent.runtime.cgroups import CgroupProcesses, Cgroups
 
 log = structlog.get_logger(__name__)
 
@@ -40,6 +41,8 @@ class _Instance:
     id: str | None = None
     former: str | None = None
     unknown_since: float | None = None
+    listed: Sequence[CgroupProcesses] = ()
+    """As of the last read; none while it is not known which cgroups are the container's own."""
     namespace_pids: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """By host PID, of the processes of the last read: a process keeps them, so they are read once."""
 
@@ -123,21 +126,30 @@ class ContainerProcesses:
                 return key
         return await self._source.owner_of(container_id)
 
+    async def changed(self) -> set[ContainerKey]:
+        """The containers whose processes may be others than at the last `read`. Raises Unavailable."""
+        listed = {key: instance.listed for key, instance in self._instances.items()}
+        known = {key: processes for key, processes in listed.items() if processes}
+        return {*(listed.keys() - known.keys()), *(await self._cgroups.changed_in_thread(known) if known else ())}
+
     async def read(self, wanted: Collection[ContainerKey]) -> dict[ContainerKey, Processes]:
         """The processes of those whose cgroup is known now. Raises Unavailable."""
         instances = {key: self._instances.setdefault(key, _Instance()) for key in wanted}
-        cgroups = await self._own_cgroups(instances)
-        cgroups |= await self._pods_cgroups(
-            {key: instance for key, instance in instances.items() if key not in cgroups}
+        for instance in instances.values():
+            instance.listed = ()
+        own = await self._own_cgroups(instances)
+        cgroups = own | await self._pods_cgroups(
+            {key: instance for key, instance in instances.items() if key not in own}
         )
         if not cgroups:
             return {}
-        read = await self._cgroups.pids_round_in_thread([place for places in cgroups.values() for place in places])
+        read = await self._cgroups.processes_round_in_thread([place for places in cgroups.values() for place in places])
         host_pids: dict[ContainerKey, list[int]] = {}
         for key, places in cgroups.items():
-            lists = [pids for place in places if (pids := read.get(place.container_id)) is not None]
+            lists = [listed for place in places if (listed := read.get(place.container_id)) is not None]
             if lists:
-                host_pids[key] = sorted({pid for pids in lists for pid in pids})
+                host_pids[key] = sorted({pid for listed in lists for pid in listed.pids})
+                instances[key].listed = lists if key in own else ()
         await self._read_namespace_pids(instances, host_pids)
         return {
             key: Processes(pids=self._reported(instances[key], pids), instance=instances[key])

@@ -1,9 +1,10 @@
 """Keeps the vDevice directory of every container with cores true: prepares it, polls it, refreshes it, removes it.
 
-Level-triggered: each poll compares the allocation cache with the directories, so a lost event costs a second. A container
-is prepared before it starts (PreStartContainer waits for it); containers that run when the agent starts get their socket
-back in the first poll. Nothing here waits for the runtime or the API server except the reading of container IDs, which has
-a task of its own; access to files and cgroups runs in threads and is bounded.
+Level-triggered: each poll compares the allocation cache with the directories, so a lost event costs some seconds. Between
+two polls only the processes are compared with those listed last; `changed` reports what else is new. A container is
+prepared before it starts (PreStartContainer waits for it); containers that run when the agent starts get their socket back
+in the first poll. Nothing here waits for the runtime or the API server except the reading of container IDs, which has a
+task of its own; access to files and cgroups runs in threads and is bounded.
 
 State owned: which containers were prepared recently, and the refreshes under way. Directories and servers belong to
 `DirectoryReconciler` (reconcile.py), the processes to `ContainerProcesses`.
@@ -47,11 +48,12 @@ FILES_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intervals:
-    """Seconds between two polls, also of a container prepared less than `recent_for_s` ago; between two refreshes of a
-    container whose programs register; between two reads of container IDs while one is unknown; and between two removals of
-    stale directories."""
+    """Seconds between two comparisons of the processes, also of a container prepared less than `recent_for_s` ago; between
+    two refreshes of a container whose programs register; between two reads of container IDs while one is unknown; and
+    between two removals of stale directories. Of so many comparisons one is a poll of everything, also without a change."""
 
     poll_s: float = 1.0
+    polls_of_all: int = 5
     recent_poll_s: float = 0.2
     recent_for_s: float = 5.0
     refresh_s: float = 0.1
@@ -97,6 +99,8 @@ class VirtualManager:
         )
         self._prepared_at: dict[ContainerKey, float] = {}
         self._has_recent = asyncio.Event()
+        self._has_changed = True
+        self._may_lack_ids = asyncio.Event()
         self._foreign = ReportOnce()
         self._refreshes: dict[ContainerKey, _Refreshes] = {}
 
@@ -113,6 +117,7 @@ class VirtualManager:
             self._processes.begin_instance(key)
             self._prepared_at[key] = self._clock()
             self._has_recent.set()
+            self._may_lack_ids.set()
         try:
             results = await self._reconciler.reconcile(wanted, None)
             error = next((one.error for one in results if one.error is not None), None)
@@ -140,6 +145,11 @@ class VirtualManager:
                 group.create_task(forever("container ids", self._run_ids), name="container ids")
         finally:
             await self._reconciler.close(STOP_TIMEOUT_S)
+
+    def changed(self) -> None:
+        """An allocation, a pod or a GPU: the next poll is one of everything."""
+        self._has_changed = True
+        self._may_lack_ids.set()
 
     async def poll(self) -> None:
         """Reconciles every container that has cores, and stops the servers of all others. Raises Unavailable."""
@@ -199,9 +209,14 @@ class VirtualManager:
             await self._in_thread(partial(self._files.copy_for_id, key, container_id), f"copying for {container_id}")
 
     async def _run_polls(self) -> NoReturn:
-        cleaned_at = float("-inf")
+        cleaned_at, polls = float("-inf"), 0
         while True:
-            await self._try(self.poll)
+            if self._has_changed or polls % self._intervals.polls_of_all == 0:
+                self._has_changed, polls = False, 0
+                await self._try(self.poll)
+            else:
+                await self._try(self._poll_processes)
+            polls += 1
             if self._pods.is_synced and self._clock() - cleaned_at >= self._intervals.cleanup_s:
                 cleaned_at = self._clock()
                 await self._try(self.remove_stale)
@@ -227,9 +242,16 @@ class VirtualManager:
             if not await wait_for(self._has_recent, left_s):
                 return
 
+    async def _poll_processes(self) -> None:
+        if keys := await self._processes.changed():
+            await self._poll_containers(keys)
+
     async def _poll_containers(self, keys: Collection[ContainerKey]) -> None:
         processes = await self._processes.read(keys)
-        self._reconciler.log_failures(await self._reconciler.reconcile(self._wanted(keys), processes))
+        self._may_lack_ids.set()  # of those that have ended
+        results = await self._reconciler.reconcile(self._wanted(keys), processes)
+        self._reconciler.log_failures(results)
+        self._has_changed |= any(one.error is not None for one in results)
 
     async def _run_ids(self) -> NoReturn:
         """Reads container IDs while one is unknown; one that stays unknown (of an ended init container, say) ever less
@@ -245,12 +267,16 @@ class VirtualManager:
                 periods_left, periods = periods, min(2 * periods, self._intervals.ids_max_periods)
             requested, periods_left = unknown, periods_left - 1
             await asyncio.sleep(self._intervals.ids_s)
+            if not unknown:
+                await self._may_lack_ids.wait()
+                self._may_lack_ids.clear()
 
     async def _try(self, step: Callable[[], Awaitable[None]]) -> None:
         try:
             await step()
         except AgentError as e:
             log.warning("vdevice_poll_failed", error=str(e), then="the next poll tries again")
+            self._has_changed = True
 
     def _is_stale(self, uid: PodUid) -> bool:
         return self._pods.get(uid) is None and not any(key.pod_uid == uid for key in self._allocations())
