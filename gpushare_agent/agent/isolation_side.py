@@ -152,17 +152,20 @@ class IsolationSide:
         chosen = self.chosen(allocation.key.pod_uid)
         if chosen is None:
             return None
-        is_missing = self.driver_limits is not None and bool(self.driver_limits.problem(allocation.key))
         pod, config = self.store.get(allocation.key.pod_uid), self.hami_core
         container = pod.container(allocation.key.container) if pod is not None else None
         return kept(
             chosen,
             is_whole=allocation.is_whole,
             module=self.kernel_module,
-            has_driver_limit=not is_missing,
+            has_driver_limit=self.has_driver_limit(allocation.key),
             has_library=container is None or not opts_out(container, config),
             has_core_limit=not lifts_cores(container, config),
         )
+
+    def has_driver_limit(self, key: ContainerKey) -> bool:
+        """False where the container was found to run without it."""
+        return self.driver_limits is None or not self.driver_limits.problem(key)
 
     def facts(self) -> tuple[IsolationFacts, ...]:
         """Of each isolation in use, what a share under it has."""

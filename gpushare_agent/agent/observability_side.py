@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gpushare_agent.agent.isolation_side import IsolationSide
 from gpushare_agent.agent.state import NodeState
-from gpushare_agent.agent.views import node_snapshot
+from gpushare_agent.agent.views import ContainerViews, node_snapshot
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.kit.supervision import Runs, Tasks, bodies
@@ -79,9 +79,11 @@ def build_observability_side(
         idle_period_s=settings.usage.idle_period_s,
         allocations=state.cache.view,
     )
-    started_at = time.time()
+    started_at, containers = time.time(), ContainerViews(state, isolation)
     snapshots = SnapshotCache(
-        lambda: node_snapshot(state, isolation, usage.current, started_at=started_at, not_ready=not_ready()),
+        lambda: node_snapshot(
+            state, isolation, containers, usage.current, started_at=started_at, not_ready=not_ready()
+        ),
         max_age_s=min(settings.sample_period_s, MAX_AGE_S),
     )
     live_stream = LiveStream(

@@ -12,20 +12,51 @@ from gpushare_agent.agent.state import NodeState
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.decisions.node_facts import NodeFacts, node_facts
 from gpushare_agent.isolation.decisions.vcuda import vdevice_share
-from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.observability.node_snapshot import MIB, AgentFacts, ContainerFacts, NodeSnapshot
 
 
+class ContainerViews:
+    """The facts of each container, made anew where its allocation, its pod, a GPU or its limit has changed: between two
+    rounds of sampling hardly any has."""
+
+    def __init__(self, state: NodeState, isolation: IsolationSide) -> None:
+        self._state = state
+        self._isolation = isolation
+        self._known: dict[ContainerKey, tuple[tuple[object, ...], ContainerFacts]] = {}
+
+    def current(self) -> list[ContainerFacts]:
+        """Of the containers that count."""
+        state = self._state
+        gpus = state.inventory.current.by_uuid()
+        before, self._known = self._known, {}
+        for allocation in state.cache:
+            pod = state.store.get(allocation.key.pod_uid)
+            if not allocation.pod_name or _is_over(allocation, pod):
+                continue
+            inputs = (allocation, pod, state.inventory.current, self._isolation.has_driver_limit(allocation.key))
+            known = before.get(allocation.key)
+            if known is None or any(old is not new for old, new in zip(known[0], inputs, strict=True)):
+                known = inputs, _container(state, self._isolation, allocation, pod, gpus)
+            self._known[allocation.key] = known
+        return [facts for _, facts in self._known.values()]
+
+
 def node_snapshot(
-    state: NodeState, isolation: IsolationSide, usage: UsageRound | None, *, started_at: float, not_ready: Sequence[str]
+    state: NodeState,
+    isolation: IsolationSide,
+    containers: ContainerViews,
+    usage: UsageRound | None,
+    *,
+    started_at: float,
+    not_ready: Sequence[str],
 ) -> NodeSnapshot:
     """Everything that is shown of the node, now. `started_at` is in seconds since the epoch."""
     settings, inventory = state.settings, state.inventory
-    by_uuid = inventory.current.by_uuid()
     return NodeSnapshot(
         node=settings.node_name,
         at=time.time(),
@@ -45,11 +76,7 @@ def node_snapshot(
         illnesses=inventory.unhealthy_reasons,
         cores_allocated=state.cache.used_cores(),
         memory_allocated_bytes=_memory_allocated(state),
-        containers=[
-            _container(state, isolation, allocation, by_uuid)
-            for allocation in state.cache
-            if allocation.pod_name and not _is_over(state, allocation)
-        ],
+        containers=containers.current(),
         usage=usage,
     )
 
@@ -78,9 +105,8 @@ def wanted_allocations(state: NodeState) -> str | None:
     return allocations_annotation(allocations_by_pod(state.cache, gpus, state.store.get, state.names, extras))
 
 
-def _is_over(state: NodeState, allocation: Allocation) -> bool:
+def _is_over(allocation: Allocation, pod: Pod | None) -> bool:
     """An init container that has run: its devices are counted with the containers that took them over."""
-    pod = state.store.get(allocation.key.pod_uid)
     return allocation.kind is ContainerKind.INIT and pod is not None and pod.has_started
 
 
@@ -98,9 +124,8 @@ def _memory_allocated(state: NodeState) -> dict[GpuUuid, int]:
 
 
 def _container(
-    state: NodeState, isolation: IsolationSide, allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]
+    state: NodeState, isolation: IsolationSide, allocation: Allocation, pod: Pod | None, gpus: Mapping[GpuUuid, Gpu]
 ) -> ContainerFacts:
-    pod = state.store.get(allocation.key.pod_uid)
     annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
     share = vdevice_share(allocation, annotations, gpus, state.names)
     allocated = share
