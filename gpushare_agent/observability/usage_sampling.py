@@ -110,14 +110,15 @@ class UsageSampling:
         self._timeout_s = min(MAX_SAMPLE_TIMEOUT_S, max(MIN_SAMPLE_TIMEOUT_S, MISSED_ROUNDS * period_s))
         self._last: UsageRound | None = None
         self.is_idle = False
-        """Nobody reads, and the next rare round is not due."""
+        """Nobody reads, and since the last round there was a pause."""
 
     @property
     def current(self) -> UsageRound | None:
-        """The last round while it is fresh. Who reads it has the use sampled each period from now on."""
+        """The last round, unless it is from before a pause. Who reads it has the use sampled each period from now on."""
         self._read_at = self._clock()
         self._has_reader.set()
-        return self._last if self._clock() - self._round_at < MISSED_ROUNDS * self._period_s else None
+        is_old = self.is_idle and self._clock() - self._round_at >= MISSED_ROUNDS * self._period_s
+        return None if is_old else self._last
 
     async def refresh(self) -> None:
         """Before `current` is read: waits for a round where the last one is from a pause, for REFRESH_TIMEOUT_S at most."""
@@ -145,9 +146,8 @@ class UsageSampling:
             await asyncio.sleep(due_at - now)
             if self._clock() - self._read_at >= max(READ_FOR_S, MISSED_ROUNDS * self._period_s):
                 self._has_reader.clear()
-                self.is_idle = True
+                self.is_idle = self._idle_period_s > self._period_s
                 await wait_for(self._has_reader, self._idle_period_s - self._period_s)
-                self.is_idle = False
                 due_at = max(due_at, self._clock())
 
     async def sample_once(self) -> None:
@@ -248,6 +248,6 @@ class UsageSampling:
         self._is_slow = True
 
     def _publish(self, found: UsageRound | None) -> None:
-        self._last = found
+        self._last, self.is_idle = found, False
         for observer in self._observers:
             observer(found)

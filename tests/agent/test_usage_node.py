@@ -31,7 +31,7 @@ from tests.support_sandbox import container, open_test_node, pod, wait_gone
 pytestmark = needs_processes
 
 MIB = 1024 * 1024
-FAST = ("--sample-period-s=0.05",)
+FAST = ("--sample-period-s=0.05", "--usage.idle-period-s=0")
 
 
 def pids_of(node: EmbeddedNode, name: str, container_name: str = "main") -> list[int]:

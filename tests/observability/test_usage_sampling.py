@@ -269,6 +269,7 @@ async def test_without_a_reader_rounds_are_rare_and_a_reader_gets_one_of_its_own
         world.now += 60.0
         assert reported.empty()
         world.gate = asyncio.Event()
+        assert sampling.current is None
         async with asyncio.TaskGroup() as group:
             for _ in range(2):
                 group.create_task(sampling.refresh())
@@ -279,15 +280,6 @@ async def test_without_a_reader_rounds_are_rare_and_a_reader_gets_one_of_its_own
         assert world.samples == 2
         while world.samples < 5:  # each period now
             await reported.get()
-
-
-async def test_a_round_from_before_a_pause_is_not_current() -> None:
-    """For a reader that does not wait."""
-    world = World(sample_now=driver_sample(gpu_sample(0)))
-    sampling = world.sampling(idle_period_s=60.0)
-    await sampling.sample_once()
-    world.now += 59.0
-    assert sampling.current is None
 
 
 async def test_a_reader_does_not_wait_for_a_driver_that_hangs() -> None:
