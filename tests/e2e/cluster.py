@@ -26,6 +26,8 @@ RUN_LABEL = "gpushare-e2e"
 """On each namespace of a run, with the run's suffix."""
 
 T = TypeVar("T")
+Right = tuple[str, str]
+"""A verb, and a resource with its subresource."""
 Object = dict[str, Any]
 
 
@@ -243,6 +245,23 @@ def read_unix(socket_path: Path, path: str) -> bytes:
     if answer.status != 200:
         raise KubectlError(f"GET {path}: {answer.status} {body[:500]!r}")
     return body
+
+
+def audited(log: Path, user: str) -> tuple[set[Right], list[str]]:
+    """What the user asked of the API server, by its audit log, and which of it was forbidden."""
+    used: set[Right] = set()
+    forbidden: list[str] = []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        if entry["user"]["username"] != user or "objectRef" not in entry:
+            continue
+        target = entry["objectRef"]
+        resource = "/".join(filter(None, (target["resource"], target.get("subresource"))))
+        used.add((entry["verb"], resource))
+        # By RBAC: in a namespace that is being deleted admission answers 403 too.
+        if entry.get("annotations", {}).get("authorization.k8s.io/decision") == "forbid":
+            forbidden.append(f"{entry['verb']} {resource}: {entry['requestURI']}")
+    return used, forbidden
 
 
 def message_of(pod: Object) -> str:

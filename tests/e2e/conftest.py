@@ -31,7 +31,7 @@ MOST_SHOWN = 20_000
 """Characters of one command's output in the report of a failure: its end."""
 HOOKS = {
     "restart-kubelet": "COMMAND that restarts the kubelet of the node and ends when it runs again",
-    "audit-log": "FILE that is the API server's audit log, of level Metadata at least for the agent's service account",
+    "audit-log": "FILE that is the API server's audit log, of level Metadata for the accounts of gpushare-system",
     "static-pods": "DIR that is the node's static pod path",
 }
 
@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--image", default=f"gpushare-agent:{__version__}", help="the agent's image, as the node pulls it")
     group.addoption("--pod-image", default="busybox:1.35", help="the image of the test pods: with sh and sleep")
     group.addoption("--overlay", default="overlays/simulated", help="of manifests/, or base; default: %(default)s")
+    group.addoption("--scheduler-image", help="a kube-scheduler; default: registry.k8s.io's of the cluster's version")
     group.addoption("--runtime-class", help="of pods with a share, such as nvidia")
     group.addoption("--replace-installed", action="store_true", help="remove what an earlier run left, and go on")
     for name, text in HOOKS.items():

@@ -41,7 +41,10 @@ kind: Policy
 omitStages: [RequestReceived]
 rules:
   - level: Metadata
-    users: ["system:serviceaccount:gpushare-system:gpushare-agent"]
+    users:
+      - system:serviceaccount:gpushare-system:gpushare-agent
+      - system:serviceaccount:gpushare-system:gpushare-agent-extender
+      - system:serviceaccount:gpushare-system:gpushare-scheduler
   - level: None
 POLICY
 export RIG_APISERVER_ARGS="--audit-policy-file=$work/audit/policy.yaml --audit-log-path=$work/audit/log"
@@ -62,6 +65,11 @@ else
   interruptible timeout 900 "$rig" build "$work/tree" "gpushare-agent:$version"
 fi
 
+mkdir "$work/scheduler"
+cp "$RIG_DIR/bin/kube-scheduler" "$work/scheduler/"
+printf 'FROM scratch\nCOPY kube-scheduler /usr/local/bin/\nENV PATH=/usr/local/bin\n' >"$work/scheduler/Containerfile"
+interruptible timeout 300 "$rig" build "$work/scheduler" kube-scheduler:rig
+
 export KUBECONFIG
 node_is_ready() { kubectl get nodes -o 'jsonpath={.items[*].status.conditions[?(@.type=="Ready")].status}' | grep -q True; }
 KUBECONFIG=$("$rig" kubeconfig admin)
@@ -69,4 +77,4 @@ for _ in $(seq 300); do node_is_ready && break; sleep 1; done
 restart="$rig down -9 kubelet; $rig up kubelet"
 cd "$here"
 interruptible ${E2E:-.venv/bin/nox -s e2e --} --image "gpushare-agent:$version" --static-pods "$RIG_DIR/etc/static" --audit-log "$work/audit/log" \
-  --restart-kubelet "$restart" "$@"
+  --scheduler-image kube-scheduler:rig --restart-kubelet "$restart" "$@"

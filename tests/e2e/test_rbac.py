@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Object
+from tests.e2e.cluster import Cluster, Object, Right, audited
 from tests.e2e.installation import SYSTEM, Installation
 
 pytestmark = pytest.mark.e2e
@@ -24,8 +24,6 @@ FORBIDDEN = [
     ("bind", "clusterroles.rbac.authorization.k8s.io"),
 ]
 """Ways to other rights, or to other people's objects."""
-Right = tuple[str, str]
-"""A verb, and a resource with its subresource."""
 
 
 def granted(cluster: Cluster) -> set[Right]:
@@ -80,26 +78,12 @@ def test_what_the_agent_asks_of_the_api_server_is_what_it_may(
     # A pod of a controller that the agent refuses has an Event and is deleted: two more rights.
     cluster.apply(_refused(cluster), namespace=namespace)
 
-    def audited() -> tuple[set[Right], list[str]]:
-        used: set[Right] = set()
-        forbidden: list[str] = []
-        for line in log.read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
-            if entry["user"]["username"] != USER or "objectRef" not in entry:
-                continue
-            target = entry["objectRef"]
-            resource = "/".join(filter(None, (target["resource"], target.get("subresource"))))
-            used.add((entry["verb"], resource))
-            if entry.get("responseStatus", {}).get("code") == 403:
-                forbidden.append(f"{entry['verb']} {resource}: {entry['requestURI']}")
-        return used, forbidden
-
     rights = granted(cluster) - SELDOM
     try:
-        cluster.wait_for(f"each of {sorted(rights)} in the audit log", lambda: rights <= audited()[0])
+        cluster.wait_for(f"each of {sorted(rights)} in the audit log", lambda: rights <= audited(log, USER)[0])
     finally:  # its pods come back ten times a second
         cluster.run("delete", "replicaset", "refused", "-n", namespace)
-    used, forbidden = audited()
+    used, forbidden = audited(log, USER)
     assert not forbidden
     assert used <= granted(cluster)
 

@@ -1,0 +1,207 @@
+"""The extender, installed by its guide, with a real kube-scheduler that asks it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gpushare_agent.model.names import (
+    PREDICATE_GPU_INDEX_PREFIX,
+    PREDICATE_NODE_ANNOTATION,
+    RESIZE_ANNOTATION,
+)
+from tests.e2e.cluster import Cluster, KubectlError, Object, audited
+from tests.e2e.extender import APP, NAME, SCHEDULER, ExtenderInstallation
+from tests.e2e.installation import MANIFESTS, SYSTEM, Installation
+from tests.support_manifests import rendered
+
+pytestmark = pytest.mark.e2e
+INDEX = f"{PREDICATE_GPU_INDEX_PREFIX}0"
+QUOTA = ("-n", "kube-system", "configmap", "gpuquota")
+
+
+@pytest.fixture(scope="module")
+def extender(
+    cluster: Cluster,
+    installation: Installation,
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[ExtenderInstallation]:
+    installation.install()
+    found = ExtenderInstallation(
+        cluster,
+        folder=tmp_path_factory.mktemp("extender"),
+        image=request.config.getoption("--image"),
+        scheduler_image=request.config.getoption("--scheduler-image"),
+    )
+    try:
+        found.install()
+        yield found
+    finally:
+        found.remove()
+
+
+@pytest.fixture
+def quota(cluster: Cluster) -> Iterator[Any]:
+    """Writes the quota's ConfigMap; removed at the end. Skips where the cluster has one."""
+    if cluster.run("get", *QUOTA, "--ignore-not-found", "-o", "name"):
+        pytest.skip("the cluster has a quota of its own")
+
+    def write(text: str) -> None:
+        metadata = {"name": "gpuquota", "namespace": "kube-system"}
+        cluster.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"gpu_quota": text}})
+
+    yield write
+    cluster.run("delete", *QUOTA, "--ignore-not-found")
+
+
+def waits_because(cluster: Cluster, namespace: str, name: str, text: str) -> None:
+    """Until the scheduler has refused the pod with this text in its reason."""
+
+    def look() -> bool:
+        status = cluster.pods(namespace)[name]["status"]
+        assert "nodeName" not in cluster.pods(namespace)[name]["spec"]
+        return any(text in one.get("message", "") for one in status.get("conditions", ()))
+
+    cluster.wait_for(f"pod {name} waits because: {text}", look)
+
+
+def share(cluster: Cluster, name: str, core: int, **more: Any) -> Object:
+    return cluster.pod(name, core, 1, schedulerName=SCHEDULER, **more)
+
+
+@pytest.mark.smoke
+def test_a_pod_gets_the_gpu_that_the_extender_chose(
+    cluster: Cluster, installed: Installation, extender: ExtenderInstallation, namespace: str
+) -> None:
+    """One replica leads as installed, a kube-scheduler asks it, and the agent allocates what was planned."""
+    cluster.start(namespace, share(cluster, "share", 30))
+    ((_, _, gpus),) = installed.wait_ledger(namespace, 1).values()
+    annotations = cluster.pods(namespace)["share"]["metadata"]["annotations"]
+    assert annotations[PREDICATE_NODE_ANNOTATION] == cluster.node
+    assert annotations[INDEX] == ",".join(map(str, gpus))
+    assert extender.metric('gpushare_extender_binds_total{outcome="bound"}') >= 1
+    assert extender.metric("gpushare_extender_placement_disagreements_total") == 0
+
+
+def test_a_pod_waits_for_one_gpu_that_fits_whatever_is_free_in_sum(
+    cluster: Cluster, installed: Installation, extender: ExtenderInstallation, namespace: str
+) -> None:
+    """kube-scheduler alone would bind it, and the node reject it. It starts when a GPU is free."""
+    number = installed.gpus()
+    if number < 2:
+        pytest.skip("with one GPU the sum is what one has")
+    holders = [share(cluster, f"holder-{n}", 60) for n in range(number)]
+    cluster.start(namespace, *holders)
+    ledger = installed.wait_ledger(namespace, number)
+    assert len({gpus for _, _, gpus in ledger.values()}) == number, "60 and 60 do not fit on one GPU"
+    cluster.apply(share(cluster, "whole", 50), namespace=namespace)
+    waits_because(cluster, namespace, "whole", "GPU")
+    cluster.run("delete", "pod", "holder-0", "-n", namespace)
+    cluster.wait_phase(namespace, "whole")
+
+
+def test_a_pod_over_its_quota_starts_when_it_is_raised(
+    cluster: Cluster, installed: Installation, extender: ExtenderInstallation, namespace: str, quota: Any
+) -> None:
+    """Without any other event in the cluster: the scheduler would try it again after five minutes."""
+    quota(json.dumps({namespace: {"vcore": 20}}))
+    cluster.wait_for(
+        "the quota is read", lambda: extender.metric('gpushare_extender_quota_loads_total{outcome="good"}') >= 1
+    )
+    cluster.apply(share(cluster, "waiting", 30), namespace=namespace)
+    waits_because(cluster, namespace, "waiting", "quota")
+    quota(json.dumps({namespace: {"vcore": 30}}))
+    cluster.wait_phase(namespace, "waiting")
+    cluster.apply(share(cluster, "second", 30), namespace=namespace)
+    waits_because(cluster, namespace, "second", "quota")
+    cluster.run("delete", "pod", "waiting", "-n", namespace)
+    cluster.wait_phase(namespace, "second")
+
+
+def test_a_tenant_cannot_pass_by_the_policies(cluster: Cluster, extender: ExtenderInstallation, namespace: str) -> None:
+    """Every ValidatingAdmissionPolicy of the manifests, asked by a user who may write pods."""
+    cluster.run("apply", "-k", str(MANIFESTS / "resize"))
+    try:
+        tenant = f"tenant-{cluster.suffix}"
+        rules = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "get", "patch", "update"]}]
+        subject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": tenant}
+        kind = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": tenant}}
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": tenant}
+        cluster.apply(
+            {**kind, "kind": "Role", "rules": rules},
+            {**kind, "kind": "RoleBinding", "roleRef": role, "subjects": [subject]},
+            namespace=namespace,
+        )
+        cluster.wait_for("the policies are in force", lambda: _refusal(cluster, namespace, tenant, {INDEX: "0"}))
+        asked: list[tuple[Object, Object, str]] = [
+            ({"tencent.com/gpu-assigned": "true"}, {}, "only the scheduler extender and the agents"),
+            ({"gpushare-agent/quota-retry-at": "1"}, {}, "only the scheduler extender and the agents"),
+            ({RESIZE_ANNOTATION: "main:cores=90"}, {}, "needs the verb resize"),
+            ({}, {"nodeName": cluster.node}, "may not name its node"),
+            ({}, {"schedulerName": "default-scheduler"}, "needs `schedulerName: gpushare-scheduler`"),
+            ({"mine": "x"}, {}, ""),
+        ]
+        for annotations, spec, text in asked:
+            refusal = _refusal(cluster, namespace, tenant, annotations, **spec)
+            assert text in refusal, (annotations, spec)
+            assert bool(text) == bool(refusal), refusal
+        cluster.start(namespace, share(cluster, "own", 10))
+        for change in (f"{INDEX}=7", f"{INDEX}-"):
+            with pytest.raises(KubectlError, match="only the scheduler extender and the agents"):
+                cluster.run("annotate", "pod", "own", change, "-n", namespace, "--overwrite", f"--as={tenant}")
+    finally:
+        cluster.run("delete", "-k", str(MANIFESTS / "resize"), "--ignore-not-found")
+
+
+def _refusal(cluster: Cluster, namespace: str, tenant: str, annotations: Object, **spec: Any) -> str:
+    """Why the tenant's pod is not created; empty where it would be."""
+    pod = share(cluster, "tried", 10)
+    pod["metadata"]["annotations"] = annotations
+    pod["spec"] |= spec
+    try:
+        cluster.run("create", "-n", namespace, f"--as={tenant}", "--dry-run=server", "-f", "-", stdin=json.dumps(pod))
+    except KubectlError as error:
+        return str(error)
+    return ""
+
+
+def test_what_they_ask_of_the_api_server_is_what_they_may(
+    cluster: Cluster, installed: Installation, extender: ExtenderInstallation, namespace: str, quota: Any
+) -> None:
+    """By the API server's audit log: nothing was forbidden to both, and each right of the extender was used. The scheduler's
+    are Kubernetes' own, but for its lease."""
+    log = cluster.path("audit-log")
+    cluster.start(namespace, share(cluster, "bound", 10))
+    quota("no JSON")  # an Event; pods with shares wait from here on
+    granted = {
+        (verb, resource)
+        for role in rendered("extender")
+        for rule in role.get("rules", ())
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+    }
+    account = f"system:serviceaccount:{SYSTEM}:{NAME}"
+    cluster.wait_for(f"each of {sorted(granted)} is used", lambda: granted <= audited(log, account)[0])
+    used, forbidden = audited(log, account)
+    assert not forbidden
+    assert used <= granted
+    used, forbidden = audited(log, f"system:serviceaccount:{SYSTEM}:{SCHEDULER}")
+    assert not forbidden
+    assert used >= {(verb, "leases") for verb in ("create", "get", "update")}
+
+
+def test_the_other_replica_leads_when_the_leader_ends(
+    cluster: Cluster, installed: Installation, extender: ExtenderInstallation, namespace: str
+) -> None:
+    """And pods are scheduled by it."""
+    former = extender.leader()["metadata"]["name"]
+    cluster.run("delete", "pod", former, "-n", SYSTEM, "--force", "--grace-period=0")
+    assert extender.leader(but=former)["metadata"]["name"] != former
+    extender.point_scheduler()
+    cluster.start(namespace, share(cluster, "later", 20))
+    assert extender.metric('gpushare_extender_binds_total{outcome="bound"}') >= 1
+    cluster.wait_for("two replicas", lambda: len(cluster.pods(SYSTEM, selector=APP)) >= 2)
