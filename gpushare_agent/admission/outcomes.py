@@ -1,4 +1,5 @@
-"""Reports the outcome of each admission call: metrics, decision log, the pod's annotations and its Events.
+"""Reports the outcome of each admission call: metrics, decision log and the pod's Events. The pod's annotations follow from
+the ledger (cluster/pod_annotations.py).
 
 The observer of admission/admission.py and admission/container_starts.py. Never blocks, decides nothing, has no state.
 """
@@ -6,7 +7,7 @@ The observer of admission/admission.py and admission/container_starts.py. Never 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,13 +15,11 @@ from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.explain import Explanation, in_short, with_gpus
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.cluster.events import MAX_MESSAGE_CHARS, PodEvents
-from gpushare_agent.cluster.pod_annotations import PodAnnotations
-from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.decision_records import DecisionRecord, Outcome
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 _GPU_BY_GPU = " GPU by GPU: "
@@ -33,15 +32,13 @@ class CountsAdmissions(Protocol):
 
 class OutcomeReporter:
     """Every outcome is counted and, unless it only follows an earlier one of its container, recorded. A refusal becomes an
-    Event of its pod; an allocation is written into the pod's annotations."""
+    Event of its pod."""
 
-    def __init__(  # noqa: PLR0913 - one argument for each destination
+    def __init__(
         self,
         *,
         metrics: CountsAdmissions,
-        annotations: PodAnnotations,
         events: PodEvents,
-        allocations: Callable[[], Mapping[ContainerKey, Allocation]],
         inventory: Callable[[], GpuInventory],
         names: ResourceNames,
         decisions: DecisionLog,
@@ -49,9 +46,7 @@ class OutcomeReporter:
     ) -> None:
         self._wall_clock_ns = wall_clock_ns
         self._metrics = metrics
-        self._annotations = annotations
         self._events = events
-        self._allocations = allocations
         self._inventory = inventory
         self._names = names
         self._decisions = decisions
@@ -62,13 +57,6 @@ class OutcomeReporter:
         self._metrics.admission(self._names.name(kind), "allocated", "")
         if why is not None:
             self._record(target, kind, why=with_gpus(why, allocation.gpus), refused=None, gpus=allocation.gpus)
-        if kind is ResourceKind.VCORE and (indexes := self._gpu_indexes(target.pod)) is not None:
-            self._annotations.assigned(target.pod, indexes)
-        if kind is ResourceKind.GPU_MEM and target.container.kind is ContainerKind.MAIN:
-            index = {gpu.uuid: gpu.index for gpu in self._inventory().gpus}
-            for gpu in allocation.gpus:
-                if gpu in index:
-                    self._annotations.memory_assigned(target.pod, index[gpu], self._wall_clock_ns())
 
     def refused(self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
         self._metrics.admission(self._names.name(kind), "refused", refused.reason.value)
@@ -113,19 +101,6 @@ class OutcomeReporter:
 
     def taken_ids_offered(self, kind: ResourceKind, count: int) -> None:
         self._metrics.taken_ids_offered(self._names.name(kind), count)
-
-    def _gpu_indexes(self, pod: Pod) -> dict[int, tuple[int, ...]] | None:
-        """GPU indexes by position in spec.containers once every main container has its cores, else None."""
-        index = {gpu.uuid: gpu.index for gpu in self._inventory().gpus}
-        found: dict[int, tuple[int, ...]] = {}
-        for container in pod.containers:
-            if container.kind is not ContainerKind.MAIN or not self._names.wanted(container, ResourceKind.VCORE):
-                continue
-            allocation = self._allocations().get(ContainerKey(pod.uid, container.name))
-            if allocation is None or not allocation.vcore_ids:
-                return None
-            found[container.position] = tuple(index[gpu] for gpu in allocation.gpus if gpu in index)
-        return found
 
 
 def _with_verdicts(refused: Refused, why: Explanation | None) -> Refused:

@@ -13,7 +13,7 @@ import structlog
 
 from gpushare_agent.admission.rejected_pods import RejectedPods
 from gpushare_agent.agent.state import NodeState
-from gpushare_agent.agent.views import wanted_allocations, wanted_facts
+from gpushare_agent.agent.views import wanted_allocations, wanted_facts, wanted_of_pod
 from gpushare_agent.cluster.decisions.node_facts import NodeFacts
 from gpushare_agent.cluster.events import NodeEvents, PodEvents
 from gpushare_agent.cluster.informer import Informer
@@ -128,7 +128,7 @@ def build_cluster_side(state: NodeState, kubelet_facts: KubeletFacts) -> Cluster
         store=state.store,
         node_pods=node_pods,
         informer=Informer(kind="pods", watched=pods_of_node(node_name), handler=node_pods, metrics=metrics),
-        annotations=PodAnnotations(pods=state.store, metrics=metrics),
+        annotations=PodAnnotations(pods=state.store, wanted=partial(wanted_of_pod, state), metrics=metrics),
         pod_events=PodEvents(node_name, count=metrics.pod_event),
         node_events=NodeEvents(node_name),
         rejected_pods=rejected_pods,

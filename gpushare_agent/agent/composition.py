@@ -124,10 +124,13 @@ class _Subscriptions:
             self._isolation.cdi_watch.gpus_changed()
         if self._cluster.node_facts is not None:
             self._cluster.node_facts.changed()
+        self._cluster.annotations.compare_all()
         self._shown.expire()
 
     def _allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
         self._kubelet.garbage.allocation_changed(old, new)
+        if new is not None:
+            self._cluster.annotations.compare(new.key.pod_uid)
         self._kubelet.tables.allocation_changed(old, new)
         self._kubelet.resizing.changed()
         self._isolation.changed()
@@ -138,6 +141,7 @@ class _Subscriptions:
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         self._kubelet.garbage.pod_changed(old, new)
         self._kubelet.refused_pods.pod_changed(old, new)
+        self._cluster.annotations.pod_changed(old, new)
         self._kubelet.resizing.changed()
         self._isolation.changed()
         if self._cluster.node_allocations is not None:

@@ -221,9 +221,7 @@ def _build_garbage_collection(
 def _build_outcomes(state: NodeState, cluster: ClusterSide) -> OutcomeReporter:
     return OutcomeReporter(
         metrics=state.metrics,
-        annotations=cluster.annotations,
         events=cluster.pod_events,
-        allocations=state.cache.view,
         inventory=state.gpus,
         names=state.names,
         decisions=state.decisions,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gpushare_agent import __version__
+from gpushare_agent.admission.decisions.annotations import pod_annotations
 from gpushare_agent.agent.isolation_side import IsolationSide
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
@@ -103,6 +104,11 @@ def wanted_allocations(state: NodeState) -> str | None:
         return None
     extras = {kind: state.cache.extras(kind) for kind in state.names.kinds}
     return allocations_annotation(allocations_by_pod(state.cache, gpus, state.store.get, state.names, extras))
+
+
+def wanted_of_pod(state: NodeState, pod: Pod) -> Mapping[str, str]:
+    """What the pod's annotations should say of its GPUs, now."""
+    return pod_annotations(pod, state.cache.view(), state.gpus(), state.names)
 
 
 def _is_over(allocation: Allocation, pod: Pod | None) -> bool:

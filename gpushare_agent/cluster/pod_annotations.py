@@ -1,16 +1,21 @@
 """Writes onto pods which GPUs they got: annotations, patched in the background.
 
-Never in the admission path: `assigned` only queues what is wanted, `run` patches. The annotations are for people, for
-the scheduler extender and for gpu-manager's tools; the agent itself never relies on them. `predicate-node` and
-`predicate-time` are the extender's and are not written here. The mutable state is the queue: the newest request per pod.
-Format: docs/formats.md, section 1.
+Level, not edge: what a pod should have follows from the ledger (`wanted`), and is compared with what it has when the pod or
+its allocations change, and every COMPARE_S. So a patch that was lost with the agent, or with the API server, is made up for
+at the next start: the ledger is rebuilt from the kubelet's records, and the first list of pods is a change of each.
+
+Never in the admission path. The annotations are for people, for the scheduler extender and for gpu-manager's tools; the
+agent itself never relies on them. `predicate-node` and `predicate-time` are the extender's and are not written here. State
+owned: the pods to compare, the resize status of each, and what each was last given. Format: docs/formats.md, section 1.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import structlog
@@ -18,93 +23,122 @@ import structlog
 from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Unavailable
 from gpushare_agent.model.names import (
-    GPU_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
-    GPUSHARE_INDEX_ANNOTATION,
-    PREDICATE_GPU_INDEX_PREFIX,
     RESIZE_STATUS_ANNOTATION,
     PodUid,
 )
-from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.pods import Pod
 
 log = structlog.get_logger(__name__)
 
-QUEUE_LIMIT = 1024
-"""More pods than a node can hold; beyond it the oldest request is dropped."""
+COMPARE_S = 30.0
+"""Between two comparisons of all pods: who else writes our annotations is answered once in this time, not each time."""
 
 
 class CountsPatches(Protocol):
     def pod_annotated(self, outcome: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a pod was last given, or refused: not sent again before the next comparison of all, a refused one never."""
+
+    annotations: Mapping[str, str | None]
+    is_refused: bool = False
+
+
 class PodAnnotations:
-    """`assigned` at any time, also before the API server can be reached; `run` once."""
+    """`pod_changed` and `compare` at any time, also before the API server can be reached; `run` once. `wanted` says what a
+    pod's annotations should be by its allocations, nothing where it has none."""
 
     def __init__(
         self,
         *,
         pods: PodStore,
+        wanted: Callable[[Pod], Mapping[str, str]],
         metrics: CountsPatches,
         backoff: Backoff | None = None,
+        compare_s: float = COMPARE_S,
+        wall_clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._pods = pods
+        self._wanted = wanted
         self._metrics = metrics
         self._backoff = backoff or Backoff(base_s=0.5, cap_s=30.0)
-        self._requests: OrderedDict[PodUid, tuple[Pod, dict[str, str | None]]] = OrderedDict()
+        self._compare_s = compare_s
+        self._wall_clock_ns = wall_clock_ns
+        self._queue: OrderedDict[PodUid, None] = OrderedDict()
+        self._resize_statuses: dict[PodUid, str | None] = {}
+        self._given: dict[PodUid, _Given] = {}
+        self._compared_version = -1
         self._is_wanted = asyncio.Event()
 
-    def assigned(self, pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> None:
-        """Queue the GPU indexes of main containers, by position in spec.containers. What was queued for other positions
-        of the pod and is not yet sent stays."""
-        self._request(pod, wanted_annotations(pod, gpu_indexes))
+    def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        """For PodStore.subscribe."""
+        if new is not None:
+            self.compare(new.uid)
+        elif old is not None:
+            for of_pod in (self._queue, self._resize_statuses, self._given):
+                of_pod.pop(old.uid, None)
 
-    def memory_assigned(self, pod: Pod, gpu_index: int, now_ns: int) -> None:
-        """Queue the GPU of a pod's GPUShare memory, as GPUShare's device plugin and inspection tool do. `now_ns`, since the
-        epoch, counts where no extender has written its own time."""
-        wanted = {GPUSHARE_ASSIGNED_ANNOTATION: "true", GPUSHARE_INDEX_ANNOTATION: str(gpu_index)}
-        if GPUSHARE_ASSUME_TIME_ANNOTATION not in pod.annotations:
-            wanted[GPUSHARE_ASSUME_TIME_ANNOTATION] = str(now_ns)
-        self._request(pod, wanted)
+    def compare(self, uid: PodUid) -> None:
+        """The pod or its allocations changed."""
+        if self._pods.get(uid) is not None:
+            self._queue.setdefault(uid)
+            self._is_wanted.set()
+
+    def compare_all(self) -> None:
+        """The GPUs changed, or time has passed."""
+        self._given = {uid: given for uid, given in self._given.items() if given.is_refused}
+        for pod in self._pods.pods():
+            self.compare(pod.uid)
 
     def resize_status(self, pod: Pod, status: str | None) -> None:
-        """Queue what is in force of the pod's annotation `gpushare-agent/resize`; None removes it."""
-        self._request(pod, {RESIZE_STATUS_ANNOTATION: status})
-
-    def _request(self, pod: Pod, wanted: Mapping[str, str | None]) -> None:
-        _, earlier = self._requests.get(pod.uid, (pod, {}))
-        self._requests[pod.uid] = (pod, {**earlier, **wanted})
-        if len(self._requests) > QUEUE_LIMIT:
-            _, (dropped, _) = self._requests.popitem(last=False)
-            self._metrics.pod_annotated("dropped")
-            log.warning("pod_annotations_dropped", pod=f"{dropped.namespace}/{dropped.name}", reason="queue is full")
-        self._is_wanted.set()
+        """What is in force of the pod's annotation `gpushare-agent/resize`; None removes the annotation that says so."""
+        if self._pods.get(pod.uid) is not None:
+            self._resize_statuses[pod.uid] = status
+            self.compare(pod.uid)
 
     async def run(self, api: KubeApi) -> NoReturn:
-        """Patch the pods, the oldest request first, until cancelled."""
+        """Patch the pods that differ, the one that has waited longest first, until cancelled."""
         failures = 0
         while True:
-            while not self._requests:
+            while not self._queue:
                 self._is_wanted.clear()
-                await self._is_wanted.wait()
-            uid = next(iter(self._requests))
-            pod, wanted = self._requests[uid]
-            if await self._send(api, pod, wanted):
+                if (
+                    not await wait_for(self._is_wanted, self._compare_s)
+                    and self._pods.version != self._compared_version
+                ):
+                    self._compared_version = self._pods.version
+                    self.compare_all()
+            uid = next(iter(self._queue))
+            if await self._send(api, uid):
                 failures = 0
-                if uid in self._requests and self._requests[uid][1] == wanted:
-                    del self._requests[uid]
             else:
                 failures += 1
+                self._queue.setdefault(uid)
                 await asyncio.sleep(self._backoff.delay_s(failures))
 
-    async def _send(self, api: KubeApi, pod: Pod, wanted: Mapping[str, str | None]) -> bool:
-        """Whether the request is done with: sent, needless, or refused for good."""
-        present = (self._pods.get(pod.uid) or pod).annotations
-        different = {name: value for name, value in wanted.items() if present.get(name) != value}
-        if not different:
+    async def _send(self, api: KubeApi, uid: PodUid) -> bool:
+        """Whether the pod is done with: it has what it should, or cannot be given it."""
+        del self._queue[uid]  # a change from here on puts it back
+        pod = self._pods.get(uid)
+        if pod is None:
             return True
+        wanted: dict[str, str | None] = dict(self._wanted(pod))
+        if uid in self._resize_statuses:
+            wanted[RESIZE_STATUS_ANNOTATION] = self._resize_statuses[uid]
+        different = {name: value for name, value in wanted.items() if pod.annotations.get(name) != value}
+        given = self._given.get(uid)
+        if not different or (given is not None and given.annotations == wanted):
+            return True
+        if GPUSHARE_ASSIGNED_ANNOTATION in wanted and GPUSHARE_ASSUME_TIME_ANNOTATION not in pod.annotations:
+            different[GPUSHARE_ASSUME_TIME_ANNOTATION] = str(self._wall_clock_ns())  # no extender has written its own
+        is_refused = False
         try:
             await api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, different)
         except Unavailable as e:
@@ -114,20 +148,13 @@ class PodAnnotations:
         except (NotFound, Conflict) as e:
             self._metrics.pod_annotated("gone")
             log.info("pod_annotations_needless", pod=f"{pod.namespace}/{pod.name}", error=str(e))
-            return True
         except AgentError as e:
+            is_refused = True
             self._metrics.pod_annotated("refused")
             log.error("pod_annotations_refused", pod=f"{pod.namespace}/{pod.name}", error=str(e))
-            return True
-        self._metrics.pod_annotated("patched")
-        log.debug("pod_annotated", pod=f"{pod.namespace}/{pod.name}", annotations=sorted(different))
+        else:
+            self._metrics.pod_annotated("patched")
+            log.debug("pod_annotated", pod=f"{pod.namespace}/{pod.name}", annotations=sorted(different))
+        if self._pods.get(uid) is not None:
+            self._given[uid] = _Given(wanted, is_refused)
         return True
-
-
-def wanted_annotations(pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> dict[str, str]:
-    """Assigned, and the GPU indexes of each main container that the pod has at a given position."""
-    positions = {container.position for container in pod.containers if container.kind is ContainerKind.MAIN}
-    wanted = {GPU_ASSIGNED_ANNOTATION: "true"}
-    for position in sorted(positions & gpu_indexes.keys()):
-        wanted[f"{PREDICATE_GPU_INDEX_PREFIX}{position}"] = ",".join(map(str, sorted(gpu_indexes[position])))
-    return wanted

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.explain import Explanation
 from gpushare_agent.admission.decisions.identity import Target
@@ -26,9 +24,7 @@ class Reported:
         self.counted: list[tuple[str, str]] = []
         self.reporter = OutcomeReporter(
             metrics=self,
-            annotations=self,
             events=self,
-            allocations=dict,
             inventory=inventory,
             names=NAMES,
             decisions=self.log,
@@ -39,10 +35,6 @@ class Reported:
         self.counted.append((outcome, reason))
 
     def taken_ids_offered(self, resource: str, count: int) -> None: ...
-
-    def assigned(self, pod: Pod, gpu_indexes: Mapping[int, tuple[int, ...]]) -> None: ...
-
-    def memory_assigned(self, pod: Pod, gpu_index: int, now_ns: int) -> None: ...
 
     def refused(self, pod: Pod, refused: Refused) -> None:
         self.events.append(refused.detail)

@@ -1,16 +1,17 @@
-"""Which GPUs a pod got is written on the pod, in the background, once, and only where it differs."""
+"""What a pod should have by the ledger is written on it, in the background, and only where it differs."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from gpushare_agent.cluster.pod_annotations import QUEUE_LIMIT, PodAnnotations, wanted_annotations
+from gpushare_agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.pods import Pod
 from tests.support_kube import (
     DEADLINE_S,
     FAST,
@@ -26,15 +27,35 @@ from tests.support_kube import (
 )
 
 ASSIGNED = "tencent.com/gpu-assigned"
-INDEX = "tencent.com/predicate-gpu-idx-"
+INDEX = "tencent.com/predicate-gpu-idx-0"
 
 
-class Counted:
-    """Records outcomes; `wait` waits for one."""
+class Written:
+    """The writer with its pod store, subscribed as in the agent; `gpu` has the GPU of each pod by the ledger. Records
+    outcomes; `wait` waits for one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *pods: Pod, gpu: Mapping[str, int] | None = None, compare_s: float = 60.0) -> None:
+        self.gpu = dict(gpu or {})
+        self.store = PodStore()
         self.outcomes: list[str] = []
         self._changed = asyncio.Event()
+        self.writer = PodAnnotations(
+            pods=self.store,
+            wanted=self._wanted,
+            metrics=self,
+            backoff=FAST,
+            compare_s=compare_s,
+            wall_clock_ns=lambda: 17,
+        )
+        self.store.subscribe(self.writer.pod_changed)
+        self.store.replace_all(pods, resource_version="1")
+
+    def _wanted(self, one: Pod) -> dict[str, str]:
+        return {ASSIGNED: "true", INDEX: str(self.gpu[one.name])} if one.name in self.gpu else {}
+
+    def assign(self, name: str, gpu: int) -> None:
+        self.gpu[name] = gpu
+        self.writer.compare(PodUid(f"uid-{name}"))
 
     def pod_annotated(self, outcome: str) -> None:
         self.outcomes.append(outcome)
@@ -47,106 +68,137 @@ class Counted:
                 await self._changed.wait()
 
 
-def _sent(server: Any) -> list[dict[str, str]]:
-    return [request.body["metadata"]["annotations"] for request in server.requests]
-
-
-def test_only_main_containers_are_named() -> None:
-    """Init containers and sidecars have no position in spec.containers; unknown positions are left out."""
-    kinds = [(ContainerKind.INIT, 0), (ContainerKind.MAIN, 0), (ContainerKind.MAIN, 1), (ContainerKind.MAIN, 2)]
-    containers = tuple(ContainerSpec(name=f"c{i}", kind=kind, position=at) for i, (kind, at) in enumerate(kinds))
-    wanted = wanted_annotations(pod(containers=containers), {0: (0,), 2: (3, 1), 7: (5,)})
-    assert wanted == {ASSIGNED: "true", f"{INDEX}0": "0", f"{INDEX}2": "1,3"}
+def _sent(server: Any) -> list[tuple[str, dict[str, str]]]:
+    return [(request.path.rpartition("/")[2], request.body["metadata"]["annotations"]) for request in server.requests]
 
 
 async def test_an_assignment_is_patched() -> None:
     """What was assigned before the API server could be reached is sent once it can, with the pod's UID."""
-    counted = Counted()
-    annotations = PodAnnotations(pods=PodStore(), metrics=counted, backoff=FAST)
-    annotations.assigned(pod("a"), {0: (2,)})
-    async with fake_api() as server, opened(server.url) as api, running(lambda: annotations.run(api)):
-        await counted.wait(1)
-    assert _sent(server) == [{ASSIGNED: "true", f"{INDEX}0": "2"}]
+    written = Written(pod("a"))
+    written.assign("a", 2)
+    async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+        await written.wait(1)
+    assert _sent(server) == [("a", {ASSIGNED: "true", INDEX: "2"})]
     assert server.requests[0].body["metadata"]["uid"] == "uid-a"
     assert server.requests[0].path == "/api/v1/namespaces/default/pods/a"
 
 
+async def test_what_an_agent_that_died_had_not_written_is_written_by_the_next() -> None:
+    """Nothing is called for an assignment: the ledger has it, and the first list of pods shows what is missing."""
+    done = pod("b", annotations={ASSIGNED: "true", INDEX: "1"})
+    written = Written(pod("a"), done, pod("without-gpu"), gpu={"a": 2, "b": 1})
+    async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+        await written.wait(1)
+    assert _sent(server) == [("a", {ASSIGNED: "true", INDEX: "2"})]
+
+
 async def test_only_the_difference_is_sent() -> None:
-    """The extender's own correct annotation is not written again; a pod that has all of them is not patched."""
-    counted, store = Counted(), PodStore()
-    store.upsert(pod("a", annotations={ASSIGNED: "false", f"{INDEX}0": "2"}))
-    store.upsert(pod("b", annotations={ASSIGNED: "true", f"{INDEX}0": "1"}))
-    async with fake_api() as server, opened(server.url) as api:
-        annotations = PodAnnotations(pods=store, metrics=counted, backoff=FAST)
-        async with running(lambda: annotations.run(api)):
-            annotations.assigned(pod("b"), {0: (1,)})
-            annotations.assigned(pod("a"), {0: (2,)})
-            await counted.wait(1)
-    assert _sent(server) == [{ASSIGNED: "true"}]
+    """The extender's own correct annotation is not written again."""
+    written = Written(pod("a", annotations={ASSIGNED: "false", INDEX: "2"}), gpu={"a": 2})
+    async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+        await written.wait(1)
+    assert _sent(server) == [("a", {ASSIGNED: "true"})]
 
 
-async def test_the_newest_request_of_a_pod_wins() -> None:
-    """A later assignment replaces an unsent earlier one of the same container and keeps those of others."""
-    counted = Counted()
-    two = pod(containers=tuple(ContainerSpec(name=f"c{at}", kind=ContainerKind.MAIN, position=at) for at in range(2)))
-    annotations = PodAnnotations(pods=PodStore(), metrics=counted, backoff=FAST)
-    annotations.assigned(two, {0: (1,)})
-    annotations.assigned(two, {1: (4,)})
-    annotations.assigned(two, {0: (2,)})
-    async with fake_api() as server, opened(server.url) as api, running(lambda: annotations.run(api)):
-        await counted.wait(1)
-    assert _sent(server) == [{ASSIGNED: "true", f"{INDEX}0": "2", f"{INDEX}1": "4"}]
+async def test_gpushares_time_is_written_where_no_extender_has() -> None:
+    """Beside its own annotations alone."""
+    assumed, assigned = "ALIYUN_COM_GPU_MEM_ASSUME_TIME", "ALIYUN_COM_GPU_MEM_ASSIGNED"
+    store, outcomes = PodStore(), Written()
+    writer = PodAnnotations(
+        pods=store, wanted=lambda _: {assigned: "true"}, metrics=outcomes, backoff=FAST, wall_clock_ns=lambda: 17
+    )
+    store.subscribe(writer.pod_changed)
+    store.replace_all([pod("a"), pod("b", annotations={assumed: "5"})])
+    async with fake_api() as server, opened(server.url) as api, running(lambda: writer.run(api)):
+        await outcomes.wait(2)
+    assert _sent(server) == [("a", {assigned: "true", assumed: "17"}), ("b", {assigned: "true"})]
+
+
+async def test_who_overwrites_an_annotation_does_not_make_the_agent_write_each_time() -> None:
+    """The pod is given the same again at the next comparison of all pods only, and another value at once."""
+    written = Written(pod("a"), gpu={"a": 2})
+    async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+        await written.wait(1)
+        written.store.upsert(pod("a", annotations={INDEX: "7"}, version="2"))
+        written.assign("b", 0)
+        written.store.upsert(pod("b"))
+        await written.wait(2)
+        written.writer.compare_all()
+        await written.wait(4)
+        written.assign("a", 3)
+        await written.wait(5)
+    assert [name for name, _ in _sent(server)] == ["a", "b", "a", "b", "a"]
+    assert _sent(server)[2][1] == {ASSIGNED: "true", INDEX: "2"}
+    assert _sent(server)[4][1] == {ASSIGNED: "true", INDEX: "3"}
+
+
+async def test_all_pods_are_compared_again_after_a_while() -> None:
+    """No event announces it."""
+    written = Written(pod("a"), gpu={"a": 2}, compare_s=0.01)
+    async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+        await written.wait(1)
+        written.store.upsert(pod("a", annotations={INDEX: "7"}, version="2"))
+        await written.wait(2)
+    assert _sent(server)[1][1] == {ASSIGNED: "true", INDEX: "2"}
+
+
+async def test_a_resize_status_is_written_and_removed() -> None:
+    """Beside the rest; None removes."""
+    status = "gpushare-agent/resize-status"
+    written = Written(pod("a", annotations={ASSIGNED: "true", INDEX: "2"}), gpu={"a": 2})
+    written.writer.resize_status(pod("a"), "all in force")
+    async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+        await written.wait(1)
+        had = {ASSIGNED: "true", INDEX: "2", status: "all in force"}
+        written.store.upsert(pod("a", annotations=had, version="2"))
+        written.writer.resize_status(pod("a"), None)
+        await written.wait(2)
+    assert _sent(server) == [("a", {status: "all in force"}), ("a", {status: None})]
 
 
 @pytest.mark.parametrize("bad", [answers_html_502, resets, answers(429, raw_status(429))])
 async def test_an_unavailable_server_is_tried_again(bad: Behaviour) -> None:
     """Nothing is lost while the server cannot answer."""
-    counted = Counted()
-    async with fake_api(others=[bad, bad, answers(200, {})]) as server, opened(server.url) as api:
-        annotations = PodAnnotations(pods=PodStore(), metrics=counted, backoff=FAST)
-        async with running(lambda: annotations.run(api)):
-            annotations.assigned(pod("a"), {0: (2,)})
-            await counted.wait(3)
-    assert counted.outcomes == ["unavailable", "unavailable", "patched"]
+    written = Written(pod("a"), gpu={"a": 2})
+    others = [bad, bad, answers(200, {})]
+    async with fake_api(others=others) as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+        await written.wait(3)
+    assert written.outcomes == ["unavailable", "unavailable", "patched"]
 
 
 @pytest.mark.parametrize(("status", "outcome"), [(404, "gone"), (409, "gone"), (403, "refused"), (422, "refused")])
-async def test_a_final_no_drops_the_request(status: int, outcome: str) -> None:
-    """A pod that is gone, another of its name, or a missing permission: the next pod's turn comes."""
-    counted = Counted()
+async def test_a_final_no_lets_the_next_pod_have_its_turn(status: int, outcome: str) -> None:
+    """A pod that is gone, another of its name, or a missing permission. A refused one is not tried again, nor logged."""
+    written = Written(pod("a"), pod("b"), gpu={"a": 2, "b": 3})
     others = [answers(status, raw_status(status)), answers(200, {})]
-    async with fake_api(others=others) as server, opened(server.url) as api:
-        annotations = PodAnnotations(pods=PodStore(), metrics=counted, backoff=FAST)
-        async with running(lambda: annotations.run(api)):
-            annotations.assigned(pod("a"), {0: (2,)})
-            annotations.assigned(pod("b"), {0: (3,)})
-            await counted.wait(2)
-    assert counted.outcomes == [outcome, "patched"]
-    assert [request.path.rpartition("/")[2] for request in server.requests] == ["a", "b"]
+    async with fake_api(others=others) as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+        await written.wait(2)
+        written.store.upsert(pod("b", annotations={ASSIGNED: "true", INDEX: "3"}, version="2"))
+        written.writer.compare_all()
+        written.assign("c", 0)
+        written.store.upsert(pod("c"))
+        await written.wait(3 if outcome == "refused" else 4)
+    assert [name for name, _ in _sent(server)] == (["a", "b", "c"] if outcome == "refused" else ["a", "b", "a", "c"])
 
 
-async def test_the_queue_is_bounded() -> None:
-    """Beyond the limit the oldest request goes, and is counted."""
-    counted = Counted()
-    annotations = PodAnnotations(pods=PodStore(), metrics=counted)
-    for number in range(QUEUE_LIMIT + 2):
-        annotations.assigned(pod(f"p{number}"), {0: (0,)})
-    assert counted.outcomes == ["dropped", "dropped"]
-
-
-async def test_a_request_that_changes_while_it_is_sent_is_sent_again() -> None:
+async def test_an_assignment_that_changes_while_it_is_sent_is_sent_again() -> None:
     """An assignment during the patch of the same pod is not lost with it."""
-    counted = Counted()
-    annotations = PodAnnotations(pods=PodStore(), metrics=counted, backoff=FAST)
-    target: Pod = pod("a")
+    written = Written(pod("a"), gpu={"a": 2})
 
     async def changes_its_mind(server: Any, request: Any, connection: Any) -> None:
-        annotations.assigned(target, {0: (5,)})
+        written.assign("a", 5)
         await answers(200, {})(server, request, connection)
 
     others = [changes_its_mind, answers(200, {})]
-    async with fake_api(others=others) as server, opened(server.url) as api, running(lambda: annotations.run(api)):
-        annotations.assigned(target, {0: (2,)})
-        await counted.wait(2)
-    assert [sent[f"{INDEX}0"] for sent in _sent(server)] == ["2", "5"]
-    assert target.uid == PodUid("uid-a")
+    async with fake_api(others=others) as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+        await written.wait(2)
+    assert [sent[INDEX] for _, sent in _sent(server)] == ["2", "5"]
+
+
+async def test_a_deleted_pod_is_forgotten() -> None:
+    """It is not patched any more."""
+    written = Written(pod("a"), pod("b"), gpu={"a": 2, "b": 3})
+    written.store.remove(PodUid("uid-a"))
+    async with fake_api() as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+        await written.wait(1)
+    assert [name for name, _ in _sent(server)] == ["b"]

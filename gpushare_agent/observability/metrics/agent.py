@@ -94,7 +94,7 @@ class AgentMetrics:
         self._annotations = self._counter(
             "pod_annotations",
             "Patches of pod annotations by outcome.",
-            outcome=("dropped", "gone", "patched", "refused", "unavailable"),
+            outcome=("gone", "patched", "refused", "unavailable"),
         )
         text = "Kubernetes Events on pods by outcome."
         self._events = self._counter("pod_events", text, outcome=("dropped", "refused", "sent"))
