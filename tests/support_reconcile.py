@@ -22,6 +22,7 @@ def collection_of(
     collection = GarbageCollection(
         cache=parts.state.cache,
         pods=parts.state.store,
+        static_pods=parts.cluster.node_pods,
         gate=parts.kubelet.gate,
         pod_resources=parts.kubelet.pod_resources,
         checkpoint=KubeletCheckpoint(node.paths.device_plugin_path),

@@ -43,6 +43,7 @@ QUIET_WAIT_S = 10.0
 """How long a reconcile waits for admissions to pause before it leaves it to the next period."""
 DELETED_RETRY_S = 1.0
 RELEASE_WAIT_S = 0.3
+STATIC_PODS_S = 2.0
 _LONG_AGO = float("-inf")
 """`allocated_at` of what the kubelet's records show: it is only compared with the last moments."""
 TRUST_AFTER_S = 10.0
@@ -60,6 +61,11 @@ class QuietLists(Protocol):
     @property
     def is_idle(self) -> bool: ...
     def quiet_list(self, purpose: str, *, wait_s: float) -> AbstractAsyncContextManager[Sequence[Listing]]: ...
+
+
+class StaticPodReader(Protocol):
+    async def refresh_static(self, *, timeout_s: float) -> None:
+        """Make the pod store have the kubelet's static pods, where they can be read."""
 
 
 class PodGets(Protocol):
@@ -80,6 +86,7 @@ class GarbageCollection:
         *,
         cache: AllocationCache,
         pods: PodStore,
+        static_pods: StaticPodReader,
         gate: QuietLists,
         pod_resources: PodGets,
         checkpoint: KubeletCheckpoint,
@@ -94,6 +101,7 @@ class GarbageCollection:
     ) -> None:
         self._cache = cache
         self._pods = pods
+        self._static_pods = static_pods
         self._gate = gate
         self._pod_resources = pod_resources
         self._checkpoint = checkpoint
@@ -202,6 +210,8 @@ class GarbageCollection:
 
     async def reconcile(self) -> None:
         """Compare the cache with the kubelet and correct it. A kubelet that cannot be asked changes nothing."""
+        if self._pods.is_synced and self._may_lack_static_pods():
+            await self._static_pods.refresh_static(timeout_s=STATIC_PODS_S)
         checkpoint = await self._read_checkpoint()
         try:
             if self._pod_resources.has_get is False or not await self._reconcile_by_get(checkpoint):
@@ -209,6 +219,13 @@ class GarbageCollection:
                     self._apply(self._decide([entry.decoded() for entry in entries], checkpoint, None))
         except AgentError as e:
             log.warning("reconcile_failed", error=str(e))
+
+    def _may_lack_static_pods(self) -> bool:
+        """Of a static pod without a mirror pod no event comes, neither its end nor, after the agent's start, that it is
+        there."""
+        return any(pod.object_uid is None for pod in self._pods.pods()) or any(
+            self._pods.get(allocation.key.pod_uid) is None for allocation in self._cache
+        )
 
     async def _reconcile_by_get(self, checkpoint: Sequence[CheckpointEntry]) -> bool:
         """False where the kubelet has no Get. Pods whose allocations change meanwhile are left for the next time."""

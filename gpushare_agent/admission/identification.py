@@ -38,6 +38,11 @@ RETRY_S = 0.1
 """Between two fetches from an API server that does not answer, while there is time left."""
 
 
+_STATIC_CHARS = 900
+_STATIC_AGAIN = "The kubelet tries a static pod again when its file changes, and when the kubelet starts."
+_DELETED = "A pod deleted during its admission ends like this. If the pod still exists, create it again."
+
+
 class InsideLister(Protocol):
     """The right to a PodResources List that an open GetPreferredAllocation gives (kubelet/pod_resources_gate.py)."""
 
@@ -45,7 +50,8 @@ class InsideLister(Protocol):
 
 
 class PodFetcher(Protocol):
-    async def fetch(self, namespace: str, name: str, *, timeout_s: float) -> Pod | None: ...
+    async def fetch(self, namespace: str, name: str, *, timeout_s: float) -> Pod | None:
+        """None, NotFound: there is none now; NotFound where it may be a static pod, and why that cannot be known."""
 
 
 class KubeletFacts(Protocol):
@@ -65,12 +71,14 @@ class Timeouts:
 @dataclass(slots=True, kw_only=True)
 class _Lookup:
     """How far the identification of one call is. `verified` are the pods fetched since the last List, `unanswered` is the
-    refusal where the API server did not answer the last fetch."""
+    refusal where the API server did not answer the last fetch. `unverifiable` are those that may be static pods of which the
+    kubelet could not be asked, with the reason: what the pod store has by that name may be a former one."""
 
     started_at: float
     fetches: int = 0
     unanswered: Refused | None = None
     verified: set[tuple[str, str]] = field(default_factory=set)
+    unverifiable: dict[tuple[str, str], str] = field(default_factory=dict)
     is_first_poll: bool = True
 
 
@@ -144,17 +152,17 @@ class Identification:
             if self._clock() - lookup.started_at >= self._timeouts.poll_again_s:
                 doubt = "several" if result.candidates else "none"
                 log.warning("pod_not_identified", doubt=doubt, candidates=_texts(result))
-                return _refusal(result, call, self._names)
+                return _refusal(result, call, self._names, lookup.unverifiable)
             lookup.verified.clear()
             lookup.is_first_poll = False
             await self._pause()
-            await self._refresh(result, self._left_s(lookup))
+            await self._refresh(result, lookup)
 
     async def _decide(
         self, call: Call, listed: Sequence[ListedDevices], lookup: _Lookup
     ) -> Target | Unresolved | Refused:
         """Decide on one List, fetching the pods that the decision needs from the API server until it needs none."""
-        result = identify(call, listed, self._known(lookup.verified))
+        result = identify(call, listed, self._known(lookup.verified, lookup.unverifiable))
         while (
             isinstance(result, Unresolved)
             and lookup.fetches < MAX_FETCHES_IN_ALL
@@ -162,19 +170,23 @@ class Identification:
             and (names := _to_fetch(result, lookup.verified))
         ):
             lookup.fetches += len(names)
-            lookup.unanswered = await self._fetch(names, self._left_s(lookup))
+            lookup.unanswered = await self._fetch(names, lookup)
             if lookup.unanswered is not None:
                 return lookup.unanswered
             lookup.verified.update(names)
-            result = identify(call, listed, self._known(lookup.verified))
+            result = identify(call, listed, self._known(lookup.verified, lookup.unverifiable))
         if isinstance(result, Unresolved) and lookup.unanswered is not None:
             return lookup.unanswered  # the time was over before it could be asked again: it is still the reason
         return result
 
-    def _known(self, verified: Collection[tuple[str, str]] = ()) -> Known:
+    def _known(
+        self, verified: Collection[tuple[str, str]] = (), unverifiable: Container[tuple[str, str]] = ()
+    ) -> Known:
         """What is known now. Of several pods of one name the live one counts, then the newest."""
         by_name: dict[tuple[str, str], Pod] = {}
         for pod in self._pods.pods():
+            if pod.is_static and (pod.namespace, pod.name) in unverifiable:
+                continue
             other = by_name.get((pod.namespace, pod.name))
             if other is None or _liveliness(pod) >= _liveliness(other):
                 by_name[pod.namespace, pod.name] = pod
@@ -193,14 +205,16 @@ class Identification:
         known = self._known()
         return [_Unlisted(pod, known) for pod in self._pods.pods() if not pod.is_terminal and not pod.has_started]
 
-    async def _fetch(self, names: Sequence[tuple[str, str]], timeout_s: float) -> Refused | None:
+    async def _fetch(self, names: Sequence[tuple[str, str]], lookup: _Lookup) -> Refused | None:
         failures: list[str] = []
+        timeout_s = self._left_s(lookup)
 
         async def fetch(namespace: str, name: str) -> None:
             try:
                 await self._fetcher.fetch(namespace, name, timeout_s=timeout_s)
-            except NotFound:
-                pass
+                lookup.unverifiable.pop((namespace, name), None)
+            except NotFound as e:
+                lookup.unverifiable[namespace, name] = str(e)
             except (Unavailable, Rejected) as e:
                 failures.append(f"pod {namespace}/{name}: {e}")
             except AgentError as e:
@@ -218,11 +232,11 @@ class Identification:
             "API server answers.",
         )
 
-    async def _refresh(self, result: Unresolved, timeout_s: float) -> None:
+    async def _refresh(self, result: Unresolved, lookup: _Lookup) -> None:
         """Fetch the candidates again: one of them may have ended."""
         names = sorted({(s.pod.namespace, s.pod.name) for s in result.candidates})[:MAX_FETCHES]
         if names:
-            await self._fetch(names, timeout_s)
+            await self._fetch(names, lookup)
 
     def _left_s(self, lookup: _Lookup) -> float:
         return max(0.05, self._timeouts.lookup_s - (self._clock() - lookup.started_at))
@@ -262,8 +276,10 @@ def _method(listed: Sequence[ListedDevices], lookup: _Lookup) -> str:
     return "fetched" if lookup.fetches else "listed"
 
 
-def _liveliness(pod: Pod) -> tuple[bool, bool, int]:
-    return (not pod.is_terminal, not pod.is_deleting, version_number(pod.resource_version))
+def _liveliness(pod: Pod) -> tuple[bool, bool, bool, int]:
+    """A static pod without a mirror pod is newer than the mirror pod of its name: its file was changed."""
+    is_newest = pod.object_uid is None
+    return (not pod.is_terminal, not pod.is_deleting, is_newest, version_number(pod.resource_version))
 
 
 def _to_fetch(result: Unresolved, verified: set[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -282,7 +298,9 @@ def _texts(result: Unresolved) -> list[str]:
     return sorted(f"{s.pod.namespace}/{s.pod.name}/{s.container.name}" for s in result.candidates)
 
 
-def _refusal(result: Unresolved, call: Call, names: ResourceNames) -> Refused:
+def _refusal(
+    result: Unresolved, call: Call, names: ResourceNames, unverifiable: Mapping[tuple[str, str], str]
+) -> Refused:
     resource = names.name(call.kind)
     if result.candidates:
         return Refused(
@@ -291,9 +309,10 @@ def _refusal(result: Unresolved, call: Call, names: ResourceNames) -> Refused:
             "the same time and ask for the same amount. This agent does not guess. Create the refused pod again.",
         )
     unknown = ", ".join(f"{namespace}/{name}" for namespace, name in result.unknown[:4])
+    static = next((unverifiable[name] for name in sorted(unverifiable)), "")
     return Refused(
         reason=RefusalReason.POD_UNKNOWN,
         detail=f"no pod that the kubelet is admitting asks for {call.size} {resource}"
         + (f" (not known to the API server: {unknown})" if unknown else "")
-        + ". A pod deleted during its admission ends like this. If the pod still exists, create it again.",
+        + (f". {static[:_STATIC_CHARS]}. {_STATIC_AGAIN}" if static else f". {_DELETED}"),
     )

@@ -24,6 +24,7 @@ from gpushare_agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.supervision import Tasks, start_tasks
 from gpushare_agent.kubelet.facts import KubeletFacts
+from gpushare_agent.kubelet.static_pods import StaticPods
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.settings.settings import Settings
 
@@ -122,7 +123,12 @@ def build_cluster_side(state: NodeState, kubelet_facts: KubeletFacts) -> Cluster
     if settings.facts.is_written:
         node_facts = NodeFieldsWriter(FACTS, node_name=node_name, wanted=lambda: wanted_facts(state))
         node_allocations = NodeFieldsWriter(ALLOCATIONS, node_name=node_name, wanted=lambda: wanted_allocations(state))
-    node_pods = NodePods(store=state.store, node_name=node_name, resources=names.names)
+    static_pods = None
+    if (kubelet := settings.kubelet).api_address:
+        static_pods = StaticPods(
+            address=kubelet.api_address, port=kubelet.api_port, ca_file=kubelet.api_ca, node_name=node_name
+        )
+    node_pods = NodePods(store=state.store, node_name=node_name, resources=names.names, kubelet=static_pods)
     return ClusterSide(
         settings=settings,
         store=state.store,

@@ -136,7 +136,7 @@ def build_kubelet_side(
         on_overlap=lambda: state.metrics.pod_resources_listed("overlapped"),
     )
     checkpoint = KubeletCheckpoint(settings.kubelet.device_plugin_path)
-    garbage = _build_garbage_collection(state, facts, gate, pod_resources, checkpoint)
+    garbage = _build_garbage_collection(state, facts, cluster, gate, pod_resources, checkpoint)
     refused_pods, outcomes = RefusedPods(), _build_outcomes(state, cluster)
     admission = Admission(
         gate=gate,
@@ -198,6 +198,7 @@ def _build_resizing(state: NodeState, cluster: ClusterSide, isolation: Isolation
 def _build_garbage_collection(
     state: NodeState,
     facts: KubeletFacts,
+    cluster: ClusterSide,
     gate: PodResourcesGate,
     pod_resources: PodResourcesClient,
     checkpoint: KubeletCheckpoint,
@@ -205,6 +206,7 @@ def _build_garbage_collection(
     return GarbageCollection(
         cache=state.cache,
         pods=state.store,
+        static_pods=cluster.node_pods,
         gate=gate,
         pod_resources=pod_resources,
         checkpoint=checkpoint,

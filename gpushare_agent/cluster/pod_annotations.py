@@ -127,7 +127,8 @@ class PodAnnotations:
         """Whether the pod is done with: it has what it should, or cannot be given it."""
         del self._queue[uid]  # a change from here on puts it back
         pod = self._pods.get(uid)
-        if pod is None:
+        object_uid = pod.object_uid if pod is not None else None
+        if pod is None or object_uid is None:  # of a static pod: its mirror pod's arrival is a change
             return True
         wanted: dict[str, str | None] = dict(self._wanted(pod))
         if uid in self._resize_statuses:
@@ -140,7 +141,7 @@ class PodAnnotations:
             different[GPUSHARE_ASSUME_TIME_ANNOTATION] = str(self._wall_clock_ns())  # no extender has written its own
         is_refused = False
         try:
-            await api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, different)
+            await api.patch_pod_annotations(pod.namespace, pod.name, object_uid, different)
         except Unavailable as e:
             self._metrics.pod_annotated("unavailable")
             log.warning("pod_annotations_delayed", pod=f"{pod.namespace}/{pod.name}", error=str(e))

@@ -5,7 +5,10 @@ leaves the store half changed, for nothing here awaits. The mutable state is: th
 `version`, `is_synced`.
 
 An answer to a GET may be newer than the watch, or older than a deletion that the watch has already reported. So an older
-resourceVersion of a pod is ignored, and a deleted UID never comes back (UIDs are not used twice).
+resourceVersion of a pod is ignored, and a deleted object's UID never comes back (UIDs are not used twice).
+
+A static pod is here under the kubelet's UID, from the kubelet's list of pods or as its mirror pod: one pod. Without a mirror
+pod the API server's list and watch say nothing of it; what the kubelet lists counts (`put_static`).
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class PodStore:
         changes: list[tuple[Pod | None, Pod | None]] = [
             (pod, None)
             for uid, pod in sorted(self._pods.items())
-            if uid not in listed and not _is_newer(pod.resource_version, resource_version)
+            if uid not in listed and pod.object_uid and not _is_newer(pod.resource_version, resource_version)
         ]
         changes += [(self._pods.get(uid), pod) for uid, pod in listed.items() if self._is_newer_state(pod)]
         for old, new in changes:
@@ -73,23 +76,45 @@ class PodStore:
         old = self._pods.get(pod.uid)
         changes = [*((other, None) for other in former), (old, pod)]
         for other in former:
-            self._gone[other.uid] = self._clock()
+            self._gone[other.object_uid or other.uid] = self._clock()
         for before, after in changes:
             self._put(before, after)
         self._publish(changes)
 
-    def remove(self, uid: PodUid) -> None:
+    def remove(self, object_uid: PodUid) -> None:
         """The API server reported that this pod is deleted."""
         now = self._clock()
-        self._gone[uid] = now
+        self._gone[object_uid] = now
         self._forget_gone(now)
-        old = self._pods.get(uid)
+        old = self.get_object(object_uid)
         if old is not None:
             self._put(old, None)
             self._publish([(old, None)])
 
+    def put_static(self, pods: Iterable[Pod]) -> None:
+        """These are the kubelet's static pods. What their mirror pods say of them is newer."""
+        static = {pod.uid: pod for pod in pods}
+        changes: list[tuple[Pod | None, Pod | None]] = [
+            (pod, None) for uid, pod in sorted(self._pods.items()) if uid not in static and not pod.object_uid
+        ]
+        changes += [
+            (old, pod)
+            for uid, pod in sorted(static.items())
+            if (old := self._pods.get(uid)) is None or not (old.mirror_uid or old == pod)
+        ]
+        for old, new in changes:
+            self._put(old, new)
+        self._publish(changes)
+
     def get(self, uid: PodUid) -> Pod | None:
         return self._pods.get(uid)
+
+    def get_object(self, object_uid: PodUid) -> Pod | None:
+        """By the UID in the API server."""
+        pod = self._pods.get(object_uid)
+        if pod is not None and pod.object_uid == object_uid:
+            return pod
+        return next((pod for pod in self._pods.values() if pod.mirror_uid == object_uid), None)
 
     def pods(self) -> tuple[Pod, ...]:
         """All pods, by namespace, name and UID."""
@@ -108,10 +133,15 @@ class PodStore:
         self._subscribers.append(callback)
 
     def _is_newer_state(self, pod: Pod) -> bool:
-        if pod.uid in self._gone:
+        """Also of the same pod: a mirror pod of another name that claims its UID is a forged one."""
+        if pod.object_uid in self._gone:
             return False
         old = self._pods.get(pod.uid)
-        return old is None or (old != pod and not _is_newer(old.resource_version, pod.resource_version))
+        return old is None or (
+            old != pod
+            and (old.namespace, old.name) == (pod.namespace, pod.name)
+            and not _is_newer(old.resource_version, pod.resource_version)
+        )
 
     def _put(self, old: Pod | None, new: Pod | None) -> None:
         if new is not None:

@@ -42,7 +42,11 @@ class ContainerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """One pod of this node. `containers` are in the order in which the kubelet admits them: init containers first."""
+    """One pod of this node. `containers` are in the order in which the kubelet admits them: init containers first.
+
+    `uid` is the kubelet's and the runtime's, by which cgroups and directories are named. A static pod's object in the API
+    server, its mirror pod, comes after its admission and has a UID of its own.
+    """
 
     uid: PodUid
     namespace: str
@@ -61,7 +65,9 @@ class Pod:
     has_started: bool = False
     """A container status says running, or restarted at least once: its admission is over."""
     is_static: bool = False
-    """A static pod's shadow in the API server: the kubelet and the runtime know the pod under another UID."""
+    """Of a file on the node, not of the API server."""
+    mirror_uid: str = ""
+    """A static pod's UID in the API server, empty while it has none there."""
     running: frozenset[str] = frozenset()
     """Names of the containers that run now by their statuses: a call of the kubelet cannot be for one of them."""
     container_ids: Mapping[str, str] = field(default_factory=dict)
@@ -70,6 +76,11 @@ class Pod:
     @property
     def is_terminal(self) -> bool:
         return self.phase in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+
+    @property
+    def object_uid(self) -> PodUid | None:
+        """The UID in the API server; None for a static pod without a mirror pod."""
+        return PodUid(self.mirror_uid) if self.mirror_uid else None if self.is_static else self.uid
 
     def wants(self, resource: str) -> bool:
         return any(c.requests.get(resource, 0) > 0 for c in self.containers)

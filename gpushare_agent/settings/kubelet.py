@@ -11,7 +11,7 @@ from gpushare_agent.settings.values import GivenPath, Seconds, Section
 
 
 class KubeletSettings(Section):
-    """The kubelet's sockets, and the time limits of admissions."""
+    """The kubelet's sockets and its HTTPS port, and the time limits of admissions."""
 
     device_plugin_path: GivenPath = Field(
         default=Path("/var/lib/kubelet/device-plugins"),
@@ -20,6 +20,18 @@ class KubeletSettings(Section):
     pod_resources_socket: GivenPath = Field(
         default=Path("/var/lib/kubelet/pod-resources/kubelet.sock"),
         description="Socket of the PodResources API, which matches an Allocate to its pod. The default is the kubelet's.",
+    )
+    api_address: str = Field(
+        default="",
+        description="Address of the kubelet's HTTPS port on this node, of which static pods are read: they are admitted"
+        " before the API server knows them. Empty: none is read, and static pods that ask for a share are refused. The"
+        " component static-pods sets it, with the right that it needs.",
+    )
+    api_port: int = Field(default=10250, ge=1, le=65535, description="The kubelet's HTTPS port.")
+    api_ca: GivenPath | None = Field(
+        default=None,
+        description="File of the certificate authority that signed the kubelet's serving certificate. Unset: the service"
+        " account's ca.crt. The certificate is always verified, for the agent's token is sent to who has it.",
     )
     allow_unsupported: bool = Field(
         default=False,

@@ -64,6 +64,7 @@ async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_re
     collection = GarbageCollection(
         cache=cache,
         pods=NoPods(),
+        static_pods=Unused(),
         gate=Unused(),
         pod_resources=Unused(),
         checkpoint=NoCheckpoint(),

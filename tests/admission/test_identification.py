@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from gpushare_agent.admission.decisions.identity import Call, ListedDevices
+import pytest
+
+from gpushare_agent.admission.decisions.identity import Call, ListedDevices, Target
 from gpushare_agent.admission.identification import Identification, Timeouts
 from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused, Unavailable
+from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.errors import Corrupt, NotFound, RefusalReason, Refused, Unavailable
+from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceKind
 from tests.fakes.clock import FakeClock
-from tests.support_core import NAMES, container, pod
+from tests.support_core import NAMES, Listing, allocation, container, ids, pod
+from tests.support_deadline import DEADLINE_S
 
 
 class Unreadable:
@@ -103,3 +109,81 @@ async def test_an_api_server_that_did_not_answer_stays_the_reason_when_the_time_
     result = await identification.identify(Call(kind=ResourceKind.VCORE, size=10), SlowKubelet(clock))
     assert isinstance(result, Refused) and result.reason is RefusalReason.POD_UNKNOWN
     assert "the API server did not answer" in result.detail and "connection refused" in result.detail
+
+
+HASH, CHANGED = PodUid("0" * 32), PodUid("1" * 32)
+
+
+def _static(uid: PodUid, cores: int, mirror: str = "", **fields: Any) -> Pod:
+    """A static pod of one name, with its mirror pod's UID or without a mirror pod."""
+    return pod("s-node", container(cores=cores), uid=uid, is_static=True, mirror_uid=mirror, **fields)
+
+
+class Static(Outside):
+    """One static pod is listed. The kubelet's pod replaces what the store has of it, or it cannot be asked."""
+
+    def __init__(self, known: Pod | None, kubelets: Pod | None) -> None:
+        self.store = PodStore()
+        self._kubelets = kubelets
+        if known is not None:
+            self.store.upsert(known)
+        self.fetched: list[str] = []
+
+    async def fetch(self, namespace: str, name: str, *, timeout_s: float) -> Pod | None:
+        self.fetched.append(name)
+        if self._kubelets is None:
+            raise NotFound(f"pod {namespace}/{name}: the component is missing")
+        self.store.put_static([self._kubelets])
+        return self._kubelets
+
+    async def list_entries(self) -> Sequence[ListedDevices]:
+        return [Listing("s-node", {})]
+
+    async def identify(self, cores: int, *allocations: Allocation, poll_again_s: float = 0.0) -> Target | Refused:
+        identification = Identification(
+            pods=self.store,
+            fetcher=self,
+            kubelet=self,
+            allocations=lambda: {one.key: one for one in allocations},
+            refused=(),
+            names=NAMES,
+            clock=time.monotonic,
+            timeouts=Timeouts(poll_again_s=poll_again_s),
+        )
+        return await identification.identify(Call(kind=ResourceKind.VCORE, size=cores), self)
+
+
+async def test_a_static_pod_is_the_kubelets() -> None:
+    """It has no object yet."""
+    result = await Static(None, _static(HASH, 10)).identify(10)
+    assert isinstance(result, Target) and result.pod.uid == HASH
+
+
+@pytest.mark.parametrize("former", [0, 10, 20])
+async def test_of_a_static_pod_whose_file_changed_the_new_one_is_meant(former: int) -> None:
+    """Also where the former one asked for nothing, and where it has its share still; its mirror pod is all that is known."""
+    known = _static(HASH, former, "api-1", has_started=True, resource_version="5")
+    given = allocation(known, "main", ids(0, range(former)), [])
+    static = Static(known, _static(CHANGED, 10))
+    result = await static.identify(10, *([given] if former else []))
+    assert isinstance(result, Target) and result.pod.uid == CHANGED
+
+
+@pytest.mark.parametrize("former", [None, 0, 10])
+async def test_a_static_pod_that_the_kubelet_cannot_be_asked_about_is_refused(former: int | None) -> None:
+    """Never taken for the former one of its name. The text says what is missing."""
+    known = None if former is None else _static(HASH, former, "api-1", has_started=True, resource_version="5")
+    result = await Static(known, None).identify(10)
+    assert isinstance(result, Refused) and result.reason is RefusalReason.POD_UNKNOWN
+    assert "pod default/s-node: the component is missing" in result.detail
+
+
+async def test_another_static_pod_that_cannot_be_read_refuses_no_other_pods_call() -> None:
+    """One without a mirror pod is listed in every admission of the node: it counts as gone at the second poll."""
+
+    class Both(Static):
+        async def list_entries(self) -> Sequence[ListedDevices]:
+            return [Listing("s-node", {}), Listing("ordinary", {})]
+
+    result = await Both(pod("ordinary", container(cores=10)), None).identify(10, poll_again_s=DEADLINE_S)
+    assert isinstance(result, Target) and result.pod.name == "ordinary"

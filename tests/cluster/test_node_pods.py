@@ -8,14 +8,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import KubeApi, pods_of_node
 from gpushare_agent.cluster.kube.lists import KubeTimeouts
+from gpushare_agent.cluster.kube.pods import pod_of_node
 from gpushare_agent.cluster.node_pods import NodePods
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.model.errors import Corrupt, Rejected, Unavailable
+from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import VCORE_RESOURCE, PodUid
 from gpushare_agent.model.pods import PodPhase
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
@@ -390,3 +392,136 @@ async def test_the_informer_follows_the_embedded_api_server() -> None:
             await wait_store(store, lambda store: list(_phases(store)) == ["b"])
             fetched = await node_pods.fetch("default", "b", timeout_s=DEADLINE_S)
             assert fetched is not None and fetched.node_name == NODE
+
+
+HASH = "0123456789abcdef0123456789abcdef"
+OTHER_HASH = "f" * 32
+STATIC = f"s-{NODE}"
+
+
+def _raw_static(uid: str = HASH, name: str = STATIC, cores: str = "30") -> dict[str, Any]:
+    """As the kubelet's list has it."""
+    annotations = {"kubernetes.io/config.hash": uid, "kubernetes.io/config.source": "file"}
+    return raw_pod(name, uid=uid, version="", cores=cores, metadata={"annotations": annotations})
+
+
+def _raw_mirror(uid: str = HASH, name: str = STATIC, version: str = "5") -> dict[str, Any]:
+    """As the API server has it."""
+    return raw_pod(
+        name, uid="api-1", version=version, metadata={"annotations": {"kubernetes.io/config.mirror": uid, **_OWN}}
+    )
+
+
+_OWN = {"tencent.com/gpu-assigned": "true"}
+
+
+class Kubelet:
+    """Answers with static pods, or with an error."""
+
+    def __init__(self, *pods: dict[str, Any]) -> None:
+        self.answer: list[dict[str, Any]] | AgentError = list(pods)
+        self.reads = 0
+
+    async def read(self, *, timeout_s: float) -> list[dict[str, Any]]:
+        self.reads += 1
+        if isinstance(self.answer, AgentError):
+            raise self.answer
+        return self.answer
+
+
+async def test_a_static_pod_is_found_at_the_kubelet() -> None:
+    """Without the API server, which has nothing of it at its admission."""
+    kubelet, store = Kubelet(_raw_static()), PodStore()
+    node_pods = NodePods(store=store, node_name=NODE, kubelet=kubelet)
+    found = await node_pods.fetch("default", STATIC, timeout_s=1)
+    assert found is not None and (found.uid, found.is_static, found.object_uid) == (HASH, True, None)
+    assert store.get(PodUid(HASH)) == found
+
+
+async def test_the_mirror_pod_of_the_watch_is_the_kubelets_pod() -> None:
+    """One pod in the store, under the kubelet's UID, with the annotations of its object."""
+    events = [added(_raw_mirror()), added(raw_pod("last", version="6"))]
+    watches = [streams(*events)]
+    kubelet = Kubelet(_raw_static())
+    async with fake_api(watches=watches) as server, opened(server.url) as api:
+        node_pods = NodePods(store=(store := PodStore()), node_name=NODE, kubelet=kubelet)
+        node_pods.attach(api)
+        await node_pods.refresh_static(timeout_s=1)
+        informer = Informer(kind="pods", watched=pods_of_node(NODE), handler=node_pods, metrics=Counted(), backoff=FAST)
+        async with running(lambda: informer.run(api)):
+            await wait_store(store, lambda store: pod_named(store, "last") is not None)
+            static = store.get(PodUid(HASH))
+            assert static is not None and (static.object_uid, dict(static.annotations)) == ("api-1", _OWN)
+            assert len(store.pods()) == 2
+
+
+async def test_of_a_changed_file_the_kubelets_pod_counts() -> None:
+    """The API server still has the mirror pod of the former one."""
+    kubelet = Kubelet(_raw_static(OTHER_HASH, cores="40"))
+    async with fake_api(others=[answers(200, _raw_mirror())]) as server, opened(server.url) as api:
+        node_pods = NodePods(store=(store := PodStore()), node_name=NODE, kubelet=kubelet)
+        node_pods.attach(api)
+        store.upsert(pod_of_node(_raw_mirror()))
+        found = await node_pods.fetch("default", STATIC, timeout_s=1)
+    assert found is not None and found.uid == OTHER_HASH
+    assert sorted(pod.uid for pod in store.pods()) == [HASH, OTHER_HASH]
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("object_of_the_name", [answers(404, raw_status(404)), answers(200, _raw_mirror())])
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (None, "manifests/components/static-pods"),
+        (Rejected("the kubelet answered 403"), "the kubelet answered 403"),
+        ([_raw_static("my-own-uid")], "leave metadata.uid out"),
+    ],
+)
+async def test_why_a_static_pod_cannot_be_known(object_of_the_name: Behaviour, answer: Any, text: str) -> None:
+    """No component, no right, or a file that sets its UID: a mirror pod of that name may be the former one's."""
+    kubelet = None
+    if answer is not None:
+        kubelet = Kubelet()
+        kubelet.answer = answer
+    async with fake_api(others=[object_of_the_name]) as server, opened(server.url) as api:
+        node_pods = NodePods(store=PodStore(), node_name=NODE, kubelet=kubelet)
+        node_pods.attach(api)
+        with pytest.raises(NotFound, match=text):
+            await node_pods.fetch("default", STATIC, timeout_s=DEADLINE_S)
+
+
+async def test_an_ordinary_pod_may_have_a_static_pods_name() -> None:
+    """It is the API server's, whatever the kubelet answers; and with neither the text has both reasons."""
+    kubelet = Kubelet()
+    others = [answers(200, raw_pod(STATIC)), answers(200, raw_pod(STATIC)), answers_html_502]
+    async with fake_api(others=others) as server, opened(server.url) as api:
+        node_pods = NodePods(store=PodStore(), node_name=NODE, kubelet=kubelet)
+        node_pods.attach(api)
+        for answer in ([], Unavailable("no kubelet")):
+            kubelet.answer = answer
+            found = await node_pods.fetch("default", STATIC, timeout_s=DEADLINE_S)
+            assert found is not None and found.uid == f"uid-{STATIC}"
+        with pytest.raises(Unavailable, match=r"502.*no kubelet"):
+            await node_pods.fetch("default", STATIC, timeout_s=DEADLINE_S)
+
+
+async def test_static_pods_that_cannot_be_read_stay_and_are_logged_once() -> None:
+    """Until the kubelet answers without them."""
+    kubelet = Kubelet(_raw_static())
+    node_pods = NodePods(store=(store := PodStore()), node_name=NODE, kubelet=kubelet)
+    await node_pods.refresh_static(timeout_s=1)
+    with capture_logs() as logs:
+        kubelet.answer = Unavailable("down")
+        for _ in range(3):
+            await node_pods.refresh_static(timeout_s=1)
+        assert len(store.pods()) == 1
+        kubelet.answer = []
+        await node_pods.refresh_static(timeout_s=1)
+    assert store.pods() == ()
+    assert [entry["event"] for entry in logs] == ["static_pods_unreadable", "static_pods_readable"]
+
+
+def test_only_the_kubelets_hash_makes_a_mirror_pod_another_pod() -> None:
+    """A forged one that names a pod's UUID stays what it is."""
+    forged = pod_of_node(_raw_mirror("12345678-1234-1234-1234-123456789abc"))
+    assert (forged.uid, forged.object_uid) == ("api-1", "api-1")

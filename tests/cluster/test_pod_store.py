@@ -159,3 +159,59 @@ def test_no_pod_ever_goes_back_in_time_or_returns(steps: list[tuple[str, int, in
             assert one.uid not in deleted
             assert int(one.resource_version) >= before.get(one.uid, 0)
         assert list(store.pods()) == sorted(store.pods(), key=lambda one: one.name)
+
+
+HASH = "0123456789abcdef0123456789abcdef"
+
+
+def _static(name: str = "s-node-1", uid: str = HASH, mirror: str = "", **fields: object) -> Pod:
+    """A static pod: as its mirror pod shows it, or as the kubelet alone has it."""
+    return pod(name, uid=uid, is_static=True, mirror_uid=mirror, **{"version": "5" if mirror else "", **fields})
+
+
+def test_a_static_pod_and_its_mirror_pod_are_one() -> None:
+    """Under the kubelet's UID, first without an object, then with it; a later list of the kubelet changes nothing of it."""
+    store = PodStore()
+    store.replace_all([], resource_version="4")
+    store.put_static([_static()])
+    assert [(one.uid, one.object_uid) for one in store.pods()] == [(HASH, None)]
+    store.upsert(_static(mirror="api-1", phase=PodPhase.RUNNING))
+    store.put_static([_static()])
+    assert [(one.uid, one.object_uid, one.phase) for one in store.pods()] == [(HASH, "api-1", PodPhase.RUNNING)]
+    assert store.get_object(PodUid("api-1")) == store.get(PodUid(HASH))
+
+
+def test_a_list_of_the_api_server_knows_nothing_of_static_pods_without_a_mirror_pod() -> None:
+    """The kubelet's does: they go when it lists them no more, and only they."""
+    store = PodStore()
+    store.put_static([_static()])
+    store.upsert(_static("t-node-1", uid="f" * 32, mirror="api-2"))
+    store.upsert(pod("a"))
+    store.replace_all([pod("a"), _static("t-node-1", uid="f" * 32, mirror="api-2")], resource_version="9")
+    assert _names(store) == ["a", "s-node-1", "t-node-1"]
+    store.put_static([])
+    assert _names(store) == ["a", "t-node-1"]
+
+
+def test_a_mirror_pod_that_is_made_anew_has_the_same_static_pod() -> None:
+    """Who deletes it does not end the pod: the kubelet makes another of the same hash. The former one does not return."""
+    store = PodStore()
+    store.upsert(_static(mirror="api-1"))
+    store.remove(PodUid("api-1"))
+    assert store.pods() == ()
+    store.upsert(_static(mirror="api-1", version="6"))
+    assert store.pods() == ()
+    store.upsert(_static(mirror="api-2", version="7"))
+    assert [one.object_uid for one in store.pods()] == ["api-2"]
+
+
+def test_a_forged_mirror_pod_does_not_take_a_static_pods_place() -> None:
+    """Anyone who may create pods can make one that names the hash; its own name gives it away."""
+    store = PodStore()
+    real = _static(mirror="api-1")
+    store.upsert(real)
+    forged = _static("forged", mirror="api-2", version="8")
+    store.upsert(forged)
+    store.replace_all([real, forged], resource_version="9")
+    store.remove(PodUid("api-2"))
+    assert store.pods() == (real,)

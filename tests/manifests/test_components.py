@@ -47,6 +47,8 @@ COMPONENTS = {
     "prometheus-operator",
     "prune-driver-volume",
     "runtime-socket",
+    "static-pods",
+    "static-pods-self-signed",
     "vcuda",
     "whole-kubelet-directory",
     "without-cleanup",

@@ -54,8 +54,6 @@ def edits_for(pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: E
     names = policy.names
     if not gpus:
         return _without_gpus(pod, container)
-    if pod.is_static and ISOLATIONS[name].preparations:
-        return _static(pod, name)
     cores = names.wanted(container, ResourceKind.VCORE) or _cores_of_memory(container, gpus, names)
     is_whole = cores >= CORES_PER_GPU and not names.wanted(container, ResourceKind.GPU_MEM)
     isolated = ISOLATIONS[name].edit(
@@ -107,14 +105,6 @@ def _without_gpus(pod: Pod, container: ContainerSpec) -> Refused:
         reason=RefusalReason.NOT_READY,
         detail=f"the GPU of pod {pod.namespace}/{pod.name}, container {container.name}, is no longer in the inventory. "
         "Create the pod again.",
-    )
-
-
-def _static(pod: Pod, name: IsolationName) -> Refused:
-    return Refused(
-        reason=RefusalReason.INVALID_REQUEST,
-        detail=f"pod {pod.namespace}/{pod.name} is a static pod: the kubelet knows it under another UID than the API "
-        f"server, so isolation {name} could not find its processes. Run it as a DaemonSet.",
     )
 
 

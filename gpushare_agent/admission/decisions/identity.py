@@ -87,7 +87,7 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
     |---|---|
     | 1. not in the pod store, has IDs of the resource | served already, ignored |
     | 2. not in the pod store | unknown, to be fetched |
-    | 3. has everything of the resource that it requests | ignored |
+    | 3. has everything of the resource that it requests | ignored; a static pod is a suspect: its file may have changed |
     | 4. ended, or refused by this agent (`_is_out`) | suspect: a new pod may have its name |
     | 5. pod store or cache contradict the List, and the pod was not fetched yet (`_is_doubtful`) | unknown |
     | 6. lacks nothing of this size (`_lacking`) | suspect |
@@ -106,6 +106,8 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
                 unknown.append((entry.namespace, entry.name))
             continue
         if _is_explained(pod, entry, resource, call, known):
+            if pod.is_static:
+                suspects.append((entry.namespace, entry.name))
             continue
         if _is_out(pod, known):
             suspects.append((entry.namespace, entry.name))

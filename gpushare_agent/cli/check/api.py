@@ -28,6 +28,8 @@ NEEDED_RIGHTS = (
 )
 CLEANUP_RIGHT = ("delete", "pods")
 """Only for removing rejected pods (allocation.cleanup_rejected_pods)."""
+STATIC_PODS_RIGHT = ("get", "nodes/pods")
+"""Only for static pods (kubelet.api_address)."""
 FACTS_RIGHT = ("patch", "nodes")
 """Only for the labels and the annotation about the GPUs (facts.is_written)."""
 
@@ -41,7 +43,7 @@ async def check_api(settings: Settings) -> list[Finding]:
     try:
         async with open_kube_api(kubeconfig=settings.kubeconfig, timeouts=timeouts) as api:
             findings = await _check_node_object(api, settings)
-            return [*findings, *await _check_rights(api, settings)]
+            return [*findings, *await _check_rights(api, settings), *await _check_static_pods(api, settings)]
     except AgentError as failure:
         cure = "check the network, the service account or kubeconfig (--kubeconfig), and that the API server is up"
         return [error("api server", str(failure), cure)]
@@ -73,6 +75,26 @@ def _kubelet_version(raw_node: dict[str, Any], settings: Settings) -> Finding:
         )
         return warning("kubelet version", detail, cure)
     return error("kubelet version", detail, "update the kubelet, or insist with --kubelet.allow-unsupported")
+
+
+async def _check_static_pods(api: KubeApi, settings: Settings) -> list[Finding]:
+    """The right, then the list itself, which also shows whether the kubelet's certificate is verified."""
+    from gpushare_agent.kubelet.static_pods import StaticPods
+
+    kubelet = settings.kubelet
+    if not kubelet.api_address:
+        return []
+    if not await api.can_i(*STATIC_PODS_RIGHT):
+        detail = "not allowed: get nodes/pods; static pods that ask for a share will be refused"
+        return [warning("static pods", detail, "add manifests/components/static-pods")]
+    reader = StaticPods(
+        address=kubelet.api_address, port=kubelet.api_port, ca_file=kubelet.api_ca, node_name=settings.node_name
+    )
+    try:
+        found = await reader.read(timeout_s=4.0)
+    except AgentError as failure:
+        return [warning("static pods", f"{failure}; those that ask for a share will be refused", "docs/static-pods.md")]
+    return [ok("static pods", f"the kubelet at {kubelet.api_address} lists {len(found)}")]
 
 
 async def _check_rights(api: KubeApi, settings: Settings) -> list[Finding]:

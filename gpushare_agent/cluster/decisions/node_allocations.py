@@ -55,10 +55,14 @@ def allocations_by_pod(
     indexes = {gpu.uuid: gpu.index for gpu in gpus}
     found = []
     for uid, own in sorted(of_pod.items()):
-        if not _is_admitted(pod_of(uid), own, names):
+        pod = pod_of(uid)
+        if not _is_admitted(pod, own, names):
             continue
         gpus_of_pod = _allocated(own, indexes, shown)
         if gpus_of_pod:
+            uid = (
+                pod.object_uid if pod is not None else None
+            ) or uid  # the extender knows a static pod by its mirror pod
             found.append(AllocatedTo(pod_uid=uid, gpus=gpus_of_pod, since=max(one.allocated_at for one in own)))
     return found
 

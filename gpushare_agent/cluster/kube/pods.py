@@ -7,7 +7,9 @@ is not as the Kubernetes API defines it, reads as absent. Format: Kubernetes cor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from gpushare_agent.cluster.kube.quantities import whole_number
@@ -43,12 +45,15 @@ KEPT_ANNOTATIONS = (
     GPUSHARE_ASSUME_TIME_ANNOTATION,
 )
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
+"""On a static pod's object: the UID by which the kubelet knows the pod."""
 _LIMITS = (
     *(ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, ENV_HAMI_CORE_CACHE, ENV_HAMI_CORE_CORES),
     *(ENV_HAMI_CORE_LIBRARY, ENV_VISIBLE_DEVICES),  # whose functions are found, and to which GPUs the limits belong
     *(f"{name}_0" for name in (ENV_HAMI_CORE_MEMORY, ENV_HAMI_CORE_CORES)),  # a share is on one GPU
 )
 KEPT_ENV = ("compat32", "SUBMITTER", ENV_HAMI_CORE_DISABLE, ENV_HAMI_CORE_POLICY, *_LIMITS)
+_STATIC_UID = re.compile(r"[0-9a-f]{32}")
+"""The kubelet's hash of the file. Unlike every UID that the API server gives: no forged mirror pod names another's pod."""
 MAX_ANNOTATIONS = 64
 MAX_CONTAINERS = 1000
 """Containers beyond this count only where they ask for something."""
@@ -75,6 +80,7 @@ def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = Non
     spec = _mapping(raw, "spec", what)
     status = mapping_or_empty(raw.get("status"))
     containers = tuple(_containers(spec, what, resources))
+    is_mirror = MIRROR_ANNOTATION in mapping_or_empty(metadata.get("annotations"))
     statuses = _items_or_none(status, "initContainerStatuses") + _items_or_none(status, "containerStatuses")
     return Pod(
         uid=PodUid(uid),
@@ -89,11 +95,31 @@ def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = Non
         reason=_cut(_text_or_empty(status, "reason"), MAX_MESSAGE_CHARS),
         message=_cut(_text_or_empty(status, "message"), MAX_MESSAGE_CHARS),
         controller_kind=_controller_kind(metadata),
-        is_static=MIRROR_ANNOTATION in mapping_or_empty(metadata.get("annotations")),
+        is_static=is_mirror,
+        mirror_uid=uid if is_mirror else "",
         has_started=any(_has_started(raw_status) for raw_status in statuses),
         running=frozenset(c.name for c in containers) & frozenset(name for name, _ in _running(statuses)),
         container_ids=_container_ids(containers, statuses),
     )
+
+
+def pod_of_node(raw: Mapping[str, Any], *, resources: Collection[str] | None = None) -> Pod:
+    """As the node's own agent needs it: a mirror pod has the UID of the static pod that it shows. Raises Corrupt."""
+    pod = parse_pod(raw, resources=resources)
+    uid = mapping_or_empty(mapping_or_empty(raw.get("metadata")).get("annotations")).get(MIRROR_ANNOTATION)
+    if not isinstance(uid, str) or not _STATIC_UID.fullmatch(uid):
+        return pod
+    return replace(pod, uid=PodUid(uid))
+
+
+def static_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = None) -> Pod:
+    """A static pod from the kubelet's own list of pods. Raises Corrupt, also for a file that sets metadata.uid."""
+    pod = parse_pod(raw, resources=resources)
+    if not _STATIC_UID.fullmatch(pod.uid):
+        raise Corrupt(
+            f"static pod {pod.namespace}/{pod.name}: its UID is not the kubelet's hash of its file; leave metadata.uid out"
+        )
+    return replace(pod, is_static=True, resource_version="")
 
 
 def pod_uid(raw: Mapping[str, Any]) -> PodUid:

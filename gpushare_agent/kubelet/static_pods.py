@@ -1,0 +1,178 @@
+"""The static pods, from the kubelet's own list of pods (`/pods` of its HTTPS port).
+
+A static pod is admitted before it has an object in the API server, and one that is rejected never gets one: no other API
+that is on by default has its UID and its spec. The right is `get` of `nodes/pods` (kubelets from 1.33 on).
+
+The service account's token is sent to the kubelet only once its certificate is verified: for the address that was
+connected, or for the node's name, which is all that a kubelet's self-signed certificate has.
+
+The answer has every pod of the node: bounded, and parsed pod by pod, so that no list holds the event loop. State owned: the
+last answer, for calls that waited for one another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpushare_agent.model.errors import AgentError, Corrupt, Rejected, Unavailable
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+MAX_BYTES = 16 << 20
+"""250 pods of 16 KiB are 4 MiB; kubelets from 1.36 on write each device ID into a pod's status, about 100 bytes."""
+SLICE_S = 0.005
+"""So long the parser keeps the event loop."""
+_ITEMS = re.compile(r'"items"\s*:\s*(\[|null)')
+_SEPARATOR = re.compile(r"\s*([,\]])\s*")
+_OF_ANOTHER_HOST = (62, 64)
+"""OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
+CURE = "see docs/static-pods.md"
+
+
+class StaticPods:
+    """`ca_file` None: the service account's."""
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        port: int,
+        ca_file: Path | None,
+        node_name: str,
+        service_account: Path = SERVICE_ACCOUNT,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        host = f"[{address}]" if ":" in address else address
+        self._url = f"https://{host}:{port}/pods"
+        self._node_name = node_name
+        self._ca_file = ca_file or service_account / "ca.crt"
+        self._token_file = service_account / "token"
+        self._max_bytes = max_bytes
+        self._lock = asyncio.Lock()
+        self._last: tuple[float, Sequence[dict[str, Any]]] = (float("-inf"), ())
+
+    async def read(self, *, timeout_s: float) -> Sequence[dict[str, Any]]:
+        """The static pods as raw JSON; an answer that was asked for after this call began also serves.
+
+        Raises:
+            Unavailable: no answer within `timeout_s`, no verified connection, or the token or CA cannot be read.
+            Rejected: the kubelet does not let us read it.
+            Corrupt: the answer is no list of pods, or too long.
+        """
+        called_at = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s), self._lock:
+                if self._last[0] < called_at:
+                    began_at = time.monotonic()
+                    self._last = (began_at, await self._read())
+                return self._last[1]
+        except TimeoutError as e:
+            raise Unavailable(f"cannot read {self._url}: no answer within {timeout_s:g} s; {CURE}") from e
+
+    async def _read(self) -> Sequence[dict[str, Any]]:
+        try:
+            context, token = await asyncio.to_thread(self._credentials)
+        except (OSError, ValueError) as e:
+            raise Unavailable(f"cannot read {self._url}: {self._ca_file}, {self._token_file}: {e}; {CURE}") from e
+        content = await self._get(context, token)
+        return [raw for raw in await _pods(content.decode("utf-8", "replace"), self._url) if _is_static(raw)]
+
+    def _credentials(self) -> tuple[ssl.SSLContext, str]:
+        """Read for each request: tokens rotate, and requests are rare."""
+        import aiohttp  # noqa: F401 - here, in a thread: it takes 0.2 s
+
+        context = ssl.create_default_context(cafile=str(self._ca_file))
+        return context, self._token_file.read_text(encoding="ascii").strip()
+
+    async def _get(self, context: ssl.SSLContext, token: str) -> bytearray:
+        from aiohttp import ClientConnectorCertificateError, ClientSession, TCPConnector
+
+        async with ClientSession(connector=TCPConnector(ssl=context), auto_decompress=False) as session:
+            headers = {"Authorization": f"Bearer {token}", "Accept": "application/json", "Accept-Encoding": "identity"}
+            with self._renamed():
+                try:
+                    async with session.get(self._url, headers=headers, allow_redirects=False) as response:
+                        return await self._content(response)
+                except ClientConnectorCertificateError as e:
+                    if getattr(e.certificate_error, "verify_code", None) not in _OF_ANOTHER_HOST:
+                        raise
+                async with session.get(
+                    self._url, headers=headers, allow_redirects=False, server_hostname=self._node_name
+                ) as response:
+                    return await self._content(response)
+
+    async def _content(self, response: ClientResponse) -> bytearray:
+        if response.status in (401, 403):
+            text = (await response.content.read(512)).decode("utf-8", "replace").strip()
+            raise Rejected(
+                f"cannot read {self._url}: the kubelet answered {response.status}: {text}; the agent's service account "
+                f"needs get of nodes/pods, {CURE}"
+            )
+        if response.status != 200:
+            raise Unavailable(f"cannot read {self._url}: the kubelet answered {response.status}")
+        content = bytearray()
+        async for part in response.content.iter_any():
+            content += part
+            if len(content) > self._max_bytes:
+                raise Corrupt(f"cannot read {self._url}: the answer is longer than {self._max_bytes} bytes")
+        return content
+
+    @contextmanager
+    def _renamed(self) -> Iterator[None]:
+        from aiohttp import ClientConnectorCertificateError, ClientError
+
+        try:
+            yield
+        except AgentError:
+            raise
+        except ClientConnectorCertificateError as e:
+            raise Unavailable(
+                f"cannot read {self._url}: the kubelet's certificate is not verified by {self._ca_file}: "
+                f"{e.certificate_error}; name its CA in kubelet.api_ca, {CURE}"
+            ) from e
+        except (ClientError, OSError, ValueError) as e:
+            raise Unavailable(f"cannot read {self._url}: {e or type(e).__name__}; {CURE}") from e
+
+
+async def _pods(text: str, url: str) -> Sequence[Any]:
+    """The items of a PodList. Raises Corrupt."""
+    start = _ITEMS.search(text, 0, 4096)
+    if start is None:
+        raise Corrupt(f"cannot read {url}: the answer is no list of pods ({text[:80]!r})")
+    decoder, found = json.JSONDecoder(), []
+    position, slice_began = start.end(), time.monotonic()
+    if start[1] == "null" or text.startswith("]", position):
+        return []
+    while True:
+        try:
+            raw, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as e:
+            raise Corrupt(f"cannot read {url}: the answer is no JSON: {e}") from e
+        found.append(raw)
+        separator = _SEPARATOR.match(text, position)
+        if separator is None:
+            raise Corrupt(f"cannot read {url}: the answer ends within the list of pods")
+        if separator[1] == "]":
+            return found
+        position = separator.end()
+        if time.monotonic() - slice_began >= SLICE_S:
+            await asyncio.sleep(0)
+            slice_began = time.monotonic()
+
+
+def _is_static(raw: Any) -> bool:
+    """The kubelet writes where it has a pod from; it lists no mirror pods."""
+    metadata = raw.get("metadata") if isinstance(raw, dict) else None
+    annotations = metadata.get("annotations") if isinstance(metadata, dict) else None
+    source = annotations.get("kubernetes.io/config.source") if isinstance(annotations, dict) else None
+    return source in ("file", "http")
