@@ -74,7 +74,8 @@ def node_api(version: str = "v1.34.2", forbidden: tuple[str, ...] = ()) -> Calla
     async def behave(server: FakeApiServer, request: Seen, connection: Connection) -> None:
         if request.path == REVIEWS:
             attributes = request.body["spec"]["resourceAttributes"]
-            allowed = f"{attributes['verb']} {attributes['resource']}" not in forbidden
+            subresource = f"/{attributes['subresource']}" if "subresource" in attributes else ""
+            allowed = f"{attributes['verb']} {attributes['resource']}{subresource}" not in forbidden
             await answers(201, {"status": {"allowed": allowed}})(server, request, connection)
         elif request.path == f"/api/v1/nodes/{NODE}":
             raw_node = {"metadata": {"name": NODE}, "status": {"nodeInfo": {"kubeletVersion": version}}}

@@ -114,10 +114,10 @@ class StaticPods:
     async def _content(self, response: ClientResponse) -> bytearray:
         if response.status in (401, 403):
             text = (await response.content.read(512)).decode("utf-8", "replace").strip()
-            raise Rejected(
-                f"cannot read {self._url}: the kubelet answered {response.status}: {text}; the agent's service account "
-                f"needs get of nodes/pods, {CURE}"
-            )
+            why = "the agent's service account needs get of nodes/pods"
+            if response.status == 401:
+                why = "it does not accept the agent's token, which it has the API server verify"
+            raise Rejected(f"cannot read {self._url}: the kubelet answered {response.status}: {text}; {why}, {CURE}")
         if response.status != 200:
             raise Unavailable(f"cannot read {self._url}: the kubelet answered {response.status}")
         content = bytearray()

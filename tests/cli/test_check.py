@@ -14,7 +14,7 @@ from gpushare_agent.cli.check.finding import Level
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import load_settings
-from tests.support_check import NODE, Node, complete_node, node_api, not_ok
+from tests.support_check import NODE, Node, complete_node, node_api, not_ok, only
 from tests.support_settings import clean_environment, listening, run_program
 
 
@@ -226,3 +226,17 @@ async def test_the_program_prints_json_and_exits_1_on_an_error(short_dir: Path) 
     assert document["node"] == NODE
     assert document["errors"] == sum(finding["level"] == "error" for finding in document["findings"]) == 2
     assert {f["what"] for f in document["findings"] if f["level"] == "error"} == {"kubelet socket", "directory"}
+
+
+async def test_static_pods_are_read_where_the_setting_is_on(short_dir: Path) -> None:
+    """The right is looked for first; with it, what keeps the list from being read is named."""
+    flag = "--kubelet.api-address=127.0.0.1"
+    (short_dir / "without").mkdir()
+    async with complete_node(short_dir / "without", node_api(forbidden=("get nodes/pods",))) as node:
+        found = await only("static pods", node, flag)
+    assert found.level is Level.WARNING and "not allowed: get nodes/pods" in found.detail
+    (short_dir / "with").mkdir()
+    async with complete_node(short_dir / "with") as node:
+        found = await only("static pods", node, flag, f"--kubelet.api-ca={short_dir / 'nowhere.crt'}")
+        assert not [one for one in await check_node(node.settings()) if one.what == "static pods"]
+    assert found.level is Level.WARNING and "nowhere.crt" in found.detail
