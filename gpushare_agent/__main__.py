@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 
 
@@ -13,6 +14,7 @@ def main() -> int:
     time (measured), and the start until registration is short of time. cli/main.py turns collection on again.
     """
     gc.disable()
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "true")  # else pydantic searches every installed package for one
     _import_structlog()
     from gpushare_agent.cli.main import main as run_command_line
 

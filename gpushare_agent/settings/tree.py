@@ -11,8 +11,7 @@ from __future__ import annotations
 import socket
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.settings.admission import AllocationSettings, PlacementSettings, ResizeSettings
@@ -62,10 +61,10 @@ ALIASES = {
 """Flag name -> dotted key, beside the flag that every key has: gpu-manager's and GPUShare's names, and short ones."""
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """The root of the tree: what concerns the node as a whole, and one section per concern."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=True, case_sensitive=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     config: OptionalPath = Field(
         default=None, description="YAML file with settings, nested as in docs/settings.md. Empty: no file."
@@ -185,15 +184,3 @@ class Settings(BaseSettings):
         if not DNS_NAME.fullmatch(value):
             raise ValueError("is no node name (small letters, digits, - and .)")
         return value
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """No source but the arguments: `load_settings` reads the others itself and keeps where each value came from."""
-        return (init_settings,)

@@ -32,7 +32,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from gpushare_agent.isolation.decisions.vdevice_format import is_pod_uid, require_nameable
-from gpushare_agent.isolation.driver_volume.elf import read_elf
 from gpushare_agent.isolation.hami_core.region import Region, opened_region
 from gpushare_agent.kit.directories import (
     DIRECTORY,
@@ -81,6 +80,8 @@ class HamiCoreFiles:
         for another machine, or a place that programs cannot load it from."""
         try:
             status = self._library_status()
+            from gpushare_agent.isolation.driver_volume.elf import read_elf  # a twentieth of the start, not yet needed
+
             found, own = read_elf(self.library), read_elf(Path("/proc/self/exe"))
         except (NotFound, Corrupt, Unavailable) as e:
             raise StartupError(f"isolation hami-core has no library: {e}. {_CURE}") from e
