@@ -206,6 +206,12 @@ async def poll_until(condition: Callable[[], Any], what: str) -> None:
         raise TimeoutError(f"after {DEADLINE_S:g} s: {what} did not come about") from error
 
 
+def plugin_socket(node: EmbeddedNode, kind: str) -> Path:
+    """Of the one agent that has sockets there; `kind` is vcore, vmemory or gpumem."""
+    (found,) = node.paths.device_plugin_path.glob(f"{kind}-*.sock")
+    return found
+
+
 async def wait_registered(node: EmbeddedNode) -> None:
     """The kubelet has healthy devices of both resources, and the scheduler knows it."""
 

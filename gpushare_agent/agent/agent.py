@@ -13,6 +13,8 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 
 import structlog
@@ -24,36 +26,50 @@ from gpushare_agent.cluster.kube.configuration import find_configuration
 from gpushare_agent.kit.h2_frames import omit_data_texts
 from gpushare_agent.kit.process import raise_open_files_limit, sd_notify
 from gpushare_agent.kit.supervision import forever, start_tasks
+from gpushare_agent.kubelet.handover import remove_stale_sockets
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.settings import Settings, SettingsError
 
 log = structlog.get_logger(__name__)
 
 DRIVER_CLOSE_S = 1.0
+SYNC_WAIT_S = 10.0
+"""For the pods' list, before an agent asks to take over: an API server that is away must not keep an upgrade away."""
 
 
 class _End(Enum):
     STOP = "stop"
     RELOAD = "reload"
+    HAND_OVER = "hand over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Next:
+    """The next life. `is_newcomer`: it asks the agent that serves to hand over, instead of waiting until that one leaves."""
+
+    settings: NodeSettings
+    is_newcomer: bool = True
+    earlier: NodeAgent | None = None
+    """The life before a reload, whose metrics and states count on."""
 
 
 class _Ended(Exception):  # noqa: N818 - not an error
-    """A signal ends this life; `settings` are those of the next one, None to end the process."""
+    """This life ends; `next` is None to end the process."""
 
-    def __init__(self, settings: NodeSettings | None) -> None:
-        super().__init__("reload" if settings is not None else "stop")
-        self.settings = settings
+    def __init__(self, upcoming: _Next | None) -> None:
+        super().__init__("stop" if upcoming is None else "go on")
+        self.next = upcoming
 
 
 class _Signals:
-    """SIGTERM and SIGINT stop, SIGHUP reloads. The last signal counts, but a stop stays a stop."""
+    """SIGTERM and SIGINT stop, SIGHUP reloads, a newcomer's request hands over. The last counts, but a stop stays a stop."""
 
     def __init__(self) -> None:
         self._asked: _End | None = None
         self._changed = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number, end in ((signal.SIGTERM, _End.STOP), (signal.SIGINT, _End.STOP), (signal.SIGHUP, _End.RELOAD)):
-            loop.add_signal_handler(number, self._received, end)
+            loop.add_signal_handler(number, self.received, end)
 
     def close(self) -> None:
         loop = asyncio.get_running_loop()
@@ -66,7 +82,7 @@ class _Signals:
         asked, self._asked = self._asked, None
         return asked or _End.STOP
 
-    def _received(self, end: _End) -> None:
+    def received(self, end: _End) -> None:
         if self._asked is not _End.STOP:
             self._asked = end
         self._changed.set()
@@ -81,14 +97,13 @@ async def run(settings: Settings, *, reload: Callable[[], Settings]) -> int:
     soft, hard = raise_open_files_limit()
     log.debug("open_files", most=soft, hard=hard)
     signals = _Signals()
-    agent: NodeAgent | None = None
     try:
-        upcoming: NodeSettings | None = await resolve_isolation(settings)
+        upcoming: _Next | None = _Next(settings=await resolve_isolation(settings))
         while upcoming is not None:
-            earlier, agent = agent, _build(upcoming, agent)
-            if earlier is not None:
-                agent.take_over(earlier)
-            upcoming = await _run_until_signal(agent, reload, signals)
+            agent = _build(upcoming.settings, upcoming.earlier)
+            if upcoming.earlier is not None:
+                agent.take_over(upcoming.earlier)
+            upcoming = await _run_until_signal(agent, upcoming, reload, signals)
         return 0
     finally:
         signals.close()
@@ -104,29 +119,38 @@ def _build(node: NodeSettings, earlier: NodeAgent | None = None) -> NodeAgent:
     )
 
 
-async def _run_until_signal(agent: NodeAgent, reload: Callable[[], Settings], signals: _Signals) -> NodeSettings | None:
-    """One life; the settings of the next one, None to end the process."""
+async def _run_until_signal(
+    agent: NodeAgent, this: _Next, reload: Callable[[], Settings], signals: _Signals
+) -> _Next | None:
+    """One life; the next one, None to end the process."""
     error: BaseException | None = None
     ends: list[_Ended] = []
     try:
         async with asyncio.TaskGroup() as group:
-            group.create_task(forever("signals", lambda: _obey(agent, reload, signals)), name="signals")
-            await live(agent)
+            group.create_task(forever("signals", lambda: _obey(agent, this.settings, reload, signals)), name="signals")
+            await live(agent, is_newcomer=this.is_newcomer)
     except* _Ended as group_of_ends:
         ends = [e for e in group_of_ends.exceptions if isinstance(e, _Ended)]
     except* Exception as failed:  # noqa: BLE001 - the process's edge: the first error is raised below, bugs too
         error = _first(failed)
     if error is not None:
         raise error
-    return ends[0].settings if ends else None
+    return ends[0].next if ends else None
 
 
-async def _obey(agent: NodeAgent, reload: Callable[[], Settings], signals: _Signals) -> None:
+async def _obey(agent: NodeAgent, current: NodeSettings, reload: Callable[[], Settings], signals: _Signals) -> None:
+    agent.kubelet.handover.subscribe(lambda: signals.received(_End.HAND_OVER))
     while True:
-        if await signals.wait() is _End.STOP:
+        end = await signals.wait()
+        if end is _End.STOP:
             sd_notify("STOPPING=1", os.environ)
-            log.info("stopping")
+            log.info("stopping", successors=agent.kubelet.handover.successors)
+            await agent.kubelet.leave()
             raise _Ended(None)
+        if end is _End.HAND_OVER:
+            log.info("handing_over")
+            await agent.kubelet.leave()
+            raise _Ended(_Next(settings=current, is_newcomer=False))
         try:
             settings = await resolve_isolation(reload())
             # Files that the settings name are read here: a bad one changes nothing.
@@ -137,35 +161,72 @@ async def _obey(agent: NodeAgent, reload: Callable[[], Settings], signals: _Sign
             continue
         await agent.kubelet.wait_idle()
         log.info("restarting_with_new_settings")
-        raise _Ended(settings)
+        raise _Ended(_Next(settings=settings, earlier=agent))
 
 
-async def live(agent: NodeAgent) -> None:
-    """One life of the agent, without signals: until it is cancelled, or a task of it fails (an exception group).
+async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
+    """One life of the agent, without signals: until it is cancelled, or a task of it fails (an exception group). Where
+    another agent serves the node this one waits for its turn.
 
     Raises StartupError where the web address is taken, the GPUs cannot be used, or nothing says where the API server is:
     then the kubelet hears of nothing.
     """
-    web = agent.observability.web
+    kubelet, web = agent.kubelet, agent.observability.web
     try:
         async with asyncio.TaskGroup() as group:
             await web.bind()
-            await agent.gpus.read()
             find_configuration(agent.state.settings.kubeconfig, os.environ)
+            is_first = is_newcomer and kubelet.lock.try_acquire()
+            if is_first:
+                await agent.gpus.offer(await agent.gpus.read())
+                start_tasks(group, kubelet.registration())
+            else:
+                await _succeed(agent, group, is_newcomer=is_newcomer)
             await agent.isolation.start()
-            await agent.kubelet.recover()
-            for tasks in (agent.kubelet.tasks(), agent.gpus.tasks(), agent.isolation.tasks()):
-                start_tasks(group, tasks)
-            group.create_task(agent.isolation.log_cgroup_driver(), name="log cgroup driver")
-            await agent.kubelet.wait_registered()
-            for tasks in (agent.cluster.late_tasks(), agent.observability.late_tasks(), agent.gpus.late_tasks()):
+            await kubelet.recover()
+            await _serve(agent, group)
+            if is_first:
+                await kubelet.wait_registered()
+                start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
+            agent.cluster.may_write.set()
+            for tasks in (agent.observability.late_tasks(), agent.gpus.late_tasks()):
                 start_tasks(group, tasks)
             group.create_task(_announce(agent), name="announce readiness")
     finally:
+        await kubelet.registrar.close()
+        kubelet.lock.release()
         web.close()
         agent.kubelet.pod_resources.close()
         agent.isolation.runtime.close()
         await _close_driver(agent)
+
+
+async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_newcomer: bool) -> None:
+    """Prepares all that only reads, waits until the agent that serves hands over or dies, and registers in its place: the
+    kubelet's calls are held until the ledger is there."""
+    kubelet = agent.kubelet
+    kubelet.stands_by = not is_newcomer
+    log.info("another_agent_serves", then="this one asks it to hand over" if is_newcomer else "this one waits")
+    start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
+    with suppress(TimeoutError):
+        async with asyncio.timeout(SYNC_WAIT_S):
+            await agent.cluster.wait_synced()
+    found = await agent.gpus.read()
+    while not await kubelet.follow(is_newcomer=is_newcomer):
+        found = await agent.gpus.read()
+    await agent.gpus.offer(found)
+    start_tasks(group, kubelet.registration())
+    await kubelet.take_over()
+    kubelet.stands_by = False
+
+
+async def _serve(agent: NodeAgent, group: asyncio.TaskGroup) -> None:
+    """What one agent of the node does alone, with the kubelet and beside it."""
+    agent.kubelet.handover.is_serving = True
+    remove_stale_sockets(agent.state.settings.kubelet.device_plugin_path)
+    for tasks in (agent.kubelet.tasks(), agent.gpus.tasks(), agent.isolation.tasks()):
+        start_tasks(group, tasks)
+    group.create_task(agent.isolation.log_cgroup_driver(), name="log cgroup driver")
 
 
 async def _announce(agent: NodeAgent) -> None:

@@ -56,6 +56,8 @@ class ClusterSide:
     node_facts: NodeFieldsWriter[NodeFacts] | None
     node_allocations: NodeFieldsWriter[str] | None
     kubelet_facts: KubeletFacts
+    may_write: asyncio.Event
+    """Set once this agent serves: one that waits for another to leave reads only."""
 
     def late_tasks(self) -> Tasks:
         """Late: the Kubernetes client alone costs a third of a second to load."""
@@ -77,13 +79,13 @@ class ClusterSide:
             api = await self._open_api(stack)
             self.node_pods.attach(api)
             async with asyncio.TaskGroup() as group:
-                start_tasks(group, self._tasks(api))
+                start_tasks(group, _bound(api, {"pod informer": self.informer, "kubelet facts": self.kubelet_facts}))
+                await self.may_write.wait()
+                start_tasks(group, _bound(api, self._writers()))
         raise AssertionError("the tasks do not return")
 
-    def _tasks(self, api: KubeApi) -> Tasks:
-        clients: dict[str, _RunsOnApi | None] = {
-            "pod informer": self.informer,
-            "kubelet facts": self.kubelet_facts,
+    def _writers(self) -> Mapping[str, _RunsOnApi | None]:
+        return {
             "pod annotations": self.annotations,
             "pod events": self.pod_events,
             "node events": self.node_events,
@@ -92,7 +94,6 @@ class ClusterSide:
             "node allocations": self.node_allocations,
             "rejected pods": self.rejected_pods,
         }
-        return {name: partial(client.run, api) for name, client in clients.items() if client is not None}
 
     async def _open_api(self, stack: AsyncExitStack) -> KubeApi:
         """The API server's client. Credentials that are not there yet are waited for; a wrong configuration is not."""
@@ -104,6 +105,10 @@ class ClusterSide:
             except Unavailable as e:
                 log.warning("kubernetes_not_ready", error=str(e), retried_in_s=API_RETRY_S)
             await asyncio.sleep(API_RETRY_S)
+
+
+def _bound(api: KubeApi, clients: Mapping[str, _RunsOnApi | None]) -> Tasks:
+    return {name: partial(client.run, api) for name, client in clients.items() if client is not None}
 
 
 def build_cluster_side(state: NodeState, kubelet_facts: KubeletFacts) -> ClusterSide:
@@ -142,4 +147,5 @@ def build_cluster_side(state: NodeState, kubelet_facts: KubeletFacts) -> Cluster
         node_facts=node_facts,
         node_allocations=node_allocations,
         kubelet_facts=kubelet_facts,
+        may_write=asyncio.Event(),
     )

@@ -20,7 +20,7 @@ from gpushare_agent.isolation.driver_limits.limits import MemoryLimiter
 from gpushare_agent.kit.supervision import Tasks
 from gpushare_agent.kubelet.device_table import check_size, check_unit_size
 from gpushare_agent.model.errors import AgentError, Corrupt, StartupError
-from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.settings.settings import Settings
 
@@ -43,13 +43,11 @@ class GpuSide:
     writer: HealthStateWriter
     control: ControlServer | None
 
-    async def read(self) -> None:
-        """The first reading of the driver, after what was remembered of the GPUs: a cordoned one is never offered.
+    async def read(self) -> GpuInventory | None:
+        """The first reading of the driver; None where it cannot be read, and the node may wait for one.
 
-        Raises:
-            StartupError: the driver or every GPU cannot be read, unless the node may wait for one.
+        Raises StartupError: the driver or every GPU cannot be read.
         """
-        await self.writer.restore()
         must_succeed = self.settings.fail_on_init_error
         try:
             found = await self.driver.read()
@@ -61,7 +59,7 @@ class GpuSide:
                     f"{e} (To keep the agent running on nodes without a usable driver: --fail-on-init-error=false.)"
                 ) from e
             log.error("gpus_unreadable", error=str(e), then="no device is offered; the driver is read again every 30 s")
-            return
+            return None
         if not found.gpus and found.unreadable and must_succeed:
             index, reason = found.unreadable[0]
             raise StartupError(
@@ -70,6 +68,13 @@ class GpuSide:
             )
         check_size(found, self.names.vmemory, self.names.memory_block_mib)
         check_unit_size(found, self.names)
+        return found
+
+    async def offer(self, found: GpuInventory | None) -> None:
+        """What `read` found, after what was remembered of the GPUs: a cordoned one is never offered."""
+        await self.writer.restore()
+        if found is None:
+            return
         self.inventory.read(found)
         _log_gpus(self.inventory.current.gpus, found.unreadable)
 

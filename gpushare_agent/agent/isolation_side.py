@@ -205,8 +205,10 @@ class IsolationSide:
         )
 
     def has_no_shares(self) -> bool:
-        """Where no isolation can be had the kubelet sees no memory; else admission refuses the shares whom it concerns."""
-        return all(self.unavailable_reason(name) for name in self.settings.isolations_in_use)
+        """Where no isolation can be had the kubelet sees no memory; else admission refuses the shares whom it concerns. An
+        agent that registers before it has checked holds the kubelet's calls until then."""
+        is_checked = all(watch.is_checked for watch in self.watches.values())
+        return is_checked and all(self.unavailable_reason(name) for name in self.settings.isolations_in_use)
 
 
 def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimiter) -> IsolationSide:

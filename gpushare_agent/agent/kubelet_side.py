@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
 
 from gpushare_agent.admission.admission import Admission
+from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.container_starts import ContainerStarts
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.decisions.resize import ResizePolicy
@@ -25,17 +27,30 @@ from gpushare_agent.agent.cluster_side import ClusterSide
 from gpushare_agent.agent.isolation_side import IsolationSide
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.values import edit_policy
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.supervision import Tasks, wait_for
 from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
 from gpushare_agent.kubelet.device_plugin import DevicePlugin
 from gpushare_agent.kubelet.facts import KubeletFacts
+from gpushare_agent.kubelet.handover import (
+    LOCK_POLL_S,
+    TAKE,
+    WAIT,
+    Handover,
+    HeldCalls,
+    ServingLock,
+    ask_for_handover,
+    instance_socket_name,
+)
 from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
 from gpushare_agent.kubelet.pod_resources import PodResourcesClient
 from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
 from gpushare_agent.kubelet.registration import KUBELET_SOCKET, Registrar
 from gpushare_agent.kubelet.registration_client import register
+from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import GPU_MEM_SOCKET, VCORE_SOCKET, VMEMORY_SOCKET
+from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.settings.settings import Settings
 
@@ -44,6 +59,14 @@ log = structlog.get_logger(__name__)
 REGISTER_FIRST_S = 1.0
 """How long the slow libraries wait for the first registration: a kubelet that is down must not keep the rest away."""
 IDLE_WAIT_S = 2.0
+HANDOVER_WAIT_S = 20.0
+"""How long an agent waits for a moment between two admissions before it hands over; terminationGracePeriodSeconds of
+manifests/base is a little longer."""
+QUIET_POLL_S = 0.02
+ASK_S = 30.0
+"""How long one request for the handover may take; then the GPUs are read again and it is repeated."""
+TAKE_OVER_S = 15.0
+"""The agent that has handed over ends within seconds; a call of the kubelet is held for five."""
 SOCKETS = {
     ResourceKind.VCORE: VCORE_SOCKET,
     ResourceKind.VMEMORY: VMEMORY_SOCKET,
@@ -51,10 +74,12 @@ SOCKETS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class KubeletSide:
     settings: Settings
     names: ResourceNames
+    store: PodStore
+    cache: AllocationCache
     gate: PodResourcesGate
     pod_resources: PodResourcesClient
     facts: KubeletFacts
@@ -65,16 +90,72 @@ class KubeletSide:
     tables: DeviceTables
     registrar: Registrar
     first_registration: FirstRegistration
+    lock: ServingLock
+    handover: Handover
+    calls: HeldCalls
+    stands_by: bool = False
+    """Another agent serves, and this one waits until it leaves: nothing is wrong with it."""
 
     async def recover(self) -> None:
         resized = await self.resizing.load()
         containers = await self.garbage.recover()
         self.resizing.restore(resized)
+        self.calls.open()
         log.info("allocations_recovered", containers=containers)
+
+    async def follow(self, *, is_newcomer: bool) -> bool:
+        """One attempt to become the agent that serves: asks the one that does, if it is alive. True: register now, then
+        `take_over`. The lock may be held already."""
+        with suppress(Unavailable):
+            await self.registrar.serve()
+        directory = self.settings.kubelet.device_plugin_path
+        if await ask_for_handover(directory, TAKE if is_newcomer else WAIT, timeout_s=ASK_S):
+            return True
+        if self.lock.try_acquire():
+            return True
+        await asyncio.sleep(LOCK_POLL_S)
+        return False
+
+    async def take_over(self) -> None:
+        """Waits until the agent that handed over has ended all that it did on the node. Raises Unavailable."""
+        try:
+            async with asyncio.timeout(TAKE_OVER_S):
+                await self.lock.acquire()
+        except TimeoutError as e:
+            raise Unavailable(
+                f"the agent that handed over to this one did not end within {TAKE_OVER_S:g} s; this one starts anew"
+            ) from e
+
+    async def leave(self) -> None:
+        """Where a successor waits: ends the service to the kubelet in a moment between two admissions, and tells the
+        successor to register."""
+        if not self.handover.successors:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HANDOVER_WAIT_S):
+                await self._wait_quiet()
+        await self.registrar.leave(lambda: self.handover.successors)
+        await self.handover.answer()
+
+    async def _wait_quiet(self) -> None:
+        """Until no call is open, none was just now, and no pod of the node waits for its admission: a slow API server or
+        node makes pauses in a burst that are no end of it."""
+        while True:
+            await self.calls.wait_idle()
+            async with self.gate.quiet():
+                if not any(self._awaits_admission(pod) for pod in self.store.pods()):
+                    return
+            await asyncio.sleep(QUIET_POLL_S)
+
+    def _awaits_admission(self, pod: Pod) -> bool:
+        is_over = pod.is_terminal or pod.is_deleting or pod.has_started or pod.uid in self.refused_pods
+        return not is_over and self.names.wants_any(pod) and not self.cache.of_pod(pod.uid)
+
+    def registration(self) -> Tasks:
+        return {"registration": self.registrar.run}
 
     def tasks(self) -> Tasks:
         return {
-            "registration": self.registrar.run,
             "device tables": self.tables.run,
             "garbage collection": self.garbage.run,
             "live resize": self.resizing.run,
@@ -95,6 +176,8 @@ class KubeletSide:
             return
 
     def not_ready(self) -> list[str]:
+        if self.stands_by:
+            return []
         return [
             f"{resource} is not registered with the kubelet"
             for resource in self.names.names
@@ -154,20 +237,14 @@ def build_kubelet_side(
         isolation_unavailable_reason=isolation.unavailable_reason,
         clock=time.monotonic,
     )
-    starts = ContainerStarts(
-        cache=state.cache,
-        pods=state.store,
-        names=state.names,
-        inventory=state.gpus,
-        records=checkpoint,
-        prepare=isolation.prepare,
-        observer=outcomes,
-        clock=time.monotonic,
-    )
+    starts = _build_starts(state, isolation, checkpoint, outcomes)
     tables = DeviceTables(names=state.names, inventory=state.gpus, cache=state.cache, no_shares=isolation.has_no_shares)
+    handover, calls = Handover(), HeldCalls(admission, starts.pre_start)
     return KubeletSide(
         settings=settings,
         names=state.names,
+        store=state.store,
+        cache=state.cache,
         gate=gate,
         pod_resources=pod_resources,
         facts=facts,
@@ -176,8 +253,26 @@ def build_kubelet_side(
         resizing=_build_resizing(state, cluster, isolation),
         refused_pods=refused_pods,
         tables=tables,
-        registrar=_build_registrar(state, admission, starts, tables),
+        registrar=_build_registrar(state, calls, handover, tables),
         first_registration=FirstRegistration(state.names.names),
+        lock=ServingLock(settings.kubelet.device_plugin_path),
+        handover=handover,
+        calls=calls,
+    )
+
+
+def _build_starts(
+    state: NodeState, isolation: IsolationSide, checkpoint: KubeletCheckpoint, outcomes: OutcomeReporter
+) -> ContainerStarts:
+    return ContainerStarts(
+        cache=state.cache,
+        pods=state.store,
+        names=state.names,
+        inventory=state.gpus,
+        records=checkpoint,
+        prepare=isolation.prepare,
+        observer=outcomes,
+        clock=time.monotonic,
     )
 
 
@@ -257,23 +352,22 @@ def _policy(state: NodeState) -> Policy:
     )
 
 
-def _build_registrar(
-    state: NodeState, admission: Admission, starts: ContainerStarts, tables: DeviceTables
-) -> Registrar:
+def _build_registrar(state: NodeState, calls: HeldCalls, handover: Handover, tables: DeviceTables) -> Registrar:
     directory = state.settings.kubelet.device_plugin_path
     return Registrar(
         device_plugin_path=directory,
         endpoints=[
             PluginEndpoint(
                 device_plugin_path=directory,
-                socket_name=SOCKETS[kind],
+                socket_name=instance_socket_name(SOCKETS[kind]),
                 plugin=DevicePlugin(
                     state.names.name(kind),
                     table,
-                    admission,
+                    calls,
                     state.metrics,
-                    pre_start=starts.pre_start if kind.binds_gpu else None,
+                    pre_start=calls.pre_start if kind.binds_gpu else None,
                 ),
+                handover=handover,
             )
             for kind, table in tables.tables.items()
         ],

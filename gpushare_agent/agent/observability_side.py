@@ -41,10 +41,12 @@ class ObservabilitySide:
     display: DisplayServer | None
     debug: DebugServer | None
 
+    def web_tasks(self) -> Tasks:
+        return bodies({"web": self.web})
+
     def late_tasks(self) -> Tasks:
         services: dict[str, Runs | None] = {
             "usage sampling": self.usage,
-            "web": self.web,
             "live stream": self.live_stream,
             "display": self.display,
             "debug": self.debug,

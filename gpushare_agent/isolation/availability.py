@@ -32,6 +32,7 @@ class AvailabilityWatch:
         self._isolation = isolation
         self._check = check
         self._period_s = period_s
+        self.is_checked = False
         self._unavailable_reason = f"isolation {isolation} has not been checked yet"
         self._callbacks: list[Callable[[], None]] = []
 
@@ -56,6 +57,7 @@ class AvailabilityWatch:
             await self._check()
         except AgentError as error:
             reason = str(error)
+        self.is_checked = True
         before, self._unavailable_reason = self._unavailable_reason, reason
         if reason == before:
             return

@@ -6,14 +6,20 @@ kubelet/registration.py registers it. State owned: the server and the identity o
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, file_identity, remove_socket
 from gpushare_agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
+from gpushare_agent.kubelet.handover import Handover
 from gpushare_agent.model.errors import Unavailable
+
+if TYPE_CHECKING:
+    from grpclib._typing import IServable
 
 log = structlog.get_logger(__name__)
 
@@ -24,11 +30,14 @@ _STREAMS_END_S = 0.05
 
 
 class PluginEndpoint:
-    """Serves `plugin` at `device_plugin_path`/`socket_name`. One caller at a time."""
+    """Serves `plugin`, and `handover` beside it, at `device_plugin_path`/`socket_name`. One caller at a time."""
 
-    def __init__(self, *, device_plugin_path: Path, socket_name: str, plugin: DevicePlugin) -> None:
+    def __init__(
+        self, *, device_plugin_path: Path, socket_name: str, plugin: DevicePlugin, handover: Handover | None = None
+    ) -> None:
         self.socket_name = socket_name
         self.plugin = plugin
+        self._handlers: Sequence[IServable] = [plugin] if handover is None else [plugin, handover]
         self.path = device_plugin_path / socket_name
         self._server: GrpcServer | None = None
         self._identity: FileIdentity | None = None
@@ -41,6 +50,11 @@ class PluginEndpoint:
     def is_serving(self) -> bool:
         """The server runs, and the socket at the path is its own."""
         return self._server is not None and self._identity == file_identity(self.path)
+
+    @property
+    def connections(self) -> int:
+        """The kubelet's, and those of agents that ask for the handover."""
+        return self._server.connections if self._server is not None else 0
 
     @property
     def is_replaced(self) -> bool:
@@ -61,7 +75,7 @@ class PluginEndpoint:
                 f"device-plugin directory (kubelet.device_plugin_path) exists and can be written to"
             ) from e
         self._identity = file_identity(self.path)
-        self._server = GrpcServer([self.plugin], decoders=FAST_DECODERS)
+        self._server = GrpcServer(self._handlers, decoders=FAST_DECODERS)
         try:
             await self._server.serve(sock)
         except BaseException:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -34,10 +35,14 @@ REGISTER_TIMEOUT_S = 15.0
 _FIRST_STREAM_S = 2.0
 """How long after Register the kubelet may take to open ListAndWatch; without a stream it does not use the plugin."""
 _NEXT_STREAM_S = 0.25
-"""How long after a stream ended another may take to open, before the resource is registered again."""
+"""How long after a stream ended another may take to open, before the resource is registered again. The first end after a
+registration that lasted `_LASTING_S` is answered at once: until then the kubelet rejects pods."""
+_LASTING_S = 1.0
 _STABLE_S = 10.0
 """After a registration that lasted this long the back-off starts anew."""
 _STOP_S = 1.5
+_LEAVE_S = 0.2
+"""The kubelet disconnects within milliseconds of a stream's end."""
 DEFAULT_BACKOFF = Backoff(base_s=0.05, cap_s=5.0)
 
 
@@ -89,6 +94,22 @@ class Registrar:
         """The kubelet that runs now has accepted this resource and follows its ListAndWatch."""
         return any(one.endpoint.resource == resource and one.is_registered for one in self._resources)
 
+    async def serve(self) -> None:
+        """Serves the sockets before `run` registers them. Raises Unavailable."""
+        for one in self._resources:
+            if not one.endpoint.is_serving:
+                await one.endpoint.serve()
+
+    async def leave(self, successors: Callable[[], int]) -> None:
+        """Ends the streams for good, and waits until the kubelet has disconnected: before that it would disconnect whoever
+        registers next. `successors` is how many of the connections are not the kubelet's."""
+        for one in self._resources:
+            one.leave()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                while sum(one.endpoint.connections for one in self._resources) > successors():  # noqa: ASYNC110 - some ms
+                    await asyncio.sleep(0.001)
+
     async def run(self) -> NoReturn:
         """Runs until it is cancelled; then ends the streams, closes, and removes the sockets, within 2 s."""
         self._poll()
@@ -98,10 +119,11 @@ class Registrar:
                     tasks.create_task(one.run(), name=f"register-{one.endpoint.resource}")
                 tasks.create_task(self._watch(), name="watch-device-plugin-directory")
         finally:
-            await self._stop()
+            await self.close()
         raise AssertionError("a registrar's tasks do not return")
 
-    async def _stop(self) -> None:
+    async def close(self) -> None:
+        """What `serve` began, where `run` did not follow."""
         try:
             async with asyncio.timeout(_STOP_S), asyncio.TaskGroup() as tasks:
                 for one in self._resources:
@@ -138,6 +160,7 @@ class ResourceRegistrar:
 
     | condition | action |
     |---|---|
+    | the agent leaves the kubelet to another one | none |
     | our server does not run, or its socket was removed | serve |
     | another program's socket is at our path | wait as the back-off says, then serve |
     | no kubelet socket | none: the watch of the directory wakes the loop |
@@ -164,6 +187,7 @@ class ResourceRegistrar:
         self._kubelet: FileIdentity | None = None
         self._own_file: FileIdentity | None = None
         self._has_directory = False
+        self._is_leaving = False
         self._registered_at = 0.0
         self._stream_due_at = 0.0
         self._failures = 0
@@ -197,12 +221,21 @@ class ResourceRegistrar:
             self._wake.clear()
             await wait_for(self._wake, await self._step())
 
+    def leave(self) -> None:
+        """Ends the stream, and registers no more."""
+        self._is_leaving = True
+        self.registered_with = None
+        self.endpoint.plugin.end_streams()
+        self._interrupt()
+
     async def close(self) -> None:
         self.registered_with = None
         await self.endpoint.stop()
 
     async def _step(self) -> float | None:
         """One step of the reconciliation; returns after how many seconds the next is due, None: not before an event."""
+        if self._is_leaving:
+            return None
         try:
             if not self.endpoint.is_serving:
                 await self._serve()
@@ -277,7 +310,8 @@ class ResourceRegistrar:
 
     def _streams_changed(self) -> None:
         if not self.endpoint.plugin.open_streams:
-            self._stream_due_at = _now() + _NEXT_STREAM_S
+            has_lasted = _now() - self._registered_at > _LASTING_S
+            self._stream_due_at = _now() + (0.0 if has_lasted else _NEXT_STREAM_S)
         self._wake.set()
 
     def _interrupt(self) -> None:

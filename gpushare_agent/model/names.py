@@ -16,9 +16,9 @@ DeviceId = NewType("DeviceId", str)
 VCORE_RESOURCE = "tencent.com/vcuda-core"
 VMEMORY_RESOURCE = "tencent.com/vcuda-memory"
 
-VCORE_SOCKET = "vcore.sock"
-VMEMORY_SOCKET = "vmemory.sock"
-GPU_MEM_SOCKET = "gpumem.sock"
+VCORE_SOCKET = "vcore"
+VMEMORY_SOCKET = "vmemory"
+GPU_MEM_SOCKET = "gpumem"
 
 CORES_PER_GPU = 100
 """One vcore unit is 1/100 of a GPU's compute."""

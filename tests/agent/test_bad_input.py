@@ -32,6 +32,7 @@ from tests.support_agent import (
     log_lines,
     open_agent,
     open_child,
+    plugin_socket,
     poll_until,
     uuid_of,
     wait_ledger_equal,
@@ -164,7 +165,7 @@ class IgnoresAdvice:
 @asynccontextmanager
 async def _ignoring_advice(node: EmbeddedNode, change: Callable[[list[str]], list[str]]) -> AsyncIterator[None]:
     """The vcore plugin as the kubelet knows it is not ours any more."""
-    service = IgnoresAdvice(node.paths.device_plugin_path / "vcore.sock", change)
+    service = IgnoresAdvice(plugin_socket(node, "vcore"), change)
     server = GrpcServer([service])
     path = node.paths.device_plugin_path / "between.sock"
     await server.serve(bind_unix_socket(path, mode=0o600))
@@ -213,7 +214,7 @@ async def test_ids_that_are_not_what_was_planned_are_refused(case: str) -> None:
 
 
 async def _call(node: EmbeddedNode, socket: str, method: str, request: bytes) -> GRPCError | bytes:
-    channel = UnixChannel(node.paths.device_plugin_path / socket)
+    channel = UnixChannel(plugin_socket(node, socket))
     try:
         async with asyncio.timeout(DEADLINE_S):
             answer: bytes = await UnaryUnaryMethod(channel, f"{SERVICE}/{method}", bytes, bytes)(request)
@@ -225,7 +226,7 @@ async def _call(node: EmbeddedNode, socket: str, method: str, request: bytes) ->
 
 
 @pytest.mark.parametrize("method", ["GetPreferredAllocation", "Allocate", "PreStartContainer"])
-@pytest.mark.parametrize("socket", ["vcore.sock", "vmemory.sock"])
+@pytest.mark.parametrize("socket", ["vcore", "vmemory"])
 async def test_messages_that_are_none_are_answered_with_an_error(socket: str, method: str) -> None:
     """Too large, cut off, no UTF-8, no message at all: an error each, and the next pod is served."""
     async with open_test_node() as node, open_agent(node) as agent:

@@ -17,6 +17,7 @@ from tests.support_agent import (
     calls_of,
     kubelet_held,
     open_agent,
+    plugin_socket,
     poll_until,
     wait_ledger_equal,
     wait_registered,
@@ -171,19 +172,20 @@ async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_a
         assert_nothing_shared(node)
 
 
-@pytest.mark.parametrize("names", [["vcore.sock"], ["vmemory.sock"], ["vcore.sock", "vmemory.sock"]])
+@pytest.mark.parametrize("names", [["vcore"], ["vmemory"], ["vcore", "vmemory"]])
 async def test_a_socket_that_someone_deletes_is_served_and_registered_again(names: list[str]) -> None:
     """Without a socket the kubelet could not come back; pods are admitted as before."""
     async with open_test_node() as node, open_agent(node) as agent:
         node.api.create_pod(pod("before", container(cores=60, blocks=40)))
         await wait_running(node, "before")
         done = agent.parts.kubelet.registrar
-        for name in names:
-            (node.paths.device_plugin_path / name).unlink()
+        sockets = [plugin_socket(node, name) for name in names]
+        for socket in sockets:
+            socket.unlink()
         await wait_until(
             node,
             lambda: (
-                all((node.paths.device_plugin_path / name).is_socket() for name in names)
+                all(socket.is_socket() for socket in sockets)
                 and all(done.is_registered(resource) for resource in (CORE, MEMORY))
             ),
             "both sockets back",
@@ -202,8 +204,9 @@ async def test_the_agent_takes_its_socket_back_from_another_process() -> None:
         await wait_running(node, "before")
         registered = agent.count("gpushare_registrations_total", resource=CORE)
         rival = SmallPlugin(CORE, device_ids("GPU-rival", count=4))
-        async with serving(node, rival, "vcore.sock"):
-            await register_plugin(node, rival, "vcore.sock")
+        name = plugin_socket(node, "vcore").name
+        async with serving(node, rival, name):
+            await register_plugin(node, rival, name)
             await poll_until(
                 lambda: agent.count("gpushare_registrations_total", resource=CORE) > registered, "registered again"
             )

@@ -14,10 +14,11 @@ from gpushare_agent.cli.check.finding import Finding, Level, error, ok, warning
 from gpushare_agent.kit.bounded_grpc import ServerLimits
 from gpushare_agent.kit.process import read_open_files_limit
 from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
+from gpushare_agent.kubelet.handover import instance_socket_name
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import VCORE_SOCKET, VMEMORY_SOCKET
+from gpushare_agent.model.names import VMEMORY_SOCKET
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import Settings
 
@@ -105,7 +106,7 @@ async def check_kubelet(settings: Settings) -> list[Finding]:
     except Unavailable as failure:
         cure = "start the kubelet, or set --device-plugin-path to its device-plugins directory (mounted into the pod)"
         findings.append(error("kubelet socket", str(failure), cure))
-    longest = max((str(directory / name) for name in (VCORE_SOCKET, VMEMORY_SOCKET)), key=len)
+    longest = str(directory / instance_socket_name(VMEMORY_SOCKET))
     length, limit = len(longest.encode()), MAX_ADDRESS_BYTES
     if length > limit:
         detail = f"{longest} has {length} bytes, a socket's path may have {limit}"

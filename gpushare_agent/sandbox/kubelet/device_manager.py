@@ -48,6 +48,8 @@ class _Resource:
     """What is known of one resource. Without an endpoint it is only remembered from the checkpoint."""
 
     endpoint: PluginEndpoint | None = None
+    is_connected: bool = False
+    """Of the endpoint, the newest registration."""
     devices: Mapping[str, PluginDevice] = field(default_factory=dict)
     shuffled: list[PluginDevice] = field(default_factory=list)
     healthy: frozenset[str] = frozenset()
@@ -87,15 +89,18 @@ class DeviceManager:
     def add_endpoint(self, endpoint: PluginEndpoint) -> None:
         """The newest registration of a resource is the one that counts. The one before stays connected and is ignored."""
         resource = self._resources.setdefault(endpoint.resource, _Resource())
-        resource.endpoint, resource.stopped_at = endpoint, None
+        resource.endpoint, resource.is_connected, resource.stopped_at = endpoint, True, None
         self._endpoints.append(endpoint)
 
     async def follow(self, endpoint: PluginEndpoint) -> None:
-        """Takes the plugin's device lists until its stream ends, which makes its devices unhealthy."""
+        """Takes the plugin's device lists until its stream ends. The kubelet then disconnects whoever registered the
+        resource last, be it another plugin (measured), and the devices are unhealthy."""
         reason = await endpoint.follow_devices(lambda devices: self._receive(endpoint, devices))
         endpoint.close()
         resource = self._resources[endpoint.resource]
-        if resource.endpoint is endpoint:
+        if resource.is_connected and resource.endpoint is not None:
+            resource.is_connected = False
+            resource.endpoint.close()
             resource.healthy, resource.healthy_json = frozenset(), "[]"
             resource.stopped_at = time.monotonic()
             log.info("plugin_stream_ended", resource=endpoint.resource, reason=reason)

@@ -1,0 +1,248 @@
+"""Two agents on one node, as during an upgrade: which of them serves, and how it hands over to the other without a gap.
+
+The one that holds the lock of the device-plugin directory (flock: the kernel frees it when the process ends) serves; the
+other has prepared everything and waits. A newcomer asks the one that serves to hand over (`Take`); one that has handed over
+waits until the other leaves or dies (`Wait`). Both are gRPC methods beside the device plugin's, on its sockets.
+
+| step | the agent that serves | its successor |
+|---|---|---|
+| 1 | waits for a moment between two admissions | serves its sockets, which no kubelet knows yet |
+| 2 | ends its ListAndWatch streams, waits until the kubelet has disconnected | waits for the answer |
+| 3 | answers | registers; holds the kubelet's calls |
+| 4 | ends everything else that it does on the node, frees the lock | takes the lock, rebuilds the ledger, answers |
+
+Between 2 and 3 the kubelet knows no plugin and rejects pods: some milliseconds. Were the successor to register before 2,
+the kubelet would disconnect it as soon as the older stream ends (measured), so the time would be as long.
+
+State owned: the lock; who waits for the handover; the calls that are held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import structlog
+from grpclib import GRPCError, Status
+from grpclib.const import Cardinality, Handler
+
+from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
+from gpushare_agent.kit.sockets import connectable_path, file_identity, remove_socket
+from gpushare_agent.kit.wire_scan import MalformedMessageError
+from gpushare_agent.kubelet.device_plugin import AdmissionHandler, PreStart
+from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.model.errors import Refused
+
+log = structlog.get_logger(__name__)
+
+TAKE = "/gpushare.Handover/Take"
+WAIT = "/gpushare.Handover/Wait"
+LOCK_POLL_S = 0.02
+ANSWER_S = 0.5
+"""For the answer to a successor to leave."""
+_SOCKET = re.compile(r"[a-z]+-[0-9a-f]{8}\.sock")
+_STALE_AGE_S = 10.0
+"""A socket that refuses connections may be about to listen; after this time its agent is dead."""
+
+
+def instance_socket_name(name: str) -> str:
+    """`vcore` -> `vcore-1f0c22a9.sock`: another one for each agent, so that two do not replace each other's."""
+    return f"{name}-{secrets.token_hex(4)}.sock"
+
+
+def remove_stale_sockets(directory: Path) -> None:
+    """Removes the sockets of agents that were killed. Those of live ones and of other programs stay."""
+    for path in _instance_sockets(directory):
+        identity = file_identity(path)
+        if identity is None or time.time() - identity[2] / 1e9 < _STALE_AGE_S or _accepts(path):
+            continue
+        with suppress(OSError):
+            if remove_socket(path, inode=identity[1]):
+                log.info("stale_socket_removed", socket=str(path))
+
+
+class ServingLock:
+    """flock(2) of the device-plugin directory itself: no file that a kubelet removes when it starts."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._descriptor: int | None = None
+
+    def try_acquire(self) -> bool:
+        """Whether this agent serves now. Without a directory there is no kubelet, and no other agent to wait for."""
+        if self._descriptor is not None:
+            return True
+        try:
+            descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        except OSError as e:
+            log.warning("device_plugin_directory_not_locked", directory=str(self._directory), error=str(e))
+        self._descriptor = descriptor
+        return True
+
+    async def acquire(self) -> None:
+        """Waits until no other agent serves."""
+        while not self.try_acquire():  # noqa: ASYNC110 - the kernel wakes nobody who does not block a thread
+            await asyncio.sleep(LOCK_POLL_S)
+
+    def release(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+class Handover:
+    """Served beside the device plugins; `is_serving` says whether this agent is the one to ask."""
+
+    def __init__(self) -> None:
+        self.is_serving = False
+        self._on_requested: Callable[[], None] = lambda: None
+        self._successors: list[tuple[bool, asyncio.Future[None]]] = []
+
+    def subscribe(self, on_requested: Callable[[], None]) -> None:
+        """Called when a newcomer asks; must not block."""
+        self._on_requested = on_requested
+
+    @property
+    def successors(self) -> int:
+        """The agents that wait now."""
+        return len(self._successors)
+
+    def __mapping__(self) -> dict[str, Handler]:
+        return {
+            TAKE: Handler(self._take, Cardinality.UNARY_UNARY, bytes, bytes),
+            WAIT: Handler(self._wait, Cardinality.UNARY_UNARY, bytes, bytes),
+        }
+
+    async def answer(self) -> None:
+        """Tells one successor that the kubelet follows this agent no more: a newcomer before one that only waits. The others
+        ask the successor, once this agent's sockets are closed."""
+        if not self._successors:
+            return
+        successor = max(self._successors, key=lambda one: one[0])
+        successor[1].set_result(None)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                while successor in self._successors:  # noqa: ASYNC110 - a turn or two of the loop
+                    await asyncio.sleep(0)
+
+    async def _take(self, stream: Any) -> None:
+        await self._answer_later(stream, is_newcomer=True)
+
+    async def _wait(self, stream: Any) -> None:
+        await self._answer_later(stream, is_newcomer=False)
+
+    async def _answer_later(self, stream: Any, *, is_newcomer: bool) -> None:
+        await stream.recv_message()
+        if not self.is_serving:
+            raise GRPCError(Status.FAILED_PRECONDITION, "this agent does not serve")
+        successor = is_newcomer, asyncio.get_running_loop().create_future()
+        self._successors.append(successor)
+        if is_newcomer:
+            self._on_requested()
+        try:
+            await successor[1]
+            await stream.send_message(b"")
+        finally:
+            self._successors.remove(successor)
+
+
+class HeldCalls:
+    """An admission handler before another one: the kubelet's calls wait until `open`, for the ledger of an agent that has
+    just taken over is not there yet, and are counted."""
+
+    def __init__(self, handler: AdmissionHandler, pre_start: PreStart) -> None:
+        self._handler = handler
+        self._pre_start = pre_start
+        self._is_open = asyncio.Event()
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    async def wait_idle(self) -> None:
+        """Until no call is under way."""
+        await self._idle.wait()
+
+    async def preferred(
+        self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
+    ) -> Sequence[str]:
+        async with self._counted():
+            return await self._handler.preferred(resource, available, must_include, size)
+
+    async def allocate(self, resource: str, ids: Sequence[str]) -> ContainerEdits | Refused:
+        async with self._counted():
+            return await self._handler.allocate(resource, ids)
+
+    async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None:
+        async with self._counted():
+            return await self._pre_start(resource, ids)
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        self._calls += 1
+        self._idle.clear()
+        try:
+            await self._is_open.wait()
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+
+async def ask_for_handover(directory: Path, method: str, *, timeout_s: float) -> bool:
+    """Asks the agent that serves at one of the sockets in `directory`: True once the kubelet follows it no more, False where
+    none is there, or it did not within the time."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    for path in _instance_sockets(directory):
+        channel = UnixChannel(path)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await channel.unary(method, b"", bytes)
+        except (RpcFailed, MalformedMessageError, TimeoutError):
+            continue  # a stale socket, or one of an agent that waits as well
+        finally:
+            channel.close()
+        return True
+    return False
+
+
+def _instance_sockets(directory: Path) -> Iterator[Path]:
+    try:
+        paths = sorted(directory.iterdir())
+    except OSError:
+        return
+    yield from (path for path in paths if _SOCKET.fullmatch(path.name))
+
+
+def _accepts(path: Path) -> bool:
+    """False only where nobody listens at the socket any more."""
+    try:
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock,
+            connectable_path(path) as at,
+        ):
+            sock.connect(at)
+    except (ConnectionRefusedError, FileNotFoundError):
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,68 @@
+"""A rolling update of the agent while pods start: none is rejected, and the ledger stays whole."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.e2e.cluster import Cluster, Object
+from tests.e2e.installation import SYSTEM, Installation
+
+pytestmark = pytest.mark.e2e
+PODS = 30
+DAEMONSET = "daemonset/gpushare-agent"
+
+
+def _rollout(cluster: Cluster, verb: str) -> None:
+    cluster.run("-n", SYSTEM, "rollout", verb, DAEMONSET)
+
+
+def _agents(cluster: Cluster) -> list[Object]:
+    return cluster.items("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/name=gpushare-agent")
+
+
+def _without_rejection(cluster: Cluster, installed: Installation, namespace: str, *verbs: str) -> None:
+    """A burst of pods during the rollouts: all run, and the ledger has each of them."""
+    names = [f"burst-{number}" for number in range(PODS)]
+    half = PODS // 2
+    cluster.apply(*(cluster.pod(name, 5, 2) for name in names[:half]), namespace=namespace)
+    for verb in verbs:
+        _rollout(cluster, verb)
+    cluster.apply(*(cluster.pod(name, 5, 2) for name in names[half:]), namespace=namespace)
+    installed.wait_ready()
+    cluster.wait_phase(namespace, *names)
+    ledger = installed.wait_ledger(namespace, PODS)
+    assert {(cores, len(gpus)) for cores, _, gpus in ledger.values()} == {(5, 1)}
+    assert len(_agents(cluster)) == 1
+
+
+@pytest.mark.smoke
+def test_a_rolling_update_during_a_burst_rejects_no_pod(
+    cluster: Cluster, installed: Installation, namespace: str
+) -> None:
+    """The new agent takes over from the old one while both run."""
+    before = {pod["metadata"]["name"] for pod in _agents(cluster)}
+    _without_rejection(cluster, installed, namespace, "restart")
+    assert before.isdisjoint(pod["metadata"]["name"] for pod in _agents(cluster))
+
+
+def test_an_update_that_is_taken_back_at_once_rejects_no_pod(
+    cluster: Cluster, installed: Installation, namespace: str
+) -> None:
+    """The rollback finds an agent that stands by, or starts another one."""
+    _without_rejection(cluster, installed, namespace, "restart", "undo")
+
+
+def test_a_version_that_does_not_start_leaves_the_old_one_serving(
+    cluster: Cluster, installed: Installation, namespace: str
+) -> None:
+    """The rollout stops at the node; pods go on starting there."""
+    broken = {"spec": {"template": {"spec": {"containers": [{"name": "agent", "args": ["--no-such-setting=1"]}]}}}}
+    cluster.run("-n", SYSTEM, "patch", DAEMONSET, "--patch", json.dumps(broken))
+    cluster.wait_for("the new agent fails beside the old one", lambda: len(_agents(cluster)) == 2)
+    cluster.start(namespace, cluster.pod("meanwhile", 20, 4))
+    _rollout(cluster, "undo")
+    installed.wait_ready()
+    cluster.start(namespace, cluster.pod("after", 20, 4))
+    assert len(installed.wait_ledger(namespace, 2)) == 2

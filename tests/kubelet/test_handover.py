@@ -1,0 +1,173 @@
+"""kubelet/handover.py: which of two agents serves, who is told, which sockets are removed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.sockets import bind_unix_socket
+from gpushare_agent.kubelet import handover as module
+from gpushare_agent.kubelet.handover import (
+    TAKE,
+    WAIT,
+    Handover,
+    HeldCalls,
+    ServingLock,
+    ask_for_handover,
+    instance_socket_name,
+    remove_stale_sockets,
+)
+from gpushare_agent.model.allocations import ContainerEdits
+from tests.support_plugin import DEADLINE_S, FakeAdmission, Recorder, short_directory
+
+
+@asynccontextmanager
+async def serving(directory: Path, handover: Handover) -> AsyncIterator[Path]:
+    path = directory / instance_socket_name("vcore")
+    server = GrpcServer([handover])
+    await server.serve(bind_unix_socket(path, mode=0o600))
+    try:
+        yield path
+    finally:
+        await server.stop()
+        path.unlink(missing_ok=True)
+
+
+def test_one_agent_holds_the_lock() -> None:
+    """Until it releases it."""
+    with short_directory() as directory:
+        first, second = ServingLock(directory), ServingLock(directory)
+        assert first.try_acquire() and first.try_acquire()
+        assert not second.try_acquire()
+        first.release()
+        assert second.try_acquire()
+        second.release()
+
+
+async def test_the_lock_of_a_killed_agent_is_free() -> None:
+    """The kernel frees it; who waits gets it."""
+    hold = (
+        "import fcntl, os, sys, time; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print();"
+        " time.sleep(600)"
+    )
+    with short_directory() as directory:
+        lock = ServingLock(directory)
+        with subprocess.Popen(
+            [sys.executable, "-c", hold, str(directory)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        ) as holder:
+            assert holder.stdout is not None and await asyncio.to_thread(holder.stdout.readline)
+            assert not lock.try_acquire()
+            holder.kill()
+            async with asyncio.timeout(DEADLINE_S):
+                await lock.acquire()
+        lock.release()
+
+
+def test_without_a_directory_no_other_agent_is_waited_for() -> None:
+    """There is no kubelet yet."""
+    with short_directory() as directory:
+        assert ServingLock(directory / "none").try_acquire()
+
+
+@pytest.mark.parametrize("method", [TAKE, WAIT])
+async def test_a_successor_is_told_when_the_agent_has_left(method: str) -> None:
+    """Only a newcomer's request makes it leave."""
+    with short_directory() as directory:
+        handover, requested = Handover(), Recorder()
+        handover.is_serving = True
+        handover.subscribe(lambda: requested.record("requested"))
+        async with serving(directory, handover), asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(ask_for_handover(directory, method, timeout_s=DEADLINE_S))
+            async with asyncio.timeout(DEADLINE_S):
+                while not handover.successors:
+                    await asyncio.sleep(0.001)
+            assert requested.events == (["requested"] if method == TAKE else [])
+            assert not asked.done()
+            await handover.answer()
+            assert await asked
+            assert not handover.successors
+
+
+async def test_of_several_successors_one_newcomer_is_told() -> None:
+    """The others go on waiting, and ask again when the sockets close."""
+    with short_directory() as directory:
+        handover = Handover()
+        handover.is_serving = True
+        async with asyncio.TaskGroup() as tasks:
+            async with serving(directory, handover), asyncio.timeout(DEADLINE_S):
+                waiting = tasks.create_task(ask_for_handover(directory, WAIT, timeout_s=DEADLINE_S))
+                while handover.successors < 1:
+                    await asyncio.sleep(0.001)
+                newcomer = tasks.create_task(ask_for_handover(directory, TAKE, timeout_s=DEADLINE_S))
+                while handover.successors < 2:
+                    await asyncio.sleep(0.001)
+                await handover.answer()
+                assert await newcomer
+                assert not waiting.done()
+            assert not await waiting
+
+
+async def test_an_agent_that_does_not_serve_is_passed_over() -> None:
+    """As the asking one itself, whose sockets are there already; with nobody else the answer is no."""
+    with short_directory() as directory:
+        async with serving(directory, Handover()):
+            assert not await ask_for_handover(directory, TAKE, timeout_s=DEADLINE_S)
+
+
+async def test_nobody_is_asked_at_stale_sockets_and_the_time_is_bounded() -> None:
+    """A killed agent's socket refuses; one that does not leave is given up."""
+    with short_directory() as directory:
+        bind_unix_socket(directory / instance_socket_name("vcore"), mode=0o600).close()
+        assert not await ask_for_handover(directory, TAKE, timeout_s=DEADLINE_S)
+        handover = Handover()
+        handover.is_serving = True
+        async with serving(directory, handover):
+            assert not await ask_for_handover(directory, TAKE, timeout_s=0.05)
+
+
+def test_stale_sockets_are_removed_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are young, live or another program's stay."""
+    with short_directory() as directory:
+        stale, live = directory / instance_socket_name("vcore"), directory / instance_socket_name("vmemory")
+        foreign, file = directory / "nvidia-gpu.sock", directory / "vcore-00000000.sock"
+        for path in (stale, foreign):
+            bind_unix_socket(path, mode=0o600).close()
+        file.write_text("")
+        with bind_unix_socket(live, mode=0o600) as listener:
+            listener.listen()
+            remove_stale_sockets(directory)
+            assert stale.is_socket()  # it may be about to listen
+            monkeypatch.setattr(module, "_STALE_AGE_S", 0.0)
+            remove_stale_sockets(directory)
+            assert sorted(directory.iterdir()) == sorted([live, foreign, file])
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(live))
+
+
+async def test_calls_are_held_until_the_ledger_is_there_and_counted() -> None:
+    """All three of them; without a call the wait for idleness returns at once."""
+    handler = FakeAdmission()
+    calls = HeldCalls(handler, handler.pre_start)
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
+        await calls.wait_idle()
+        preferred = tasks.create_task(calls.preferred("r", ["a", "b"], [], 1))
+        allocated = tasks.create_task(calls.allocate("r", ["a"]))
+        started = tasks.create_task(calls.pre_start("r", ["a"]))
+        await asyncio.sleep(0)
+        idle = tasks.create_task(calls.wait_idle())
+        await asyncio.sleep(0)
+        assert not handler.calls.events and not idle.done()
+        calls.open()
+        assert (await preferred, await allocated, await started) == (["a"], ContainerEdits(), None)
+        await idle
