@@ -58,7 +58,7 @@ def _hash(pod: Object) -> str:
 
 @pytest.fixture
 def static_pod(cluster: Cluster, namespace: str) -> Iterator[StaticPod]:
-    pod = StaticPod(cluster, cluster.folder("static-pods"), namespace)
+    pod = StaticPod(cluster, cluster.path("static-pods"), namespace)
     yield pod
     pod.remove()
     cluster.wait_for("the static pod's mirror pod is gone", lambda: pod.mirror() is None)
@@ -89,10 +89,18 @@ def test_a_static_pod_gets_a_share(cluster: Cluster, reading: Installation, stat
     pod = static_pod.wait_running()
     ((key, share),) = reading.wait_ledger(static_pod.namespace, 1).items()
     assert (key, share[:2]) == (static_pod.key, (40, 8 * BLOCK))
-    assert set(reading.kubelet_records({_hash(pod)})) == {_hash(pod)}
+    records = reading.kubelet_records([{"metadata": {"uid": _hash(pod)}}])
+    assert set(records) == {_hash(pod)}
     cluster.wait_for("the mirror pod names its GPU", lambda: _names_gpu(static_pod.mirror(), share[2][0]))
     reading.signal()
-    cluster.wait_for("the new agent has it", lambda: reading.ledger().get(static_pod.key) == share)
+
+    def recovered() -> bool:
+        try:
+            return reading.ledger().get(static_pod.key) == share
+        except KubectlError:  # it does not serve yet
+            return False
+
+    cluster.wait_for("the new agent has it", recovered)
     cluster.run("-n", static_pod.namespace, "delete", "pod", static_pod.name, "--force", "--grace-period=0")
     cluster.wait_for("the kubelet made another mirror pod", lambda: static_pod.mirror() is not None)
     assert reading.ledger()[static_pod.key] == share
