@@ -159,10 +159,8 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     )
     read = partial(read_node, names=names, model_label=chosen.model_label, pool_label=chosen.pool_label)
     nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=quota, reported=pods.reported, clock=clock)
-    quotas = QuotaFeed(state=quota, events=events, metrics=metrics)
-    of_quota = config_map(chosen.quota_namespace, chosen.quota_name)
     informers = (
-        Informer(kind="configmap", watched=of_quota, handler=quotas, metrics=metrics),
+        _quota_informer(chosen, quota, events, metrics),
         Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics),
         Informer(kind="pods", watched=LIVE_PODS, handler=pods, metrics=metrics),
     )
@@ -171,12 +169,9 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     )
     waiters = QuotaWaiters(quota=quota, writes=writes, unscheduled=pods.unscheduled, metrics=metrics)
     quota.on_gain = waiters.gained
+    at_filter = chosen.reserve == "filter"
     extender = Extender(
-        state=state,
-        binder=binder,
-        metrics=metrics,
-        quota_waiters=waiters,
-        reserves_at_filter=chosen.reserve == "filter",
+        state=state, binder=binder, metrics=metrics, quota_waiters=waiters, reserves_at_filter=at_filter
     )
     web = ExtenderWeb(
         config=_listen_config(chosen),
@@ -201,6 +196,14 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     )
     _show_state(parts, metrics)
     return parts
+
+
+def _quota_informer(
+    chosen: ExtenderSettings, quota: QuotaState, events: EventRecorder, metrics: ExtenderMetrics
+) -> Informer:
+    feed = QuotaFeed(state=quota, events=events, metrics=metrics)
+    watched = config_map(chosen.quota_namespace, chosen.quota_name)
+    return Informer(kind="configmap", watched=watched, handler=feed, metrics=metrics)
 
 
 def with_admission_config(settings: ExtenderSettings) -> ExtenderSettings:
