@@ -126,7 +126,7 @@ class _Round:
 
 
 class ShareResizing:
-    """`restore` what was loaded, once the cache is rebuilt and before the kubelet hears of the agent; then `run` once.
+    """`restore` what was loaded, once the cache is rebuilt and before a call of the kubelet is answered; then `run` once.
     Subscribe `changed` to pods, allocations and GPUs. Without a `file` the sizes end with the agent."""
 
     def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
@@ -153,7 +153,7 @@ class ShareResizing:
         self._wall_clock = wall_clock
         self._saved: Mapping[ContainerKey, ResizedShare] = {}
         self._usage: UsageRound | None = None
-        self._ask_usage: Callable[[], object] = lambda: None
+        self._request_usage: Callable[[], None] = lambda: None
         self._enforced: dict[ContainerKey, _Enforced] = {}
         self._is_due = asyncio.Event()
         self._has_refused = False
@@ -166,9 +166,9 @@ class ShareResizing:
         """For UsageSampling.subscribe."""
         self._usage = usage
 
-    def ask_usage_by(self, ask: Callable[[], object]) -> None:
-        """`ask` is called while a decision waits for a sample, which may else be rare."""
-        self._ask_usage = ask
+    def request_usage_by(self, request: Callable[[], None]) -> None:
+        """`request` is called while a decision waits for a sample, which may else be rare."""
+        self._request_usage = request
 
     def changed(self) -> None:
         """A pod, an allocation or a GPU."""
@@ -347,7 +347,7 @@ class ShareResizing:
     def _uses_no_more(self, share: ResizedShare) -> bool:
         """By the driver, and by a sample taken after the target was enforced: not by what a container says of itself."""
         if share.booked.memory > share.target.memory:
-            self._ask_usage()
+            self._request_usage()
         usage, known = self._usage, self._enforced.get(share.key)
         if usage is None or known is None or usage.sampled_at < known.since + SETTLED_S:
             return False

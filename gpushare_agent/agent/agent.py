@@ -169,7 +169,7 @@ async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
     another agent serves the node this one waits for its turn.
 
     Raises StartupError where the web address is taken, the GPUs cannot be used, or nothing says where the API server is:
-    then the kubelet hears of nothing.
+    then nothing is registered with the kubelet.
     """
     kubelet, web = agent.kubelet, agent.observability.web
     try:
@@ -203,7 +203,7 @@ async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
 
 async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_newcomer: bool) -> None:
     """Prepares all that only reads, waits until the agent that serves hands over or dies, and registers in its place: the
-    kubelet's calls are held until the ledger is there."""
+    kubelet's calls wait until the ledger is there."""
     kubelet = agent.kubelet
     kubelet.stands_by = not is_newcomer
     log.info("another_agent_serves", then="this one asks it to hand over" if is_newcomer else "this one waits")

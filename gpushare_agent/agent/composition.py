@@ -103,7 +103,7 @@ class _Subscriptions:
         shown.usage.subscribe(shown.usage_history.add)
         shown.usage.subscribe(lambda _round: shown.expire())
         shown.usage.subscribe(self._kubelet.resizing.usage_sampled)
-        self._kubelet.resizing.ask_usage_by(lambda: shown.usage.current)
+        self._kubelet.resizing.request_usage_by(shown.usage.request)
         for watch in self._isolation.watches.values():
             watch.subscribe(self._kubelet.tables.request_refresh)
             watch.subscribe(shown.expire)

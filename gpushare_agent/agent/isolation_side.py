@@ -78,7 +78,7 @@ class IsolationSide:
     cdi_watch: CdiWatch | None
 
     async def start(self) -> None:
-        """What must be there before the kubelet hears of devices: files, the daemon's state, the names of CDI."""
+        """What must be there before a call of the kubelet is answered: files, the daemon's state, the names of CDI."""
         for watch in self.watches.values():
             await watch.poll()
         if self.cdi_watch is not None:

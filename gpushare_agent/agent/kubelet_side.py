@@ -37,7 +37,7 @@ from gpushare_agent.kubelet.handover import (
     TAKE,
     WAIT,
     Handover,
-    HeldCalls,
+    QueuedCalls,
     ServingLock,
     ask_for_handover,
     instance_socket_name,
@@ -66,7 +66,7 @@ QUIET_POLL_S = 0.02
 ASK_S = 30.0
 """How long one request for the handover may take; then the GPUs are read again and it is repeated."""
 TAKE_OVER_S = 15.0
-"""The agent that has handed over ends within seconds; a call of the kubelet is held for five."""
+"""The agent that has handed over ends within seconds; a call of the kubelet may wait for five."""
 SOCKETS = {
     ResourceKind.VCORE: VCORE_SOCKET,
     ResourceKind.VMEMORY: VMEMORY_SOCKET,
@@ -92,7 +92,7 @@ class KubeletSide:
     first_registration: FirstRegistration
     lock: ServingLock
     handover: Handover
-    calls: HeldCalls
+    calls: QueuedCalls
     stands_by: bool = False
     """Another agent serves, and this one waits until it leaves: nothing is wrong with it."""
 
@@ -105,7 +105,7 @@ class KubeletSide:
 
     async def follow(self, *, is_newcomer: bool) -> bool:
         """One attempt to become the agent that serves: asks the one that does, if it is alive. True: register now, then
-        `take_over`. The lock may be held already."""
+        `take_over`. This agent may have the lock already."""
         with suppress(Unavailable):
             await self.registrar.serve()
         directory = self.settings.kubelet.device_plugin_path
@@ -127,8 +127,8 @@ class KubeletSide:
             ) from e
 
     async def leave(self) -> None:
-        """Where a successor waits: ends the service to the kubelet in a moment between two admissions, and tells the
-        successor to register."""
+        """Where a successor waits: ends the service to the kubelet in a moment between two admissions, and answers the
+        successor, which registers then."""
         if not self.handover.successors:
             return
         with suppress(TimeoutError):
@@ -239,7 +239,7 @@ def build_kubelet_side(
     )
     starts = _build_starts(state, isolation, checkpoint, outcomes)
     tables = DeviceTables(names=state.names, inventory=state.gpus, cache=state.cache, no_shares=isolation.has_no_shares)
-    handover, calls = Handover(), HeldCalls(admission, starts.pre_start)
+    handover, calls = Handover(), QueuedCalls(admission, starts.pre_start)
     return KubeletSide(
         settings=settings,
         names=state.names,
@@ -352,7 +352,7 @@ def _policy(state: NodeState) -> Policy:
     )
 
 
-def _build_registrar(state: NodeState, calls: HeldCalls, handover: Handover, tables: DeviceTables) -> Registrar:
+def _build_registrar(state: NodeState, calls: QueuedCalls, handover: Handover, tables: DeviceTables) -> Registrar:
     directory = state.settings.kubelet.device_plugin_path
     return Registrar(
         device_plugin_path=directory,

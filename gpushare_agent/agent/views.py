@@ -31,7 +31,7 @@ class ContainerViews:
         self._known: dict[ContainerKey, tuple[tuple[object, ...], ContainerFacts]] = {}
 
     def current(self) -> list[ContainerFacts]:
-        """Of the containers that count."""
+        """Of the containers that have not ended."""
         state = self._state
         gpus = state.inventory.current.by_uuid()
         before, self._known = self._known, {}
@@ -107,7 +107,7 @@ def wanted_allocations(state: NodeState) -> str | None:
 
 
 def wanted_of_pod(state: NodeState, pod: Pod) -> Mapping[str, str]:
-    """What the pod's annotations should say of its GPUs, now."""
+    """The annotations that the pod should have for its GPUs, now."""
     return pod_annotations(pod, state.cache.view(), state.gpus(), state.names)
 
 

@@ -4,7 +4,7 @@ The only writer of the pod store. An admission cannot wait for the watch: `fetch
 what the watch reports meanwhile wins. The mutable state is the pods of a list that is under way.
 
 Static pods are the kubelet's: at their admission the API server has nothing of them, or an earlier one of that name. The
-kubelet names them `<name>-<node>`, so only pods with such a name are looked for in its own list.
+kubelet names them `<name>-<node>`, so only pods with such a name are searched in its own list.
 """
 
 from __future__ import annotations

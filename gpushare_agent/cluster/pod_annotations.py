@@ -1,7 +1,7 @@
 """Writes onto pods which GPUs they got: annotations, patched in the background.
 
 Level, not edge: what a pod should have follows from the ledger (`wanted`), and is compared with what it has when the pod or
-its allocations change, and every COMPARE_S. So a patch that was lost with the agent, or with the API server, is made up for
+its allocations change, and every COMPARE_S. So a patch that was lost with the agent, or with the API server, is repeated
 at the next start: the ledger is rebuilt from the kubelet's records, and the first list of pods is a change of each.
 
 Never in the admission path. The annotations are for people, for the scheduler extender and for gpu-manager's tools; the
@@ -36,7 +36,7 @@ from gpushare_agent.model.pods import Pod
 log = structlog.get_logger(__name__)
 
 COMPARE_S = 30.0
-"""Between two comparisons of all pods: who else writes our annotations is answered once in this time, not each time."""
+"""Between two comparisons of all pods: another writer of these annotations is corrected once in this time, not each time."""
 
 
 class CountsPatches(Protocol):
@@ -52,8 +52,8 @@ class _Given:
 
 
 class PodAnnotations:
-    """`pod_changed` and `compare` at any time, also before the API server can be reached; `run` once. `wanted` says what a
-    pod's annotations should be by its allocations, nothing where it has none."""
+    """`pod_changed` and `compare` at any time, also before the API server can be reached; `run` once. `wanted` returns the
+    annotations that a pod should have by its allocations, none where it has no allocation."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class PodAnnotations:
             self.compare(pod.uid)
 
     def resize_status(self, pod: Pod, status: str | None) -> None:
-        """What is in force of the pod's annotation `gpushare-agent/resize`; None removes the annotation that says so."""
+        """What is in force of the pod's annotation `gpushare-agent/resize`; None removes the status annotation."""
         if self._pods.get(pod.uid) is not None:
             self._resize_statuses[pod.uid] = status
             self.compare(pod.uid)

@@ -8,7 +8,7 @@ An answer to a GET may be newer than the watch, or older than a deletion that th
 resourceVersion of a pod is ignored, and a deleted object's UID never comes back (UIDs are not used twice).
 
 A static pod is here under the kubelet's UID, from the kubelet's list of pods or as its mirror pod: one pod. Without a mirror
-pod the API server's list and watch say nothing of it; what the kubelet lists counts (`put_static`).
+pod it is not in the API server's list and watch; what the kubelet lists counts (`put_static`).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PodStore:
             self._publish([(old, None)])
 
     def put_static(self, pods: Iterable[Pod]) -> None:
-        """These are the kubelet's static pods. What their mirror pods say of them is newer."""
+        """These are the kubelet's static pods. The state of their mirror pods is newer."""
         static = {pod.uid: pod for pod in pods}
         changes: list[tuple[Pod | None, Pod | None]] = [
             (pod, None) for uid, pod in sorted(self._pods.items()) if uid not in static and not pod.object_uid

@@ -5,8 +5,8 @@ read in any case, as Go does). Any client may reach the port: whatever does not 
 The pod's annotations are not read. No state.
 
 A request is decoded in steps, between which the event loop may run other tasks (`verbs.in_steps`): field by field, and nodes
-and victims one by one. What is decoded at once is PART_CHARS at most, so it does not depend on a request's length how long
-the loop waits. A thread would not help: Python's decoder holds the interpreter.
+and victims one by one. What is decoded at once is PART_CHARS at most, so the time for which the loop
+waits does not depend on a request's length. A thread would not help: Python's decoder keeps the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PART_CHARS = 1024 * 1024
 """Of a pod, a node, or the list of names: 20,000 names of 50 characters, 256 containers of 4 KiB each. The costliest takes
 40 ms to decode."""
 TRIED_CHARS = (2 * 1024, 32 * 1024, PART_CHARS)
-"""So much is given to Python's decoder, which cannot be told where to end, until the value is complete in it."""
+"""Lengths of text given to Python's decoder, which takes no end position, one after the other until a value is complete."""
 STEP_CHARS = 32 * 1024
 """Decoded in one step, where parts are small; some milliseconds."""
 BIND_BYTES = 16 * 1024
@@ -101,9 +101,11 @@ def _read_nodes(reader: _Reader) -> Generator[None, None, dict[str, str]]:
     """The JSON of each node of a NodeList by the node's name."""
     by_name: dict[str, str] = {}
     for field in reader.fields():
-        if field != "items" or reader.next_char() != "[":
-            if reader.part() is not None and field == "items":
-                _no("ExtenderArgs.Nodes.items", "a list")
+        if field != "items":
+            reader.part()
+            continue
+        if reader.next_char() != "[":
+            _null(reader, "ExtenderArgs.Nodes.items", "a list")
             continue
         for number in reader.elements():
             node, text = reader.part_and_text()
@@ -140,8 +142,7 @@ def parse_preempt_args(content: bytes, names: ResourceNames) -> Generator[None, 
         if field in _VICTIMS and reader.next_char() == "{":
             yield from _read_victims(reader, f"{what}.{_VICTIMS[field]}", by_node)
         elif field in _VICTIMS:
-            if reader.part() is not None:
-                _no(f"{what}.{_VICTIMS[field]}", "an object")
+            _null(reader, f"{what}.{_VICTIMS[field]}", "an object")
         else:
             raw[field] = reader.part()
             yield
@@ -161,7 +162,7 @@ def _read_victims(
         where = f"{what}[{node[:MAX_NAME_CHARS]}]"
         uids, number = list[PodUid](), 0
         if reader.next_char() != "{":
-            _ = None if reader.part() is None else _no(where, "an object")
+            _null(reader, where, "an object")
         else:
             for field in reader.fields():
                 if field == "pods" and reader.next_char() == "[":
@@ -246,7 +247,7 @@ class _Reader:
             yield key.lower()
 
     def entries(self) -> Iterator[str]:
-        """As `fields`, as they are."""
+        """An object's keys, unchanged and of any number; as `fields` otherwise."""
         if self.next_char() != "{":
             self.part()
             _no(self._what, "an object")
@@ -282,7 +283,7 @@ class _Reader:
         return self.part_and_text()[0]
 
     def part_and_text(self) -> tuple[Any, str]:
-        """The JSON too, but of a text."""
+        """The value and its JSON; the JSON of a string is left empty."""
         if self.next_char() == '"':  # a text needs no bound: a mebibyte of escapes takes 3 ms
             return self._string(), ""
         for most in TRIED_CHARS:
@@ -329,6 +330,12 @@ class _Reader:
 _VICTIMS = {name.lower(): name for name in ("NodeNameToVictims", "NodeNameToMetaVictims")}
 _DECODER = json.JSONDecoder()
 _BLANKS = re.compile(r"[ \t\r\n]*")
+
+
+def _null(reader: _Reader, where: str, expected: str) -> None:
+    """The value is not `expected`: it must be null, which Go writes for what is empty."""
+    if reader.part() is not None:
+        _no(where, expected)
 
 
 def _folded(raw: Any, what: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Pods that a quota refused: once it allows them, kube-scheduler is made to try them again.
 
-A scheduler tries a pod that an extender refused again after an event of a node or pod, else after five minutes: it does not
-hear of quotas. An update of the waiting pod is such an event, in every version since 1.23 (Kubernetes 1.36,
+A scheduler tries a pod that an extender refused again after an event of a node or pod, else after five minutes:
+quotas are not among its events. An update of the waiting pod is such an event, in every version since 1.23 (Kubernetes 1.36,
 pkg/scheduler/framework/events.go: any update of an unscheduled pod; a scheduler with extenders registers all events). So the
-leader writes an annotation into the pod. The cheapest one: it moves this pod alone, and needs no further right.
+leader writes an annotation into the pod: that retries this pod alone, and needs no further right.
 
 State owned: the waiting pods, with the kinds of nodes that the quota closes to them, MAX_WAITING at most.
 """
@@ -30,9 +30,9 @@ NodeKind = tuple[str, str]
 """Model and pool."""
 MAX_WAITING = 4096
 GRACE_S = 0.1
-"""From a gain to the first look: where a pod has ended, the scheduler may have seen it too, and ask by itself."""
+"""From a gain to the first check: where a pod has ended, the scheduler has that event too, and may retry by itself."""
 PACE_S = 0.05
-"""Between two writes. A pod that is bound meanwhile counts, so a small gain does not move a thousand pods."""
+"""Between two writes. A pod that is bound meanwhile counts, so a small gain does not retry a thousand pods."""
 RETRY_S = 1.0
 CHECKED_AT_ONCE = 64
 

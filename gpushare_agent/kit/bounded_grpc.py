@@ -10,7 +10,7 @@
 | large requests, many calls at once | windows of 64 KiB, 16 calls a connection, 8 KiB of headers, `max_request_bytes` |
 
 The answers must be small: a handler that sends more than a window waits for a peer that may not come. Limits of calls are
-the handler's business. Time is the thread's processor time: a busy node costs nobody his budget. It uses private names of
+the handler's business. Time is the thread's processor time: waiting for a busy node is not charged. It uses private names of
 grpclib and h2, as kit/grpc_server.py does, and one of asyncio: its server accepts without a limit and cannot be paused.
 State owned: the connections and the byte budget of one server.
 """

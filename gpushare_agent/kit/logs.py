@@ -33,7 +33,7 @@ _LIBRARY_LEVELS = {
 }
 """Libraries whose debug lines are louder than the agent's own."""
 _REPEATING_LIBRARIES = ("asyncio", "grpclib.server")
-"""They log what a peer causes, as often as he does."""
+"""They log a line for each thing that a peer causes."""
 _REPEAT_AFTER_S = 60.0
 _MAX_KINDS = 100
 

@@ -16,7 +16,7 @@ def read_regular(path: Path, limit: int, *, follow: bool = False, is_own: bool =
     `is_own`: the file must be root's or this process's, and nobody else's to write.
 
     Raises:
-        OSError: it cannot be read; it is a link, or no regular file (a pipe would hold its reader for ever).
+        OSError: it cannot be read; it is a link, or no regular file (a pipe would block its reader for ever).
         PermissionError: it is not own.
     """
     file = os.open(path, _OPEN | (0 if follow else os.O_NOFOLLOW))

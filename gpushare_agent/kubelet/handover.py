@@ -8,13 +8,13 @@ waits until the other leaves or dies (`Wait`). Both are gRPC methods beside the 
 |---|---|---|
 | 1 | waits for a moment between two admissions | serves its sockets, which no kubelet knows yet |
 | 2 | ends its ListAndWatch streams, waits until the kubelet has disconnected | waits for the answer |
-| 3 | answers | registers; holds the kubelet's calls |
+| 3 | answers | registers; queues the kubelet's calls |
 | 4 | ends everything else that it does on the node, frees the lock | takes the lock, rebuilds the ledger, answers |
 
 Between 2 and 3 the kubelet knows no plugin and rejects pods: some milliseconds. Were the successor to register before 2,
 the kubelet would disconnect it as soon as the older stream ends (measured), so the time would be as long.
 
-State owned: the lock; who waits for the handover; the calls that are held.
+State owned: the lock; who waits for the handover; the calls that are queued.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ServingLock:
 
 
 class Handover:
-    """Served beside the device plugins; `is_serving` says whether this agent is the one to ask."""
+    """Served beside the device plugins; `is_serving`: this agent is the one to ask."""
 
     def __init__(self) -> None:
         self.is_serving = False
@@ -130,8 +130,8 @@ class Handover:
         }
 
     async def answer(self) -> None:
-        """Tells one successor that the kubelet follows this agent no more: a newcomer before one that only waits. The others
-        ask the successor, once this agent's sockets are closed."""
+        """Answers one successor, once the kubelet has disconnected: a newcomer before one that only waits. The others ask
+        the successor, once this agent's sockets are closed."""
         if not self._successors:
             return
         successor = max(self._successors, key=lambda one: one[0])
@@ -162,7 +162,7 @@ class Handover:
             self._successors.remove(successor)
 
 
-class HeldCalls:
+class QueuedCalls:
     """An admission handler before another one: the kubelet's calls wait until `open`, for the ledger of an agent that has
     just taken over is not there yet, and are counted."""
 

@@ -6,7 +6,7 @@ that is on by default has its UID and its spec. The right is `get` of `nodes/pod
 The service account's token is sent to the kubelet only once its certificate is verified: for the address that was
 connected, or for the node's name, which is all that a kubelet's self-signed certificate has.
 
-The answer has every pod of the node: bounded, and parsed pod by pod, so that no list holds the event loop. State owned: the
+The answer has every pod of the node: bounded, and parsed pod by pod, so that no list blocks the event loop. State owned: the
 last answer, for calls that waited for one another.
 """
 

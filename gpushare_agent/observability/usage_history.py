@@ -45,7 +45,7 @@ class UsageHistory:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._step_s = history_s / points
-        self._held_slots = math.ceil(idle_period_s / self._step_s)
+        self._idle_slots = math.ceil(idle_period_s / self._step_s)
         self._has_gap = False
         self._points = points
         self._clock = clock
@@ -66,7 +66,7 @@ class UsageHistory:
         self.version += 1
         before, self._slot = self._slot, math.floor(self._clock() / self._step_s)
         slot = self._slot
-        since = before if not self._has_gap and slot - before <= self._held_slots else slot - 1
+        since = before if not self._has_gap and slot - before <= self._idle_slots else slot - 1
         self._has_gap = False
         self._at = usage.sampled_at
         self._drop_old()

@@ -1,6 +1,6 @@
 """Samples what the GPUs are used for, and by which containers: each period while somebody reads it, rarely else.
 
-A round of a full node costs tens of milliseconds of processor time, so one that nobody sees is for the history alone.
+A round of a full node costs tens of milliseconds of processor time, so one that nobody reads is for the history alone.
 Whoever reads `current` is a reader; one that comes after a pause waits in `refresh` for a round of its own.
 
 Not for keeping the past (observability/usage_history.py) or for showing it. Rounds never overlap: a slow driver
@@ -114,16 +114,19 @@ class UsageSampling:
 
     @property
     def current(self) -> UsageRound | None:
-        """The last round, unless it is from before a pause. Who reads it has the use sampled each period from now on."""
-        self._read_at = self._clock()
-        self._has_reader.set()
+        """The last round, unless it is from before a pause. A request as well."""
+        self.request()
         is_old = self.is_idle and self._clock() - self._round_at >= MISSED_ROUNDS * self._period_s
         return None if is_old else self._last
 
-    async def refresh(self) -> None:
-        """Before `current` is read: waits for a round where the last one is from a pause, for REFRESH_TIMEOUT_S at most."""
+    def request(self) -> None:
+        """The use is sampled each period from now on, for READ_FOR_S."""
         self._read_at = self._clock()
         self._has_reader.set()
+
+    async def refresh(self) -> None:
+        """Before `current` is read: waits for a round where the last one is from a pause, for REFRESH_TIMEOUT_S at most."""
+        self.request()
         if self._clock() - self._tried_at >= MISSED_ROUNDS * self._period_s:
             await wait_for(self._round_ends, REFRESH_TIMEOUT_S)
 

@@ -20,7 +20,7 @@ from gpushare_agent.kubelet.handover import (
     TAKE,
     WAIT,
     Handover,
-    HeldCalls,
+    QueuedCalls,
     ServingLock,
     ask_for_handover,
     instance_socket_name,
@@ -158,7 +158,7 @@ def test_stale_sockets_are_removed_and_no_others(monkeypatch: pytest.MonkeyPatch
 async def test_calls_are_held_until_the_ledger_is_there_and_counted() -> None:
     """All three of them; without a call the wait for idleness returns at once."""
     handler = FakeAdmission()
-    calls = HeldCalls(handler, handler.pre_start)
+    calls = QueuedCalls(handler, handler.pre_start)
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
         await calls.wait_idle()
         preferred = tasks.create_task(calls.preferred("r", ["a", "b"], [], 1))

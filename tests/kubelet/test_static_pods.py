@@ -60,7 +60,7 @@ async def test_a_real_kubelets_answer_shows_its_static_pods(tmp_path: Path) -> N
     """Of the capture: the one of a file, not those of the API server. The UID is the hash."""
     async with kubelet(tmp_path, answers(200, CAPTURE)) as (server, static_pods):
         (found,) = await static_pods.read(timeout_s=DEADLINE_S)
-    assert found["metadata"]["name"].endswith("-rig") and len(found["metadata"]["uid"]) == 32
+    assert found["metadata"]["name"] == f"st-{found['spec']['nodeName']}" and len(found["metadata"]["uid"]) == 32
     assert found["metadata"]["uid"] == found["metadata"]["annotations"]["kubernetes.io/config.hash"]
     assert len(json.loads(CAPTURE)["items"]) > 1
     (request,) = server.requests

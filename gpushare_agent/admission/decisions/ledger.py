@@ -167,6 +167,7 @@ def _gpu_of(device: str) -> GpuUuid:
 
 
 def _gpus_of(devices: Collection[DeviceId]) -> list[GpuUuid]:
+    """Of thousands in each call: no function is called for one, hence cast."""
     return [cast(GpuUuid, device.partition("::")[0]) for device in devices]
 
 

@@ -60,9 +60,8 @@ def allocations_by_pod(
             continue
         gpus_of_pod = _allocated(own, indexes, shown)
         if gpus_of_pod:
-            uid = (
-                pod.object_uid if pod is not None else None
-            ) or uid  # the extender knows a static pod by its mirror pod
+            # The extender has a static pod under the UID of its mirror pod.
+            uid = (pod.object_uid if pod is not None else None) or uid
             found.append(AllocatedTo(pod_uid=uid, gpus=gpus_of_pod, since=max(one.allocated_at for one in own)))
     return found
 

@@ -45,7 +45,7 @@ KEPT_ANNOTATIONS = (
     GPUSHARE_ASSUME_TIME_ANNOTATION,
 )
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
-"""On a static pod's object: the UID by which the kubelet knows the pod."""
+"""On a static pod's object: the UID that the kubelet has for the pod."""
 _LIMITS = (
     *(ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, ENV_HAMI_CORE_CACHE, ENV_HAMI_CORE_CORES),
     *(ENV_HAMI_CORE_LIBRARY, ENV_VISIBLE_DEVICES),  # whose functions are found, and to which GPUs the limits belong

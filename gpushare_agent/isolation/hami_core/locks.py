@@ -108,9 +108,8 @@ class LockWatch:
             return None
         places = await self._cgroups.find_many_in_thread([(container_id, key.pod_uid)])
         processes = (await self._cgroups.processes_round_in_thread(places.values())).get(container_id)
-        if processes is None or not (
-            pids := processes.pids
-        ):  # none at all: those of another PID namespace are left out
+        pids = processes.pids if processes is not None else []
+        if not pids:  # none at all: those of another PID namespace are left out
             return None
         inside = await self._cgroups.namespace_pids_in_thread(pids)
         return {pid for known in inside.values() for pid in known} | set(pids)
