@@ -81,15 +81,9 @@ def decode_pre_start(data: bytes) -> list[str]:
     return _device_ids(data, 0, len(data), Fields())
 
 
-def scan_pod_entries(data: bytes) -> list[PodEntry]:
-    """Splits a ListPodResourcesResponse into its pods without decoding their devices, in the order of the message. A
-    fault inside a container is found by `decode_pod_containers` only."""
-    fields = Fields()
-    return [scan_pod_entry(body, fields) for body in scan_pod_bodies(data, fields)]
-
-
 def scan_pod_bodies(data: bytes, fields: Fields) -> list[bytes]:
-    """As `scan_pod_entries`, with no pod read."""
+    """Splits a ListPodResourcesResponse into its pods' messages, in their order, for `scan_pod_entry` and
+    `decode_pod_containers`. `fields` counts those of the response and, where it is passed on, of its pods."""
     return [data[start:stop] for start, stop in _messages(data, "ListPodResourcesResponse", fields)]
 
 

@@ -136,10 +136,6 @@ class Cgroups:
         """Of the container's cgroup and all below. Raises NotFound (it is gone), Unavailable."""
         return CgroupProcesses(_read_tree(str(directory.path)))
 
-    def pids(self, directory: CgroupDir) -> list[int]:
-        """Host PIDs of these, ascending. Raises the same."""
-        return self.processes(directory).pids
-
     def processes_round(self, directories: Iterable[CgroupDir]) -> Mapping[str, CgroupProcesses | None]:
         """The same of many containers by container ID; None where they cannot be known: find it again."""
         found: dict[str, CgroupProcesses | None] = {}

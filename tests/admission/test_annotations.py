@@ -1,4 +1,4 @@
-"""What a pod's annotations should say follows from the ledger alone."""
+"""The annotations that a pod should have follow from the ledger alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_only_main_containers_are_named() -> None:
     assert _wanted(one, *given) == {ASSIGNED: "true", f"{INDEX}0": "0", f"{INDEX}2": "1,3"}
 
 
-def test_nothing_is_said_before_every_main_container_has_its_cores() -> None:
+def test_nothing_is_written_before_every_main_container_has_its_cores() -> None:
     """And nothing of a pod without allocations."""
     one = pod("p", container("a", cores=10), container("b", cores=10, position=1))
     assert _wanted(one, allocation(one, "a", ids(0, range(10)), [])) == {}
@@ -44,7 +44,7 @@ def test_nothing_is_said_before_every_main_container_has_its_cores() -> None:
 
 
 def test_a_container_whose_gpu_is_lost_keeps_its_annotation() -> None:
-    """An index that nobody knows is not replaced by an empty one."""
+    """An unknown index is not replaced by an empty one."""
     one = pod("p", container("a", cores=10), container("b", cores=10, position=1))
     given = [allocation(one, "a", ids(3, range(10)), []), allocation(one, "b", ids(0, range(10)), [])]
     assert _wanted(one, *given, gpus=1) == {ASSIGNED: "true", f"{INDEX}1": "0"}

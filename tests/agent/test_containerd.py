@@ -61,21 +61,21 @@ async def test_every_process_of_a_container_is_found_and_known(containerd: Conta
         found = find_cgroup(cgroups, made.id, made.pod_uid)
         assert found is not None
         assert first is not None
-        pids = cgroups.pids(found)
+        pids = cgroups.processes(found).pids
         assert first in pids
         assert len(pids) == 3
         expected = PeerIdentity(pod_uid=made.pod_uid, container_id=made.id)
         assert [cgroups.identify(pid) for pid in pids] == [expected] * 3
 
         await made.execute("/bin/sh", "-c", "sleep 86400 >/dev/null 2>&1 &")
-        later = cgroups.pids(found)
+        later = cgroups.processes(found).pids
         assert len(later) == 4
         assert set(pids) < set(later)
 
         below = found.path / "below"
         below.mkdir()
         (below / "cgroup.procs").write_text(str(pids[-1]))
-        assert cgroups.pids(found) == later
+        assert cgroups.processes(found).pids == later
         assert cgroups.identify(pids[-1]) == expected
 
         assert find_cgroup(cgroups, made.id, other.pod_uid) is None
@@ -101,7 +101,7 @@ async def test_a_container_that_ends_has_no_processes_any_more(containerd: Conta
         status = await client.status(made.id)
         assert (status.container.state, status.pid) == (RuntimeState.EXITED, None)
         with pytest.raises(NotFound):
-            cgroups.pids(found)
+            cgroups.processes(found)
         assert find_cgroup(cgroups, made.id, made.pod_uid) is None
 
 
@@ -117,7 +117,7 @@ async def test_containers_outlive_the_runtime_and_are_found_after_it(containerd:
                     await client.containers()
                 found = find_cgroup(cgroups, made.id, made.pod_uid)
                 assert found is not None
-                assert before.pid in cgroups.pids(found)
+                assert before.pid in cgroups.processes(found).pids
             finally:
                 containerd.start()
                 await made.cri.wait_ready()

@@ -77,11 +77,11 @@ class Cluster:
         where = ("-n", namespace) if namespace else ()
         self.run("apply", *where, "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
 
-    def wait_for(self, what: str, look: Callable[[], T | None], *, deadline_s: float = DEADLINE_S) -> T:
-        """What `look` returns as soon as it is true. Raises: DeadlineError."""
+    def wait_for(self, what: str, poll: Callable[[], T | None], *, deadline_s: float = DEADLINE_S) -> T:
+        """What `poll` returns as soon as it is true. Raises: DeadlineError."""
         until = time.monotonic() + deadline_s
         while True:
-            found = look()
+            found = poll()
             if found:
                 return found
             if time.monotonic() > until:
@@ -96,7 +96,7 @@ class Cluster:
     def wait_phase(self, namespace: str, *names: str, phase: str = "Running", deadline_s: float = DEADLINE_S) -> None:
         """Until each pod has the phase. Raises: DeadlineError, at once where a pod ended in another phase."""
 
-        def look() -> bool:
+        def poll() -> bool:
             seen = self.pods(namespace)
             states = {name: seen.get(name, {}).get("status", {}) for name in names}
             for name, status in states.items():
@@ -104,7 +104,7 @@ class Cluster:
                     raise DeadlineError(f"pod {name} is {status['phase']}: {status.get('message', status)}")
             return all(status.get("phase") == phase for status in states.values())
 
-        self.wait_for(f"{', '.join(names)} {phase} in {namespace}", look, deadline_s=deadline_s)
+        self.wait_for(f"{', '.join(names)} {phase} in {namespace}", poll, deadline_s=deadline_s)
 
     def free_pods(self) -> int:
         """How many more pods the kubelet of the node would run."""

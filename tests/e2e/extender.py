@@ -107,13 +107,13 @@ class ExtenderInstallation:
     def leader(self, *, but: str = "") -> Object:
         """The one pod with the leader's label, which holds the Lease; another one than `but`."""
 
-        def look() -> Object | None:
+        def poll() -> Object | None:
             found = self.cluster.pods(SYSTEM, selector=LEADER).values()
             pods = [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
             names = {pod["metadata"]["name"] for pod in pods}
             return pods[0] if names == {self.holder(NAME)} - {but, ""} and len(pods) == 1 else None
 
-        return self.cluster.wait_for("one replica holds the lease and has the leader's label", look)
+        return self.cluster.wait_for("one replica holds the lease and has the leader's label", poll)
 
     def metric(self, sample: str) -> float:
         """One sample of the leader's metrics, by its name with labels."""

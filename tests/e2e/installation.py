@@ -108,7 +108,7 @@ class Installation:
         self.cluster.wait_for("the node offers both resources", lambda: all(self.offered().values()))
 
     def offered(self) -> dict[str, int]:
-        """What the kubelet says is allocatable."""
+        """What is allocatable by the kubelet's status of the node."""
         shown = self.cluster.node_object()["status"]["allocatable"]
         return {resource: int(shown.get(resource, "0")) for resource in (CORE, MEMORY)}
 
@@ -135,7 +135,7 @@ class Installation:
     def agent(self) -> str:
         """The name of the agent's pod that is ready."""
 
-        def look() -> str | None:
+        def poll() -> str | None:
             for name, pod in self.agents().items():
                 conditions = pod["status"].get("conditions", [])
                 ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
@@ -143,7 +143,7 @@ class Installation:
                     return name
             return None
 
-        return self.cluster.wait_for("an agent that is ready", look)
+        return self.cluster.wait_for("an agent that is ready", poll)
 
     def exec(self, *command: str, timeout_s: float = 60.0) -> str:
         """Standard output of a command in the agent's container."""
@@ -183,12 +183,12 @@ class Installation:
 
         found: Ledger = {}
 
-        def look() -> bool:
+        def poll() -> bool:
             found.clear()
             found.update({key: one for key, one in self.ledger().items() if key.startswith(f"{namespace}/")})
             return len(found) == number
 
-        self.cluster.wait_for(f"{number} containers of {namespace} in the ledger", look)
+        self.cluster.wait_for(f"{number} containers of {namespace} in the ledger", poll)
         return found
 
     def kubelet_records(self, pods: Iterable[Object]) -> dict[str, dict[str, list[str]]]:

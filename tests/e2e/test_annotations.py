@@ -1,4 +1,4 @@
-"""What a pod's annotations say of its GPU follows from the ledger, whatever happened to the agent."""
+"""A pod's annotations follow from the ledger, whatever happened to the agent."""
 
 from __future__ import annotations
 

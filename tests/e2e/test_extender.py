@@ -61,12 +61,12 @@ def quota(cluster: Cluster) -> Iterator[Any]:
 def waits_because(cluster: Cluster, namespace: str, name: str, text: str) -> None:
     """Until the scheduler has refused the pod with this text in its reason."""
 
-    def look() -> bool:
+    def poll() -> bool:
         status = cluster.pods(namespace)[name]["status"]
         assert "nodeName" not in cluster.pods(namespace)[name]["spec"]
         return any(text in one.get("message", "") for one in status.get("conditions", ()))
 
-    cluster.wait_for(f"pod {name} waits because: {text}", look)
+    cluster.wait_for(f"pod {name} waits because: {text}", poll)
 
 
 def share(cluster: Cluster, name: str, core: int, **more: Any) -> Object:

@@ -43,13 +43,13 @@ class StaticPod:
     def wait_running(self, hash_before: str = "") -> Object:
         """Its mirror pod, once it runs under another hash than that."""
 
-        def look() -> Object | None:
+        def poll() -> Object | None:
             pod = self.mirror()
             if pod is None or pod["status"].get("phase") != "Running":
                 return None
             return pod if _hash(pod) != hash_before else None
 
-        return self._cluster.wait_for(f"static pod {self.name} runs", look)
+        return self._cluster.wait_for(f"static pod {self.name} runs", poll)
 
 
 def _hash(pod: Object) -> str:

@@ -144,9 +144,8 @@ async def test_half_open_handshakes_do_not_keep_the_scheduler_out(peers: list[Pe
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n"])
 async def test_a_handshake_has_a_time(peers: list[Peer], sent: bytes) -> None:
     """Nothing, half a greeting and something else are given up; one that does not end stops no other."""
-    async with served(
-        limits=HttpLimits(handshake_s=1.0), tls=Tls(cert=CA, key=KEY)
-    ) as port:  # the fresh one needs its own
+    limits = HttpLimits(handshake_s=1.0)  # enough for the fresh one's own
+    async with served(limits=limits, tls=Tls(cert=CA, key=KEY)) as port:
         dull = await Peer.open(port)
         peers.append(dull)
         dull.send(sent)

@@ -198,7 +198,7 @@ def test_a_request_of_nothing_but_small_values_is_not_decoded(small: bytes) -> N
 
 
 def test_values_are_read_as_python_reads_them() -> None:
-    """Whatever stands between them, and whatever is in them; longer ones than FIRST_CHARS too."""
+    """Whatever stands between them, and whatever is in them; also longer ones than the first of TRIED_CHARS."""
     nodes = [{"metadata": {"name": f"n{n}"}, "é\n": ["]", "}", '"', "\\", 1.5, -1, None, "x" * n]} for n in (0, 40_000)]
     raw = {"Pod": raw_pod("a", (30, 4)), "Other": [{}, [], "", {"a": [1]}], "Nodes": {"metadata": {}, "items": nodes}}
     for shape in ({"indent": 3}, {"ensure_ascii": False}, {"separators": (",", ":")}):

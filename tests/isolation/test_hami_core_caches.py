@@ -202,7 +202,7 @@ async def test_a_disk_that_hangs_is_a_refusal_in_time(short_dir: Path, monkeypat
 
 
 class Counted:
-    """Real files that say how often a cache was prepared, and wait at it while `is_held`."""
+    """Real files that count how often a cache was prepared; `prepare` waits until `go_on` is set."""
 
     def __init__(self, files: HamiCoreFiles) -> None:
         self._files = files

@@ -189,7 +189,7 @@ async def test_without_an_agent_the_files_are_shown_all_the_same(short_dir: Path
 
 
 @pytest.mark.parametrize("name", ["vcuda.config", "pids.config"])
-def test_what_is_no_file_is_an_error_and_holds_nobody(tmp_path: Path, name: str) -> None:
+def test_what_is_no_file_is_an_error_and_blocks_nobody(tmp_path: Path, name: str) -> None:
     """A pipe without a writer, and a link."""
     (tmp_path / "vcuda.config").write_bytes(share_config(KEY))
     (tmp_path / "pids.config").write_bytes(b"")

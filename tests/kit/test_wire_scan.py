@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from gpushare_agent.kit import wire_scan
 from gpushare_agent.kit.wire_build import bytes_field, integer_field, string_list, varint
 from gpushare_agent.kit.wire_scan import (
+    Fields,
     MalformedMessageError,
     decode_allocate,
     decode_pod_containers,
     decode_pre_start,
     decode_preferred_allocation,
-    scan_pod_entries,
+    scan_pod_bodies,
     scan_pod_entry,
     scan_single_pod,
 )
@@ -66,7 +67,7 @@ LIST = st.lists(POD, max_size=3).map(lambda pods: v1.ListPodResourcesResponse(po
 
 
 def decode_all_pods(data: bytes) -> list[ListedPod]:
-    return [decode_pod_entry(entry.body) for entry in scan_pod_entries(data)]
+    return [decode_pod_entry(body) for body in scan_pod_bodies(data, Fields())]
 
 
 DECODERS: list[Callable[[bytes], Any]] = [
@@ -124,7 +125,7 @@ def test_a_list_answer_reads_as_the_generated_class_reads_it(
     """Pods, containers and merged devices equal those of the generated classes."""
     data = bytes(message) + unknown
     assert decode_all_pods(data) == [as_listed(pod) for pod in message.pod_resources]
-    assert [entry.body for entry in scan_pod_entries(data)] == [bytes(pod) for pod in message.pod_resources]
+    assert scan_pod_bodies(data, Fields()) == [bytes(pod) for pod in message.pod_resources]
 
 
 @given(POD)
@@ -237,8 +238,8 @@ _TINY = 2**19
         (decode_allocate, b"\x0a\x00" * _TINY),
         (decode_allocate, bytes_field(1, b"\x0a\x00" * _TINY)),
         (decode_pre_start, b"\x78\x01" * _TINY),
-        (scan_pod_entries, b"\x0a\x00" * _TINY),
-        (scan_pod_entries, bytes_field(1, b"\x78\x01" * _TINY)),
+        (decode_all_pods, b"\x0a\x00" * _TINY),
+        (decode_all_pods, bytes_field(1, b"\x78\x01" * _TINY)),
         (scan_single_pod, b"\x0a\x00" * _TINY),
         (decode_pod_containers, b"\x1a\x02\x12\x00" * (_TINY // 2)),
         (decode_pod_containers, bytes_field(3, b"\x12\x00" * _TINY)),
@@ -247,7 +248,7 @@ _TINY = 2**19
     ],
 )
 def test_a_megabyte_of_tiny_fields_is_malformed(decode: Callable[[bytes], Any], data: bytes) -> None:
-    """Half a million of them would hold the loop for a second."""
+    """Half a million of them would block the loop for a second."""
     with pytest.raises(MalformedMessageError, match="more than 16384 fields"):
         decode(data)
 
@@ -264,7 +265,7 @@ def test_a_megabyte_of_device_ids_is_read() -> None:
 def test_a_message_over_the_size_limit_is_refused_unread() -> None:
     """The limit holds for every entry."""
     data = bytes(wire_scan.MAX_MESSAGE_BYTES + 1)
-    for decode in (decode_preferred_allocation, decode_allocate, decode_pre_start, scan_pod_entries, scan_single_pod):
+    for decode in (decode_preferred_allocation, decode_allocate, decode_pre_start, decode_all_pods, scan_single_pod):
         with pytest.raises(MalformedMessageError, match="over the limit"):
             decode(data)
 

@@ -86,7 +86,7 @@ def test_a_container_is_found_by_its_id_under_v2(tmp_path: Path, path: str) -> N
     cgroups = Cgroups(tmp_path)
     found = find_cgroup(cgroups, ID, UID)
     assert found == CgroupDir(path=directory, container_id=ID, pod_uid=UID)
-    assert cgroups.pids(found) == [4, 30]
+    assert cgroups.processes(found).pids == [4, 30]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -147,11 +147,11 @@ def test_links_are_followed_nowhere(tmp_path: Path) -> None:
     make_cgroup(directory / "real", 6)
     (directory / "procs-link").mkdir()
     (directory / "procs-link" / "cgroup.procs").symlink_to(elsewhere / "cgroup.procs")
-    assert cgroups.pids(found) == [5, 6]
+    assert cgroups.processes(found).pids == [5, 6]
     directory.rename(tmp_path / "away")
     directory.symlink_to(elsewhere)
     with pytest.raises(NotFound):
-        cgroups.pids(found)
+        cgroups.processes(found)
     assert find_cgroup(cgroups, ID, UID) is None
 
 
@@ -166,7 +166,7 @@ def test_all_processes_below_are_counted_once_and_in_order(tmp_path: Path) -> No
     cgroups = Cgroups(tmp_path)
     found = find_cgroup(cgroups, ID)
     assert found is not None
-    assert cgroups.pids(found) == [3, 20, 900, *range(100_000, 102_000)]
+    assert cgroups.processes(found).pids == [3, 20, 900, *range(100_000, 102_000)]
 
 
 def test_a_round_tells_the_gone_from_the_empty(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ async def test_a_container_is_a_process_that_the_agents_own_adapters_find(kind: 
         assert cgroups.identify(os.getpid()) == NOBODY
         found = find_cgroup(cgroups, container.id, PodUid(UID))
         assert found is not None and found.path == container.cgroup
-        assert cgroups.pids(found) == [container.pid]
+        assert cgroups.processes(found).pids == [container.pid]
         processes = PodProcesses(runtime.cgroup_root)
         assert await processes.are_running(PodUid(UID))
         runtime.stop(container, 30)
@@ -66,8 +66,8 @@ async def test_what_a_container_forks_shows_up_in_its_cgroup(kind: str) -> None:
         cgroups = Cgroups(runtime.cgroup_root, Path("/proc"))
         directory = find_cgroup(cgroups, container.id)
         assert directory is not None
-        await wait_true(lambda: len(cgroups.pids(directory)) == 3, "three processes")
-        pids = cgroups.pids(directory)
+        await wait_true(lambda: len(cgroups.processes(directory).pids) == 3, "three processes")
+        pids = cgroups.processes(directory).pids
         assert runtime.pids(container) == pids and container.pid in pids
         assert {cgroups.identify(pid) for pid in pids} == {PeerIdentity(pod_uid=PodUid(UID), container_id=container.id)}
 
