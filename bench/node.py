@@ -18,6 +18,7 @@ from bench.containers import Containers
 from bench.kubelet import BenchKubelet
 from bench.pods import CONTAINER, FOREIGN_RESOURCE, NAMESPACE, BenchPod, bench_pod, device, manifest, running_status
 from gpushare_agent.gpus.simulated.driver import GPUS_PER_NUMA_NODE, simulated_uuid
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, device_id
 from gpushare_agent.sandbox.api.access import write_kubeconfig
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
@@ -78,11 +79,12 @@ class BenchNode:
             pod = bench_pod(f"filled-{number:03d}", cores, blocks)
             gpu = number % GPUS
             uuid, numa = simulated_uuid(NODE_NAME, gpu), gpu // GPUS_PER_NUMA_NODE
+            ids = DeviceIds([uuid])
             for index, (resource, count) in enumerate(pod.requests.items()):
                 first = left[gpu][index]
                 left[gpu][index] += count
                 pod.allocated[resource] = [
-                    device(resource, device_id(uuid, n), numa) for n in range(first, first + count)
+                    device(resource, ids.write(device_id(uuid, n)), numa) for n in range(first, first + count)
                 ]
             ports = range(number * POD_FOREIGN, (number + 1) * POD_FOREIGN)
             pod.hold(FOREIGN_RESOURCE, [device(FOREIGN_RESOURCE, f"fabric-port-{n:029d}", numa) for n in ports])
@@ -110,7 +112,7 @@ class BenchNode:
         wrong = [f"{pod.name} has cores of several GPUs or none" for pod in self.kubelet.pods.values() if not pod.gpu]
         for gpu in range(GPUS):
             uuid = simulated_uuid(NODE_NAME, gpu)
-            pods = [pod for pod in self.kubelet.pods.values() if pod.gpu == uuid]
+            pods = [pod for pod in self.kubelet.pods.values() if uuid.startswith(f"GPU-{pod.gpu}")]
             cores = sum(len(pod.allocated[VCORE_RESOURCE]) for pod in pods)
             blocks = sum(pod.blocks for pod in pods)
             if cores > CORES_PER_GPU or blocks > BLOCKS_PER_GPU:

@@ -27,7 +27,7 @@ class Device:
 
     @property
     def gpu(self) -> str:
-        return self.id.partition("::")[0]
+        return self.id.rpartition("-")[0]
 
 
 def device(resource: str, name: str, numa: int) -> Device:
@@ -68,7 +68,7 @@ class BenchPod:
 
     @property
     def gpu(self) -> str:
-        """The GPU of its cores; empty where it has none, or several."""
+        """The GPU of its cores, as its device IDs name it; empty where it has none, or several."""
         gpus = {one.gpu for one in self.allocated.get(VCORE_RESOURCE, ())}
         return gpus.pop() if len(gpus) == 1 else ""
 

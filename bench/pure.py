@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bench.results import Row, row
 from gpushare_agent.kit.wire_scan import Fields, scan_pod_bodies, scan_pod_entry
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.pod_resources import decode_pod_entry
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
@@ -45,12 +46,13 @@ def placement_rows(runs: int) -> list[Row]:
 def list_rows(answer: bytes, runs: int) -> list[Row]:
     """Splitting a List answer into pods, as each admission does, and decoding it wholly, as recovery does."""
     size = f"{len(answer) / 1000:,.0f} kB"
+    ids = DeviceIds()
     note = "in the benchmark's process, the answer of the filled node"
     return [
         row(f"split a List answer of {size} into pods", _milliseconds(lambda: _split(answer), runs), note=note),
         row(
             "decode every device ID of it",
-            _milliseconds(lambda: [decode_pod_entry(body) for body in scan_pod_bodies(answer, Fields())], runs),
+            _milliseconds(lambda: [decode_pod_entry(body, ids) for body in scan_pod_bodies(answer, Fields())], runs),
             note=note,
         ),
     ]

@@ -16,12 +16,14 @@ from gpushare_agent.agent.agent import live
 from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.agent.gpu_side import open_driver
+from gpushare_agent.gpus.simulated.driver import simulated_uuid
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.sandbox.kubelet.calls import PluginCall
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
-from tests.support_sandbox import CORE, MEMORY, wait_phase
+from tests.support_sandbox import CORE, MEMORY, key_of, wait_phase
 from tests.support_settings import clean_environment
 
 CORES = 100
@@ -44,9 +46,13 @@ class InnerAgent:
         return self.parts.state.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def held(self) -> Held:
-        """The ledger: what each container holds."""
+        """The ledger: what each container holds, as the kubelet names it."""
+        ids = DeviceIds(gpu.uuid for gpu in self.parts.state.gpus().gpus)
         return {
-            (a.key.pod_uid, a.key.container): (frozenset(a.vcore_ids), frozenset(a.vmemory_ids))
+            (a.key.pod_uid, a.key.container): (
+                frozenset(map(ids.write, a.vcore_ids)),
+                frozenset(map(ids.write, a.vmemory_ids)),
+            )
             for a in self.parts.state.cache
         }
 
@@ -296,7 +302,8 @@ def assert_nothing_shared(node: EmbeddedNode, *, blocks: int = BLOCKS) -> None:
     for key, (vcores, vmemory) in sorted(held.items()):
         per_gpu: dict[str, int] = {}
         for device in vcores:
-            per_gpu[device.partition("::")[0]] = per_gpu.get(device.partition("::")[0], 0) + 1
+            key = device.rpartition("-")[0]
+            per_gpu[key] = per_gpu.get(key, 0) + 1
         assert len(per_gpu) == 1 or set(per_gpu.values()) == {CORES}, (key, per_gpu)
         if len(vcores) < CORES:
             gpu = next(iter(per_gpu))
@@ -307,7 +314,10 @@ def assert_nothing_shared(node: EmbeddedNode, *, blocks: int = BLOCKS) -> None:
 def gpus_of(node: EmbeddedNode, name: str, container: str = "main") -> set[str]:
     """The UUIDs of the GPUs whose vcore IDs a running container was given."""
     uid = node.api.pod("default", name)["metadata"]["uid"]
-    return {device.partition("::")[0] for device in given(node)[uid, container][0]}
+    keys = {device.rpartition("-")[0] for device in given(node)[uid, container][0]}
+    uuids = {uuid for index in range(16) if key_of(uuid := simulated_uuid(node.name, index)) in keys}
+    assert len(uuids) == len(keys)
+    return uuids
 
 
 def calls_of(node: EmbeddedNode, name: str, method: str = "Allocate") -> list[PluginCall]:

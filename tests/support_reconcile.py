@@ -8,6 +8,7 @@ from collections.abc import Callable
 from gpushare_agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import InnerAgent
 
@@ -25,7 +26,7 @@ def collection_of(
         static_pods=parts.cluster.node_pods,
         gate=parts.kubelet.gate,
         pod_resources=parts.kubelet.pod_resources,
-        checkpoint=KubeletCheckpoint(node.paths.device_plugin_path),
+        checkpoint=KubeletCheckpoint(node.paths.device_plugin_path, DeviceIds()),
         processes=PodProcesses(parts.state.settings.runtime.cgroup_root),
         names=parts.state.names,
         inventory=lambda: parts.state.inventory.current,

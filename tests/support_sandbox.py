@@ -205,8 +205,13 @@ def _device(name: str, health: str, numa: int | None) -> Device:
     return Device(id=name, health=health, topology=topology)
 
 
+def key_of(gpu: str) -> str:
+    """What the agent's device IDs of a GPU begin with."""
+    return gpu.removeprefix("GPU-")[:8]
+
+
 def device_ids(*gpus: str, count: int, numa: int | None = 0) -> dict[str, tuple[str, int | None]]:
-    return {f"{gpu}::{n}": ("Healthy", numa) for gpu in gpus for n in range(count)}
+    return {f"{key_of(gpu)}-{n}": ("Healthy", numa) for gpu in gpus for n in range(count)}
 
 
 async def register(node: EmbeddedNode, plugin: SmallPlugin, socket_name: str, *, version: str = "v1beta1") -> None:

@@ -1,7 +1,7 @@
 """Keeps every resource's device list up to date: the GPUs' health at once, the memory account a moment after a change.
 
-State owned: the tables (kubelet/device_table.py), whether they are behind the allocation cache, and whether
-IDs in them are withheld for shares that have grown. A table that is behind
+State owned: the tables (kubelet/device_table.py), whether they are behind the allocation cache, and whether IDs in them
+are withheld for shares that have grown, or listed as an earlier agent named them. A table that is behind
 does no harm: the admission decides by the cache itself.
 """
 
@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NoReturn
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
-from gpushare_agent.admission.decisions.offered_devices import withheld
+from gpushare_agent.admission.decisions.offered_devices import offered_ids, withheld
+from gpushare_agent.admission.decisions.recovery import gpus_of
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_table import DeviceTable, device_rows
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.names import has_kubelet_text
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 PAUSE_S = 0.2
@@ -32,20 +36,24 @@ class DeviceTables:
         names: ResourceNames,
         inventory: Callable[[], GpuInventory],
         cache: AllocationCache,
+        ids: DeviceIds,
         no_shares: Callable[[], bool],
     ) -> None:
         self.tables: Mapping[ResourceKind, DeviceTable] = {kind: DeviceTable() for kind in names.kinds}
         self._names = names
         self._inventory = inventory
         self._cache = cache
+        self._ids = ids
         self._no_shares = no_shares
         self._is_behind = asyncio.Event()
         self._has_lent = False
+        self._has_earlier_ids = False
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        """For AllocationCache.subscribe. Only GPUShare's resource, and shares that have grown, make the lists depend on what
-        is allocated."""
-        if self._names.gpu_mem or self._cache.resized or self._has_lent:
+        """For AllocationCache.subscribe. The lists depend on what is allocated for GPUShare's resource, for shares that have
+        grown, and for containers that hold IDs as an earlier agent named them."""
+        depends = self._names.gpu_mem or self._cache.resized or self._has_lent or self._has_earlier_ids
+        if depends or (new is not None and any(has_kubelet_text(new.ids(kind)) for kind in self._names.kinds)):
             self._is_behind.set()
 
     def request_refresh(self) -> None:
@@ -55,15 +63,30 @@ class DeviceTables:
     def refresh(self) -> None:
         """Bring every table up to date now."""
         inventory = self._inventory()
+        if self._ids.add_gpus(gpu.uuid for gpu in inventory.gpus):
+            self._read_again(inventory)
         ledger = self._cache.ledger(inventory)
         gpus = gpu_accounts(None, ledger, Policy(names=self._names))
         no_shares = self._no_shares()
         self._has_lent = False
         for kind, table in self.tables.items():
-            lent = self._cache.lent(kind)
-            kept_back = withheld(kind, gpus, ledger.holders, self._names, no_shares=no_shares, lent=lent)
+            lent, holders = self._cache.lent(kind), ledger.holders[kind]
+            ids = offered_ids({gpu.uuid: self._names.units(gpu, kind) for gpu in inventory.gpus}, holders)
+            kept_back = withheld(kind, gpus, ids, ledger.holders, self._names, no_shares=no_shares, lent=lent)
             self._has_lent = self._has_lent or bool(lent)
-            table.set_devices(device_rows(inventory, kind, self._names, kept_back))
+            table.set_devices(device_rows(inventory, ids, self._ids, kept_back))
+        self._has_earlier_ids = any(has_kubelet_text(ledger.holders[kind]) for kind in self.tables)
+
+    def _read_again(self, inventory: GpuInventory) -> None:
+        """Containers may hold IDs of GPUs that were not there when the kubelet's records were read."""
+        for allocation in list(self._cache):
+            found = allocation
+            for kind in self._names.kinds:
+                texts = [self._ids.write(device) for device in allocation.ids(kind)]
+                found = found.with_ids(kind, frozenset(self._ids.read(texts)))
+            if found != allocation:
+                gpus = gpus_of(found.vcore_ids or found.gpu_mem_ids, inventory)
+                self._cache.put(replace(found, gpus=gpus or allocation.gpus))
 
     async def run(self) -> NoReturn:
         """Until cancelled."""

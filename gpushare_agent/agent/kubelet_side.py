@@ -30,6 +30,7 @@ from gpushare_agent.agent.values import edit_policy
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.supervision import Tasks, wait_for
 from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_plugin import DevicePlugin
 from gpushare_agent.kubelet.facts import KubeletFacts
 from gpushare_agent.kubelet.handover import (
@@ -211,14 +212,15 @@ def build_kubelet_side(
 ) -> KubeletSide:
     """Joined, not started."""
     settings = state.settings
-    pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket)
+    ids = DeviceIds()
+    pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket, ids)
     gate = PodResourcesGate(
         pod_resources,
         clock=time.monotonic,
         on_list=state.metrics.pod_resources_listed,
         on_overlap=lambda: state.metrics.pod_resources_listed("overlapped"),
     )
-    checkpoint = KubeletCheckpoint(settings.kubelet.device_plugin_path)
+    checkpoint = KubeletCheckpoint(settings.kubelet.device_plugin_path, ids)
     garbage = _build_garbage_collection(state, facts, cluster, gate, pod_resources, checkpoint)
     refused_pods, outcomes = RefusedPods(), _build_outcomes(state, cluster)
     admission = Admission(
@@ -238,7 +240,9 @@ def build_kubelet_side(
         clock=time.monotonic,
     )
     starts = _build_starts(state, isolation, checkpoint, outcomes)
-    tables = DeviceTables(names=state.names, inventory=state.gpus, cache=state.cache, no_shares=isolation.has_no_shares)
+    tables = DeviceTables(
+        names=state.names, inventory=state.gpus, cache=state.cache, ids=ids, no_shares=isolation.has_no_shares
+    )
     handover, calls = Handover(), QueuedCalls(admission, starts.pre_start)
     return KubeletSide(
         settings=settings,
@@ -253,7 +257,7 @@ def build_kubelet_side(
         resizing=_build_resizing(state, cluster, isolation),
         refused_pods=refused_pods,
         tables=tables,
-        registrar=_build_registrar(state, calls, handover, tables),
+        registrar=_build_registrar(state, calls, handover, tables, ids),
         first_registration=FirstRegistration(state.names.names),
         lock=ServingLock(settings.kubelet.device_plugin_path),
         handover=handover,
@@ -352,7 +356,9 @@ def _policy(state: NodeState) -> Policy:
     )
 
 
-def _build_registrar(state: NodeState, calls: QueuedCalls, handover: Handover, tables: DeviceTables) -> Registrar:
+def _build_registrar(
+    state: NodeState, calls: QueuedCalls, handover: Handover, tables: DeviceTables, ids: DeviceIds
+) -> Registrar:
     directory = state.settings.kubelet.device_plugin_path
     return Registrar(
         device_plugin_path=directory,
@@ -365,6 +371,7 @@ def _build_registrar(state: NodeState, calls: QueuedCalls, handover: Handover, t
                     table,
                     calls,
                     state.metrics,
+                    ids,
                     pre_start=calls.pre_start if kind.binds_gpu else None,
                 ),
                 handover=handover,

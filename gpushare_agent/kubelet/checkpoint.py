@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from gpushare_agent.kit.daemon_thread import DaemonThread
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.records import CheckpointEntry
 from gpushare_agent.model.errors import Corrupt, Unavailable
 from gpushare_agent.model.names import PodUid
@@ -27,8 +29,9 @@ READ_TIMEOUT_S = 1.0
 class KubeletCheckpoint:
     """The checkpoint below one device-plugin directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, ids: DeviceIds) -> None:
         self._path = directory / FILE_NAME
+        self._ids = ids
         self._thread = DaemonThread("kubelet-checkpoint", advice="Check the disk; the file is read again when needed.")
 
     async def read(self) -> Sequence[CheckpointEntry]:
@@ -39,11 +42,12 @@ class KubeletCheckpoint:
             Corrupt: not the format.
         """
         what = f"reading the kubelet checkpoint {self._path}"
-        return await self._thread.call(partial(read_checkpoint, self._path), what, READ_TIMEOUT_S)
+        entries = await self._thread.call(partial(read_checkpoint, self._path), what, READ_TIMEOUT_S)
+        return [replace(entry, device_ids=frozenset(self._ids.read(entry.device_ids))) for entry in entries]
 
 
 def read_checkpoint(path: Path) -> Sequence[CheckpointEntry]:
-    """Read and check the file. Raises Unavailable, Corrupt."""
+    """Read and check the file; its device IDs as they are written. Raises Unavailable, Corrupt."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise Corrupt(f"kubelet checkpoint {path} is larger than {MAX_BYTES} bytes")

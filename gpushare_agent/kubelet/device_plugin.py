@@ -28,10 +28,11 @@ from gpushare_agent.kit.wire_scan import (
     decode_pre_start,
     decode_preferred_allocation,
 )
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_table import DeviceTable
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import TRANSIENT_REASONS, RefusalReason, Refused
-from gpushare_agent.model.names import split_device_id
+from gpushare_agent.model.names import DeviceId, split_device_id
 from gpushare_agent.wire import v1beta1
 
 log = structlog.get_logger(__name__)
@@ -55,13 +56,13 @@ class AdmissionHandler(Protocol):
     """Decides on the kubelet's admission calls. A refusal is a value; an exception is a bug or an outage."""
 
     async def preferred(
-        self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
+        self, resource: str, available: Sequence[DeviceId], must_include: Sequence[DeviceId], size: int
     ) -> Sequence[str]: ...
 
-    async def allocate(self, resource: str, ids: Sequence[str]) -> ContainerEdits | Refused: ...
+    async def allocate(self, resource: str, ids: Sequence[DeviceId]) -> ContainerEdits | Refused: ...
 
 
-PreStart = Callable[[str, Sequence[str]], Awaitable[Refused | None]]
+PreStart = Callable[[str, Sequence[DeviceId]], Awaitable[Refused | None]]
 """(resource, IDs) -> why the container may not start, None where it may."""
 
 
@@ -81,6 +82,7 @@ class DevicePlugin:
         table: DeviceTable,
         handler: AdmissionHandler,
         metrics: RpcObserver,
+        ids: DeviceIds,
         *,
         pre_start: PreStart | None = None,
         call_timeout_s: float = CALL_TIMEOUT_S,
@@ -91,6 +93,7 @@ class DevicePlugin:
         self._handler = handler
         self._pre_start = pre_start
         self._metrics = metrics
+        self._ids = ids
         self._call_timeout_s = call_timeout_s
         self._waits: dict[Stream[Any, Any], asyncio.Timeout] = {}
 
@@ -165,8 +168,11 @@ class DevicePlugin:
         fields = {"resource": self.resource, "offered": len(container.available), "asked": container.size}
         try:
             async with asyncio.timeout_at(deadline):
-                ids = await self._handler.preferred(
-                    self.resource, container.available, container.must_include, container.size
+                devices = await self._handler.preferred(
+                    self.resource,
+                    self._ids.read(container.available),
+                    self._ids.read(container.must_include),
+                    container.size,
                 )
         except TimeoutError:
             log.warning("preferred_allocation_timed_out", timeout_s=self._call_timeout_s, **fields)
@@ -174,22 +180,24 @@ class DevicePlugin:
         except Exception:  # a servicer's edge: Allocate can explain better, and the traceback is in the log
             log.exception("preferred_allocation_failed", **fields)
             return (), Status.INTERNAL.name
-        return ids, Status.OK.name
+        return [self._ids.write(device) for device in devices], Status.OK.name
 
     async def _serve_allocate(self, stream: Stream[Any, Any]) -> None:
-        containers: list[list[str]] = await _request(stream)
+        texts: list[list[str]] = await _request(stream)
+        containers = [self._ids.read(ids) for ids in texts]
         async with self._answering("Allocate", containers, self._call_timeout_s):
             answers = [await self._allocate(ids) for ids in containers]
             await _answer(stream, v1beta1.AllocateResponse(container_responses=answers))
 
-    async def _allocate(self, ids: Sequence[str]) -> v1beta1.ContainerAllocateResponse:
+    async def _allocate(self, ids: Sequence[DeviceId]) -> v1beta1.ContainerAllocateResponse:
         outcome = await self._handler.allocate(self.resource, ids)
         if isinstance(outcome, Refused):
             raise _error_of(outcome)
         return _response_of(outcome)
 
     async def _serve_pre_start(self, stream: Stream[Any, Any]) -> None:
-        ids: list[str] = await _request(stream)
+        texts: list[str] = await _request(stream)
+        ids = self._ids.read(texts)
         async with self._answering("PreStartContainer", [ids], PRE_START_TIMEOUT_S):
             if self._pre_start is not None and (refused := await self._pre_start(self.resource, ids)) is not None:
                 raise _error_of(refused)
@@ -197,7 +205,7 @@ class DevicePlugin:
 
     @asynccontextmanager
     async def _answering(
-        self, method: str, containers: Sequence[Sequence[str]], timeout_s: float
+        self, method: str, containers: Sequence[Sequence[DeviceId]], timeout_s: float
     ) -> AsyncIterator[None]:
         """Bounds one call, writes its log line and metric, and renames its faults for the pod's owner."""
         started = time.perf_counter()
@@ -257,7 +265,7 @@ async def _answer(stream: Stream[Any, Any], message: Any) -> None:
     await stream.send_trailing_metadata()
 
 
-def _gpus(containers: Sequence[Sequence[str]]) -> list[str]:
+def _gpus(containers: Sequence[Sequence[DeviceId]]) -> list[str]:
     """The GPUs that the IDs name, for the log."""
     split = (split_device_id(device) for ids in containers for device in ids)
     return sorted({named[0] for named in split if named is not None})

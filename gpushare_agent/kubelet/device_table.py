@@ -10,18 +10,24 @@ Format: ListAndWatchResponse of protos/deviceplugin.proto.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpushare_agent.kit.wire_build import bytes_field, integer_field
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
-from gpushare_agent.model.names import DeviceId, device_id
+from gpushare_agent.model.names import DeviceId, GpuUuid, device_id
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 MIB_OF_GIB = 1024
 MAX_LIST_BYTES = 4 * 1024 * 1024 - 1024
 """The kubelet's gRPC client takes 4 MiB (measured: RESOURCE_EXHAUSTED above); a little is left for the framing."""
+STATUS_ENTRY_BYTES = len('{"resourceID":"","health":"Healthy"},')
+"""Of a device ID in `status.containerStatuses[].allocatedResourcesStatus` (measured on 1.36), without the ID."""
+MAX_STATUS_BYTES = 256 * 1024
+"""A pod's status should stay below this: the kubelet sends it with every change of the pod, the API server to all that
+watch pods, and etcd takes objects up to 1.5 MiB, after which the kubelet can report nothing more of the pod."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +87,16 @@ class DeviceTable:
 
 
 def device_rows(
-    inventory: GpuInventory, kind: ResourceKind, names: ResourceNames, withheld: Collection[DeviceId] = ()
+    inventory: GpuInventory,
+    devices: Mapping[GpuUuid, Sequence[DeviceId]],
+    ids: DeviceIds,
+    withheld: Collection[DeviceId] = (),
 ) -> list[DeviceRow]:
-    """The device IDs of every GPU, in order of GPU index, then number; a GPU's health is that of all its IDs but those
-    that are `withheld`."""
+    """The `devices` of every GPU, in order of GPU index; a GPU's health is that of all of them but those `withheld`."""
     return [
-        DeviceRow(id=device, healthy=gpu.is_healthy and device not in withheld, numa=gpu.numa_node)
+        DeviceRow(id=ids.write(device), healthy=gpu.is_healthy and device not in withheld, numa=gpu.numa_node)
         for gpu in sorted(inventory.gpus, key=lambda gpu: gpu.index)
-        for device in (device_id(gpu.uuid, number) for number in range(names.units(gpu, kind)))
+        for device in devices[gpu.uuid]
     ]
 
 
@@ -138,13 +146,28 @@ def smallest_block_mib(gpus: Sequence[Gpu], *, limit_bytes: int = MAX_LIST_BYTES
     return block_mib
 
 
-def vmemory_list_bytes(gpus: Iterable[Gpu], memory_block_mib: int) -> int:
+def vmemory_list_bytes(gpus: Sequence[Gpu], memory_block_mib: int) -> int:
     """The size of the ListAndWatch message for blocks of this size, without building it. "Unhealthy" is the longer text."""
+    ids = DeviceIds(gpu.uuid for gpu in gpus)
     return sum(
-        count * len(_frame(DeviceRow(id=device_id(gpu.uuid, number), healthy=False, numa=gpu.numa_node)))
+        count * len(_frame(DeviceRow(id=ids.write(device_id(gpu.uuid, number)), healthy=False, numa=gpu.numa_node)))
         for gpu in gpus
         for number, count in _digit_groups(gpu.memory_mib // memory_block_mib)
     )
+
+
+def status_bytes(gpus: Sequence[Gpu], names: ResourceNames) -> int:
+    """What the kubelet writes into the status of a pod that has all cores and memory of the node, in JSON."""
+    ids = DeviceIds(gpu.uuid for gpu in gpus)
+
+    def of(kind: ResourceKind) -> int:
+        return sum(
+            count * (STATUS_ENTRY_BYTES + len(ids.write(device_id(gpu.uuid, number))))
+            for gpu in gpus
+            for number, count in _digit_groups(names.units(gpu, kind))
+        )
+
+    return max(of(ResourceKind.VCORE) + of(ResourceKind.VMEMORY), of(ResourceKind.GPU_MEM) if names.gpu_mem else 0)
 
 
 def _digit_groups(count: int) -> Iterator[tuple[int, int]]:

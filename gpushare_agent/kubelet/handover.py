@@ -41,6 +41,7 @@ from gpushare_agent.kit.wire_scan import MalformedMessageError
 from gpushare_agent.kubelet.device_plugin import AdmissionHandler, PreStart
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.names import DeviceId
 
 log = structlog.get_logger(__name__)
 
@@ -182,16 +183,16 @@ class QueuedCalls:
         await self._idle.wait()
 
     async def preferred(
-        self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
+        self, resource: str, available: Sequence[DeviceId], must_include: Sequence[DeviceId], size: int
     ) -> Sequence[str]:
         async with self._counted():
             return await self._handler.preferred(resource, available, must_include, size)
 
-    async def allocate(self, resource: str, ids: Sequence[str]) -> ContainerEdits | Refused:
+    async def allocate(self, resource: str, ids: Sequence[DeviceId]) -> ContainerEdits | Refused:
         async with self._counted():
             return await self._handler.allocate(resource, ids)
 
-    async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None:
+    async def pre_start(self, resource: str, ids: Sequence[DeviceId]) -> Refused | None:
         async with self._counted():
             return await self._pre_start(resource, ids)
 

@@ -27,6 +27,7 @@ from gpushare_agent.kit.wire_scan import (
     scan_pod_entry,
     scan_single_pod,
 )
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.records import ListedContainer, ListedPod
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.wire.v1 import GetPodResourcesRequest
@@ -36,26 +37,33 @@ RATE_LIMIT_PAUSE_S = 0.015
 """The kubelet allows 100 calls a second: a refused one is tried again a little later than the next free slot."""
 
 
-def decode_pod_entry(body: bytes) -> ListedPod:
+def decode_pod_entry(body: bytes, ids: DeviceIds) -> ListedPod:
     """One pod of an answer (`PodEntry.body`), wholly. Raises MalformedMessageError."""
     entry = scan_pod_entry(body)
     return ListedPod(
         namespace=entry.namespace,
         name=entry.name,
-        containers=tuple(ListedContainer(name=name, devices=ids) for name, ids in decode_pod_containers(body)),
+        containers=tuple(
+            ListedContainer(
+                name=name, devices={resource: frozenset(ids.read(texts)) for resource, texts in devices.items()}
+            )
+            for name, devices in decode_pod_containers(body)
+        ),
     )
 
 
 class PodListing:
     """One pod of a List answer, decoded as far as it is asked about. Raises Corrupt where the bytes are no message."""
 
-    __slots__ = ("_counts", "_decoded", "body", "name", "namespace")
+    __slots__ = ("_counts", "_decoded", "_gpus", "_ids", "body", "name", "namespace")
 
-    def __init__(self, entry: PodEntry) -> None:
+    def __init__(self, entry: PodEntry, ids: DeviceIds) -> None:
         self.namespace = entry.namespace
         self.name = entry.name
         self.body = entry.body
         self._counts: dict[str, int] = {}
+        self._ids = ids
+        self._gpus = 0
         self._decoded: ListedPod | None = None
 
     def count_ids(self, resource: str) -> int:
@@ -69,9 +77,10 @@ class PodListing:
         return {c.name: len(ids) for c in self.decoded().containers if (ids := c.devices.get(resource))}
 
     def decoded(self) -> ListedPod:
-        if self._decoded is None:
+        if self._decoded is None or self._gpus != self._ids.gpus:  # IDs of a GPU that came since name it now
+            self._gpus = self._ids.gpus
             try:
-                self._decoded = decode_pod_entry(self.body)
+                self._decoded = decode_pod_entry(self.body, self._ids)
             except MalformedMessageError as e:
                 raise Corrupt(f"PodResources answer, pod {self.namespace}/{self.name}: {e}") from e
         return self._decoded
@@ -80,8 +89,9 @@ class PodListing:
 class PodResourcesClient:
     """A connection for each method, so that a stalled Get cuts off no List of an admission; opened anew after a fault."""
 
-    def __init__(self, socket_path: Path) -> None:
+    def __init__(self, socket_path: Path, ids: DeviceIds) -> None:
         self._path = socket_path
+        self._ids = ids
         self._channels: dict[str, UnixChannel] = {}
         self._listed: dict[bytes, PodListing] = {}
         self._has_get: bool | None = None
@@ -118,7 +128,7 @@ class PodResourcesClient:
             raise Corrupt(f"PodResources Get at {self._path} answered no valid message: {e}") from e
         if entry is None:
             raise NotFound(f"pod {namespace}/{name} is not known to the kubelet")
-        return PodListing(entry)
+        return PodListing(entry, self._ids)
 
     def forget(self) -> None:
         """The kubelet restarted: the next call connects anew and detects again whether Get exists."""
@@ -137,7 +147,7 @@ class PodResourcesClient:
             name = body[: 2 + body[1]] if len(body) > 1 else body  # as kubelets begin it: key, length and name
             listing = before.get(name)
             if listing is None or listing.body != body:
-                listing = PodListing(scan_pod_entry(body, fields))
+                listing = PodListing(scan_pod_entry(body, fields), self._ids)
             self._listed[name] = listing
             found.append(listing)
         return found

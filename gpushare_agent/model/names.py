@@ -6,12 +6,14 @@ Source: TKEStack gpu-manager 1.1.5 and gpu-admission 1.0 (docs/formats.md). Thes
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NewType
 
 PodUid = NewType("PodUid", str)
 GpuUuid = NewType("GpuUuid", str)
 DeviceId = NewType("DeviceId", str)
-"""A device-plugin device ID, `<GPU UUID>::<n>` for both resources."""
+"""A device of the device-plugin API inside the agent: `<GPU UUID>::<n>` for every resource, and where the kubelet knows it
+by another text than the present one, `<GPU UUID>::<n>~<text>`. Its texts are kubelet/device_ids.py's."""
 
 VCORE_RESOURCE = "tencent.com/vcuda-core"
 VMEMORY_RESOURCE = "tencent.com/vcuda-memory"
@@ -78,13 +80,29 @@ def is_container_id(text: str) -> bool:
 
 
 def device_id(uuid: GpuUuid, number: int) -> DeviceId:
-    """The ID of unit `number` of a GPU."""
+    """Unit `number` of a GPU."""
     return DeviceId(f"{uuid}::{number}")
 
 
+def device_id_as(uuid: GpuUuid, number: int, text: str) -> DeviceId:
+    """Unit `number` of a GPU, for a container that holds it under this text."""
+    return DeviceId(f"{uuid}::{number}~{text}")
+
+
+def kubelet_text(device: str) -> str | None:
+    """The text of `device_id_as`."""
+    return device.partition("~")[2] or None
+
+
+def has_kubelet_text(devices: Iterable[str]) -> bool:
+    """Whether any was made by `device_id_as`."""
+    return "~" in "".join(devices)
+
+
 def split_device_id(device: str) -> tuple[GpuUuid, int] | None:
-    """The GPU and the number that a device ID names, None where it is not an ID of this agent."""
-    uuid, separator, number = device.rpartition("::")
-    if not separator or not uuid or not number.isascii() or not number.isdigit() or len(number) > 6:
+    """The GPU and the number of a device, None where it is not one of this agent."""
+    uuid, _, rest = device.partition("::")
+    number = rest.partition("~")[0]
+    if not uuid or not number.isascii() or not number.isdigit() or len(number) > 6:
         return None
     return GpuUuid(uuid), int(number)

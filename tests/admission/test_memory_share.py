@@ -10,7 +10,7 @@ import pytest
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, gpu_accounts, offer_accounts
-from gpushare_agent.admission.decisions.offered_devices import withheld
+from gpushare_agent.admission.decisions.offered_devices import offered_ids, withheld
 from gpushare_agent.admission.decisions.plan import Plan, check, plan
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -201,7 +201,8 @@ def kept_back(kind: ResourceKind, *held: Allocation, no_shares: bool = False) ->
     """How many IDs of each GPU are withheld."""
     ledger = ledger_of(*held)
     gpus = gpu_accounts(None, ledger, POLICY)
-    found = withheld(kind, gpus, ledger.holders, NAMES, no_shares=no_shares, lent={})
+    offered = offered_ids({gpu.uuid: NAMES.units(gpu, kind) for gpu in GPUS.gpus}, ledger.holders[kind])
+    found = withheld(kind, gpus, offered, ledger.holders, NAMES, no_shares=no_shares, lent={})
     assert no_shares or not any(found & one.ids(kind) for one in held)
     counts: dict[str, int] = {}
     for device in found:

@@ -10,13 +10,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
-from gpushare_agent.admission.decisions.offered_devices import withheld
+from gpushare_agent.admission.decisions.offered_devices import offered_ids, withheld
 from gpushare_agent.admission.decisions.resize import ResizePolicy, WantedSize, decide_resize, enforced
 from gpushare_agent.cluster.decisions.node_allocations import allocations_by_pod
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.model.isolation import IsolationName, ResizeMode
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, device_id
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.placement import GpuAccount
@@ -51,11 +51,13 @@ class Node(RuleBasedStateMachine):
     def healthy_ids(self, kind: ResourceKind) -> list[str]:
         """Those that ListAndWatch offers and the kubelet has not handed out."""
         holders = {kind: self.cache.holders(kind) for kind in ResourceKind}
-        kept_back = withheld(kind, accounts(self.cache), holders, NAMES, no_shares=False, lent=self.cache.lent(kind))
+        offered = offered_ids({gpu.uuid: NAMES.units(gpu, kind) for gpu in GPUS.gpus}, holders[kind])
+        lent = self.cache.lent(kind)
+        kept_back = withheld(kind, accounts(self.cache), offered, holders, NAMES, no_shares=False, lent=lent)
         return [
             device
-            for gpu in GPUS.gpus
-            for device in (device_id(gpu.uuid, n) for n in range(NAMES.units(gpu, kind)))
+            for devices in offered.values()
+            for device in devices
             if device not in kept_back and device not in self.cache.holders(kind)
         ]
 

@@ -179,17 +179,17 @@ async def _ignoring_advice(node: EmbeddedNode, change: Callable[[list[str]], lis
 
 
 def _gpu(ids: list[str]) -> str:
-    return ids[0].partition("::")[0]
+    return ids[0].rpartition("-")[0]
 
 
 CHANGES: dict[str, tuple[Callable[[list[str]], list[str]], str]] = {
-    "unknown-card": (lambda ids: [f"GPU-nobody::{n}" for n in range(len(ids))], "names no GPU"),
-    "unknown-number": (lambda ids: [*ids[1:], f"{_gpu(ids)}::100"], "names no GPU"),
+    "unknown-card": (lambda ids: [f"0badcafe-{n}" for n in range(len(ids))], "names no GPU"),
+    "unknown-number": (lambda ids: [*ids[1:], f"{_gpu(ids)}-100"], "names no GPU"),
     "no-id-at-all": (lambda ids: [*ids[1:], "what\nis this"], "names no GPU"),
-    "two-cards": (lambda ids: [*ids[1:], "GPU-401624a8-3bbf-5047-8f24-740787bab347::99"], "on 2"),
+    "two-cards": (lambda ids: [*ids[1:], "401624a8-99"], "on 2"),
     "too-few": (lambda ids: ids[1:], "29 vcore units"),
     "twice": (lambda ids: [*ids[1:], ids[1]], "30 vcore units"),
-    "taken": (lambda ids: [f"{_gpu(ids)}::{n}" for n in range(30)], "still has"),
+    "taken": (lambda ids: [f"{_gpu(ids)}-{n}" for n in range(30)], "still has"),
 }
 
 

@@ -25,7 +25,7 @@ from tests.support_agent import (
     write_faults,
 )
 from tests.support_deadline import DEADLINE_S
-from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_phase
+from tests.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod, wait_phase
 
 ONE_LOOK = ("--health.recovery-probes=1", "--health.recovery-period-s=0.05")
 """A GPU is back at the first poll that finds it usable; tests/agent/test_health_node.py has more of the way back."""
@@ -41,7 +41,7 @@ def _healthy(node: EmbeddedNode, uuid: str) -> set[bool]:
         state
         for resource in (CORE, MEMORY)
         for device, state in node.kubelet.devices(resource).items()
-        if device.startswith(uuid)
+        if device.startswith(key_of(uuid))
     }
 
 

@@ -38,9 +38,9 @@ async def test_a_pod_gets_memory_of_one_gpu_with_gpushares_variables_and_annotat
         await wait_running(node, "share")
         calls = [c for c in node.kubelet.log.calls if c.method == "Allocate" and c.resource == GPU_MEM]
         env = ContainerAllocateResponse.parse(calls[0].response).envs
-        uuid = calls[0].device_ids[0].partition("::")[0]
-        assert {d.partition("::")[0] for c in calls for d in c.device_ids} == {uuid}  # binpack
-        assert env["NVIDIA_VISIBLE_DEVICES"] == uuid
+        key = calls[0].device_ids[0].rpartition("-")[0]
+        assert {d.rpartition("-")[0] for c in calls for d in c.device_ids} == {key}  # binpack
+        assert env["NVIDIA_VISIBLE_DEVICES"].startswith(f"GPU-{key}")
         index = env["ALIYUN_COM_GPU_MEM_IDX"]
         assert (env["ALIYUN_COM_GPU_MEM_POD"], env["ALIYUN_COM_GPU_MEM_CONTAINER"]) == ("8", "6")
         assert env["ALIYUN_COM_GPU_MEM_DEV"] == "24"

@@ -31,7 +31,7 @@ from tests.support_agent import (
 )
 from tests.support_deadline import DEADLINE_S
 from tests.support_health import write_rehearsal
-from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod
+from tests.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod
 from tests.support_settings import clean_environment, run_program
 
 FAST = (
@@ -61,7 +61,7 @@ def _record_lists(node: EmbeddedNode) -> Lists:
     def note(endpoint: PluginEndpoint, found: Mapping[str, PluginDevice]) -> None:
         gpus: dict[str, tuple[int, int]] = {}
         for device in found.values():
-            gpu = device.id.partition("::")[0]
+            gpu = device.id.rpartition("-")[0]
             healthy, unhealthy = gpus.get(gpu, (0, 0))
             gpus[gpu] = (healthy + device.is_healthy, unhealthy + (not device.is_healthy))
         lists.seen.append((endpoint.resource, gpus))
@@ -90,7 +90,7 @@ def _states(node: EmbeddedNode, uuid: str) -> set[bool]:
         state
         for resource in (CORE, MEMORY)
         for device, state in node.kubelet.devices(resource).items()
-        if device.startswith(uuid)
+        if device.startswith(key_of(uuid))
     }
 
 
@@ -111,7 +111,7 @@ async def test_xid_79_takes_the_gpu_away_and_a_reset_brings_it_back() -> None:
         write_rehearsal(faults, xids=[{"id": 1, "card": 0, "xid": 79}])
         await wait_until(node, lambda: _is_away(node, ill), "the GPU's IDs Unhealthy in both resources")
         for resource, count in ((CORE, CORES), (MEMORY, BLOCKS)):
-            assert lists.of(resource) == [{ill: (0, count), others[0]: (count, 0), others[1]: (count, 0)}]
+            assert lists.of(resource) == [{key_of(ill): (0, count)} | {key_of(other): (count, 0) for other in others}]
         assert agent.held() == before
         for name in ("second", "third"):
             node.api.create_pod(pod(name, container(cores=60, blocks=10)))
@@ -149,7 +149,7 @@ async def test_a_storm_of_a_thousand_events_costs_one_list_a_resource_for_each_c
         write_rehearsal(faults, xids=storm, resets=[{"id": 1001, "card": 1}])
         await wait_until(node, lambda: _states(node, ill) == {True}, "the GPU back")
         for resource, count in ((CORE, CORES), (MEMORY, BLOCKS)):
-            assert [gpus[ill] for gpus in lists.of(resource)] == [(0, count), (count, 0)]
+            assert [gpus[key_of(ill)] for gpus in lists.of(resource)] == [(0, count), (count, 0)]
         await wait_until(node, lambda: len(_event_reasons(node)) == 2, "both Events")
 
 
@@ -167,7 +167,7 @@ async def test_ignored_errors_and_those_of_no_gpu_take_none_away() -> None:
         write_rehearsal(faults, xids=[*harmless, {"id": 3, "card": 0, "xid": 94}])
         uuid = uuid_of(agent, 0)
         await wait_until(node, lambda: len(lists.of(CORE)) == 2, "away and back")
-        assert [gpus[uuid] for gpus in lists.of(CORE)] == [(0, CORES), (CORES, 0)]
+        assert [gpus[key_of(uuid)] for gpus in lists.of(CORE)] == [(0, CORES), (CORES, 0)]
 
 
 def _environment() -> dict[str, str]:
@@ -265,7 +265,9 @@ async def test_a_cordon_and_a_wait_for_a_reset_outlive_a_killed_agent() -> None:
         lists = _record_lists(node)
         async with open_agent(node, *flags) as agent:
             uuids = [uuid_of(agent, index) for index in range(3)]
-            assert all([gpus[uuid] for uuid in uuids] == [(0, 100), (0, 100), (100, 0)] for gpus in lists.of(CORE))
+            assert all(
+                [gpus[key_of(uuid)] for uuid in uuids] == [(0, 100), (0, 100), (100, 0)] for gpus in lists.of(CORE)
+            )
             assert (await _cordon(node, "uncordon", "0"))[0] == 0
             code, out, _ = await _cordon(node, "uncordon", "1")
             assert code == 0 and "that wait is ended" in out

@@ -32,6 +32,7 @@ from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
 from gpushare_agent.kubelet.device_table import DeviceTable
 from gpushare_agent.kubelet.pod_resources import PodResourcesClient
@@ -170,11 +171,12 @@ def recorded_pods() -> dict[str, Pod]:
 @asynccontextmanager
 async def open_agent(directory: Path) -> AsyncIterator[Agent]:
     gpus = recorded_inventory()
+    ids = DeviceIds(gpu.uuid for gpu in gpus.gpus)
     store, cache, recorder, lists = PodStore(), AllocationCache(), Recorder(), RecordedLists()
     store.replace_all([])
     lister = Server([lists], codec=_Raw())
     await lister.start(path=str(directory / "pr.sock"))
-    client = PodResourcesClient(directory / "pr.sock")
+    client = PodResourcesClient(directory / "pr.sock", ids)
     gate = PodResourcesGate(client, clock=time.monotonic)
     refused = RefusedPods()
     identification = Identification(
@@ -207,7 +209,7 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         pods=store,
         names=NAMES,
         inventory=lambda: gpus,
-        records=KubeletCheckpoint(directory),
+        records=KubeletCheckpoint(directory, ids),
         prepare=nothing_to_prepare,
         observer=recorder,
         clock=time.monotonic,
@@ -215,7 +217,7 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
     servers, channels = [], {}
     for resource in (VCORE_RESOURCE, VMEMORY_RESOURCE):
         pre_start = starts.pre_start if resource == VCORE_RESOURCE else None
-        plugin = DevicePlugin(resource, DeviceTable(), admission, recorder, pre_start=pre_start)
+        plugin = DevicePlugin(resource, DeviceTable(), admission, recorder, ids, pre_start=pre_start)
         server = GrpcServer([plugin], decoders=FAST_DECODERS)
         path = directory / f"{len(servers)}.sock"
         await server.serve(bind_unix_socket(path, mode=0o600))

@@ -22,6 +22,7 @@ from gpushare_agent.kit.wire_scan import (
     scan_pod_entry,
     scan_single_pod,
 )
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.pod_resources import decode_pod_entry
 from gpushare_agent.kubelet.records import ListedContainer, ListedPod
 from gpushare_agent.wire import v1, v1beta1
@@ -67,7 +68,7 @@ LIST = st.lists(POD, max_size=3).map(lambda pods: v1.ListPodResourcesResponse(po
 
 
 def decode_all_pods(data: bytes) -> list[ListedPod]:
-    return [decode_pod_entry(body) for body in scan_pod_bodies(data, Fields())]
+    return [decode_pod_entry(body, DeviceIds()) for body in scan_pod_bodies(data, Fields())]
 
 
 DECODERS: list[Callable[[bytes], Any]] = [
@@ -87,7 +88,7 @@ def as_listed(pod: v1.PodResources) -> ListedPod:
     for container in pod.containers:
         devices: dict[str, frozenset[str]] = {}
         for entry in container.devices:
-            merged = devices.get(entry.resource_name, frozenset()) | frozenset(entry.device_ids)
+            merged = devices.get(entry.resource_name, frozenset()) | frozenset(DeviceIds().read(entry.device_ids))
             devices[entry.resource_name] = merged
         containers.append(ListedContainer(name=container.name, devices=devices))
     return ListedPod(namespace=pod.namespace, name=pod.name, containers=tuple(containers))
@@ -133,7 +134,11 @@ def test_a_get_answer_reads_as_the_generated_class_reads_it(pod: v1.PodResources
     """The one pod of a GetPodResourcesResponse has its names and its whole body."""
     entry = scan_single_pod(bytes(v1.GetPodResourcesResponse(pod_resources=pod)))
     assert entry is not None
-    assert (entry.namespace, entry.name, decode_pod_entry(entry.body)) == (pod.namespace, pod.name, as_listed(pod))
+    assert (entry.namespace, entry.name, decode_pod_entry(entry.body, DeviceIds())) == (
+        pod.namespace,
+        pod.name,
+        as_listed(pod),
+    )
 
 
 def test_a_get_answer_without_a_pod_is_none() -> None:
@@ -146,7 +151,8 @@ def test_only_the_named_resources_are_kept(pod: v1.PodResources, resource: str) 
     """With `resources` given, a container shows those resources and no others."""
     kept = decode_pod_containers(bytes(pod), {resource})
     for (_, devices), whole in zip(kept, as_listed(pod).containers, strict=True):
-        assert devices == {name: ids for name, ids in whole.devices.items() if name == resource}
+        read = {name: frozenset(DeviceIds().read(ids)) for name, ids in devices.items()}
+        assert read == {name: ids for name, ids in whole.devices.items() if name == resource}
 
 
 def _mutate(data: bytes, edits: list[tuple[int, int]], cut: int) -> bytes:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.kubelet.checkpoint import FILE_NAME, KubeletCheckpoint, read_checkpoint
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.errors import Corrupt, Unavailable
 from tests.support_deadline import DEADLINE_S
 
@@ -69,7 +70,7 @@ async def test_a_stalled_disk_is_unavailable(tmp_path: Path) -> None:
     """A pipe without a writer stands for it; what waits in it is let go at the end."""
     path = tmp_path / FILE_NAME
     os.mkfifo(path)
-    checkpoint = KubeletCheckpoint(tmp_path)
+    checkpoint = KubeletCheckpoint(tmp_path, DeviceIds())
     async with asyncio.timeout(DEADLINE_S):
         for reason in ("got no answer within 1 s", "an earlier call still hangs"):
             with pytest.raises(Unavailable, match=reason):

@@ -13,15 +13,19 @@ import pytest
 from grpclib import GRPCError, Status
 from grpclib.client import Channel
 
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
 from gpushare_agent.kubelet.device_table import DeviceRow, DeviceTable
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode
 from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.wire import v1beta1
 from tests.support_plugin import DEADLINE_S, FakeAdmission, RpcLog, serving
 
 RESOURCE = "example.com/cores"
-IDS = ["GPU-a::0", "GPU-a::1", "GPU-b::0"]
+IDS = ["a-0", "a-1", "b-0"]
+DEVICES = ["GPU-a::0", "GPU-a::1", "GPU-b::0"]
+"""What the handler is asked about."""
 EDITS = ContainerEdits(
     env=(("B", "2"), ("A", "1")),
     mounts=(ContainerMount(host_path="/h", container_path="/c", read_only=False),),
@@ -50,6 +54,7 @@ async def bench(*, pre_start_required: bool = True, call_timeout_s: float = DEAD
         table,
         admission,
         rpcs,
+        DeviceIds([GpuUuid("GPU-a"), GpuUuid("GPU-b")]),
         pre_start=admission.pre_start if pre_start_required else None,
         call_timeout_s=call_timeout_s,
     )
@@ -131,8 +136,8 @@ async def test_the_handlers_advice_is_the_preferred_allocation() -> None:
         answer = await b.stub.get_preferred_allocation(preferred_request(2, 1))
         assert [c.device_ids for c in answer.container_responses] == [IDS[:2], IDS[:1]]
         assert b.admission.calls.events == [
-            ("preferred", RESOURCE, IDS, IDS[:1], 2),
-            ("preferred", RESOURCE, IDS, IDS[:1], 1),
+            ("preferred", RESOURCE, DEVICES, DEVICES[:1], 2),
+            ("preferred", RESOURCE, DEVICES, DEVICES[:1], 1),
         ]
         assert b.rpcs.finished == [(RESOURCE, "GetPreferredAllocation", "OK")]
 
@@ -156,7 +161,7 @@ async def test_a_failing_or_slow_handler_gives_no_advice_but_no_error() -> None:
 async def test_an_allocate_answer_holds_everything_that_the_edits_say() -> None:
     """Environment, mounts, device nodes, annotations and CDI names of each container, in order of request."""
     async with bench() as b:
-        b.admission.allocate_answer = lambda ids: EDITS if ids == IDS[:1] else ContainerEdits()
+        b.admission.allocate_answer = lambda ids: EDITS if ids == DEVICES[:1] else ContainerEdits()
         answer = await b.stub.allocate(allocate_request(IDS[:1], IDS[1:]))
         full, empty = answer.container_responses
         assert full == v1beta1.ContainerAllocateResponse(
@@ -167,7 +172,7 @@ async def test_an_allocate_answer_holds_everything_that_the_edits_say() -> None:
             cdi_devices=[v1beta1.CdiDevice(name="vendor/class=id")],
         )
         assert empty == v1beta1.ContainerAllocateResponse()
-        assert b.admission.calls.events == [("allocate", RESOURCE, IDS[:1]), ("allocate", RESOURCE, IDS[1:])]
+        assert b.admission.calls.events == [("allocate", RESOURCE, DEVICES[:1]), ("allocate", RESOURCE, DEVICES[1:])]
         assert b.rpcs.finished == [(RESOURCE, "Allocate", "OK")]
 
 
@@ -213,7 +218,7 @@ async def test_one_refused_container_refuses_the_call() -> None:
     async with bench() as b:
         b.admission.allocate_answer = lambda ids: Refused(reason=RefusalReason.FRAGMENTED, detail="no")
         await error_of(b.stub.allocate(allocate_request(IDS[:1], IDS[1:])))
-        assert b.admission.calls.events == [("allocate", RESOURCE, IDS[:1])]
+        assert b.admission.calls.events == [("allocate", RESOURCE, DEVICES[:1])]
 
 
 async def test_an_endless_refusal_is_cut_to_what_a_header_can_carry() -> None:
@@ -253,8 +258,10 @@ async def test_an_abandoned_allocate_cancels_the_handler() -> None:
     """A caller that goes away does not leave a decision running."""
     async with bench() as b:
         b.admission.hangs = True
-        with pytest.raises(TimeoutError):
-            await b.stub.allocate(allocate_request(IDS), timeout=0.05)
+        async with asyncio.TaskGroup() as tasks:
+            abandoned = tasks.create_task(b.stub.allocate(allocate_request(IDS)))
+            await b.admission.calls.wait_for(("allocate", RESOURCE, DEVICES))
+            abandoned.cancel()
         b.admission.hangs = False
         await b.stub.allocate(allocate_request(IDS))
         assert [code for _, _, code in b.rpcs.finished] == ["CANCELLED", "OK"]
@@ -265,7 +272,7 @@ async def test_a_container_that_may_start_gets_an_empty_answer() -> None:
     async with bench() as b:
         answer = await b.stub.pre_start_container(v1beta1.PreStartContainerRequest(IDS))
         assert answer == v1beta1.PreStartContainerResponse()
-        assert b.admission.calls.events == [("pre_start", RESOURCE, IDS)]
+        assert b.admission.calls.events == [("pre_start", RESOURCE, DEVICES)]
 
 
 @pytest.mark.parametrize("method", ["GetPreferredAllocation", "Allocate", "PreStartContainer"])

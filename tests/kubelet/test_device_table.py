@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpushare_agent.admission.decisions.offered_devices import offered_ids
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_table import (
     MAX_LIST_BYTES,
     DeviceRow,
@@ -108,19 +110,25 @@ async def test_every_waiter_sees_the_newest_version_of_several_changes() -> None
     assert await table.wait_change(-1) == 2
 
 
+def rows_of(kind: ResourceKind, names: ResourceNames, *gpus: Gpu) -> list[DeviceRow]:
+    """Of a node that nobody uses yet."""
+    devices = offered_ids({one.uuid: names.units(one, kind) for one in gpus}, {})
+    return device_rows(inventory(*gpus), devices, DeviceIds(one.uuid for one in gpus))
+
+
 def test_vcore_ids_are_a_hundred_per_gpu_in_order_of_index() -> None:
-    """`<uuid>::0` to `<uuid>::99`, with the GPU's NUMA node and health on each."""
-    rows = device_rows(inventory(gpu(1, numa=0, health=Health.UNHEALTHY), gpu(0)), ResourceKind.VCORE, NAMES)
-    assert [row.id for row in rows[:2]] == [f"{gpu(0).uuid}::0", f"{gpu(0).uuid}::1"]
-    assert rows[-1] == DeviceRow(id=f"{gpu(1).uuid}::99", healthy=False, numa=0)
+    """`<key>-0` to `<key>-99`, with the GPU's NUMA node and health on each."""
+    rows = rows_of(ResourceKind.VCORE, NAMES, gpu(1, numa=0, health=Health.UNHEALTHY), gpu(0))
+    assert [row.id for row in rows[:2]] == ["00000000-0", "00000000-1"]
+    assert rows[-1] == DeviceRow(id="00000001-99", healthy=False, numa=0)
     assert len(rows) == 200
     assert {row.numa for row in rows[:100]} == {None}
 
 
 def test_vmemory_ids_count_whole_blocks_of_each_gpu() -> None:
     """A rest smaller than a block is not offered; GPUs may differ."""
-    rows = device_rows(inventory(gpu(0, memory_mib=1023), gpu(1, memory_mib=512)), ResourceKind.VMEMORY, NAMES)
-    assert [row.id.rpartition("::")[2] for row in rows] == ["0", "1", "2", "0", "1"]
+    rows = rows_of(ResourceKind.VMEMORY, NAMES, gpu(0, memory_mib=1023), gpu(1, memory_mib=512))
+    assert [row.id for row in rows] == [f"0000000{i}" for i in ("0-0", "0-1", "0-2", "1-0", "1-1")]
 
 
 @settings(deadline=None)
@@ -133,25 +141,25 @@ def test_the_computed_size_is_that_of_the_message_with_every_gpu_unhealthy(
 ) -> None:
     """ "Unhealthy" is the longer word: a list that fits so fits always."""
     gpus = [gpu(i, memory_mib=m, numa=n, health=Health.UNHEALTHY) for i, (m, n) in enumerate(shapes)]
-    table = DeviceTable(device_rows(inventory(*gpus), ResourceKind.VMEMORY, ResourceNames(memory_block_mib=block_mib)))
+    table = DeviceTable(rows_of(ResourceKind.VMEMORY, ResourceNames(memory_block_mib=block_mib), *gpus))
     assert vmemory_list_bytes(gpus, block_mib) == len(table.encode())
 
 
 def test_a_list_over_4_mib_is_refused_with_the_smallest_block_that_works() -> None:
     """The size named in the text passes the check, half of it does not."""
     gpus = [gpu(i, memory_mib=81920, numa=0) for i in range(16)]
-    with pytest.raises(StartupError, match=r"blocks of 1 MiB.*memory_block_mib\) to 32 MiB or more"):
+    with pytest.raises(StartupError, match=r"blocks of 1 MiB.*memory_block_mib\) to 16 MiB or more"):
         check_size(inventory(*gpus), "example.com/memory", 1)
-    assert smallest_block_mib(gpus) == 32
-    check_size(inventory(*gpus), "example.com/memory", 32)
+    assert smallest_block_mib(gpus) == 16
+    check_size(inventory(*gpus), "example.com/memory", 16)
     with pytest.raises(StartupError):
-        check_size(inventory(*gpus), "example.com/memory", 16)
-    table = DeviceTable(device_rows(inventory(*gpus), ResourceKind.VMEMORY, ResourceNames(memory_block_mib=32)))
+        check_size(inventory(*gpus), "example.com/memory", 8)
+    table = DeviceTable(rows_of(ResourceKind.VMEMORY, ResourceNames(memory_block_mib=16), *gpus))
     assert len(table.encode()) <= MAX_LIST_BYTES
 
 
 def test_no_gpus_make_an_empty_list_of_any_block_size() -> None:
     """A node whose driver found nothing serves zero devices."""
-    assert device_rows(inventory(), ResourceKind.VMEMORY, ResourceNames(memory_block_mib=1)) == []
+    assert rows_of(ResourceKind.VMEMORY, ResourceNames(memory_block_mib=1)) == []
     check_size(inventory(), "example.com/memory", 1)
     assert smallest_block_mib([]) == 1

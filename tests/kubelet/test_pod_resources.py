@@ -14,6 +14,7 @@ from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 from grpclib.server import Server, Stream
 
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.pod_resources import PodResourcesClient
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
@@ -57,7 +58,7 @@ async def serving(directory: Path, scripted: Scripted) -> AsyncIterator[PodResou
     server = Server([scripted], codec=RawCodec())  # type: ignore[arg-type]
     path = directory / "pr.sock"
     await server.start(path=str(path))
-    client = PodResourcesClient(path)
+    client = PodResourcesClient(path, DeviceIds())
     try:
         yield client
     finally:
@@ -128,7 +129,7 @@ async def test_the_rate_limit_is_waited_out(short_dir: Path) -> None:
 
 async def test_an_absent_or_stalling_server_is_unavailable(short_dir: Path) -> None:
     """Bounded, and the text names the socket."""
-    client = PodResourcesClient(short_dir / "none.sock")
+    client = PodResourcesClient(short_dir / "none.sock", DeviceIds())
     with pytest.raises(Unavailable, match=r"none\.sock"):
         await client.list_entries(timeout_s=DEADLINE_S)
 

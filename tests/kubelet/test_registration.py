@@ -17,6 +17,7 @@ import pytest
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.supervision import stop_task
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_plugin import DevicePlugin
 from gpushare_agent.kubelet.device_table import DeviceRow, DeviceTable
 from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
@@ -49,7 +50,7 @@ async def agent(directory: Path, *, poll_s: float = NEVER_S, backoff: Backoff = 
         PluginEndpoint(
             device_plugin_path=directory,
             socket_name=socket_name,
-            plugin=DevicePlugin(name, tables[name], handler, RpcLog(), pre_start=handler.pre_start),
+            plugin=DevicePlugin(name, tables[name], handler, RpcLog(), DeviceIds(), pre_start=handler.pre_start),
         )
         for name, socket_name in SOCKETS.items()
     ]
@@ -273,7 +274,7 @@ async def test_an_endpoint_whose_path_a_successor_took_leaves_it_at_stop() -> No
             PluginEndpoint(
                 device_plugin_path=directory,
                 socket_name="s.sock",
-                plugin=DevicePlugin(CORES, DeviceTable(), FakeAdmission(), RpcLog()),
+                plugin=DevicePlugin(CORES, DeviceTable(), FakeAdmission(), RpcLog(), DeviceIds()),
             )
             for _ in range(2)
         )

@@ -21,7 +21,7 @@ from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.sandbox.gpu_faults import GpuFaults, Healed
 from tests.support_agent import open_agent
 from tests.support_containers import needs_processes
-from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod, wait_allocatable, wait_phase
+from tests.support_sandbox import CORE, MEMORY, container, key_of, open_test_node, pod, wait_allocatable, wait_phase
 from tests.support_sandbox_cli import DEADLINE_S, document_of, live, read_until, sandbox
 
 
@@ -153,21 +153,21 @@ async def test_a_lost_gpu_leaves_the_node_and_new_pods_go_elsewhere(gpu: int) ->
     """Allocatable drops by that GPU alone, its pod runs on, and the next pod gets another GPU."""
     async with open_test_node() as node, open_agent(node, "--cards=3", *QUICK) as agent:
         faults = GpuFaults(node.paths.faults, 3)
-        uuids = [c.uuid for c in agent.parts.state.inventory.current.gpus]
+        keys = [key_of(c.uuid) for c in agent.parts.state.inventory.current.gpus]
         for name in ("first", "second") if gpu == 1 else ("second",):
             node.api.create_pod(pod(name, container("main", cores=60, blocks=8)))
             await wait_phase(node, name, "Running")
         [held] = [r.ids for r in node.kubelet.active_records() if r.resource == CORE and _is_of(node, r, "second")]
-        assert {name.partition("::")[0] for name in held} == {uuids[gpu]}
+        assert {name.rpartition("-")[0] for name in held} == {keys[gpu]}
         faults.lose(gpu)
         await wait_allocatable(node, CORE, 200)
         await wait_allocatable(node, MEMORY, 192)
-        assert not any(ok for name, ok in node.kubelet.devices(CORE).items() if name.startswith(uuids[gpu]))
-        assert all(ok for name, ok in node.kubelet.devices(CORE).items() if not name.startswith(uuids[gpu]))
+        assert not any(ok for name, ok in node.kubelet.devices(CORE).items() if name.startswith(keys[gpu]))
+        assert all(ok for name, ok in node.kubelet.devices(CORE).items() if not name.startswith(keys[gpu]))
         node.api.create_pod(pod("next", container("main", cores=30, blocks=8)))
         await wait_phase(node, "next", "Running")
         [given] = [r.ids for r in node.kubelet.active_records() if r.resource == CORE and _is_of(node, r, "next")]
-        assert uuids[gpu] not in {name.partition("::")[0] for name in given}
+        assert keys[gpu] not in {name.rpartition("-")[0] for name in given}
         assert node.api.pod("default", "second")["status"]["phase"] == "Running"
         faults.heal(gpu)
         await wait_allocatable(node, CORE, 300)

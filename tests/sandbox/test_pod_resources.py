@@ -46,8 +46,8 @@ async def test_each_id_has_an_entry_of_its_own_with_its_topology() -> None:
             await wait_phase(node, "p", "Running")
             entries = (await stub.list()).pod_resources[0].containers[0].devices
     assert sorted((e.resource_name, e.device_ids) for e in entries) == [
-        *((CORE, [f"a::{n}"]) for n in range(3)),
-        *((MEMORY, [f"a::{n}"]) for n in range(2)),
+        *((CORE, [f"a-{n}"]) for n in range(3)),
+        *((MEMORY, [f"a-{n}"]) for n in range(2)),
     ]
     nodes = {e.resource_name: e.topology for e in entries}
     assert nodes == {CORE: v1.TopologyInfo(nodes=[v1.NumaNode(id=1)]), MEMORY: None}

@@ -1,5 +1,6 @@
-"""Which device IDs are reported Unhealthy though their GPU is healthy: those that exceed the GPU's free memory, those whose
-capacity is lent to a share that has grown, and shares while the daemon that they need is down. Pure.
+"""Which device IDs a GPU has, and which of them are reported Unhealthy though their GPU is healthy: those that exceed the
+GPU's free memory, those whose capacity is lent to a share that has grown, and shares while the daemon that they need is
+down. Pure.
 
 An allocated ID is not withheld for want of memory: its container keeps running.
 """
@@ -9,24 +10,53 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, device_id
+from gpushare_agent.model.names import DeviceId, GpuUuid, device_id, has_kubelet_text, split_device_id
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement import GpuAccount
 
 Holders = Mapping[ResourceKind, Mapping[DeviceId, frozenset[ContainerKey]]]
 
 
+def offered_ids(
+    units: Mapping[GpuUuid, int], holders: Mapping[DeviceId, frozenset[ContainerKey]]
+) -> dict[GpuUuid, list[DeviceId]]:
+    """The IDs of one resource by GPU: as many as it has units, by number.
+
+    A number that a container holds under an earlier text is offered under that text alone, until the container ends. Where
+    containers hold it under both, a free one is left out for it.
+    """
+    found = {gpu: [device_id(gpu, number) for number in range(count)] for gpu, count in units.items()}
+    if not has_kubelet_text(holders):
+        return found
+    earlier: dict[GpuUuid, dict[int, list[DeviceId]]] = {}
+    for device in holders:
+        if has_kubelet_text((device,)) and (split := split_device_id(device)) is not None and split[0] in units:
+            earlier.setdefault(split[0], {}).setdefault(split[1], []).append(device)
+    for gpu, by_number in earlier.items():
+        held = [device for devices in by_number.values() for device in devices]
+        held += [device for device in found[gpu] if device in holders]
+        free = [device for number, device in enumerate(found[gpu]) if number not in by_number and device not in holders]
+        found[gpu] = sorted([*held, *free[: max(0, units[gpu] - len(held))]], key=_by_number)
+    return found
+
+
+def _by_number(device: DeviceId) -> tuple[int, str]:
+    split = split_device_id(device)
+    return (split[1] if split is not None else 0, device)
+
+
 def withheld(
     kind: ResourceKind,
     gpus: Sequence[GpuAccount],
+    ids: Mapping[GpuUuid, Sequence[DeviceId]],
     holders: Holders,
     names: ResourceNames,
     *,
     no_shares: bool,
     lent: Mapping[GpuUuid, int],
 ) -> frozenset[DeviceId]:
-    """IDs of one resource. `lent` are units of it that are booked beyond a GPU's allocated IDs. Whole GPUs need no memory
-    IDs: with `no_shares` all of those are withheld, and no cores.
+    """Of the `ids` of one resource. `lent` are units of it that are booked beyond a GPU's allocated IDs. Whole GPUs need no
+    memory IDs: with `no_shares` all of those are withheld, and no cores.
 
     vmemory IDs are counters, so where a GPU has too few free ones of its own name, free ones of other names stand for them.
     """
@@ -38,7 +68,7 @@ def withheld(
     unbacked = 0
     left: list[DeviceId] = []
     for gpu in gpus:
-        own = [device_id(gpu.uuid, number) for number in range(_units(kind, gpu))]
+        own = ids[gpu.uuid]
         if no_shares and kind is not ResourceKind.VCORE:
             found.update(own)
             continue
@@ -54,13 +84,3 @@ def withheld(
     if kind is ResourceKind.VMEMORY and lent:
         found.update(left[max(0, len(left) - unbacked) :])
     return frozenset(found)
-
-
-def _units(kind: ResourceKind, gpu: GpuAccount) -> int:
-    match kind:
-        case ResourceKind.VCORE:
-            return CORES_PER_GPU
-        case ResourceKind.VMEMORY:
-            return gpu.total_blocks
-        case ResourceKind.GPU_MEM:
-            return gpu.total_units

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gpushare_agent.isolation.decisions.vcuda import VDEVICE_DIRECTORY
+from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
@@ -54,8 +55,14 @@ class ReportedNode:
 
 def gpus_of(ids: Iterable[str], gpus: Sequence[Gpu]) -> list[Gpu]:
     """The GPUs that these IDs name, by index."""
-    uuids = {parts[0] for parts in map(split_device_id, ids) if parts is not None}
+    uuids = set(_uuids_of(ids, gpus))
     return [gpu for gpu in gpus if gpu.uuid in uuids]
+
+
+def _uuids_of(ids: Iterable[str], gpus: Sequence[Gpu]) -> list[GpuUuid]:
+    """The GPU of each ID as the kubelet has it."""
+    devices = DeviceIds(gpu.uuid for gpu in gpus).read(list(ids))
+    return [parts[0] for parts in map(split_device_id, devices) if parts is not None]
 
 
 def report(*shown: ReportedNode) -> dict[str, Any]:
@@ -102,9 +109,9 @@ def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
 def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
     """As the kubelet has it; nothing of GPUs that no agent offers."""
     health: dict[GpuUuid, str] = {}
-    for device, is_healthy in shown.node.kubelet.devices(shown.vcore).items():
-        if (parts := split_device_id(device)) is not None:
-            health[parts[0]] = HEALTHY if is_healthy and health.get(parts[0]) != _UNHEALTHY else _UNHEALTHY
+    devices = shown.node.kubelet.devices(shown.vcore)
+    for uuid, is_healthy in zip(_uuids_of(devices, shown.gpus), devices.values(), strict=True):
+        health[uuid] = HEALTHY if is_healthy and health.get(uuid) != _UNHEALTHY else _UNHEALTHY
     return health
 
 
@@ -135,9 +142,7 @@ def _use(shown: ReportedNode) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int], d
         for position, block in enumerate(sorted(by_resource.get(shown.vmemory, set()) - set(charged))):
             if gpus:
                 charged[block] = gpus[position % len(gpus)].uuid
-    cores, units = (
-        [parts[0] for parts in map(split_device_id, used) if parts is not None] for used in (used_cores, used_units)
-    )
+    cores, units = (_uuids_of(used, shown.gpus) for used in (used_cores, used_units))
     return _counted(cores), _counted(charged.values()), _counted(units), whole
 
 

@@ -1,0 +1,86 @@
+"""Which device IDs each GPU has for the kubelet, while containers hold some as an earlier agent named them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.offered_devices import offered_ids
+from gpushare_agent.admission.device_tables import DeviceTables
+from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid, device_id, device_id_as, split_device_id
+from gpushare_agent.model.resources import ResourceKind
+from tests.support_core import NAMES, allocation, container, inventory, pod
+from tests.support_sandbox import key_of
+
+GPU = GpuUuid("GPU-0")
+UNITS = 6
+HOLDER = frozenset({ContainerKey(PodUid("uid"), "main")})
+HELD = st.sets(st.tuples(st.integers(0, UNITS - 1), st.booleans()), max_size=UNITS)
+
+
+@given(HELD)
+def test_a_gpu_has_as_many_ids_as_units_whatever_containers_hold(held: set[tuple[int, bool]]) -> None:
+    """What is held is there under the text that its container has, and no free number goes out under a second one."""
+    devices = {_device(number, is_earlier) for number, is_earlier in held}
+    offered = offered_ids({GPU: UNITS}, dict.fromkeys(devices, HOLDER))[GPU]
+    free = [device for device in offered if device not in devices]
+    assert devices <= set(offered)
+    assert len(offered) == len(set(offered)) == UNITS
+    assert not {split_device_id(device) for device in free} & {split_device_id(device) for device in devices}
+    assert all(
+        device == device_id(GPU, number) for device in free for _, number in [split_device_id(device) or (GPU, -1)]
+    )
+
+
+def _device(number: int, is_earlier: bool) -> DeviceId:
+    return device_id_as(GPU, number, f"{GPU}::{number}") if is_earlier else device_id(GPU, number)
+
+
+async def test_the_table_takes_the_new_text_when_the_container_ends() -> None:
+    """Until then it has the old one, and it alone, also when it is allocated anew."""
+    gpus = inventory(1)
+    uuid, ids, cache = gpus.gpus[0].uuid, DeviceIds(), AllocationCache()
+    tables = DeviceTables(names=NAMES, inventory=lambda: gpus, cache=cache, ids=ids, no_shares=lambda: False)
+    cache.subscribe(tables.allocation_changed)
+    tables.refresh()
+    old = ids.read([f"{uuid}::{n}" for n in range(3)])
+    share = replace(allocation(pod("old", container(cores=3)), "main", [], []), vcore_ids=frozenset(old), gpus=(uuid,))
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(tables.run())
+        cache.put(share)
+        await _listed(tables, [f"{uuid}::{n}" for n in range(3)] + [f"{key_of(uuid)}-{n}" for n in range(3, 100)])
+        cache.release(share.key)
+        await _listed(tables, [f"{key_of(uuid)}-{n}" for n in range(100)])
+        running.cancel()
+
+
+async def _listed(tables: DeviceTables, texts: list[str]) -> None:
+    table = tables.tables[ResourceKind.VCORE]
+    async with asyncio.timeout(10):
+        while [row.id for row in table.devices] != texts:
+            await table.wait_change(table.version)
+
+
+def test_what_containers_hold_of_a_gpu_is_charged_to_it_once_the_driver_shows_it() -> None:
+    """An agent that started while the GPU was away knows the IDs, not the GPU."""
+    both = inventory(2)
+    away = replace(both, gpus=both.gpus[:1])
+    shown, ids, cache = [away], DeviceIds(), AllocationCache()
+    uuid = both.gpus[1].uuid
+    tables = DeviceTables(names=NAMES, inventory=lambda: shown[-1], cache=cache, ids=ids, no_shares=lambda: False)
+    tables.refresh()
+    devices = ids.read([f"{key_of(uuid)}-{n}" for n in range(30)])
+    share = allocation(
+        pod("a", container(cores=30, blocks=4)), "main", [], [f"{away.gpus[0].uuid}::{n}" for n in range(4)]
+    )
+    cache.put(replace(share, vcore_ids=frozenset(devices), gpus=(GpuUuid(key_of(uuid)),)))
+    shown.append(both)
+    tables.refresh()
+    assert (cache.used_cores(), cache.used_blocks()) == ({uuid: 30}, {uuid: 4})
+    assert next(iter(cache)).gpus == (uuid,)
