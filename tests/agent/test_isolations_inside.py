@@ -285,7 +285,7 @@ async def test_where_every_share_needs_the_library_the_kubelet_sees_no_memory() 
         host.library.unlink()
         async with open_agent(node, "--isolation=hami-core", *host.flags, wait=False) as agent:
             await wait_until(node, lambda: node.kubelet.capacity().get(CORE, (0, 0))[1] > 0, "cores")
-            assert node.kubelet.capacity()[MEMORY][1] == 0
+            await wait_until(node, lambda: node.kubelet.capacity()[MEMORY][1] == 0, "no memory without the library")
             fake_library(host.library)
             await agent.parts.isolation.watches[IsolationName.HAMI_CORE].poll()
             await wait_until(node, lambda: node.kubelet.capacity()[MEMORY][1] > 0, "memory once the library is there")

@@ -45,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--scheduler-image", help="a kube-scheduler; default: registry.k8s.io's of the cluster's version")
     group.addoption("--runtime-class", help="of pods with a share, such as nvidia")
     group.addoption("--replace-installed", action="store_true", help="remove what an earlier run left, and go on")
+    group.addoption("--endurance", type=float, default=0, help="MINUTES that tests/e2e/test_endurance.py takes")
     for name, text in HOOKS.items():
         group.addoption(f"--{name}", help=text)
 

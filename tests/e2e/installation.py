@@ -136,12 +136,7 @@ class Installation:
         """The name of the agent's pod that is ready."""
 
         def poll() -> str | None:
-            for name, pod in self.agents().items():
-                conditions = pod["status"].get("conditions", [])
-                ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
-                if ready and "deletionTimestamp" not in pod["metadata"]:
-                    return name
-            return None
+            return next((name for name, pod in self.agents().items() if is_ready(pod)), None)
 
         return self.cluster.wait_for("an agent that is ready", poll)
 
@@ -204,6 +199,13 @@ class Installation:
             gpus = found.setdefault(entry["PodUID"], {}).setdefault(entry["ResourceName"], [])
             gpus += [one[0] if one else "" for one in split]
         return found
+
+
+def is_ready(pod: Object) -> bool:
+    """And not on its way out."""
+    conditions = pod["status"].get("conditions", [])
+    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+    return ready and "deletionTimestamp" not in pod["metadata"]
 
 
 def take_off_node(cluster: Cluster) -> None:

@@ -313,14 +313,17 @@ async def test_a_second_registration_takes_over_and_the_first_is_not_used_again(
         await wait_allocatable(node, FOO, 10)
 
 
-async def test_the_end_of_a_replaced_plugin_changes_nothing() -> None:
-    """The first stream ends after the second registration: the second one's devices stay."""
+async def test_the_end_of_a_replaced_plugin_disconnects_the_one_that_serves() -> None:
+    """The kubelet finds the stream's client by the resource's name: the newest. It serves once it has registered again."""
     async with open_test_node() as node, AsyncExitStack() as until_replaced:
-        first = await until_replaced.enter_async_context(open_plugin(node, foo_plugin(10), "one.sock"))
-        async with open_plugin(node, foo_plugin(4), "two.sock"):
+        await until_replaced.enter_async_context(open_plugin(node, foo_plugin(10), "one.sock"))
+        async with open_plugin(node, foo_plugin(4), "two.sock") as second:
             await until_replaced.aclose()
             async with asyncio.timeout(DEADLINE_S):
-                await first.streams_ended.wait()
+                await second.streams_ended.wait()
+            await wait_allocatable(node, FOO, 0)
+            await register(node, second, "two.sock")
+            await wait_allocatable(node, FOO, 4)
             node.api.create_pod(pod("p", foo(count=4)))
             await wait_phase(node, "p", "Running")
 
