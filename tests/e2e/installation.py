@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.model.names import split_device_id
+from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.model.names import GpuUuid, split_device_id
 from tests.e2e.cluster import CORE, DEADLINE_S, MEMORY, Cluster, KubectlError, Object
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
@@ -191,10 +192,11 @@ class Installation:
         entries of pods that have ended until the next Allocate."""
         uids = {pod["metadata"]["uid"] for pod in pods}
         found: dict[str, dict[str, list[str]]] = {}
+        read = DeviceIds(GpuUuid(gpu["uuid"]) for gpu in self.view()["cards"]).read
         for entry in json.loads(self.exec("cat", CHECKPOINT))["Data"]["PodDeviceEntries"] or []:
             if entry["PodUID"] not in uids:
                 continue
-            ids = [one for of_numa in entry["DeviceIDs"].values() for one in of_numa]
+            ids = read([one for of_numa in entry["DeviceIDs"].values() for one in of_numa])
             split = [split_device_id(one) for one in ids]
             gpus = found.setdefault(entry["PodUID"], {}).setdefault(entry["ResourceName"], [])
             gpus += [one[0] if one else "" for one in split]
