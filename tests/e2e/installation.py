@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from gpushare_agent.model.names import GpuUuid, split_device_id
 from tests.e2e.cluster import CORE, DEADLINE_S, MEMORY, Cluster, KubectlError, Object
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
+UNINSTALL = MANIFESTS.parent / "docs/guide/uninstall.md"
 SYSTEM = "gpushare-system"
 NODE_LABEL = "nvidia-device-enable"
 LABEL = "app.kubernetes.io/name=gpushare-agent"
@@ -217,9 +219,8 @@ def take_off_node(cluster: Cluster) -> None:
     written = cluster.node_object()["metadata"].get("annotations", {})
     if labels := written.get("gpushare-agent/labels"):
         cluster.run("label", "node", cluster.node, *(f"{label}-" for label in labels.split(",")))
-    ours = [name for name in written if name.startswith("gpushare-agent/")]
-    if ours:
-        cluster.run("annotate", "node", cluster.node, *(f"{name}-" for name in ours))
+    (line,) = re.findall(r"kubectl annotate node NODE (.*)", UNINSTALL.read_text(encoding="utf-8"))
+    cluster.run("annotate", "node", cluster.node, *line.split())
 
 
 def found_installed(cluster: Cluster) -> str:

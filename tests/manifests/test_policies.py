@@ -164,9 +164,16 @@ class Policy:
         )
 
     def judge(
-        self, raw: dict[str, Any], *, old: dict[str, Any] | None = None, user: str = TENANT, may_resize: bool = False
+        self,
+        raw: dict[str, Any],
+        *,
+        old: dict[str, Any] | None = None,
+        user: str = TENANT,
+        groups: tuple[str, ...] = ("system:authenticated",),
+        may_resize: bool = False,
     ) -> Verdict:
-        known = {"object": raw, "oldObject": old, "request": {"userInfo": {"username": user}}, "variables": {}}
+        user_info = {"username": user, "groups": list(groups)}
+        known = {"object": raw, "oldObject": old, "request": {"userInfo": user_info}, "variables": {}}
         if not all(self._is_true(condition["expression"], known) for condition in self._spec["matchConditions"]):
             return Verdict(is_matched=False)
         for variable in self._spec["variables"]:
@@ -264,6 +271,16 @@ def test_a_pod_with_a_share_goes_to_the_second_scheduler() -> None:
     assert policy.judge(pod(asks=asks)).denials
     assert policy.judge(pod(asks=asks, schedulerName=name)) == Verdict(is_matched=False)
     assert policy.judge(pod(schedulerName="default-scheduler")) == Verdict(is_matched=True)
+
+
+@pytest.mark.parametrize("path", [NODE_NAME, SCHEDULER_NAME])
+def test_a_kubelet_may_create_the_mirror_pod_of_a_static_pod_with_a_share(path: str) -> None:
+    """It names its node and the default scheduler, and it runs already; a tenant's pod that pretends to be one is denied."""
+    annotations = {"kubernetes.io/config.mirror": "0123456789abcdef"}
+    mirror = pod(annotations, asks="tencent.com/vcuda-core", nodeName="a-node", schedulerName="default-scheduler")
+    kubelet = Policy(path).judge(mirror, user="system:node:a-node", groups=("system:nodes", "system:authenticated"))
+    assert kubelet == Verdict(is_matched=False)
+    assert Policy(path).judge(mirror).denials
 
 
 def test_the_size_of_a_share_is_written_by_those_with_the_right_to() -> None:
