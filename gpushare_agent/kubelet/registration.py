@@ -193,7 +193,7 @@ class ResourceRegistrar:
         self._failures = 0
         self._failure = ReportOnce()
         self._wake = asyncio.Event()
-        self._attempt: asyncio.Timeout | None = None
+        self._attempt: asyncio.Task[Unavailable | Rejected | None] | None = None
         endpoint.plugin.on_streams_changed = self._streams_changed
 
     @property
@@ -267,9 +267,31 @@ class ResourceRegistrar:
         await asyncio.sleep(pause_s)
 
     async def _register(self, kubelet: FileIdentity) -> None:
+        """The call has a task of its own, which `_interrupt` cancels. When it moved a timeout of this task to now instead, a
+        restart of the kubelet ended this task as cancelled, which no TaskGroup reports (seen with Python 3.11.2)."""
         self.registered_with = None
         try:
-            async with asyncio.timeout(REGISTER_TIMEOUT_S) as self._attempt:
+            async with asyncio.TaskGroup() as group:
+                self._attempt = attempt = group.create_task(self._try_call(), name=f"call-{self.endpoint.resource}")
+        finally:
+            self._attempt = None
+        if attempt.cancelled():
+            raise Unavailable(
+                f"registering {self.endpoint.resource} was broken off, for the kubelet or our socket changed meanwhile; "
+                "it is tried again"
+            )
+        if (error := attempt.result()) is not None:
+            raise error
+        self.registered_with, self._registered_at = kubelet, _now()
+        self._stream_due_at = self._registered_at + _FIRST_STREAM_S
+        self._failure.is_over()
+        log.info("device_plugin_registered", resource=self.endpoint.resource, kubelet=str(self._kubelet_socket))
+        self._on_registered(self.endpoint.resource, kubelet)
+
+    async def _try_call(self) -> Unavailable | Rejected | None:
+        """Why it failed."""
+        try:
+            async with asyncio.timeout(REGISTER_TIMEOUT_S):
                 await self._call(
                     self._kubelet_socket,
                     endpoint=self.endpoint.socket_name,
@@ -277,18 +299,11 @@ class ResourceRegistrar:
                     options=self.endpoint.plugin.options,
                     timeout_s=REGISTER_TIMEOUT_S,
                 )
-        except TimeoutError as e:
-            raise Unavailable(
-                f"registering {self.endpoint.resource} took too long, or the kubelet or our socket changed meanwhile; "
-                "it is tried again"
-            ) from e
-        finally:
-            self._attempt = None
-        self.registered_with, self._registered_at = kubelet, _now()
-        self._stream_due_at = self._registered_at + _FIRST_STREAM_S
-        self._failure.is_over()
-        log.info("device_plugin_registered", resource=self.endpoint.resource, kubelet=str(self._kubelet_socket))
-        self._on_registered(self.endpoint.resource, kubelet)
+        except TimeoutError:
+            return Unavailable(f"registering {self.endpoint.resource} took too long; it is tried again")
+        except (Unavailable, Rejected) as e:
+            return e
+        return None
 
     def _failed(self, error: Exception) -> float:
         pause_s = self._next_pause_s()
@@ -317,8 +332,8 @@ class ResourceRegistrar:
     def _interrupt(self) -> None:
         """Wakes the loop, also out of a Register whose kubelet or socket is no longer there."""
         self._wake.set()
-        if self._attempt is not None and not self._attempt.expired():
-            self._attempt.reschedule(_now())
+        if self._attempt is not None:
+            self._attempt.cancel()
 
 
 def _now() -> float:
