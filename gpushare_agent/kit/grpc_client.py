@@ -128,9 +128,26 @@ class UnixChannel(Channel):
 
 
 @contextmanager
-def _errors_renamed() -> Iterator[None]:
+def _cancellations_undone() -> Iterator[None]:
+    """grpclib interrupts a call by a cancellation of the caller's task, and does not take it back when it raises its error
+    instead. A timeout of that task that expires later would then end the task as cancelled, in silence (Python 3.11.2)."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
     try:
         yield
+    except asyncio.CancelledError:
+        raise
+    except BaseException:
+        while task is not None and task.cancelling() > before:
+            task.uncancel()
+        raise
+
+
+@contextmanager
+def _errors_renamed() -> Iterator[None]:
+    try:
+        with _cancellations_undone():
+            yield
     except GRPCError as e:
         raise RpcFailed(e.status, e.message or "", is_answer=True) from e
     except TimeoutError as e:

@@ -96,6 +96,25 @@ async def test_an_absent_socket_and_a_deadline_are_no_answers(short_dir: Path) -
             channel.close()
 
 
+async def test_a_call_that_is_interrupted_leaves_no_cancellation_in_its_task() -> None:
+    """Neither by its deadline nor by a peer that closes the connection: the task's own timeouts would misread it."""
+
+    async def close(request: bytes) -> bytes:
+        channel.close()
+        await asyncio.Event().wait()
+        return b""
+
+    task = asyncio.current_task()
+    assert task is not None
+    async with serving(Echo(close)) as path:
+        channel = UnixChannel(path)
+        for _attempt in range(2):
+            with pytest.raises(RpcFailed):
+                await channel.unary(METHOD, b"", bytes, timeout_s=0.2)
+            assert task.cancelling() == 0
+        channel.close()
+
+
 async def test_a_peer_that_ends_before_it_takes_the_connection_is_no_answer(short_dir: Path) -> None:
     """UNAVAILABLE: a kubelet that ends between our connect and our first byte, which then cannot be written."""
     with socket.socket(socket.AF_UNIX) as listener:
