@@ -34,7 +34,7 @@ def _without_rejection(cluster: Cluster, installed: Installation, namespace: str
     cluster.wait_phase(namespace, *names)
     ledger = installed.wait_ledger(namespace, PODS)
     assert {(cores, len(gpus)) for cores, _, gpus in ledger.values()} == {(5, 1)}
-    assert len(_agents(cluster)) == 1
+    cluster.wait_for("the end of the agent that handed over", lambda: len(_agents(cluster)) == 1)
 
 
 @pytest.mark.smoke
