@@ -11,8 +11,9 @@ PodResources and into their checkpoint, so an ID is as short as it can be:
   does not inherit its IDs. (One in 500 million does, for each of eight GPUs, by beginning alike.)
 - A GPU that the driver shows later, or again, is known by the IDs that its containers hold (`add_gpus`).
 
-Agents up to 2.0.0a1 wrote `<GPU UUID>::<n>`. The kubelet counts by ID, so one that a container holds is listed as the
-container holds it until it ends, and the others in the present form. Two texts are two devices to the kubelet, and here.
+Agents from before the release of 2.0.0a1 wrote `<GPU UUID>::<n>`. The kubelet counts by ID, so one that a container holds is
+listed as the container holds it until it ends, and the others in the present form. Two texts are two devices to the kubelet,
+and here.
 """
 
 from __future__ import annotations
