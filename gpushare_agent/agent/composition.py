@@ -20,6 +20,7 @@ from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.observer import GpuHealthObserver
+from gpushare_agent.kubelet.device_table import status_bytes
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.isolation import IsolationName
@@ -116,7 +117,9 @@ class _Subscriptions:
     def _gpus_changed(self, inventory: GpuInventory) -> None:
         self._health.inventory_changed(inventory)
         self._gpus.writer.inventory_changed(inventory)
-        self._state.metrics.know_gpus([gpu.uuid for gpu in inventory.gpus])
+        self._state.metrics.know_gpus(
+            [gpu.uuid for gpu in inventory.gpus], status_bytes(inventory.gpus, self._state.names)
+        )
         self._kubelet.tables.refresh()
         self._kubelet.resizing.changed()
         self._isolation.changed()

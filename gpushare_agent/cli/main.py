@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+import structlog
+
 from gpushare_agent.cli.command_line import (
     ALL_SETTINGS,
     COMPLETION_VARIABLE,
@@ -23,6 +25,9 @@ from gpushare_agent.cli.command_line import (
 )
 from gpushare_agent.cli.node_commands import NODE_COMMANDS
 from gpushare_agent.cli.view_commands import view_commands
+from gpushare_agent.settings.foreign_variables import foreign_variables
+
+log = structlog.get_logger(__name__)
 
 _RESOURCE_SETTINGS = ("resources", "gpushare", "placement")
 
@@ -39,6 +44,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 
 def _run(call: Invocation) -> int:
     settings = call.settings()
+    for name, instead in foreign_variables(call.environ).items():
+        log.warning("variable_without_effect", variable=name, instead=instead)
     from gpushare_agent.agent.agent import run as run_agent
 
     return run_app(run_agent(settings, reload=call.settings))

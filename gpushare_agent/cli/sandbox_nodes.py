@@ -74,7 +74,9 @@ async def build_node(
 ) -> RunningNode:
     """The node's parts, not yet running. `flags` are those of the command line; they win over the sandbox's own, except for
     the name, and for a port that the first node has."""
-    own = (f"--node-name={node.name}", f"--debug.port={debug_port(flags, is_first=is_first)}")
+    own = [f"--node-name={node.name}", f"--debug.port={debug_port(flags, is_first=is_first)}"]
+    if load_settings(flags, os.environ).settings.web.port == 0:
+        own.append(f"--web.port={free_port()}")  # can be printed, and stays over restarts of the agent
     arguments = [*node.agent_arguments(), *named_isolation(flags), *flags, *own]
     settings = load_settings(arguments, os.environ).settings
     resources, names = settings.resources, resource_names(settings)

@@ -25,9 +25,10 @@ MAX_LIST_BYTES = 4 * 1024 * 1024 - 1024
 """The kubelet's gRPC client takes 4 MiB (measured: RESOURCE_EXHAUSTED above); a little is left for the framing."""
 STATUS_ENTRY_BYTES = len('{"resourceID":"","health":"Healthy"},')
 """Of a device ID in `status.containerStatuses[].allocatedResourcesStatus` (measured on 1.36), without the ID."""
-MAX_STATUS_BYTES = 256 * 1024
+MAX_STATUS_BYTES = 512 * 1024
 """A pod's status should stay below this: the kubelet sends it with every change of the pod, the API server to all that
-watch pods, and etcd takes objects up to 1.5 MiB, after which the kubelet can report nothing more of the pod."""
+watch pods, and etcd takes objects up to 1.5 MiB (`--max-request-bytes`), beyond which the kubelet can report nothing of the
+pod. A third of that leaves room for a second container and for what else a pod has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,23 +51,28 @@ class Refusals:
     def no_whole_gpus(self) -> Refused:
         wanted = self.request.whole_gpus
         if wanted > len(self.healthy):
-            state = f"{wanted} whole GPUs are more than the {len(self.healthy)} healthy GPUs of this node"
+            state = f"{wanted} whole GPUs are more than the {_gpus(len(self.healthy), 'healthy')} of this node"
             advice = f"Ask for at most {len(self.healthy) * CORES_PER_GPU} cores, or use a larger node."
             return self._refuse(RefusalReason.NOT_ENOUGH_CORES, f"{state}. {advice}")
         largest = self._largest(wanted)
         if self.request.blocks > sum(gpu.total_blocks for gpu in largest):
-            return self._larger_than(f"the {wanted} largest GPUs of this node together", largest)
+            what = "the largest GPU of this node" if wanted == 1 else f"the {wanted} largest GPUs of this node together"
+            return self._larger_than(what, largest)
         free = [gpu for gpu in self.healthy if gpu.is_free]
         if len(free) >= wanted:
             largest_free = sum(sorted((gpu.total_blocks for gpu in free), reverse=True)[:wanted])
-            state = f"the {wanted} largest of {len(free)} free GPUs have {self._blocks(largest_free)} together"
+            state = (
+                f"the largest free GPU has {self._blocks(largest_free)}"
+                if wanted == 1
+                else f"the {wanted} largest of {len(free)} free GPUs have {self._blocks(largest_free)} together"
+            )
             return self._refuse(RefusalReason.NOT_ENOUGH_MEMORY, f"{state}. {_WAIT}, or ask for less memory.")
         return self._too_few_free(wanted, free)
 
     def wrong_gpus(self) -> Refused:
         """The must-include GPUs cannot be allocated."""
         named = ", ".join(self._state_of(uuid) for uuid in sorted(set(self.request.must_gpus)))
-        need = "one GPU" if not self.request.whole_gpus else f"{self.request.whole_gpus} wholly free GPUs"
+        need = "one GPU" if not self.request.whole_gpus else _gpus(self.request.whole_gpus, "wholly free")
         state = f"the kubelet must include devices of {named}, which cannot be part of {need} with enough free for this"
         advice = "Delete the pod, so that it is admitted afresh; if that recurs, restart the kubelet."
         return self._refuse(RefusalReason.WRONG_GPUS, f"{state}. {advice}")
@@ -78,7 +83,7 @@ class Refusals:
         if cores >= wanted * CORES_PER_GPU:
             state = f"{cores} cores are free in all, but only {free_names}: the others are in use"
             return self._refuse(RefusalReason.FRAGMENTED, f"{state}. {_WAIT}, or use a node with free GPUs.")
-        state = f"{wanted} wholly free GPUs are needed, {free_names}"
+        state = f"{_gpus(wanted, 'wholly free')} {'is' if wanted == 1 else 'are'} needed, {free_names}"
         return self._refuse(RefusalReason.NOT_ENOUGH_CORES, f"{state}. {_WAIT}, or ask for fewer GPUs.")
 
     def _state_of(self, uuid: GpuUuid) -> str:
@@ -115,3 +120,7 @@ class Refusals:
     def _refuse(self, reason: RefusalReason, rest: str) -> Refused:
         asked = describe_request(self.request.cores, self.request.blocks, self.memory_block_mib)
         return Refused(reason=reason, detail=f"no GPU for {asked}: {rest}")
+
+
+def _gpus(count: int, kind: str) -> str:
+    return f"{count} {kind} GPU{'' if count == 1 else 's'}"

@@ -25,7 +25,8 @@ class ResourceSettings(Section):
         default=MEMORY_BLOCK_MIB,
         ge=1,
         le=65536,
-        description="Size of one memory block, MiB. Smaller blocks mean more device IDs: the kubelet takes 4 MiB of them.",
+        description="Size of one memory block, MiB. Smaller blocks mean more device IDs: the kubelet takes 4 MiB of them, "
+        "and writes a pod's into its status (docs/formats.md).",
     )
 
     @model_validator(mode="after")

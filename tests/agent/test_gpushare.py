@@ -104,7 +104,7 @@ async def test_both_resources_in_one_container_are_refused_with_what_is_valid() 
 
 
 async def test_the_nodes_capacity_tells_how_many_gpus_there_are() -> None:
-    """GPUShare's inspection tool divides by it; somebody who takes it away finds it back."""
+    """GPUShare's inspection tool divides by it; a kubelet that starts again keeps it."""
     async with open_test_node() as node, open_agent(node, *FLAGS) as agent:
         assert agent.parts.cluster.node_capacity is not None
 
@@ -112,7 +112,15 @@ async def test_the_nodes_capacity_tells_how_many_gpus_there_are() -> None:
             raw = node.api.object_of("nodes", ("", node.name)) or {}
             return bool(raw["status"].get("allocatable", {}).get(GPU_COUNT) == "2")
 
+        def heartbeat() -> str:
+            raw = node.api.object_of("nodes", ("", node.name)) or {}
+            return str(raw["status"]["conditions"][0]["lastHeartbeatTime"])
+
         await wait_until(node, is_counted, "the number of GPUs in the Node object")
+        await node.kubelet.restart()
+        before = heartbeat()
+        await wait_until(node, lambda: heartbeat() > before, "a status of the kubelet that started")
+        assert is_counted()
 
 
 async def test_without_the_setting_nothing_of_it_is_there() -> None:

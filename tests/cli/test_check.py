@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import pytest
 from gpushare_agent.cli.check import local as node_check_local
 from gpushare_agent.cli.check.check import check_node, run
 from gpushare_agent.cli.check.finding import Level
+from gpushare_agent.cli.check.local import device_paths
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import load_settings
 from tests.support_check import NODE, Node, complete_node, node_api, not_ok, only
+from tests.support_core import inventory
 from tests.support_settings import clean_environment, listening, run_program
 
 
@@ -240,3 +243,9 @@ async def test_static_pods_are_read_where_the_setting_is_on(short_dir: Path) -> 
         found = await only("static pods", node, flag, f"--kubelet.api-ca={short_dir / 'nowhere.crt'}")
         assert not [one for one in await check_node(node.settings()) if one.what == "static pods"]
     assert found.level is Level.WARNING and "nowhere.crt" in found.detail
+
+
+def test_a_gpu_that_was_lost_before_the_start_has_no_device_node_to_look_for() -> None:
+    """Its minor number is -1: the driver reported its UUID alone."""
+    gpus = [replace(gpu, minor=minor) for gpu, minor in zip(inventory(2).gpus, (0, -1), strict=True)]
+    assert [path.name for path in device_paths(gpus)] == ["nvidiactl", "nvidia-uvm", "nvidia0"]

@@ -118,9 +118,21 @@ def test_gpushares_names_must_be_names_of_their_own(flags: tuple[str, ...]) -> N
 
 async def test_lists_that_no_kubelet_takes_are_reported_before_the_agent_ends_by_them() -> None:
     """With the unit, or the block size, that fits."""
-    (fine,) = await check_list_sizes(settings_of("--gpushare.enabled"))
+    fine, status = await check_list_sizes(settings_of("--gpushare.enabled"))
     assert fine.level is Level.OK and "aliyun.com/gpu-mem" in fine.detail
+    assert status.level is Level.OK
     (units,) = await check_list_sizes(settings_of("--gpushare.enabled", "--gpushare.unit=MiB"))
     assert units.level is Level.ERROR and "gpushare.unit to GiB" in units.detail
     (blocks,) = await check_list_sizes(settings_of("--resources.memory-block-mib=1"))
     assert blocks.level is Level.ERROR and "memory_block_mib" in blocks.detail
+
+
+async def test_a_block_size_that_makes_large_pod_statuses_is_warned_of() -> None:
+    """Long before the kubelet's own limit: every device ID of a container is in its pod's status."""
+    flags = ("--simulated.cards=8", "--simulated.card-memory-mib=81920")
+    findings = [
+        (await check_list_sizes(settings_of(*flags, f"--resources.memory-block-mib={block}")))[1]
+        for block in (256, 128, 64)
+    ]
+    assert [one.level for one in findings] == [Level.OK, Level.OK, Level.WARNING]
+    assert "resources.memory_block_mib" in findings[-1].cure

@@ -95,7 +95,7 @@ def full_metrics() -> str:
     """Every event has happened once and the driver reports everything, so that every series is there."""
     metrics = AgentMetrics()
     metrics.know_resources(["r"])
-    metrics.know_gpus([UUIDS[0]])
+    metrics.know_gpus([UUIDS[0]], 0)
     metrics.gpu_event("xid", 79, is_ignored=False)
     metrics.driver_error("timeout")
     metrics.show_pod_event_age(lambda: 1.0)

@@ -350,7 +350,7 @@ def test_known_label_sets_begin_at_zero() -> None:
     """rate() of the first refusal is seen, for each resource and reason."""
     metrics = AgentMetrics()
     metrics.know_resources(["r"])
-    metrics.know_gpus(["GPU-0"])
+    metrics.know_gpus(["GPU-0"], 0)
     value = metrics.registry.get_sample_value
     for labels in (("allocated", ""), ("refused", "Fragmented"), ("refused", "NotEnoughMemory")):
         assert value("gpushare_admissions_total", {"resource": "r", "outcome": labels[0], "reason": labels[1]}) == 0

@@ -202,7 +202,7 @@ def test_must_include_that_cannot_be_is_refused_as_wrong_gpus(request_: GpuReque
         (20, 25, RefusalReason.FRAGMENTED, ["28 memory blocks (7168 MiB) are free in all", "best is GPU 0"]),
         (20, 40, RefusalReason.NOT_ENOUGH_MEMORY, ["only 28 memory blocks (7168 MiB) are free on all GPUs together"]),
         (300, 0, RefusalReason.NOT_ENOUGH_CORES, ["more than the 2 healthy GPUs", "at most 200 cores"]),
-        (100, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["the 1 largest GPUs", "24576 MiB"]),
+        (100, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["the largest GPU of this node", "24576 MiB"]),
         (200, 0, RefusalReason.NOT_ENOUGH_CORES, ["2 wholly free GPUs are needed, 0 of 2 GPUs are wholly free"]),
         (100, 0, RefusalReason.FRAGMENTED, ["130 cores are free in all, but only 0 of 2 GPUs are wholly free"]),
     ],
@@ -231,7 +231,13 @@ def test_free_gpus_that_are_too_small_are_a_matter_of_memory() -> None:
     gpus = [gpu(0, total=40, blocks=40), gpu(1, cores=50)]
     answer = refused(GpuRequest(cores=100, blocks=60), gpus)
     assert answer.reason is RefusalReason.NOT_ENOUGH_MEMORY
-    assert "largest of 1 free GPUs have 40 memory blocks" in answer.detail
+    assert "the largest free GPU has 40 memory blocks" in answer.detail
+
+
+def test_one_gpu_is_named_in_the_singular() -> None:
+    """The text is what the user reads in the pod's status."""
+    answer = refused(GpuRequest(cores=100, blocks=0), [gpu(0, cores=50)])
+    assert "1 wholly free GPU is needed, 0 of 1 GPUs are wholly free" in answer.detail
 
 
 @pytest.mark.parametrize("gpus", [[], [gpu(0, healthy=False), gpu(1, healthy=False)]])

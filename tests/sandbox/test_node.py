@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare_agent.cli.sandbox_nodes import build_node, check_driver
 from gpushare_agent.model.errors import Rejected, StartupError, Unavailable
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid
@@ -330,3 +331,12 @@ async def test_a_variable_that_no_process_can_have_keeps_its_container_waiting(e
         assert node.kubelet.runtime.containers() == []
         node.api.create_pod(pod("good"))
         await wait_phase(node, "good", "Running")
+
+
+async def test_a_free_port_that_is_asked_for_by_the_agents_flag_is_printed() -> None:
+    """`--web.port=0`: the sandbox chooses it, for the agent would tell its own log alone."""
+    flags = ("--driver=simulated", "--web.port=0")
+    async with open_test_node() as node:
+        built = await build_node(node, flags, check_driver(node.name, node.paths, flags), lambda _: None)
+        assert built.settings.web.port > 0
+        assert built.controller.shown.addresses["web"].endswith(f":{built.settings.web.port}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpushare_agent.agent.gpu_side import open_driver
@@ -78,12 +79,14 @@ def _unhealthy_finding(gpu: Gpu) -> Finding:
     return warning("card", detail, "see `nvidia-smi -q` and the kernel log; it is not given to pods until it recovers")
 
 
+def device_paths(gpus: Sequence[Gpu]) -> list[Path]:
+    """The device nodes of NVIDIA's driver. It says none of a GPU that was lost before the start: see Gpu."""
+    of_gpus = (Path(f"/dev/nvidia{gpu.minor}") for gpu in gpus if gpu.minor >= 0)
+    return [Path("/dev/nvidiactl"), Path("/dev/nvidia-uvm"), *of_gpus]
+
+
 def _device_nodes_finding(inventory: GpuInventory) -> Finding:
-    paths = [
-        Path("/dev/nvidiactl"),
-        Path("/dev/nvidia-uvm"),
-        *(Path(f"/dev/nvidia{gpu.minor}") for gpu in inventory.gpus),
-    ]
+    paths = device_paths(inventory.gpus)
     missing: list[str] = []
     for path in paths:
         try:

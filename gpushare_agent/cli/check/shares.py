@@ -19,7 +19,7 @@ from gpushare_agent.isolation.decisions.hami_core import lifts_cores
 from gpushare_agent.isolation.decisions.kept import NotKept, kept
 from gpushare_agent.isolation.driver_limits import limits
 from gpushare_agent.isolation.driver_volume.elf import read_interface
-from gpushare_agent.kubelet.device_table import check_size, check_unit_size
+from gpushare_agent.kubelet.device_table import MAX_STATUS_BYTES, check_size, check_unit_size, status_bytes
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.model.names import ENV_HAMI_CORE_CACHE
@@ -130,7 +130,17 @@ async def check_list_sizes(settings: Settings) -> list[Finding]:
         check_unit_size(found, names)
     except StartupError as failure:
         return [error("list sizes", str(failure), "set the unit or block size that the text names")]
-    return [ok("list sizes", f"the lists of {', '.join(names.names)} fit the kubelet's messages")]
+    fits = ok("list sizes", f"the lists of {', '.join(names.names)} fit the kubelet's messages")
+    return [fits, _status_finding(status_bytes(found.gpus, names))]
+
+
+def _status_finding(size: int) -> Finding:
+    """Kubelets from 1.36 on write each device ID of a container into its pod's status."""
+    detail = f"that of a pod with all cores and memory of this node has {size} bytes of device IDs"
+    if size <= MAX_STATUS_BYTES:
+        return ok("pod status", detail)
+    cure = "set a larger resources.memory_block_mib, or have whole GPUs asked for without memory (docs/formats.md)"
+    return warning("pod status", f"{detail}, more than {MAX_STATUS_BYTES}", cure)
 
 
 async def _check_cdi(settings: Settings) -> list[Finding]:

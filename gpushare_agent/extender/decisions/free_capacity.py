@@ -136,9 +136,12 @@ def lack_text(node: NodeCapacity, request: ContainerRequest, names: ResourceName
     if request.cores >= CORES_PER_GPU:
         count = request.cores // CORES_PER_GPU
         if len(node.free) < count:
-            return f"{count} whole GPUs wanted, the node has {len(node.free)} healthy ones"
+            return f"{_gpus(count, 'whole')} wanted, the node has {_gpus(len(node.free), 'healthy')}"
         if len(node.whole_blocks) < count:
-            return f"{count} wholly free GPUs wanted, {len(node.whole_blocks)} of {len(node.free)} are"
+            free = len(node.whole_blocks)
+            return f"{_gpus(count, 'wholly free')} wanted, {free} of {len(node.free)} {'is' if free == 1 else 'are'}"
+        if count == 1:
+            return f"no free GPU has {request.blocks} memory blocks"
         return f"the largest {count} free GPUs have less than {request.blocks} memory blocks together"
     if request.units:
         best = max(units for _, _, units in node.free)
@@ -177,3 +180,7 @@ def _tightness(node: NodeCapacity, request: ContainerRequest) -> float:
         if request.cores <= cores < CORES_PER_GPU and blocks >= request.blocks and units >= request.units
     ]
     return 1 - min(left) / (2 * CORES_PER_GPU) if left else 0.0
+
+
+def _gpus(count: int, kind: str) -> str:
+    return f"{count} {kind} GPU{'' if count == 1 else 's'}"

@@ -74,6 +74,8 @@ class AgentMetrics:
             "List calls to the kubelet's PodResources API.",
             purpose=("admission", "overlapped", "reconcile", "recovery"),
         )
+        text = "What device IDs add to the status of a pod that has all cores and memory of the node, as JSON."
+        self._status_bytes = Gauge("gpushare_pod_status_max_bytes", text, registry=self.registry)
         text = "Device IDs that the kubelet offered though they are allocated to a live container."
         self._taken_ids = self._counter("taken_ids_offered", text, resource=())
         self._corrections = self._counter(
@@ -141,8 +143,9 @@ class AgentMetrics:
             self._reregistrations.labels(resource)
             self._taken_ids.labels(resource)
 
-    def know_gpus(self, uuids: Collection[str]) -> None:
-        """The node's GPUs: their series begin at zero."""
+    def know_gpus(self, uuids: Collection[str], status_bytes: int) -> None:
+        """The node's GPUs: their series begin at zero. `status_bytes`: kubelet/device_table.py."""
+        self._status_bytes.set(status_bytes)
         for uuid in uuids:
             for to in ("healthy", "unhealthy"):
                 self._health_changes.labels(_bounded(uuid, self._uuids), to)

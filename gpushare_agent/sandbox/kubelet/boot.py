@@ -57,7 +57,7 @@ class KubeletBoot:
         self._api = api
         self._signal = api.signal
         self._runtime = runtime
-        self._others_capacity: set[str] = set()
+        self._has_pushed = False
         self._times = times
         self._pods: dict[str, KnownPod] = {}
         self._may_admit = asyncio.Event()
@@ -225,17 +225,18 @@ class KubeletBoot:
             await asyncio.sleep(self._times.status_interval_s)
 
     def push_node_status(self) -> None:
-        """A key once reported stays, with zero, when its resource is no longer known. What others have put into the
-        capacity is copied to allocatable."""
+        """A plugin's resource stays once reported, with zero. What others put into the capacity stays and is copied to
+        allocatable, except that a kubelet without a checkpoint begins with zero of all (`reconcileExtendedResource`)."""
         capacity, allocatable = dict(_PLAIN_CAPACITY), dict(_PLAIN_CAPACITY)
         known = (self._api.object_of("nodes", ("", self._node_name)) or {}).get("status", {})
+        devices = self.devices.capacity()
+        is_reset = not self._has_pushed and not devices
         for name, count in known.get("capacity", {}).items():
-            if name not in known.get("allocatable", {}):
-                self._others_capacity.add(name)
             if name not in _PLAIN_CAPACITY:
-                capacity[name] = allocatable[name] = count if name in self._others_capacity else "0"
-        for name, (count, healthy) in self.devices.capacity().items():
+                capacity[name] = allocatable[name] = "0" if is_reset else count
+        for name, (count, healthy) in devices.items():
             capacity[name], allocatable[name] = str(count), str(healthy)
+        self._has_pushed = True
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "lastHeartbeatTime": timestamp()}
         self._api.apply_node({
             "apiVersion": "v1", "kind": "Node",
