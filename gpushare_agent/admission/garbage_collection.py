@@ -2,10 +2,12 @@
 
 Level, not edge: a pod's end is handled at once when its event comes, and by the next reconcile in any case.
 
-State owned: the deleted pods whose processes may still run, the containers that were missing at the last reconcile, and
-the pods whose allocations changed since the present one began.
+State owned: the deleted pods whose processes may still run, the containers that were missing at the last reconcile,
+the pods whose allocations changed since the present one began, and the pods that agreed with the kubelet's records.
 
-The kubelet is asked by Get where it has it (1.34 and later); else by List, through the gate, between admissions.
+The kubelet is asked by Get where it has it (1.34 and later); else by List, through the gate, between admissions. A List of
+anyone can give a device ID of another plugin away twice, a Get cannot. The records of a pod that has started change no
+more until it ends or the kubelet restarts, so one that agreed with them is asked about again rarely.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ GETS_AT_ONCE = 5
 GET_PAUSE_S = 0.1
 """So many Gets, then a pause: the kubelet allows 100 calls a second, ten of them at once, and admissions need theirs.
 One at a time they take twice the processor time, because each wakes the process up anew (docs/measurements.md)."""
+RECHECKED_PODS = 5
+"""Of those that agreed, so many are asked about in each reconcile, the longest unasked first: 100 pods in ten minutes."""
 QUIET_WAIT_S = 10.0
 """How long a reconcile waits for admissions to pause before it leaves it to the next period."""
 DELETED_RETRY_S = 1.0
@@ -121,6 +125,7 @@ class GarbageCollection:
         self._is_due = asyncio.Event()
         self._is_getting = False
         self._changed_pods: set[PodUid] = set()
+        self._agreed: dict[PodUid, tuple[Pod, Sequence[Allocation]]] = {}  # as they were; the longest unasked first
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         """For PodStore.subscribe: releases an ended pod's allocations at once."""
@@ -136,6 +141,10 @@ class GarbageCollection:
             self._changed_pods.update(a.key.pod_uid for a in (old, new) if a is not None)
         if new is None:
             self._has_released.set()
+
+    def kubelet_restarted(self) -> None:
+        """Its records may be others now."""
+        self._agreed.clear()
 
     def request_reconcile(self) -> None:
         """As soon as possible, not at the next period: the pod store has listed."""
@@ -240,26 +249,46 @@ class GarbageCollection:
 
     async def _get_and_compare(self, checkpoint: Sequence[CheckpointEntry]) -> bool:
         listed: list[ListedPod] = []
-        asked: set[PodUid] = set()
-        for pod in self._pods.pods():
-            if not self._names.wants_any(pod) and not self._cache.of_pod(pod.uid):
-                continue
-            asked.add(pod.uid)
+        asked = self._pods_to_ask()
+        for number, pod in enumerate(asked, start=1):
             try:
                 listed.append((await self._pod_resources.get_pod(pod.namespace, pod.name, timeout_s=2.0)).decoded())
             except NotFound:
                 pass
             except Rejected:
                 return False
-            if len(asked) % GETS_AT_ONCE == 0:
+            if number % GETS_AT_ONCE == 0:
                 await asyncio.sleep(GET_PAUSE_S)
         if not self._gate.is_idle:
             return True  # an admission is under way: cache and kubelet may differ for a moment
         deleted = {a.key.pod_uid for a in self._cache if self._pods.get(a.key.pod_uid) is None}
-        scope = (asked - self._changed_pods) | deleted
+        scope = ({pod.uid for pod in asked} - self._changed_pods) | deleted
         in_scope = {(p.namespace, p.name) for uid in scope if (p := self._pods.get(uid)) is not None}
-        self._apply(self._decide([p for p in listed if (p.namespace, p.name) in in_scope], checkpoint, scope))
+        result = self._decide([p for p in listed if (p.namespace, p.name) in in_scope], checkpoint, scope)
+        self._apply(result)
+        self._note_agreed(scope, result)
         return True
+
+    def _pods_to_ask(self) -> Sequence[Pod]:
+        """Those that may differ from the kubelet's records, and some of those that agreed with them."""
+        pods = [p for p in self._pods.pods() if self._names.wants_any(p) or self._cache.of_pod(p.uid)]
+        agree = {p.uid for p in pods if self._agreed.get(p.uid) == (p, self._cache.of_pod(p.uid))}
+        self._agreed = {uid: agreed for uid, agreed in self._agreed.items() if uid in agree}
+        left = agree - set(list(self._agreed)[:RECHECKED_PODS])
+        return [pod for pod in pods if pod.uid not in left]
+
+    def _note_agreed(self, scope: set[PodUid], result: Reconciliation) -> None:
+        """Not of a kubelet that has just started, not before the pod has, and not while the records may lag."""
+        differ = {c.key.pod_uid for c in result.corrections} | {key.pod_uid for key in result.missing}
+        age_s = self._kubelet_age_s()
+        is_trusted = age_s is not None and age_s >= TRUST_AFTER_S
+        for uid in sorted(scope):
+            self._agreed.pop(uid, None)
+            pod, allocations = self._pods.get(uid), self._cache.of_pod(uid)
+            if uid in differ or pod is None or not (pod.has_started or pod.is_terminal):
+                continue
+            if is_trusted and not any(self._is_fresh(allocation) for allocation in allocations):
+                self._agreed[uid] = pod, allocations
 
     def _decide(
         self, listed: Sequence[ListedPod], checkpoint: Sequence[CheckpointEntry], scope: set[PodUid] | None
@@ -275,9 +304,12 @@ class GarbageCollection:
             scope=scope,
             is_trusted=age_s is not None and age_s >= TRUST_AFTER_S,
             missing_before=self._missing,
-            fresh={a.key for a in self._cache if self._clock() - a.allocated_at < self._fresh_s},
+            fresh={a.key for a in self._cache if self._is_fresh(a)},
         )
         return reconcile(self._cache.view(), evidence)
+
+    def _is_fresh(self, allocation: Allocation) -> bool:
+        return self._clock() - allocation.allocated_at < self._fresh_s
 
     def _apply(self, result: Reconciliation) -> None:
         for correction in result.corrections:

@@ -158,6 +158,7 @@ class _Subscriptions:
 
     def _kubelet_restarted(self) -> None:
         self._kubelet.admission.kubelet_restarted()
+        self._kubelet.garbage.kubelet_restarted()
         self._kubelet.pod_resources.forget()
         self._kubelet.facts.kubelet_restarted()
 

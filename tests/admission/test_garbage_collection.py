@@ -1,19 +1,21 @@
-"""When the share of a deleted pod is freed, by what is known of its processes."""
+"""When the share of a deleted pod is freed, by what is known of its processes; which pods a reconcile asks about."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from structlog.testing import capture_logs
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.garbage_collection import GarbageCollection
-from gpushare_agent.kubelet.records import CheckpointEntry
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
+from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
-from tests.support_core import NAMES, allocation, ids, inventory, pod
+from gpushare_agent.model.pods import Pod, PodPhase
+from tests.support_core import NAMES, allocation, container, ids, inventory, listed, pod
 
 
 class NoPods:
@@ -90,3 +92,116 @@ async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_re
     processes.answer = False
     await collection.release_deleted()
     assert len(cache) == 0
+
+
+class Kubelet:
+    """Answers each Get with what the pod has by `listed`, and keeps the names that were asked for."""
+
+    is_idle = True
+    has_get = True
+
+    def __init__(self) -> None:
+        self.listed: dict[str, ListedPod] = {}
+        self.asked: list[str] = []
+
+    def quiet_list(self, purpose: str, *, wait_s: float) -> NoReturn:
+        raise AssertionError
+
+    async def refresh_static(self, *, timeout_s: float) -> None:
+        return
+
+    async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> Listed:
+        self.asked.append(name)
+        if name not in self.listed:
+            raise NotFound(name)
+        return Listed(self.listed[name])
+
+
+@dataclass(frozen=True)
+class Listed:
+    pod: ListedPod
+
+    def decoded(self) -> ListedPod:
+        return self.pod
+
+
+class ReconciledNode:
+    """Eight running pods with a share each, as the ledger and the kubelet's records have them."""
+
+    def __init__(self) -> None:
+        self.kubelet, self.store, self.cache, self.age_s = Kubelet(), PodStore(), AllocationCache(), 1000.0
+        self.pods = [
+            replace(pod(f"p{n}", container(cores=5, blocks=2)), phase=PodPhase.RUNNING, has_started=True)
+            for n in range(8)
+        ]
+        self.store.replace_all(self.pods)
+        for number, one in enumerate(self.pods):
+            cores, blocks = ids(0, range(number * 5, number * 5 + 5)), ids(0, range(number * 2, number * 2 + 2))
+            self.cache.put(allocation(one, "main", cores, blocks))
+            self.kubelet.listed[one.name] = listed(one.name, main=(cores, blocks))
+        self.collection = GarbageCollection(
+            cache=self.cache,
+            pods=self.store,
+            static_pods=self.kubelet,
+            gate=self.kubelet,
+            pod_resources=self.kubelet,
+            checkpoint=NoCheckpoint(),
+            processes=Processes(),
+            names=NAMES,
+            inventory=inventory,
+            kubelet_age_s=lambda: self.age_s,
+            clock=lambda: 100.0,
+            period_s=30.0,
+        )
+        self.cache.subscribe(self.collection.allocation_changed)
+
+    async def asked(self) -> set[str]:
+        """In one reconcile."""
+        self.kubelet.asked.clear()
+        await self.collection.reconcile()
+        return set(self.kubelet.asked)
+
+
+async def test_pods_that_agree_with_the_kubelet_are_asked_about_again_in_turns() -> None:
+    """The first reconcile asks about all, each later one about five; after two every pod was asked about again."""
+    node = ReconciledNode()
+    everything = {one.name for one in node.pods}
+    assert await node.asked() == everything
+    later = [await node.asked() for _ in range(2)]
+    assert [len(asked) for asked in later] == [5, 5]
+    assert set().union(*later) == everything
+    assert len(node.cache) == 8
+
+
+async def test_what_may_differ_is_asked_about_at_once() -> None:
+    """A pod that has changed, a container with other IDs, and after a restart of the kubelet every pod."""
+    node = ReconciledNode()
+    await node.asked()
+    node.store.upsert(replace(node.pods[7], resource_version="2"))
+    node.cache.release_pod(node.pods[6].uid)
+    asked = await node.asked()
+    assert {"p6", "p7"} < asked and len(asked) == 7
+    assert node.cache.of_pod(node.pods[6].uid)  # adopted again from the kubelet's records
+    node.collection.kubelet_restarted()
+    assert len(await node.asked()) == 8
+
+
+async def test_a_pod_that_has_not_started_or_is_missing_is_asked_about_each_time() -> None:
+    """Its devices may be taken from it without a word: a later container was refused."""
+    node = ReconciledNode()
+    waiting = replace(node.pods[7], has_started=False, resource_version="2")
+    node.store.upsert(waiting)
+    del node.kubelet.listed["p6"]
+    await node.asked()
+    assert {"p6", "p7"} <= await node.asked()
+    assert not node.cache.of_pod(node.pods[6].uid)  # not listed twice in a row
+    node.kubelet.listed["p7"] = listed("p7")
+    await node.asked()
+    assert not node.cache.of_pod(waiting.uid)
+
+
+async def test_a_kubelet_that_has_just_started_is_asked_about_everything() -> None:
+    node = ReconciledNode()
+    node.age_s = 3.0
+    assert len(await node.asked()) == 8
+    assert len(await node.asked()) == 8
