@@ -134,8 +134,9 @@ class IsolationSide:
 
     def prepare_ahead(self, key: ContainerKey) -> None:
         """The container was allocated a moment ago and starts soon: what takes time on the disk begins now."""
-        if self.private_caches is not None:
-            self.private_caches.prepare_ahead(key)
+        for part in (self.virtual_manager, self.private_caches):
+            if part is not None:
+                part.prepare_ahead(key)
 
     def _needs(self, key: ContainerKey, kind: Preparation) -> bool:
         pod = self.store.get(key.pod_uid)

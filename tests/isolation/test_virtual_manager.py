@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,9 +38,13 @@ MIB = 1024 * 1024
 
 
 class HookedFiles(VDeviceFiles):
-    """Calls `before_removal` in the thread that is about to remove a socket."""
+    """Calls `before_removal` in the thread that is about to remove a socket; `step_held` keeps the disk busy."""
 
     before_removal: Callable[[ContainerKey], None] | None = None
+
+    def step_held(self) -> AbstractContextManager[None]:
+        """No file is touched meanwhile: whoever tries waits for the end of the block."""
+        return self._step("holding", self.root)
 
     def remove_socket(self, key: ContainerKey, identity: FileIdentity) -> None:
         if self.before_removal is not None:
@@ -226,6 +230,42 @@ async def test_an_id_that_stays_unknown_is_not_needed(short_dir: Path) -> None:
         world.now = 5.0
         await manager.poll()
         assert world.pids == (7, 11)
+
+
+async def test_a_container_prepared_ahead_starts_without_waiting_for_the_files(short_dir: Path) -> None:
+    """Everything is there from its allocation on, and its pod's other processes are not taken for its own until it starts.
+    Each later start is prepared anew."""
+    world = World(short_dir)
+    world.known = {}
+    manager = world.manager(clock=time.monotonic)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(manager.run(), name="virtual manager")
+        manager.prepare_ahead(KEY)
+        await poll_until(lambda: manager.prepared_ahead == {KEY}, "the container prepared ahead")
+        await manager.poll()
+        assert world.pids == ()
+        with world.files.step_held():
+            assert await manager.prepare([KEY]) is None
+        assert manager.prepared_ahead == frozenset()
+        await poll_until(lambda: world.pids == (7, 11), "the processes of the pod")
+        shutil.rmtree(world.directory)
+        assert await manager.prepare([KEY]) is None
+        assert world.pids == ()
+        await stop_task(task)
+
+
+async def test_a_container_prepared_ahead_that_was_changed_since_is_prepared_again(short_dir: Path) -> None:
+    """As one whose share got another size before it started."""
+    world = World(short_dir)
+    manager = world.manager(clock=time.monotonic)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(manager.run(), name="virtual manager")
+        manager.prepare_ahead(KEY)
+        await poll_until(lambda: manager.prepared_ahead == {KEY}, "the container prepared ahead")
+        world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
+        assert await manager.prepare([KEY]) is None
+        assert (world.limit, world.pids) == (60, ())
+        await stop_task(task)
 
 
 async def test_a_container_just_prepared_is_polled_more_often(short_dir: Path) -> None:

@@ -201,6 +201,10 @@ class DirectoryReconciler:
             await self._stop([key for key in without_socket if key in self._servers])
             return [await self._apply(one) for one in results]
 
+    def is_new(self, allocation: Allocation) -> bool:
+        """The container's directory is as it is to be at its start, by what was last written: without processes."""
+        return self._desired(allocation, ()).is_as_written
+
     async def forget_others(self, wanted: Collection[ContainerKey]) -> None:
         """Stops the servers of containers that are not in `wanted`, and forgets what was written for them."""
         for key in [key for key in self._written if key not in wanted]:

@@ -2,12 +2,14 @@
 
 Level-triggered: each poll compares the allocation cache with the directories, so a lost event costs some seconds. Between
 two polls only the processes are compared with those listed last; `changed` reports what else is new. A container is
-prepared before it starts (PreStartContainer waits for it); containers that run when the agent starts get their socket back
-in the first poll. Nothing here waits for the runtime or the API server except the reading of container IDs, which has a
-task of its own; access to files and cgroups runs in threads and is bounded.
+prepared when it is allocated, while the kubelet makes its sandbox: in a burst of pods disk and processors are busy, and
+PreStartContainer, which the container's start waits for, finds everything there. Later starts, and one that comes before
+that, are prepared in PreStartContainer. Containers that run when the agent starts get their socket back in the first poll.
+Nothing here waits for the runtime or the API server except the reading of container IDs, which has a task of its own;
+access to files and cgroups runs in threads and is bounded.
 
-State owned: which containers were prepared recently, and the refreshes under way. Directories and servers belong to
-`DirectoryReconciler` (reconcile.py), the processes to `ContainerProcesses`.
+State owned: which containers were prepared recently or ahead of their start, and the refreshes under way. Directories and
+servers belong to `DirectoryReconciler` (reconcile.py), the processes to `ContainerProcesses`.
 """
 
 from __future__ import annotations
@@ -42,6 +44,10 @@ STOP_TIMEOUT_S = 1.0
 POLLED_SHARE = 5
 """In a burst of starts the polls of the recent ones take at most one part in so many of the time: PreStartContainer waits
 for the one under way."""
+AHEAD_DELAY_S = 0.03
+"""After an allocation: the admission goes on with the container's other resource, and needs no thread beside it."""
+AHEAD_S = 60.0
+"""For so long at most a container counts as not started."""
 FILES_TIMEOUT_S = 5.0
 """One poll of all containers, or the preparation of one pod's; the kubelet waits 30 s for PreStartContainer."""
 
@@ -97,6 +103,8 @@ class VirtualManager:
             run_blocking=self._in_thread,
             new_server=self._new_server,
         )
+        self._ahead: dict[ContainerKey, float | None] = {}
+        self._has_allocated = asyncio.Event()
         self._prepared_at: dict[ContainerKey, float] = {}
         self._has_recent = asyncio.Event()
         self._has_changed = True
@@ -113,16 +121,14 @@ class VirtualManager:
                 detail=f"no directory can be named after pod {invalid[0].pod_uid!r}, container {invalid[0].container!r}.",
             )
         wanted = self._wanted(keys)
+        ahead = [key for key in wanted if self._take_ahead(key)]
+        is_done = len(ahead) == len(wanted) and all(self._reconciler.is_new(wanted[key]) for key in ahead)
         for key in wanted:
             self._processes.begin_instance(key)
             self._prepared_at[key] = self._clock()
             self._has_recent.set()
             self._may_lack_ids.set()
-        try:
-            results = await self._reconciler.reconcile(wanted, None)
-            error = next((one.error for one in results if one.error is not None), None)
-        except AgentError as e:
-            error = e
+        error = None if is_done else await self._prepare(wanted)
         if error is None:
             return None
         log.error("vdevice_not_prepared", error=str(error))
@@ -130,6 +136,16 @@ class VirtualManager:
             reason=RefusalReason.NOT_READY,
             detail=f"the container's vDevice directory cannot be prepared: {error}. The kubelet tries again.",
         )
+
+    def prepare_ahead(self, key: ContainerKey) -> None:
+        """For a container that was allocated now and has not started yet. A failure is left to `prepare`."""
+        self._ahead[key] = None
+        self._has_allocated.set()
+
+    @property
+    def prepared_ahead(self) -> frozenset[ContainerKey]:
+        """Containers that were prepared and have not started yet."""
+        return frozenset(key for key, at in self._ahead.items() if at is not None)
 
     async def enforce(self, key: ContainerKey) -> None:
         """Writes vcuda.config of a share whose size was changed; the next poll would do so too. Raises AgentError."""
@@ -141,6 +157,7 @@ class VirtualManager:
         """Until cancelled (its tasks are endless); then every server stops. A poll that fails is logged and repeated."""
         try:
             async with asyncio.TaskGroup() as group:
+                group.create_task(forever("vdevices ahead", self._run_ahead), name="vdevices ahead")
                 group.create_task(forever("vdevice polls", self._run_polls), name="vdevice polls")
                 group.create_task(forever("container ids", self._run_ids), name="container ids")
         finally:
@@ -155,9 +172,11 @@ class VirtualManager:
         """Reconciles every container that has cores, and stops the servers of all others. Raises Unavailable."""
         wanted = self._wanted()
         state: dict[ContainerKey, Any]
-        for state in (self._prepared_at, self._refreshes):
+        for state in (self._prepared_at, self._ahead, self._refreshes):
             for key in [key for key in state if key not in wanted]:
                 del state[key]
+        for key in [key for key, at in self._ahead.items() if at is not None and self._clock() - at >= AHEAD_S]:
+            del self._ahead[key]
         self._processes.keep_only(wanted)
         self._configs.keep_only(wanted)
         await self._reconciler.forget_others(wanted)
@@ -191,6 +210,7 @@ class VirtualManager:
             refreshes.is_done, refreshes.container_id = True, container_id
 
     async def _refresh(self, key: ContainerKey, container_id: str | None) -> None:
+        self._take_ahead(key)
         allocation = self._allocations().get(key)
         if allocation is None:
             raise Unavailable(f"container {key.container} of pod {key.pod_uid} has no allocation any more")
@@ -207,6 +227,26 @@ class VirtualManager:
                 raise one.error
         if container_id is not None:
             await self._in_thread(partial(self._files.copy_for_id, key, container_id), f"copying for {container_id}")
+
+    async def _prepare(self, wanted: Mapping[ContainerKey, Allocation]) -> AgentError | None:
+        try:
+            results = await self._reconciler.reconcile(wanted, None)
+        except AgentError as e:
+            return e
+        return next((one.error for one in results if one.error is not None), None)
+
+    async def _run_ahead(self) -> NoReturn:
+        while True:
+            await self._has_allocated.wait()
+            await asyncio.sleep(AHEAD_DELAY_S)
+            self._has_allocated.clear()
+            wanted = self._wanted([key for key, at in self._ahead.items() if at is None])
+            if await self._prepare(wanted) is None:
+                self._ahead |= {key: self._clock() for key in wanted if key in self._ahead}
+
+    def _take_ahead(self, key: ContainerKey) -> bool:
+        """Whether the container was prepared ahead. It counts for this start only."""
+        return self._ahead.pop(key, None) is not None
 
     async def _run_polls(self) -> NoReturn:
         cleaned_at, polls = float("-inf"), 0
@@ -247,7 +287,7 @@ class VirtualManager:
             await self._poll_containers(keys)
 
     async def _poll_containers(self, keys: Collection[ContainerKey]) -> None:
-        processes = await self._processes.read(keys)
+        processes = await self._processes.read(set(keys) - self.prepared_ahead)
         self._may_lack_ids.set()  # of those that have ended
         results = await self._reconciler.reconcile(self._wanted(keys), processes)
         self._reconciler.log_failures(results)
