@@ -102,7 +102,7 @@ def _place_whole(
         must=must,
     )
     if found is None:
-        return refusals.wrong_gpus() if must else refusals.no_whole_gpus()
+        return refusals.wrong_gpus() if must and len(free) >= request.whole_gpus else refusals.no_whole_gpus()
     policy = "must-include" if must else "link"
     return _placed([gpu for gpu in free if gpu.index in found.gpus], policy, _explain_link(found, len(free), must))
 

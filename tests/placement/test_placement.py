@@ -183,15 +183,22 @@ def test_must_include_is_part_of_the_whole_gpus() -> None:
         GpuRequest(cores=20, blocks=10, must_gpus=(uuid_of(77),)),
         GpuRequest(cores=100, blocks=10, must_gpus=(uuid_of(0),)),
         GpuRequest(cores=100, blocks=0, must_gpus=(uuid_of(2), uuid_of(3))),
-        GpuRequest(cores=300, blocks=0, must_gpus=(uuid_of(2),)),
     ],
 )
 def test_must_include_that_cannot_be_is_refused_as_wrong_gpus(request_: GpuRequest) -> None:
-    """Full, unhealthy, unknown, too many, or not enough free GPUs around it: the text names the GPUs insisted on."""
+    """Full, unhealthy, unknown, or too many: the text names the GPUs insisted on."""
     gpus = [gpu(0, cores=10), gpu(1, healthy=False), gpu(2), gpu(3)]
     answer = refused(request_, gpus)
     assert answer.reason is RefusalReason.WRONG_GPUS
     assert "the kubelet must include devices of" in answer.detail
+
+
+def test_too_few_free_gpus_around_an_init_containers_one_are_refused_as_such() -> None:
+    """The kubelet is not at fault: to admit the pod again or restart the kubelet would not help."""
+    answer = refused(
+        GpuRequest(cores=200, blocks=0, must_gpus=(uuid_of(2),)), [gpu(0, cores=60), gpu(1, cores=90), gpu(2)]
+    )
+    assert (answer.reason, "Wait for pods" in answer.detail) == (RefusalReason.FRAGMENTED, True)
 
 
 @pytest.mark.parametrize(
