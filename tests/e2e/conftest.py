@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("e2e")
     group.addoption("--node", help="the node that is used, when more than one has the label or none")
     group.addoption("--image", default=f"gpushare-agent:{__version__}", help="the agent's image, as the node pulls it")
+    group.addoption("--image-before", help="that of an earlier build with long device IDs, to upgrade from")
     group.addoption("--pod-image", default="busybox:1.35", help="the image of the test pods: with sh and sleep")
     group.addoption("--overlay", default="overlays/simulated", help="of manifests/, or base; default: %(default)s")
     group.addoption("--scheduler-image", help="a kube-scheduler; default: registry.k8s.io's of the cluster's version")
@@ -86,7 +87,8 @@ def cluster(request: pytest.FixtureRequest, api: Path) -> Iterator[Cluster]:
         labels.pop(NODE_LABEL, None)
     yield cluster
     for name in names_of(cluster.items("namespaces", "-l", f"{RUN_LABEL}={cluster.suffix}")):
-        cluster.run("delete", "namespace", name, f"--timeout={DEADLINE_S:.0f}s", timeout_s=DEADLINE_S + 20)
+        wait = ("--ignore-not-found", f"--timeout={DEADLINE_S:.0f}s")
+        cluster.run("delete", "namespace", name, *wait, timeout_s=DEADLINE_S + 20)
     if NODE_LABEL in labels:
         cluster.run("label", "node", cluster.node, f"{NODE_LABEL}={labels[NODE_LABEL]}", "--overwrite")
 
