@@ -15,7 +15,7 @@ import yaml
 
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.names import GpuUuid, split_device_id
-from tests.e2e.cluster import CORE, DEADLINE_S, MEMORY, Cluster, KubectlError, Object
+from tests.e2e.cluster import CORE, DEADLINE_S, MEMORY, Cluster, KubectlError, Object, read_unix
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 UNINSTALL = MANIFESTS.parent / "docs/guide/uninstall.md"
@@ -27,6 +27,23 @@ CHECKPOINT = "/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
 
 Ledger = dict[str, tuple[int, int, tuple[int, ...]]]
 """namespace/pod/container -> hundredths of a GPU, bytes, indexes of the GPUs."""
+
+HAMI_CORE = {
+    "patch": """
+apiVersion: apps/v1
+kind: DaemonSet
+metadata: {name: gpushare-agent, namespace: gpushare-system}
+spec:
+  template:
+    spec:
+      containers:
+        - name: agent
+          env: [{name: GPUSHARE_ISOLATION, value: hami-core}]
+          volumeMounts: [{name: hami-core, mountPath: /etc/gpu-manager/hami-core}]
+      volumes: [{name: hami-core, hostPath: {path: /etc/gpu-manager/hami-core, type: DirectoryOrCreate}}]
+"""
+}
+"""Isolation hami-core in any overlay, also in the simulated one, which has vcuda."""
 
 SIGNAL_PROGRAM = """
 import os, pathlib, sys
@@ -96,14 +113,22 @@ class Installation:
 
     def change(self, *resources: str, **more: Any) -> None:
         """As a user changes or upgrades what is there: apply without a removal before."""
-        self.apply(self.kustomization(*resources, **more))
+        self.start_change(*resources, **more)
+        self.wait_ready()
+
+    def start_change(self, *resources: str, **more: Any) -> None:
+        """As `change`, which does not wait for the rollout."""
+        self._apply(self.kustomization(*resources, **more))
 
     def apply(self, text: str) -> None:
+        self._apply(text)
+        self.wait_ready()
+
+    def _apply(self, text: str) -> None:
         (self.folder / "kustomization.yaml").write_text(text, encoding="utf-8")
         self._installed = text
         self.cluster.run("label", "node", self.cluster.node, f"{NODE_LABEL}=enable", "--overwrite")
         self.cluster.run("apply", "-k", str(self.folder))
-        self.wait_ready()
 
     def wait_ready(self) -> None:
         """Until the rollout is complete and the node offers the resources."""
@@ -164,6 +189,12 @@ class Installation:
         """The agent's answer at /api/v1/<path>."""
         base = f"/api/v1/namespaces/{SYSTEM}/pods/{self.agent()}:5678/proxy/api/v1/"
         return self.cluster.read(base + path)
+
+    def metric(self, sample: str) -> float:
+        """The sum of a metric's samples. Raises: KubectlError."""
+        base = f"/api/v1/namespaces/{SYSTEM}/pods/{self.agent()}:5678/proxy/metrics"
+        lines = read_unix(self.cluster.api, base).decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if re.split("[{ ]", line)[0] == sample)
 
     def ledger(self) -> Ledger:
         """What the agent has allocated."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import Cluster, KubectlError, read_unix
+from tests.e2e.cluster import Cluster, KubectlError
 from tests.e2e.installation import SYSTEM, Installation
 
 pytestmark = pytest.mark.e2e
@@ -83,11 +83,7 @@ def test_a_kubelet_that_restarts_has_the_agent_again(cluster: Cluster, installed
 
 def _registrations(installed: Installation) -> float:
     """With the kubelet, of both resources; 0 while the agent cannot be asked."""
-    base = f"/api/v1/namespaces/{SYSTEM}/pods/{installed.agent()}:5678/proxy/metrics"
     try:
-        text = read_unix(installed.cluster.api, base).decode()
+        return installed.metric("gpushare_registrations_total")
     except KubectlError:
         return 0
-    return sum(
-        float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("gpushare_registrations_total")
-    )

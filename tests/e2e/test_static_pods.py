@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.cluster import Cluster, KubectlError, Object
-from tests.e2e.installation import SYSTEM, Installation
+from tests.e2e.installation import HAMI_CORE, SYSTEM, Installation
 
 pytestmark = pytest.mark.e2e
 BLOCK = 256 * 1024 * 1024
@@ -25,9 +26,9 @@ class StaticPod:
         self.name = f"static-{cluster.node.lower()}"
         self.key = f"{namespace}/{self.name}/main"
 
-    def write(self, core: int, memory: int) -> None:
+    def write(self, core: int, memory: int, *, command: str = "") -> None:
         """At once as a whole: the kubelet watches the folder. JSON is YAML."""
-        pod = self._cluster.pod("static", core, memory)
+        pod = self._cluster.pod_of("static", self._cluster.container(core, memory, command=command))
         pod["metadata"]["namespace"] = self.namespace
         del pod["spec"]["nodeSelector"]
         hidden = self._file.with_name(f".{self._file.name}")
@@ -66,15 +67,21 @@ def static_pod(cluster: Cluster, namespace: str) -> Iterator[StaticPod]:
 
 @pytest.fixture
 def reading(static_pod: StaticPod, installation: Installation) -> Installation:
-    """The agent has the right to read the kubelet's list. Skips where it does not trust the kubelet's certificate."""
-    installation.install(components=["components/static-pods"])
-    try:
-        found = installation.exec("gpushare-agent", "check", timeout_s=120)
-    except KubectlError as error:  # other findings may be errors: the text is the same
-        found = str(error)
-    if "certificate is not verified" in found:
-        pytest.skip("this node's kubelet has no certificate of the cluster's CA: docs/static-pods.md")
-    return installation
+    """The agent has the right to read the kubelet's list."""
+    return _install_reading(installation)
+
+
+def _install_reading(installation: Installation, **more: Any) -> Installation:
+    """With the component for the kubelet's certificate, whoever signed it. Skips where the agent trusts it with neither."""
+    for components in (["components/static-pods"], ["components/static-pods", "components/static-pods-self-signed"]):
+        installation.install(components=components, **more)
+        try:
+            found = installation.exec("gpushare-agent", "check", timeout_s=120)
+        except KubectlError as error:  # other findings may be errors: the text is the same
+            found = str(error)
+        if "certificate is not verified" not in found:
+            return installation
+    pytest.skip("this node's kubelet has no certificate of the cluster's CA, nor its own: docs/static-pods.md")
 
 
 def _names_gpu(pod: Object | None, index: int) -> bool:
@@ -104,6 +111,26 @@ def test_a_static_pod_gets_a_share(cluster: Cluster, reading: Installation, stat
     cluster.run("-n", static_pod.namespace, "delete", "pod", static_pod.name, "--force", "--grace-period=0")
     cluster.wait_for("the kubelet made another mirror pod", lambda: static_pod.mirror() is not None)
     assert reading.ledger()[static_pod.key] == share
+
+
+def test_a_static_pod_gets_a_share_under_hami_core(
+    cluster: Cluster, static_pod: StaticPod, installation: Installation
+) -> None:
+    """Its cache file is that of the kubelet's UID, is mounted, and is gone after it."""
+    reading = _install_reading(installation, patches=[HAMI_CORE])
+    static_pod.write(40, 8, command="env; ls -l $CUDA_DEVICE_MEMORY_SHARED_CACHE; sleep 3600")
+    uid = _hash(static_pod.wait_running())
+    assert reading.wait_ledger(static_pod.namespace, 1)[static_pod.key][:2] == (40, 8 * BLOCK)
+    logs = ("-n", static_pod.namespace, "logs", static_pod.name)
+    shown = cluster.wait_for("its cache file", lambda: text if ".cache" in (text := cluster.run(*logs)) else "")
+    assert "CUDA_DEVICE_SM_LIMIT=40\n" in shown
+    assert f"CUDA_DEVICE_MEMORY_LIMIT_0={8 * 256}m\n" in shown
+    assert "-rw-rw-rw-" in shown
+    containers = "/etc/gpu-manager/hami-core/containers"
+    assert uid in reading.exec("ls", containers)
+    static_pod.remove()
+    reading.wait_ledger(static_pod.namespace, 0)
+    cluster.wait_for("no cache file is left", lambda: uid not in reading.exec("ls", containers))
 
 
 def test_a_changed_file_is_another_pod(cluster: Cluster, reading: Installation, static_pod: StaticPod) -> None:
