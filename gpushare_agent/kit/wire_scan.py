@@ -5,9 +5,10 @@ for the answer. These functions know the few messages that matter and read them 
 general decoder: other messages go through the generated classes.
 
 Strict means: whatever the bytes are, the result is a value or `MalformedMessageError`, in time linear in the length, below
-50 ms a megabyte: at most MAX_FIELDS are read one by one, the rest in runs of strings and devices as long as real ones. A
-known field of the wrong wire type is malformed; an unknown field is skipped by its wire type; groups (wire types 3 and 4,
-gone since proto3) are malformed. There is no recursion. No state.
+50 ms a megabyte: at most MAX_FIELDS are read one by one, the rest in runs of strings and devices as long as real ones. The
+first device of a resource in its container counts as a field. A known field of the wrong wire type is malformed; an unknown
+field is skipped by its wire type; groups (wire types 3 and 4, gone since proto3) are malformed. There is no recursion. No
+state.
 
 Formats: protos/deviceplugin.proto and protos/podresources.proto; the encoding is protobuf's own.
 """
@@ -22,7 +23,7 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
 MAX_FIELDS = 16_384
 """Of one message and those in it, besides the runs: a kubelet's List has two or three for a pod and two for a container."""
-_MIN_ID_BYTES, _MIN_DEVICE_BYTES = 3, 12
+_MIN_ID_BYTES, _MIN_DEVICE_BYTES = 8, 20
 """Of what is read in a run: a device has a resource's qualified name and an ID. Shorter ones are read one by one."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -83,7 +84,7 @@ def decode_pre_start(data: bytes) -> list[str]:
 
 def scan_pod_bodies(data: bytes, fields: Fields) -> list[bytes]:
     """Splits a ListPodResourcesResponse into its pods' messages, in their order, for `scan_pod_entry` and
-    `decode_pod_containers`. `fields` counts those of the response and, where it is passed on, of its pods."""
+    `decode_pod_containers`. `fields` counts those of the response and, passed on to these, of its pods."""
     return [data[start:stop] for start, stop in _messages(data, "ListPodResourcesResponse", fields)]
 
 
@@ -109,13 +110,16 @@ def scan_pod_entry(body: bytes, fields: Fields | None = None) -> PodEntry:
     return PodEntry(namespace=namespace, name=name, body=body)
 
 
-def decode_pod_containers(body: bytes, resources: Collection[str] | None = None) -> list[ContainerDevices]:
+def decode_pod_containers(
+    body: bytes, resources: Collection[str] | None = None, fields: Fields | None = None
+) -> list[ContainerDevices]:
     """The containers of one encoded PodResources message, with the several entries of one resource merged.
 
-    `resources` names the resources to keep, None keeps all. A resource without any ID is kept as an empty set."""
+    `resources` names the resources to keep, None keeps all. A resource without any ID is kept as an empty set. `fields` are
+    those left of the message that it is in."""
     _check_size(body, "PodResources")
     containers = []
-    fields = Fields()
+    fields = fields or Fields()
     for key, _, start, stop in scan_fields(body, 0, len(body), fields):
         if key == _FIELD_3_BYTES:
             containers.append(_container(body, start, stop, resources, fields))
@@ -128,7 +132,7 @@ def _container(data: bytes, pos: int, stop: int, resources: Collection[str] | No
     name = ""
     found: dict[str, list[str]] = {}
     while pos < stop:
-        pos = _plain_devices(data, pos, stop, resources, found)
+        pos = _plain_devices(data, pos, stop, resources, found, fields)
         if pos == stop:
             break
         fields.take()
@@ -143,7 +147,7 @@ def _container(data: bytes, pos: int, stop: int, resources: Collection[str] | No
 
 
 def _plain_devices(
-    data: bytes, pos: int, stop: int, resources: Collection[str] | None, found: dict[str, list[str]]
+    data: bytes, pos: int, stop: int, resources: Collection[str] | None, found: dict[str, list[str]], fields: Fields
 ) -> int:
     """Reads the run of ContainerDevices at `pos` that look as the kubelet writes them; returns where it ends.
 
@@ -173,6 +177,7 @@ def _plain_devices(
         if resources is None or resource in resources:
             ids = found.get(resource)
             if ids is None:
+                fields.take()
                 ids = found[resource] = []
             ids.append(_text(data, id_key + 2, id_stop))
         pos = entry_stop
@@ -233,7 +238,7 @@ def _device_ids(data: bytes, pos: int, stop: int, fields: Fields) -> list[str]:
 
 
 def _short_strings(data: bytes, pos: int, stop: int, key: int, out: list[str]) -> int:
-    """Reads the run of strings of 3 to 127 bytes in field `key` at `pos` into `out`; returns where the run ends."""
+    """Reads the run of strings of 8 to 127 bytes in field `key` at `pos` into `out`; returns where the run ends."""
     last = stop - 1
     append = out.append
     try:

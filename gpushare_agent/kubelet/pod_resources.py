@@ -37,8 +37,9 @@ RATE_LIMIT_PAUSE_S = 0.015
 """The kubelet allows 100 calls a second: a refused one is tried again a little later than the next free slot."""
 
 
-def decode_pod_entry(body: bytes, ids: DeviceIds) -> ListedPod:
-    """One pod of an answer (`PodEntry.body`), wholly. Raises MalformedMessageError."""
+def decode_pod_entry(body: bytes, ids: DeviceIds, fields: Fields | None = None) -> ListedPod:
+    """One pod of an answer (`PodEntry.body`), wholly. `fields` are those left for the containers of the whole answer.
+    Raises MalformedMessageError."""
     entry = scan_pod_entry(body)
     return ListedPod(
         namespace=entry.namespace,
@@ -47,7 +48,7 @@ def decode_pod_entry(body: bytes, ids: DeviceIds) -> ListedPod:
             ListedContainer(
                 name=name, devices={resource: frozenset(ids.read(texts)) for resource, texts in devices.items()}
             )
-            for name, devices in decode_pod_containers(body)
+            for name, devices in decode_pod_containers(body, fields=fields)
         ),
     )
 
@@ -55,15 +56,17 @@ def decode_pod_entry(body: bytes, ids: DeviceIds) -> ListedPod:
 class PodListing:
     """One pod of a List answer, decoded as far as it is asked about. Raises Corrupt where the bytes are no message."""
 
-    __slots__ = ("_counts", "_decoded", "_gpus", "_ids", "body", "name", "namespace")
+    __slots__ = ("_counts", "_decoded", "_fields", "_gpus", "_ids", "body", "name", "namespace")
 
-    def __init__(self, entry: PodEntry, ids: DeviceIds) -> None:
+    def __init__(self, entry: PodEntry, ids: DeviceIds, fields: Fields | None = None) -> None:
+        """`fields` are those left for the containers of the answer that the pod is in."""
         self.namespace = entry.namespace
         self.name = entry.name
         self.body = entry.body
         self._counts: dict[str, int] = {}
         self._ids = ids
         self._gpus = 0
+        self._fields = fields
         self._decoded: ListedPod | None = None
 
     def count_ids(self, resource: str) -> int:
@@ -80,7 +83,8 @@ class PodListing:
         if self._decoded is None or self._gpus != self._ids.gpus:  # IDs of a GPU that came since name it now
             self._gpus = self._ids.gpus
             try:
-                self._decoded = decode_pod_entry(self.body, self._ids)
+                self._decoded = decode_pod_entry(self.body, self._ids, self._fields)
+                self._fields = None  # counted once: another time would take those of other pods
             except MalformedMessageError as e:
                 raise Corrupt(f"PodResources answer, pod {self.namespace}/{self.name}: {e}") from e
         return self._decoded
@@ -142,12 +146,12 @@ class PodResourcesClient:
     def _listings(self, data: bytes) -> list[PodListing]:
         """A pod whose bytes are those of the last List is not read again: between two admissions few change."""
         before, self._listed = self._listed, {}
-        found, fields = [], Fields()
+        found, fields, of_containers = [], Fields(), Fields()
         for body in scan_pod_bodies(data, fields):
             name = body[: 2 + body[1]] if len(body) > 1 else body  # as kubelets begin it: key, length and name
             listing = before.get(name)
             if listing is None or listing.body != body:
-                listing = PodListing(scan_pod_entry(body, fields), self._ids)
+                listing = PodListing(scan_pod_entry(body, fields), self._ids, of_containers)
             self._listed[name] = listing
             found.append(listing)
         return found

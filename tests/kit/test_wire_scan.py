@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -68,7 +71,11 @@ LIST = st.lists(POD, max_size=3).map(lambda pods: v1.ListPodResourcesResponse(po
 
 
 def decode_all_pods(data: bytes) -> list[ListedPod]:
-    return [decode_pod_entry(body, DeviceIds()) for body in scan_pod_bodies(data, Fields())]
+    ids, fields, of_containers = DeviceIds(), Fields(), Fields()
+    bodies = scan_pod_bodies(data, fields)
+    for body in bodies:
+        scan_pod_entry(body, fields)
+    return [decode_pod_entry(body, ids, of_containers) for body in bodies]
 
 
 DECODERS: list[Callable[[bytes], Any]] = [
@@ -236,6 +243,11 @@ def test_what_is_wrong_is_named(data: bytes, says: str) -> None:
 _TINY = 2**19
 
 
+def _device(resource: str, device: str = "") -> bytes:
+    """One entry of a container's devices, as the kubelet writes it."""
+    return bytes_field(2, string_list(1, [resource]) + string_list(2, [device]))
+
+
 @pytest.mark.parametrize(
     ("decode", "data"),
     [
@@ -251,12 +263,57 @@ _TINY = 2**19
         (decode_pod_containers, bytes_field(3, b"\x12\x00" * _TINY)),
         (decode_pod_containers, bytes_field(3, bytes_field(2, b"\x12\x00" * _TINY))),
         (decode_pod_containers, bytes_field(3, b"\x12\x04\x0a\x00\x12\x00" * (_TINY // 3))),
+        (decode_pod_containers, bytes_field(3, b"".join(_device(f"{n:012}") for n in range(_TINY // 8)))),
+        (decode_allocate, bytes_field(1, string_list(1, ["id-7"]) * (_TINY // 4))),
     ],
 )
 def test_a_megabyte_of_tiny_fields_is_malformed(decode: Callable[[bytes], Any], data: bytes) -> None:
     """Half a million of them would block the loop for a second."""
     with pytest.raises(MalformedMessageError, match="more than 16384 fields"):
         decode(data)
+
+
+LINES = 1_000_000
+"""Of Python, which take 40 to 50 ms."""
+
+
+@pytest.mark.parametrize(
+    ("decode", "data"),
+    [
+        (decode_pre_start, string_list(1, ["8 digits"]) * (_TINY // 5)),
+        (decode_pre_start, string_list(1, ["x" * 128]) * 8000),
+        (decode_pre_start, string_list(1, ["8 digits", ""]) * (_TINY // 6)),
+        (
+            decode_preferred_allocation,
+            bytes_field(1, string_list(1, ["8 digits"]) + string_list(2, ["8 digits"])) * 49_000,
+        ),
+        (decode_pod_containers, bytes_field(3, _device("a.com/gpux", "123456") * (_TINY // 11))),
+        (decode_pod_containers, bytes_field(3, _device("a.com/gpux", "123456")) * (_TINY // 12)),
+        (decode_pod_containers, bytes_field(3, (_device("a.com/gpux", "123456") + _device("", "")) * (_TINY // 14))),
+        (decode_all_pods, bytes_field(1, bytes_field(3, b"\x12\x00" * 8000)) * 64),
+        (decode_all_pods, bytes_field(1, bytes_field(3, bytes_field(2, b"\x12\x00" * 8000))) * 64),
+        (decode_pre_start, b"\x81\x80\x80\x80\x00" * (_TINY // 3)),
+        (decode_pre_start, b"\xf8\xff\xff\xff\x0f" + b"\xff" * 9 + b"\x01" * (_TINY // 8)),
+    ],
+)
+def test_a_megabyte_takes_a_bounded_number_of_steps(decode: Callable[[bytes], Any], data: bytes) -> None:
+    """Whatever is in it: fields as short as a run has them, as long as it does not, and of many pods."""
+    assert len(data) < 1.2 * 2**20
+    lines = 0
+
+    def count(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count if frame.f_code.co_filename == wire_scan.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        with suppress(MalformedMessageError):
+            decode(data)
+    finally:
+        sys.settrace(before)
+    assert lines < LINES
 
 
 def test_a_megabyte_of_device_ids_is_read() -> None:
