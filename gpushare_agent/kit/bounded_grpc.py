@@ -43,6 +43,8 @@ _CALLS_PER_CONNECTION = 16
 _HEADER_BYTES = 8 * 1024
 _READ_BYTES = 256
 """A call that is begun and reset has 32 bytes: at most 8 of them are handled before other sockets are served."""
+_READING_COST_S = 0.00008
+"""What a reading costs besides the handling of its content: the loop's turn, and the kernel's copy."""
 _CALL_COST_S = 0.0002
 """What a call costs besides the reading: its task, and the end of it. What its handler costs is the handler's to charge."""
 _CONNECTION_COST_S = 0.0002
@@ -51,6 +53,8 @@ _BACKLOG = 16
 """So many connections of one socket may wait to be accepted; one is accepted at a time."""
 _ACCEPT_RETRY_S = 1.0
 """After one could not be accepted, as without a free descriptor."""
+_LEAST_PAUSE_S = 0.05
+"""Of a socket over its budget: a pause after each reading would cost more turns of the loop than are charged."""
 _WARNING_INTERVAL_S = 60.0
 
 
@@ -164,7 +168,7 @@ class BoundedGrpcServer(GrpcServer):
         wait_s = self._owe(nbytes, seconds)
         if wait_s > 0 and self._pause is None and not self._is_stopping:
             started_at = time.thread_time()
-            self._pause = asyncio.get_running_loop().call_later(wait_s, self._resume)
+            self._pause = asyncio.get_running_loop().call_later(max(wait_s, _LEAST_PAUSE_S), self._resume)
             self._leave_listener()
             self._set_reading(started_at)
 
@@ -249,7 +253,7 @@ class _Bounded(asyncio.BufferedProtocol):
         try:
             self._inner.data_received(bytes(memoryview(self._buffer)[:nbytes]))
         finally:
-            spent_s = time.thread_time() - started_at + (self._calls - calls) * _CALL_COST_S
+            spent_s = time.thread_time() - started_at + _READING_COST_S + (self._calls - calls) * _CALL_COST_S
             self._server.charge(nbytes, spent_s)
 
     @property
