@@ -11,18 +11,37 @@ Tasks = Mapping[str, Callable[[], Awaitable[object]]]
 
 
 class EndedUnexpectedlyError(Exception):
-    """A body that runs for the life of the process has returned. A TaskGroup alone would not notice."""
+    """A body that runs for the life of the process has ended. A TaskGroup alone would not notice."""
 
 
 async def forever(name: str, body: Callable[[], Awaitable[object]]) -> NoReturn:
-    """Runs `body`, which is expected to run until it is cancelled.
+    """Runs `body`, which is expected to run until the caller is cancelled, in a task of its own: what interrupts that task
+    from within, such as a library that leaves a cancellation in it, is not the caller's end.
 
     `body` is a function, not a coroutine: one that is cancelled before it starts would never be awaited.
-    Raises EndedUnexpectedlyError: it returned."""
-    await body()
-    raise EndedUnexpectedlyError(
-        f"{name} ended although it runs for the life of the process; this is a bug, please report it"
+    Raises EndedUnexpectedlyError: it returned, or ended as cancelled. The body's own errors, not in a group."""
+    task: asyncio.Task[Exception | None] | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(_error_of(body), name=f"{name}, body")
+    finally:  # also where the caller is cancelled: the body may fail while it ends
+        error = task.result() if task is not None and task.done() and not task.cancelled() else None
+        if error is not None:
+            raise error
+    how = (
+        "as cancelled, although nobody cancelled it"
+        if task.cancelled()
+        else "although it runs for the life of the process"
     )
+    raise EndedUnexpectedlyError(f"{name} ended {how}; this is a bug, please report it")
+
+
+async def _error_of(body: Callable[[], Awaitable[object]]) -> Exception | None:
+    try:
+        await body()
+    except Exception as e:  # noqa: BLE001 - raised again by `forever`
+        return e
+    return None
 
 
 class Runs(Protocol):

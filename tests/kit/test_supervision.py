@@ -201,3 +201,46 @@ async def test_waiting_for_an_event_ends_with_it_or_with_the_time() -> None:
 
 async def _set(event: asyncio.Event) -> None:
     event.set()
+
+
+async def test_a_body_that_ends_as_cancelled_though_nobody_cancelled_it_is_an_error() -> None:
+    """As after a library that interrupts a call by cancelling the task and does not take it back: a TaskGroup takes the
+    task for one that was stopped."""
+
+    async def body() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+            group.create_task(forever("the registration", body))
+            group.create_task(asyncio.Event().wait())
+    (error,) = caught.value.exceptions
+    assert isinstance(error, EndedUnexpectedlyError)
+    assert "the registration ended as cancelled" in str(error)
+
+
+async def test_what_a_body_raises_is_raised_as_it_is_also_while_it_is_stopped() -> None:
+    """Not in a group: callers look for its class."""
+    started = asyncio.Event()
+
+    async def body() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("not cleaned up")
+
+    async def fail() -> None:
+        raise ValueError("failed")
+
+    with pytest.raises(ValueError, match="failed"):
+        await forever("failing", fail)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+            task = group.create_task(forever("stopping", body))
+            await started.wait()
+            await stop_task(task)
+    assert [str(error) for error in caught.value.exceptions] == ["not cleaned up"]
