@@ -35,6 +35,9 @@ from gpushare_agent.kit.wire_scan import MalformedMessageError
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 """What the kubelet, too, takes from a container runtime at most."""
 
+_LOST = ("", "Connection lost", "Connection closed")
+"""What grpclib calls the end of a connection; the last one where this side closes it at the same moment."""
+
 Message = TypeVar("Message")
 
 
@@ -153,7 +156,7 @@ def _errors_renamed() -> Iterator[None]:
     except TimeoutError as e:
         raise RpcFailed(Status.DEADLINE_EXCEEDED, "context deadline exceeded") from e
     except StreamTerminatedError as e:
-        reason = "EOF" if str(e) in ("", "Connection lost") else str(e)  # grpc-go's word, which the kubelet shows
+        reason = "EOF" if str(e) in _LOST else str(e)  # grpc-go's word, which the kubelet shows
         raise RpcFailed(Status.UNAVAILABLE, f"error reading from server: {reason}") from e
     except (OSError, ProtocolError, H2ProtocolError, AssertionError) as e:  # the last: an answer that ends early
         raise RpcFailed(Status.UNAVAILABLE, f"connection error: {e or type(e).__name__}") from e
