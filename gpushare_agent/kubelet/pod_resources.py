@@ -175,7 +175,7 @@ class PodResourcesClient:
                     await asyncio.sleep(RATE_LIMIT_PAUSE_S)
         except TimeoutError as e:
             self._drop(method)
-            raise Unavailable(f"PodResources {method} at {self._path} did not answer within {timeout_s:g} s") from e
+            raise Unavailable(f"PodResources {method} at {self._path} did not answer within {timeout_s:.3g} s") from e
         except MalformedMessageError as e:
             raise Corrupt(f"PodResources {method} at {self._path} answered no valid message: {e}") from e
 

@@ -39,7 +39,7 @@ class PodResourcesGate:
         *,
         clock: Callable[[], float],
         quiet_s: float = 0.1,
-        list_timeout_s: float = 1.0,
+        list_timeout_s: float = 2.0,
         on_list: Callable[[str], None] = lambda purpose: None,
         on_overlap: Callable[[], None] = lambda: None,
     ) -> None:
@@ -98,7 +98,7 @@ class PodResourcesGate:
             raise Unavailable(f"admissions did not pause for {self._quiet_s:g} s within {wait_s:g} s") from e
         self._is_outside = True
         try:
-            yield await self._list(purpose)
+            yield await self._list(purpose, self._list_timeout_s)
         finally:
             self._is_outside = False
             self._notify()
@@ -114,19 +114,20 @@ class PodResourcesGate:
         return self.is_idle and not self._is_outside and self._clock() - self._last_call_at >= self._quiet_s
 
     async def _list_inside(self) -> Sequence[PodListing]:
+        until = self._clock() + self._list_timeout_s
         try:
             async with asyncio.timeout(self._list_timeout_s):
                 while self._allocating:
                     await self._wait()
         except TimeoutError as e:
             raise Unavailable("an Allocate of another container stays open, so the kubelet cannot be asked") from e
-        return await self._list("admission")
+        return await self._list("admission", until - self._clock())
 
-    async def _list(self, purpose: str) -> Sequence[PodListing]:
+    async def _list(self, purpose: str, timeout_s: float) -> Sequence[PodListing]:
         self._on_list(purpose)
         self._listing += 1
         try:
-            return await self._lister.list_entries(timeout_s=self._list_timeout_s)
+            return await self._lister.list_entries(timeout_s=timeout_s)
         finally:
             self._listing -= 1
 

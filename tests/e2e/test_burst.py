@@ -36,9 +36,7 @@ def test_a_burst_of_pods_is_admitted_without_a_rejection(
         name: message_of(pod) for name, pod in cluster.pods(namespace).items() if pod["status"]["phase"] == "Failed"
     }
     if rejected and all(TOO_SLOW in message for message in rejected.values()):
-        pytest.skip(
-            f"the node is too busy: {len(rejected)} rejected, for its kubelet did not answer the agent within a second"
-        )
+        pytest.skip(f"the node is too busy: {len(rejected)} rejected, for its kubelet did not answer the agent in time")
     assert not rejected
     cluster.wait_phase(namespace, *names, deadline_s=600)
 

@@ -21,9 +21,11 @@ class SlowLister:
         self.asked = asyncio.Event()
         self.answer = asyncio.Event()
         self.calls = 0
+        self.timeouts_s: list[float] = []
 
     async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]:
         self.calls += 1
+        self.timeouts_s.append(timeout_s)
         self.asked.set()
         await self.answer.wait()
         return []
@@ -50,6 +52,25 @@ async def test_a_list_inside_waits_for_an_open_allocate() -> None:
             await loop_cycles()
             assert lister.calls == 0 and not task.done()
     assert lister.calls == 1
+
+
+async def test_a_list_inside_may_take_what_the_wait_before_it_left_of_two_seconds() -> None:
+    """On a busy node a kubelet took more than one; an admission must not wait for longer than two."""
+    lister, clock = SlowLister(), FakeClock()
+    lister.answer.set()
+    gate = PodResourcesGate(lister, clock=clock)
+
+    async def prefer() -> None:
+        async with gate.preferring() as inside:
+            await inside.list_entries()
+
+    await prefer()
+    async with asyncio.TaskGroup() as group:
+        with gate.allocating():
+            group.create_task(prefer())
+            await loop_cycles()
+            clock.now += 0.5
+    assert lister.timeouts_s == [2.0, 1.5]
 
 
 async def test_an_allocate_that_never_ends_fails_the_list_in_time() -> None:
