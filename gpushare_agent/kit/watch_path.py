@@ -8,12 +8,15 @@ event). Not for following file contents. State owned: one inotify descriptor.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import structlog
 from asyncinotify import Inotify, Mask, Watch
+
+from gpushare_agent.kit.report_once import ReportOnce
 
 log = structlog.get_logger(__name__)
 
@@ -24,11 +27,14 @@ _LOST = Mask.IGNORED | Mask.DELETE_SELF | Mask.MOVE_SELF | Mask.UNMOUNT
 class DirectoryWatch:
     """Watches the names in one directory. One waiter at a time; open it with `open_directory_watch`."""
 
-    def __init__(self, directory: Path, inotify: Inotify | None, *, poll_s: float, fast_poll_s: float) -> None:
+    def __init__(self, directory: Path, *, poll_s: float, fast_poll_s: float, retry_s: float) -> None:
         self._directory = directory
-        self._inotify = inotify
         self._poll_s = poll_s
         self._fast_poll_s = fast_poll_s
+        self._retry_s = retry_s
+        self._retry_at = float("-inf")
+        self._failures = ReportOnce()
+        self._inotify: Inotify | None = None
         self._watch: Watch | None = None
         self._watched: tuple[int, int] | None = None
 
@@ -56,15 +62,30 @@ class DirectoryWatch:
         if self._watch is not None and current is not None and current == self._watched:
             return False
         self._unwatch()
-        if current is None or self._inotify is None:
+        now = time.monotonic()
+        if current is None or now < self._retry_at:
             return False
         try:
+            if self._inotify is None:
+                self._inotify = Inotify()
             self._watch = self._inotify.add_watch(self._directory, _EVENTS | Mask.ONLYDIR)
-        except OSError as e:
-            log.warning("directory_not_watched", directory=str(self._directory), error=str(e), poll_s=self._fast_poll_s)
+        except (FileNotFoundError, NotADirectoryError):  # it went away just now
             return False
+        except OSError as e:  # a limit of inotify or of open files: it may be over later
+            self._retry_at = now + self._retry_s
+            if self._failures.is_new(str(e)):
+                fields = {"poll_s": self._fast_poll_s, "retried_in_s": self._retry_s}
+                log.warning("directory_not_watched", directory=str(self._directory), error=str(e), **fields)
+            return False
+        if self._failures.is_over():
+            log.info("directory_watched_again", directory=str(self._directory))
         self._watched = current
         return True
+
+    def close(self) -> None:
+        inotify, self._inotify, self._watch = self._inotify, None, None
+        if inotify is not None:
+            inotify.close()
 
     def _unwatch(self) -> None:
         if self._watch is not None and self._inotify is not None:
@@ -86,14 +107,12 @@ def _directory_identity(directory: Path) -> tuple[int, int] | None:
 
 @asynccontextmanager
 async def open_directory_watch(
-    directory: Path, *, poll_s: float = 5.0, fast_poll_s: float = 0.1
+    directory: Path, *, poll_s: float = 5.0, fast_poll_s: float = 0.25, retry_s: float = 30.0
 ) -> AsyncIterator[DirectoryWatch]:
-    """Opens a watch of `directory`, which need not exist yet: while it is missing, it is polled every `fast_poll_s`."""
+    """Opens a watch of `directory`, which need not exist yet. While it is missing or cannot be watched it is polled every
+    `fast_poll_s`: a kubelet that starts admits pods a second later. Watching is tried again every `retry_s`."""
+    watch = DirectoryWatch(directory, poll_s=poll_s, fast_poll_s=fast_poll_s, retry_s=retry_s)
     try:
-        inotify = Inotify()
-    except OSError as e:
-        log.warning("inotify_unavailable", directory=str(directory), error=str(e), poll_s=fast_poll_s)
-        yield DirectoryWatch(directory, None, poll_s=poll_s, fast_poll_s=fast_poll_s)
-        return
-    with inotify:
-        yield DirectoryWatch(directory, inotify, poll_s=poll_s, fast_poll_s=fast_poll_s)
+        yield watch
+    finally:
+        watch.close()

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpushare_agent.kit.watch_path import DirectoryWatch, open_directory_watch
 from tests.support_plugin import DEADLINE_S, short_directory
 
 NEVER_S = 3600.0
-
-
-async def until(watch: DirectoryWatch, condition: Callable[[], bool]) -> None:
-    """Waits for changes until the condition holds when one is reported."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            await watch.wait_change()
-            if condition():
-                return
 
 
 async def next_event(watch: DirectoryWatch, act: Callable[[], object]) -> None:
@@ -98,22 +91,35 @@ async def test_a_replaced_directory_is_watched_in_place_of_the_old_one(is_moved:
             await next_event(watch, (directory / "a").touch)
 
 
-async def test_without_inotify_the_directory_is_polled() -> None:
+@contextmanager
+def no_free_descriptor() -> Iterator[None]:
+    """The process may open no more files, inotify instances among them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_without_inotify_the_directory_is_polled_and_that_is_reported_once() -> None:
     """A process that may open no more files still notices."""
     with short_directory() as directory:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        manager = open_directory_watch(directory, poll_s=NEVER_S, fast_poll_s=0.01)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-        try:
-            watch = await manager.__aenter__()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        try:
-            (directory / "a").touch()
-            await until(watch, (directory / "a").exists)
-            await until(watch, lambda: True)
-        finally:
-            await manager.__aexit__(None, None, None)
+        async with open_directory_watch(directory, poll_s=NEVER_S, fast_poll_s=0.01, retry_s=0.0) as watch:
+            with capture_logs() as logs, no_free_descriptor():
+                for _ in range(5):
+                    await watch.wait_change()
+            assert [entry["event"] for entry in logs] == ["directory_not_watched"]
+
+
+async def test_inotify_is_tried_again() -> None:
+    """Once descriptors are free, events count: the poll is slow then, and only an event can end the wait."""
+    with short_directory() as directory:
+        async with open_directory_watch(directory, poll_s=NEVER_S, fast_poll_s=0.01, retry_s=0.0) as watch:
+            with no_free_descriptor():
+                await watch.wait_change()
+            await watch.wait_change()
+            await next_event(watch, (directory / "a").touch)
 
 
 async def test_the_descriptor_is_closed_with_the_block() -> None:
