@@ -637,11 +637,12 @@ async def test_a_directory_that_has_foreign_entries_is_left_and_reported(short_d
 async def test_processes_are_followed_between_two_polls_of_everything(short_dir: Path) -> None:
     """A new process is listed, and a container that ends and starts again is, without a poll of everything."""
     world = World(short_dir)
-    intervals = Intervals(poll_s=0.01, ids_s=0.01, polls_of_all=1_000_000)
+    intervals = Intervals(poll_s=0.01, settled_poll_s=0.01, ids_s=0.01, polls_of_all=1_000_000)
     manager = world.manager(intervals, clock=time.monotonic)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(manager.run(), name="virtual manager")
-        await poll_until(lambda: world.directory.exists() and world.pids == (7, 11), "the first list")
+        listed = world.directory / "pids.config"
+        await poll_until(lambda: listed.exists() and world.pids == (7, 11), "the first list")
         world.set_pids(ID, 11, 7, 12)
         await poll_until(lambda: world.pids == (7, 11, 12), "the new process")
         world.known = {KEY: OTHER_ID}
@@ -654,7 +655,8 @@ async def test_processes_are_followed_between_two_polls_of_everything(short_dir:
 async def test_what_is_reported_as_changed_is_polled_at_once(short_dir: Path) -> None:
     """A new limit of the pod is written, and a container without an allocation loses its socket."""
     world = World(short_dir)
-    manager = world.manager(Intervals(poll_s=0.01, polls_of_all=1_000_000), clock=time.monotonic)
+    intervals = Intervals(poll_s=0.01, settled_poll_s=3600.0, polls_of_all=1_000_000)
+    manager = world.manager(intervals, clock=time.monotonic)
     socket = world.directory / "vcuda.sock"
     async with asyncio.TaskGroup() as group:
         task = group.create_task(manager.run(), name="virtual manager")

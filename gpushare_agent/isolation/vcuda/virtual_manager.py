@@ -54,11 +54,14 @@ FILES_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intervals:
-    """Seconds between two comparisons of the processes, also of a container prepared less than `recent_for_s` ago; between
-    two refreshes of a container whose programs register; between two reads of container IDs while one is unknown; and
-    between two removals of stale directories. Of so many comparisons one is a poll of everything, also without a change."""
+    """Seconds between two comparisons of the processes: where the last one found others, where not, and of a container
+    prepared less than `recent_for_s` ago; between two refreshes of a container whose programs register; between two reads of
+    container IDs while one is unknown; and between two removals of stale directories. Of so many comparisons one is a poll
+    of everything, also without a change."""
 
     poll_s: float = 1.0
+    settled_poll_s: float = 3.0
+    """A program is listed when it registers, as each does at its start: these are for what does not."""
     polls_of_all: int = 5
     recent_poll_s: float = 0.2
     recent_for_s: float = 5.0
@@ -108,6 +111,7 @@ class VirtualManager:
         self._prepared_at: dict[ContainerKey, float] = {}
         self._has_recent = asyncio.Event()
         self._has_changed = True
+        self._is_settled = False
         self._may_lack_ids = asyncio.Event()
         self._foreign = ReportOnce()
         self._refreshes: dict[ContainerKey, _Refreshes] = {}
@@ -164,8 +168,9 @@ class VirtualManager:
             await self._reconciler.close(STOP_TIMEOUT_S)
 
     def changed(self) -> None:
-        """An allocation, a pod or a GPU: the next poll is one of everything."""
+        """An allocation, a pod or a GPU: the next poll is one of everything, and soon."""
         self._has_changed = True
+        self._has_recent.set()
         self._may_lack_ids.set()
 
     async def poll(self) -> None:
@@ -252,6 +257,7 @@ class VirtualManager:
         cleaned_at, polls = float("-inf"), 0
         while True:
             if self._has_changed or polls % self._intervals.polls_of_all == 0:
+                self._is_settled &= not self._has_changed
                 self._has_changed, polls = False, 0
                 await self._try(self.poll)
             else:
@@ -265,9 +271,8 @@ class VirtualManager:
     async def _poll_recent(self) -> None:
         """Until the next poll of all: polls those that were prepared recently more often, for the in-container library
         counts only processes that are in the list."""
-        until = self._clock() + self._intervals.poll_s
-        took_s = 0.0
-        while (left_s := until - self._clock()) > 0:
+        polled_at, took_s = self._clock(), 0.0
+        while (left_s := polled_at + self._period_s() - self._clock()) > 0:
             now, recent_for_s = self._clock(), self._intervals.recent_for_s
             recent = [key for key, prepared_at in self._prepared_at.items() if now - prepared_at < recent_for_s]
             if recent:
@@ -282,8 +287,14 @@ class VirtualManager:
             if not await wait_for(self._has_recent, left_s):
                 return
 
+    def _period_s(self) -> float:
+        is_settled = self._is_settled and not self._has_changed
+        return self._intervals.settled_poll_s if is_settled else self._intervals.poll_s
+
     async def _poll_processes(self) -> None:
-        if keys := await self._processes.changed():
+        keys = await self._processes.changed()
+        self._is_settled = not keys
+        if keys:
             await self._poll_containers(keys)
 
     async def _poll_containers(self, keys: Collection[ContainerKey]) -> None:
