@@ -118,22 +118,47 @@ def test_the_component_display_socket_opens_a_directory_of_its_own_on_the_host()
     assert not [runtime for runtime in RUNTIME_SOCKETS if runtime.is_relative_to(mount["host"])]
 
 
-def test_the_component_network_policy_selects_the_agents_and_their_port(tmp_path: Path) -> None:
-    """Of what kustomize renders: the pods' labels, a port that they name, Ingress alone, and nobody but one namespace."""
+def test_the_component_network_policy_admits_one_namespace_to_the_agents_port(tmp_path: Path) -> None:
+    """Of what kustomize renders, as a network plugin reads it: Prometheus' namespace reaches each port that the agent's pods
+    and their Service name; no pod of the product nor of a tenant does; pods of other kinds are not concerned."""
     path = os.path.relpath(MANIFESTS, tmp_path)
     text = f"resources: [{path}/base]\ncomponents: [{path}/components/network-policy]\n"
     (tmp_path / "kustomization.yaml").write_text(text)
-    (policy,) = (item for item in rendered(tmp_path) if item["kind"] == "NetworkPolicy")
-    template = daemon_set()["spec"]["template"]
+    objects = {item["kind"]: item for item in rendered(tmp_path)}
+    policy, service, agent = (objects[kind] for kind in ("NetworkPolicy", "Service", "DaemonSet"))
+    own = objects["Namespace"]["metadata"]
+    prometheus, tenant = ({"name": name, "labels": {}} for name in ("monitoring", "team-a"))
+    pods = [
+        item["spec"]["template"]
+        for folder in ("extender", "extender/second-scheduler", "mps-daemon", "check")
+        for item in rendered(folder)
+        if item["kind"] in ("Deployment", "DaemonSet", "Job")
+    ]
+    assert len(pods) >= 4
+    target = agent["spec"]["template"]
+    ports = {port["name"]: port["containerPort"] for one in target["spec"]["containers"] for port in one["ports"]}
+    assert {port["targetPort"] for port in service["spec"]["ports"]} == set(ports)
+    for port in ports:
+        assert _admits(policy, target, prometheus, port)
+        assert not _admits(policy, target, tenant, port)
+        assert not _admits(policy, target, own, port)
+    assert all(_admits(policy, pod, tenant, "http") for pod in pods), "they have policies of their own, or none"
+
+
+def _admits(policy: dict[str, Any], target: dict[str, Any], source: dict[str, Any], port: str) -> bool:
+    """Whether any pod of the namespace `source` reaches the port of that name, by this policy alone:
+    the API server labels each namespace with its name."""
     spec = policy["spec"]
-    assert policy["metadata"]["namespace"] == daemon_set()["metadata"]["namespace"]
-    assert spec["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     assert spec["policyTypes"] == ["Ingress"]
-    (rule,) = spec["ingress"]
-    assert [list(peer) for peer in rule["from"]] == [["namespaceSelector"]]
-    assert {port["port"] for port in rule["ports"]} == {
-        port["name"] for container in template["spec"]["containers"] for port in container["ports"]
-    }
+    if not spec["podSelector"]["matchLabels"].items() <= target["metadata"]["labels"].items():
+        return True
+    labels = {**source.get("labels", {}), "kubernetes.io/metadata.name": source["name"]}
+    return any(
+        peer["namespaceSelector"]["matchLabels"].items() <= labels.items()
+        and {"protocol": "TCP", "port": port} in rule["ports"]
+        for rule in spec["ingress"]
+        for peer in rule["from"]
+    )
 
 
 def test_the_component_prometheus_operator_scrapes_the_port_that_the_pods_have_once() -> None:

@@ -31,6 +31,7 @@ from tests.support_manifests import (
     pod_spec,
     rendered,
     variables,
+    volumes_are_those_mounted,
 )
 
 KUSTOMIZATIONS = sorted(
@@ -285,6 +286,20 @@ def test_the_check_job_is_the_daemon_sets_pod() -> None:
     assert check_map["files"] == base_map["files"]
     (kustomization,) = documents("check/kustomization.yaml")
     assert kustomization["images"] == documents("base/kustomization.yaml")[0]["images"]
+
+
+def test_the_check_job_of_simulated_gpus_is_that_overlays_pod() -> None:
+    """Of what kustomize renders: it starts where there is no RuntimeClass nvidia, and checks the isolation that is there."""
+    (job,) = rendered("check-simulated")
+    agent = next(item for item in rendered("overlays/simulated") if item["kind"] == "DaemonSet")
+    checker_spec, agent_spec = (item["spec"]["template"]["spec"] for item in (job, agent))
+    (checker,), (container,) = checker_spec["containers"], agent_spec["containers"]
+    assert "runtimeClassName" not in {*checker_spec, *agent_spec}
+    assert by_name(checker["env"]) == by_name(container["env"])
+    assert checker["image"] == container["image"]
+    mounts = [{mount["mountPath"] for mount in one["volumeMounts"]} for one in (checker, container)]
+    assert mounts[0] == mounts[1]
+    assert volumes_are_those_mounted(checker_spec)
 
 
 @pytest.mark.parametrize("path", sorted((MANIFESTS / "samples").glob("*.yaml")), ids=lambda path: path.name)
