@@ -1,6 +1,7 @@
 """Finds the container that a GetPreferredAllocation is for, by the kubelet's List and, where needed, the API server.
 
-The decision itself is admission/decisions/identity.py. Bounded in time: the whole node waits for the answer. No state.
+The decision itself is admission/decisions/identity.py. Bounded in time: the whole node waits for the answer. State owned,
+for speed: which listed pods were found to have all that they request.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from gpushare_agent.admission.decisions.identity import (
     Target,
     Unresolved,
     identify,
+    is_explained,
     successor_of,
 )
-from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.cluster.pod_store import PodStore, liveliness
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, RefusalReason, Refused, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod, version_number
+from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 log = structlog.get_logger(__name__)
@@ -82,6 +84,15 @@ class _Lookup:
     is_first_poll: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class _Explained:
+    """A listed pod that had everything of a resource, and what that was seen from: none of these values ever changes."""
+
+    entry: ListedDevices
+    pod: Pod
+    allocations: tuple[tuple[ContainerKey, Allocation | None], ...]
+
+
 class Identification:
     """`on_identified` is called with the method by which a container was found, a metric's label."""
 
@@ -107,6 +118,7 @@ class Identification:
         self._clock = clock
         self._timeouts = timeouts
         self._on_identified = on_identified
+        self._explained: dict[ResourceKind, dict[PodUid, _Explained]] = {}
 
     def successor(self, kind: ResourceKind, ids: Sequence[str]) -> Target | None:
         """The container of an Allocate without a GetPreferredAllocation: its IDs are an init container's."""
@@ -162,7 +174,9 @@ class Identification:
         self, call: Call, listed: Sequence[ListedDevices], lookup: _Lookup
     ) -> Target | Unresolved | Refused:
         """Decide on one List, fetching the pods that the decision needs from the API server until it needs none."""
-        result = identify(call, listed, self._known(lookup.verified, lookup.unverifiable))
+        known = self._known(lookup.verified, lookup.unverifiable)
+        listed = self._not_explained(call, listed, known)
+        result = identify(call, listed, known)
         while (
             isinstance(result, Unresolved)
             and lookup.fetches < MAX_FETCHES_IN_ALL
@@ -180,23 +194,46 @@ class Identification:
         return result
 
     def _known(
-        self, verified: Collection[tuple[str, str]] = (), unverifiable: Container[tuple[str, str]] = ()
+        self, verified: Collection[tuple[str, str]] = (), unverifiable: Collection[tuple[str, str]] = ()
     ) -> Known:
-        """What is known now. Of several pods of one name the live one counts, then the newest."""
-        by_name: dict[tuple[str, str], Pod] = {}
-        for pod in self._pods.pods():
-            if pod.is_static and (pod.namespace, pod.name) in unverifiable:
-                continue
-            other = by_name.get((pod.namespace, pod.name))
-            if other is None or _liveliness(pod) >= _liveliness(other):
-                by_name[pod.namespace, pod.name] = pod
+        """What is known now."""
+        pods = self._pods.by_name()
+        if unverifiable:
+            known = [p for p in self._pods.pods() if not p.is_static or (p.namespace, p.name) not in unverifiable]
+            pods = {(pod.namespace, pod.name): pod for pod in sorted(known, key=liveliness)}
         return Known(
-            pods=by_name,
+            pods=pods,
             allocations=self._allocations(),
             refused=self._refused,
             names=self._names,
             verified=verified,
         )
+
+    def _not_explained(self, call: Call, listed: Sequence[ListedDevices], known: Known) -> list[ListedDevices]:
+        """Less the pods that are known to have everything of the resource, most of a node: nothing of them has changed since
+        they were found to be such. Static pods stay, for their files may have changed."""
+        before, now = self._explained.get(call.kind, {}), dict[PodUid, _Explained]()
+        self._explained[call.kind] = now
+        resource, allocations, left = known.names.name(call.kind), known.allocations, []
+        for entry in listed:
+            pod = known.pods.get((entry.namespace, entry.name))
+            if pod is None or pod.is_static:
+                left.append(entry)
+                continue
+            seen = before.get(pod.uid)
+            if seen is not None and seen.entry is entry and seen.pod is pod:
+                for key, allocation in seen.allocations:
+                    if allocations.get(key) is not allocation:
+                        break
+                else:
+                    now[pod.uid] = seen
+                    continue
+            if is_explained(pod, entry, resource, call, known):
+                keys = [ContainerKey(pod.uid, container.name) for container in pod.containers]
+                now[pod.uid] = _Explained(entry, pod, tuple((key, allocations.get(key)) for key in keys))
+            else:
+                left.append(entry)
+        return left
 
     async def _list(self, inside: InsideLister, timeout_s: float) -> Sequence[ListedDevices]:
         """What the kubelet lists; for a kubelet in which a List could cause a panic, the pending pods of the pod store."""
@@ -274,12 +311,6 @@ def _method(listed: Sequence[ListedDevices], lookup: _Lookup) -> str:
     if not lookup.is_first_poll:
         return "looked-again"
     return "fetched" if lookup.fetches else "listed"
-
-
-def _liveliness(pod: Pod) -> tuple[bool, bool, bool, int]:
-    """A static pod without a mirror pod is newer than the mirror pod of its name: its file was changed."""
-    is_newest = pod.object_uid is None
-    return (not pod.is_terminal, not pod.is_deleting, is_newest, version_number(pod.resource_version))
 
 
 def _to_fetch(result: Unresolved, verified: set[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -1,8 +1,8 @@
 """The pods of this node as the API server last reported them. Memory only, synchronous, changed by its one writer.
 
 The writer is node_pods.py: the informer's handler, and the reads of one pod. Readers may call at any time: a method never
-leaves the store half changed, for nothing here awaits. The mutable state is: the pods by UID, the UIDs deleted lately,
-`version`, `is_synced`.
+leaves the store half changed, for nothing here awaits. The mutable state is: the pods by UID and by name, the UIDs
+deleted lately, `version`, `is_synced`.
 
 An answer to a GET may be newer than the watch, or older than a deletion that the watch has already reported. So an older
 resourceVersion of a pod is ignored, and a deleted object's UID never comes back (UIDs are not used twice).
@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod, version_number
 
 PodChange = Callable[[Pod | None, Pod | None], None]
 """Called with (old, new) after the store has changed: (None, pod) is new, (pod, None) is gone."""
+
+PodName = tuple[str, str]
+"""Namespace and name."""
 
 GONE_KEPT_S = 600.0
 """A request that began before a deletion is answered long before this."""
@@ -34,6 +37,8 @@ class PodStore:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._pods: dict[PodUid, Pod] = {}
+        self._named: dict[PodName, dict[PodUid, Pod]] = {}
+        self._newest: dict[PodName, Pod] = {}
         self._gone: dict[PodUid, float] = {}
         self._subscribers: list[PodChange] = []
         self._changed = asyncio.Event()
@@ -122,6 +127,10 @@ class PodStore:
             self._sorted = tuple(sorted(self._pods.values(), key=lambda pod: (pod.namespace, pod.name, pod.uid)))
         return self._sorted
 
+    def by_name(self) -> Mapping[PodName, Pod]:
+        """Of several pods of one name the live one, then the newest; valid until the next change."""
+        return self._newest
+
     async def wait_change(self, since: int) -> int:
         """Wait until `version` is not `since`; the new version. Bound it with asyncio.timeout."""
         while self.version == since:
@@ -144,10 +153,17 @@ class PodStore:
         )
 
     def _put(self, old: Pod | None, new: Pod | None) -> None:
+        if old is not None:
+            del self._pods[old.uid]
+            self._named[old.namespace, old.name].pop(old.uid)
         if new is not None:
             self._pods[new.uid] = new
-        elif old is not None:
-            del self._pods[old.uid]
+            self._named.setdefault((new.namespace, new.name), {})[new.uid] = new
+        for name in {(pod.namespace, pod.name) for pod in (old, new) if pod is not None}:
+            if pods := self._named[name]:
+                self._newest[name] = max(pods.values(), key=liveliness)
+            else:
+                del self._named[name], self._newest[name]
 
     def _publish(self, changes: list[tuple[Pod | None, Pod | None]], *, always: bool = False) -> None:
         if not changes and not always:
@@ -165,6 +181,13 @@ class PodStore:
             if len(self._gone) <= GONE_KEPT and now - gone_at <= GONE_KEPT_S:
                 return
             del self._gone[uid]
+
+
+def liveliness(pod: Pod) -> tuple[bool, bool, bool, int, PodUid]:
+    """Of pods of one name that with the greatest counts. A static pod without a mirror pod is newer than the mirror pod of
+    its name: its file was changed."""
+    is_newest = pod.object_uid is None
+    return not pod.is_terminal, not pod.is_deleting, is_newest, version_number(pod.resource_version), pod.uid
 
 
 def _is_newer(resource_version: str, than: str) -> bool:

@@ -257,13 +257,32 @@ def _short_strings(data: bytes, pos: int, stop: int, key: int, out: list[str]) -
 def _messages(data: bytes, message: str, fields: Fields) -> list[tuple[int, int]]:
     """Where the submessages in field 1 lie, for messages that have no other known field."""
     _check_size(data, message)
-    found = []
-    for key, _, start, stop in scan_fields(data, 0, len(data), fields):
+    found: list[tuple[int, int]] = []
+    pos = _plain_messages(data, found, fields)
+    for key, _, start, stop in scan_fields(data, pos, len(data), fields):
         if key == _FIELD_1_BYTES:
             found.append((start, stop))
         else:
             _refuse_known(key, 1)
     return found
+
+
+def _plain_messages(data: bytes, found: list[tuple[int, int]], fields: Fields) -> int:
+    """Reads the submessages of less than 16 KiB in field 1 at the start; returns where they end. A List has hundreds."""
+    pos, size = 0, len(data)
+    while size - pos > 3 and data[pos] == _FIELD_1_BYTES:
+        start, length = pos + 2, data[pos + 1]
+        if length > 127:
+            start, high = pos + 3, data[pos + 2]
+            if not 0 < high <= 127:
+                break
+            length = (length & 127) | high << 7
+        if start + length > size:
+            break
+        fields.take()
+        pos = start + length
+        found.append((start, pos))
+    return pos
 
 
 class Fields:

@@ -13,7 +13,7 @@ from gpushare_agent.admission.identification import Identification, Timeouts
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import Corrupt, NotFound, RefusalReason, Refused, Unavailable
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.names import VCORE_RESOURCE, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceKind
 from tests.fakes.clock import FakeClock
@@ -109,6 +109,44 @@ async def test_an_api_server_that_did_not_answer_stays_the_reason_when_the_time_
     result = await identification.identify(Call(kind=ResourceKind.VCORE, size=10), SlowKubelet(clock))
     assert isinstance(result, Refused) and result.reason is RefusalReason.POD_UNKNOWN
     assert "the API server did not answer" in result.detail and "connection refused" in result.detail
+
+
+async def test_a_pod_that_had_everything_is_looked_at_again_once_its_allocation_is_gone() -> None:
+    """Though pod store and List show the same of it: then one of them is wrong, and the API server is asked."""
+    old, new = pod("old", container(cores=20), has_started=True), pod("new", container(cores=10))
+    known = Static(None, new)
+    for one in (old, new):
+        known.store.upsert(one)
+    share = allocation(old, "main", ids(0, range(20)), [])
+    allocations = {share.key: share}
+    entries = [Listing("old", {"main": {VCORE_RESOURCE: 20}}), Listing("new", {})]
+    listed: list[str] = []
+
+    class Inside:
+        async def list_entries(self) -> Sequence[ListedDevices]:
+            return entries
+
+    identification = Identification(
+        pods=known.store,
+        fetcher=known,
+        kubelet=known,
+        allocations=lambda: allocations,
+        refused=(),
+        names=NAMES,
+        clock=time.monotonic,
+        timeouts=Timeouts(poll_again_s=0.0),
+        on_identified=listed.append,
+    )
+    call = Call(kind=ResourceKind.VCORE, size=10)
+    for _ in range(2):
+        found = await identification.identify(call, Inside())
+        assert isinstance(found, Target) and found.pod is new
+    assert known.fetched == []
+    allocations.clear()
+    found = await identification.identify(call, Inside())
+    assert isinstance(found, Target) and found.pod.name == "new"
+    assert known.fetched == ["old"]
+    assert listed == ["listed", "listed", "fetched"]
 
 
 HASH, CHANGED = PodUid("0" * 32), PodUid("1" * 32)

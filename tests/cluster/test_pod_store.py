@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.pod_store import GONE_KEPT, GONE_KEPT_S, PodStore
+from gpushare_agent.cluster.pod_store import GONE_KEPT, GONE_KEPT_S, PodStore, liveliness
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod, PodPhase
 from tests.fakes.clock import FakeClock
@@ -159,6 +159,25 @@ def test_no_pod_ever_goes_back_in_time_or_returns(steps: list[tuple[str, int, in
             assert one.uid not in deleted
             assert int(one.resource_version) >= before.get(one.uid, 0)
         assert list(store.pods()) == sorted(store.pods(), key=lambda one: one.name)
+
+
+@given(steps=STEPS, uids=st.lists(st.integers(0, 2), min_size=30, max_size=30))
+def test_of_several_pods_of_one_name_the_live_one_counts_then_the_newest(
+    steps: list[tuple[str, int, int]], uids: list[int]
+) -> None:
+    """Whatever is reported in whatever order, by_name says what a look at all pods says."""
+    store = PodStore()
+    for (step, number, version), uid in zip(steps, uids, strict=False):
+        phase = PodPhase.SUCCEEDED if version % 3 else PodPhase.RUNNING
+        reported = pod(f"p{number % 2}", uid=f"u{number % 2}-{uid}", version=str(version), phase=phase)
+        if step == "upsert":
+            store.upsert(reported)
+        elif step == "remove":
+            store.remove(reported.uid)
+        else:
+            store.replace_all([reported], resource_version=str(version))
+        newest = {(one.namespace, one.name): one for one in sorted(store.pods(), key=liveliness)}
+        assert store.by_name() == newest
 
 
 HASH = "0123456789abcdef0123456789abcdef"

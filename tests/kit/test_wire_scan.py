@@ -136,6 +136,13 @@ def test_a_list_answer_reads_as_the_generated_class_reads_it(
     assert scan_pod_bodies(data, Fields()) == [bytes(pod) for pod in message.pod_resources]
 
 
+@pytest.mark.parametrize("sizes", [(10, 200, 20_000, 10), (0, 127, 128), (16_383, 16_384)])
+def test_pods_of_every_size_are_split(sizes: tuple[int, ...]) -> None:
+    """The length before each is of one, two or three bytes."""
+    bodies = [bytes(size) for size in sizes]
+    assert scan_pod_bodies(b"".join(bytes_field(1, body) for body in bodies), Fields()) == bodies
+
+
 @given(POD)
 def test_a_get_answer_reads_as_the_generated_class_reads_it(pod: v1.PodResources) -> None:
     """The one pod of a GetPodResourcesResponse has its names and its whole body."""

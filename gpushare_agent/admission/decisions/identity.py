@@ -105,7 +105,7 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
             if not entry.count_ids(resource):
                 unknown.append((entry.namespace, entry.name))
             continue
-        if _is_explained(pod, entry, resource, call, known):
+        if is_explained(pod, entry, resource, call, known):
             if pod.is_static:
                 suspects.append((entry.namespace, entry.name))
             continue
@@ -178,7 +178,7 @@ def initial_allocations(pod: Pod, allocations: Mapping[ContainerKey, Allocation]
     ]
 
 
-def _is_explained(pod: Pod, entry: ListedDevices, resource: str, call: Call, known: Known) -> bool:
+def is_explained(pod: Pod, entry: ListedDevices, resource: str, call: Call, known: Known) -> bool:
     """The pod has everything of this resource that it requests. Cheap: most pods of a node end here."""
     is_wanted = False
     expected = 0

@@ -54,11 +54,17 @@ class Offer:
 
 
 def gpu_accounts(
-    target: Target | None, ledger: Ledger, policy: Policy, *, offered: Collection[DeviceId] | None = None
+    target: Target | None,
+    ledger: Ledger,
+    policy: Policy,
+    *,
+    offered: Collection[DeviceId] | None = None,
+    only: Collection[GpuUuid] | None = None,
 ) -> list[GpuAccount]:
     """Each GPU as `target` may use it: what the pod's own init containers hold is reusable. None: as everybody sees it.
 
     `offered`, where not None, are the vcore IDs that the kubelet can hand out: a GPU has no more free cores than that.
+    `only`, where not None, are the GPUs that are asked about.
     """
     names = policy.names
     per_gpu = Counter(_gpus_of(offered)) if offered is not None else None
@@ -93,6 +99,7 @@ def gpu_accounts(
             offered_cores=CORES_PER_GPU if per_gpu is None else per_gpu[gpu.uuid],
         )
         for gpu in ledger.inventory.gpus
+        if only is None or gpu.uuid in only
     ]
 
 
@@ -110,6 +117,8 @@ def free_ids(target: Target, kind: ResourceKind, available: Sequence[str], ledge
     """
     holders = ledger.holders[kind]
     offered = cast(Sequence[DeviceId], available)
+    if holders.keys().isdisjoint(offered):
+        return list(offered)
     return [d for d in offered if d not in holders or may_take_over(target, holders[d], ledger)]
 
 

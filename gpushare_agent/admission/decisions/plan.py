@@ -281,7 +281,7 @@ def _check_gpus(
             "(a reused init container's devices or the topology manager can cause this). Give init containers the same "
             "number of cores as the main container, or none.",
         )
-    accounts = {account.uuid: account for account in gpu_accounts(target, ledger, policy)}
+    accounts = {account.uuid: account for account in gpu_accounts(target, ledger, policy, only=gpus)}
     if not gpus or not all(gpu in accounts for gpu in gpus):
         return Refused(
             reason=RefusalReason.NOT_READY,
