@@ -202,14 +202,14 @@ async def wait_until(node: EmbeddedNode, condition: Callable[[], Any], what: str
     return await node.kubelet.wait_for(condition, DEADLINE_S, what)
 
 
-async def poll_until(condition: Callable[[], Any], what: str) -> None:
+async def poll_until(condition: Callable[[], Any], what: str, *, deadline_s: float = DEADLINE_S) -> None:
     """For a state of the agent that it tells nobody: looked at every few milliseconds, under the deadline."""
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(deadline_s):
             while not condition():
                 await asyncio.sleep(0.005)
     except TimeoutError as error:
-        raise TimeoutError(f"after {DEADLINE_S:g} s: {what} did not come about") from error
+        raise TimeoutError(f"after {deadline_s:g} s: {what} did not come about") from error
 
 
 def plugin_socket(node: EmbeddedNode, kind: str) -> Path:

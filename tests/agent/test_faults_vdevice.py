@@ -35,7 +35,8 @@ SOURCE = Path(__file__).parent.parent / "native" / "vdevice_load.c"
 CONTAINERS, DELETED, KILLS = 50, 8, 100
 START_S, RUN_S = 0.5, 0.3
 """The longest time from the start to a kill, and from the first socket to one."""
-CLEANED_S = 60.0
+LOADED_S = 300.0
+"""For what a hundred processes and the agent's start need on a machine that does other work too."""
 BLOCK_MIB = 256
 FILES = {"vcuda.config", "pids.config"}
 
@@ -133,7 +134,7 @@ async def kill_repeatedly(node: EmbeddedNode) -> None:
             if number % (KILLS // DELETED) == 5:
                 node.api.delete_pod("default", f"load-{doomed.pop():02d}")
             if number % 2 == 0:
-                await poll_until(lambda: any(sockets.glob("*/main/vcuda.sock")), "a socket")
+                await poll_until(lambda: any(sockets.glob("*/main/vcuda.sock")), "a socket", deadline_s=LOADED_S)
             try:
                 async with asyncio.timeout(rng.uniform(0, START_S if number % 2 else RUN_S)):
                     await agent.wait()
@@ -161,7 +162,9 @@ async def test_after_100_kills_every_file_is_whole_and_right_and_every_share_is_
             await wait_running(node, *names)
             driver = decode_config((directory_of(node, 0) / "vcuda.config").read_bytes()).driver
             await poll_until(
-                lambda: all(any(directory_of(node, n).glob("?" * 64)) for n in numbers), "registrations by ID"
+                lambda: all(any(directory_of(node, n).glob("?" * 64)) for n in numbers),
+                "registrations by ID",
+                deadline_s=LOADED_S,
             )
         await kill_repeatedly(node)
         async with running_agent(node) as agent:
@@ -170,7 +173,8 @@ async def test_after_100_kills_every_file_is_whole_and_right_and_every_share_is_
                 node, lambda: all(node.api.find_pod("default", n) is None for n in deleted), "pods deleted"
             )
             quiet.touch()
-            await poll_until(lambda: all(is_current(node, n) for n in numbers), "pids.config as the cgroups")
+            what = "pids.config as the cgroups"
+            await poll_until(lambda: all(is_current(node, n) for n in numbers), what, deadline_s=LOADED_S)
             live = {uid_of(node, number) for number in numbers}
             root = node.paths.virtual_manager
             await wait_cleaned(root, live)
@@ -181,7 +185,7 @@ async def test_after_100_kills_every_file_is_whole_and_right_and_every_share_is_
 
 async def wait_cleaned(root: Path, live: set[str]) -> None:
     """The agent removes directories of pods that are gone every 5 s."""
-    async with asyncio.timeout(CLEANED_S):
+    async with asyncio.timeout(LOADED_S):
         while True:
             if {path.name for path in root.iterdir()} == live:
                 return
