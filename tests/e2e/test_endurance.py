@@ -86,7 +86,7 @@ def test_pods_come_and_go_under_faults(
     while time.monotonic() < until:
         churn(cluster, namespace, chance, seen)
         if time.monotonic() < last_kill and kill.now():
-            kill_agent(installed)
+            cluster.wait_for("the agent is killed", lambda: kill_agent(installed))
             seen.kills += 1
         if cluster.hooks["restart-kubelet"] and restart.now():
             cluster.hook("restart-kubelet")
@@ -137,14 +137,19 @@ def pod_of_chance(cluster: Cluster, name: str, chance: random.Random) -> Object:
     return pod
 
 
-def kill_agent(installed: Installation) -> None:
+def kill_agent(installed: Installation) -> bool:
     """SIGKILL. The kubelet starts a container again at once the first time alone, then after 10, 20, … s in which most pods
-    are rejected: after the second kill its pod is deleted, and the DaemonSet makes another."""
+    are rejected: after the second kill its pod is deleted, and the DaemonSet makes another. False: not possible now."""
     name = installed.agent()
-    restarts = sum(one["restartCount"] for one in installed.agents()[name]["status"]["containerStatuses"])
-    installed.signal()
-    if restarts:
-        installed.cluster.run("delete", "pod", name, "-n", SYSTEM, "--force", "--grace-period=0")
+    try:
+        pod = installed.cluster.get("pod", name, "-n", SYSTEM)
+        installed.signal()
+    except KubectlError:  # a kubelet that has just started does not know its pods yet
+        return False
+    if any(one["restartCount"] for one in pod["status"]["containerStatuses"]):
+        how = ("--force", "--grace-period=0", "--ignore-not-found")
+        installed.cluster.run("delete", "pod", name, "-n", SYSTEM, *how)
+    return True
 
 
 def compare(cluster: Cluster, installed: Installation, namespace: str, seen: Seen) -> None:
