@@ -108,7 +108,7 @@ class Node:
             free = free_ids(target, kind, available, ledger)
             hint = predicted_gpus(target.pod.annotations, target.container, "node")
             gpus = offer_accounts(target, offer, free, ledger, self.policy)
-            outcome = plan(target, offer, free, ledger, self.policy, hint, gpus)
+            outcome = plan(target, offer, free=free, ledger=ledger, policy=self.policy, hint=hint, gpus=gpus)
             if isinstance(outcome, Refused):
                 return outcome
             assert isinstance(outcome, Plan)

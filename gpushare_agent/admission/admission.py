@@ -166,7 +166,9 @@ class Admission:
         is_gpu_mem = self._policy.names.wanted(target.container, ResourceKind.GPU_MEM) > 0
         hint = hinted_gpus(target.pod.annotations, target.container, self._node_name, is_gpu_mem=is_gpu_mem)
         gpus = offer_accounts(target, offer, free, ledger, self._policy)
-        outcome: Plan | Refused = decide.plan(target, offer, free, ledger, self._policy, hint, gpus)
+        outcome: Plan | Refused = decide.plan(
+            target, offer, free=free, ledger=ledger, policy=self._policy, hint=hint, gpus=gpus
+        )
         if isinstance(outcome, Plan):
             outcome = self._obstacle(target, outcome, ledger) or outcome
         why = explain(target, offer, ledger, self._policy, hint, gpus, outcome)

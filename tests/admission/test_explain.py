@@ -46,7 +46,7 @@ def decide(
     offer = Offer(kind=kind, available=offered, must_include=(), size=gpu_mem or cores)
     free = free_ids(target, kind, offered, ledger)
     gpus = offer_accounts(target, offer, free, ledger, policy)
-    outcome = plan(target, offer, free, ledger, policy, hint, gpus)
+    outcome = plan(target, offer, free=free, ledger=ledger, policy=policy, hint=hint, gpus=gpus)
     return outcome, explain(target, offer, ledger, policy, hint, gpus, outcome)
 
 

@@ -69,7 +69,8 @@ def planned(
     everything = sorted(units_of(0, range(24)) | units_of(1, range(24)))
     offer = Offer(kind=ResourceKind.GPU_MEM, available=everything, must_include=must, size=spec.requests[GPU_MEM])
     free = free_ids(target, offer.kind, everything, ledger)
-    return plan(target, offer, free, ledger, policy, hint, offer_accounts(target, offer, free, ledger, policy))
+    gpus = offer_accounts(target, offer, free, ledger, policy)
+    return plan(target, offer, free=free, ledger=ledger, policy=policy, hint=hint, gpus=gpus)
 
 
 def test_the_fullest_gpu_that_fits_is_taken_and_its_ids_are_preferred() -> None:
@@ -114,14 +115,14 @@ def test_vcuda_shares_and_whole_gpus_see_what_gpu_mem_has_taken() -> None:
         free = [DeviceId(d) for d in ids(0, range(100)) + ids(1, range(100))]
         offer = Offer(kind=ResourceKind.VCORE, available=free, must_include=(), size=len(free))
         gpus = offer_accounts(target, offer, free, ledger, POLICY)
-        outcome = plan(target, offer, free, ledger, POLICY, (), gpus)
+        outcome = plan(target, offer, free=free, ledger=ledger, policy=POLICY, hint=(), gpus=gpus)
         assert isinstance(outcome, Refused), (spec, reason)
     fits = container(cores=30, blocks=16)
     target = Target(pod=pod("v", fits), container=fits)
     offer = Offer(kind=ResourceKind.VCORE, available=ids(0, range(100)), must_include=(), size=30)
     free = [DeviceId(d) for d in ids(0, range(100))]
     gpus = offer_accounts(target, offer, free, ledger, POLICY)
-    assert isinstance(plan(target, offer, free, ledger, POLICY, (), gpus), Plan)
+    assert isinstance(plan(target, offer, free=free, ledger=ledger, policy=POLICY, hint=(), gpus=gpus), Plan)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def planned(
     size = NAMES.wanted(target.container, kind)
     offer = Offer(kind=kind, available=available, must_include=must, size=size)
     free = free_ids(target, kind, available, facts)
-    return plan(target, offer, free, facts, POLICY, (), offer_accounts(target, offer, free, facts, POLICY))
+    gpus = offer_accounts(target, offer, free, facts, POLICY)
+    return plan(target, offer, free=free, ledger=facts, policy=POLICY, hint=(), gpus=gpus)
 
 
 def all_ids(gpus: int = 2, count: int = 100) -> list[str]:
@@ -233,7 +234,8 @@ def test_a_gpu_with_as_many_shares_as_one_can_serve_takes_no_more() -> None:
         size = NAMES.wanted(which.container, CORES)
         offer = Offer(kind=CORES, available=all_ids(), must_include=(), size=size)
         free = free_ids(which, CORES, all_ids(), facts)
-        return plan(which, offer, free, facts, policy, (), offer_accounts(which, offer, free, facts, policy))
+        gpus = offer_accounts(which, offer, free, facts, policy)
+        return plan(which, offer, free=free, ledger=facts, policy=policy, hint=(), gpus=gpus)
 
     found = place(ledger(target, *held, init))
     assert isinstance(found, Plan) and found.gpus == (GpuUuid("GPU-1"),)

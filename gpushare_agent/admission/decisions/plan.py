@@ -54,6 +54,7 @@ class Plan:
 def plan(
     target: Target,
     offer: Offer,
+    *,
     free: Sequence[DeviceId],
     ledger: Ledger,
     policy: Policy,
@@ -63,7 +64,7 @@ def plan(
     """Place the container on one of `gpus` (`offer_accounts`) and choose the IDs of the offered resource from `free`
     (`free_ids`)."""
     if policy.names.wanted(target.container, ResourceKind.GPU_MEM):
-        return _plan_memory(target, offer, free, ledger, policy, hint, gpus)
+        return _plan_memory(target, offer, free=free, ledger=ledger, policy=policy, hint=hint, gpus=gpus)
     cores = policy.names.wanted(target.container, ResourceKind.VCORE)
     blocks = policy.names.wanted(target.container, ResourceKind.VMEMORY)
     refused = validate_request(
@@ -140,6 +141,7 @@ def _with_absent_gpus(refused: Refused, gpus: Sequence[GpuAccount], ledger: Ledg
 def _plan_memory(
     target: Target,
     offer: Offer,
+    *,
     free: Sequence[DeviceId],
     ledger: Ledger,
     policy: Policy,
