@@ -134,7 +134,11 @@ async def kill_repeatedly(node: EmbeddedNode) -> None:
             if number % (KILLS // DELETED) == 5:
                 node.api.delete_pod("default", f"load-{doomed.pop():02d}")
             if number % 2 == 0:
-                await poll_until(lambda: any(sockets.glob("*/main/vcuda.sock")), "a socket", deadline_s=LOADED_S)
+                await poll_until(
+                    lambda: any(sockets.glob("*/main/vcuda.sock")) or agent.returncode is not None,
+                    "a socket",
+                    deadline_s=LOADED_S,
+                )
             try:
                 async with asyncio.timeout(rng.uniform(0, START_S if number % 2 else RUN_S)):
                     await agent.wait()

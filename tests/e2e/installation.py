@@ -100,6 +100,7 @@ class Installation:
         one stays where it serves."""
         text = self.kustomization(*resources, **more)
         if text == self._installed and self._serves():
+            self._replace_restarted()
             return
         self.remove()
         self.apply(text)
@@ -147,6 +148,14 @@ class Installation:
     def _serves(self) -> bool:
         pods = list(self.agents().values())
         return len(pods) == 1 and "deletionTimestamp" not in pods[0]["metadata"] and all(self.offered().values())
+
+    def _replace_restarted(self) -> None:
+        """A container that ended twice starts again after 10, 20, … 300 s, one of a new pod at once."""
+        for name, pod in self.agents().items():
+            if any(one["restartCount"] > 1 for one in pod["status"]["containerStatuses"]):
+                self.cluster.run("-n", SYSTEM, "delete", "pod", name)
+                self.cluster.wait_for("another agent", lambda: self.agents().keys() - {name})  # noqa: B023 - waited for here
+                self.wait_ready()
 
     def remove(self) -> None:
         """The steps 1 and 2 of docs/guide/uninstall.md."""

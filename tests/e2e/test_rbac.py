@@ -85,9 +85,11 @@ def test_what_the_agent_asks_of_the_api_server_is_what_it_may(
         cluster.run("delete", "replicaset", "refused", "-n", namespace)
     used, forbidden = audited(log, USER)
     assert not forbidden
-    assert used <= granted(cluster)
+    assert used <= granted(cluster) | EVERYBODYS
 
 
+EVERYBODYS = {("create", "selfsubjectaccessreviews")}
+"""By the ClusterRole system:basic-user: `gpushare-agent check` asks so which rights it has."""
 SELDOM = {("get", "pods")}
 """Where a pod's call comes before the watch has its pod: happens in bursts, and cannot be provoked."""
 

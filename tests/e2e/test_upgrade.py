@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 
@@ -66,3 +67,28 @@ def test_a_version_that_does_not_start_leaves_the_old_one_serving(
     installed.wait_ready()
     cluster.start(namespace, cluster.pod("after", 20, 4))
     assert len(installed.wait_ledger(namespace, 2)) == 2
+
+
+@pytest.fixture
+def on_delete(cluster: Cluster, installed: Installation) -> Iterator[Installation]:
+    """The DaemonSet replaces no pod by itself."""
+    strategy = {"updateStrategy": {"type": "OnDelete", "rollingUpdate": None}}
+    cluster.run("-n", SYSTEM, "patch", DAEMONSET, "--patch", json.dumps({"spec": strategy}))
+    yield installed
+    installed.change()
+
+
+def test_with_on_delete_a_pod_that_is_deleted_is_replaced_by_the_new_version(
+    cluster: Cluster, on_delete: Installation, namespace: str
+) -> None:
+    """Nothing changes before; what runs and its shares are the same after."""
+    cluster.start(namespace, *(cluster.pod(f"share-{number}", 20, 4) for number in range(3)))
+    ledger, before = on_delete.wait_ledger(namespace, 3), on_delete.agent()
+    _rollout(cluster, "restart")
+    cluster.start(namespace, cluster.pod("meanwhile", 20, 4))
+    assert on_delete.agent() == before
+    cluster.run("-n", SYSTEM, "delete", "pod", before)
+    cluster.wait_for("another agent", lambda: before not in on_delete.agents() and on_delete.agent())
+    cluster.start(namespace, cluster.pod("after", 20, 4))
+    after = on_delete.wait_ledger(namespace, 5)
+    assert {key: after[key] for key in ledger} == ledger
