@@ -16,7 +16,7 @@ A verb's request, in the order of the checks:
 | the body does not come within `body_s`, or not to its end | 408, 400 |
 | the body is no request of this verb | the verb's own error |
 
-A body is decoded in steps of some milliseconds, of any length that is accepted (messages.py).
+A body is decoded in steps of some milliseconds, of any length that is accepted (json_reader.py).
 
 State owned: how many long bodies are being read.
 """

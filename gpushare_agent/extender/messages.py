@@ -4,22 +4,20 @@ Format: k8s.io/kube-scheduler/extender/v1 (its Go types have no JSON tags: field
 read in any case, as Go does). Any client may reach the port: whatever does not fit the format raises Corrupt.
 The pod's annotations are not read. No state.
 
-A request is decoded in steps, between which the event loop may run other tasks (`verbs.in_steps`): field by field, and nodes
-and victims one by one. What is decoded at once is PART_CHARS at most, so the time for which the loop
-waits does not depend on a request's length. A thread would not help: Python's decoder keeps the interpreter's lock.
+A request is decoded in steps (json_reader.py), between which the event loop may run other tasks (`verbs.in_steps`): field by
+field, and nodes and victims one by one.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from json.decoder import scanstring  # type: ignore[attr-defined]  # undocumented, in C
 from typing import Any
 
 from gpushare_agent.cluster.kube.pods import mapping_or_empty
 from gpushare_agent.extender.cluster_state import Filtered
+from gpushare_agent.extender.json_reader import JsonReader
 from gpushare_agent.extender.pods import lean_pod
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
@@ -29,21 +27,8 @@ from gpushare_agent.model.resources import ResourceNames
 MAX_NAME_CHARS = 253
 MAX_NODES = 20_000
 """In a request; Kubernetes goes to 5,000."""
-FREE_VALUES = 10_000
-BYTES_OF_A_VALUE = 16
-"""Of a longer request, on average and at least: real ones have 20 and more. What is made of small ones only, such as empty
-objects, takes 35 times its size in memory, and is refused before it is decoded."""
-PART_CHARS = 1024 * 1024
-"""Of a pod, a node, or the list of names: 20,000 names of 50 characters, 256 containers of 4 KiB each. The costliest takes
-40 ms to decode."""
-TRIED_CHARS = (2 * 1024, 32 * 1024, PART_CHARS)
-"""Lengths of text given to Python's decoder, which takes no end position, one after the other until a value is complete."""
-STEP_CHARS = 32 * 1024
-"""Decoded in one step, where parts are small; some milliseconds."""
 BIND_BYTES = 16 * 1024
 """Of a bind's request: four names."""
-MAX_FIELDS = 64
-"""Of a request's top level, whose names are folded one by one."""
 MAX_CONTAINERS = 256
 """Of a pod. Far more than a node runs; each takes 60 µs to read."""
 MAX_VIOLATIONS = (1 << 63) - 1
@@ -80,7 +65,7 @@ class PreemptArgs:
 
 def parse_nodes_args(content: bytes, names: ResourceNames) -> Generator[None, None, NodesArgs]:
     """In steps. Raises Corrupt."""
-    reader, raw = _Reader(content, "ExtenderArgs"), dict[str, Any]()
+    reader, raw = JsonReader(content, "ExtenderArgs"), dict[str, Any]()
     for field in reader.fields():
         if field == "nodes" and reader.next_char() == "{":
             raw[field] = yield from _read_nodes(reader)
@@ -97,7 +82,7 @@ def parse_nodes_args(content: bytes, names: ResourceNames) -> Generator[None, No
     return NodesArgs(pod=pod, names=list(by_name), raw_nodes=by_name)
 
 
-def _read_nodes(reader: _Reader) -> Generator[None, None, dict[str, str]]:
+def _read_nodes(reader: JsonReader) -> Generator[None, None, dict[str, str]]:
     """The JSON of each node of a NodeList by the node's name."""
     by_name: dict[str, str] = {}
     for field in reader.fields():
@@ -122,7 +107,7 @@ def parse_bind_args(content: bytes) -> BindArgs:
     what = "ExtenderBindingArgs"
     if len(content) > BIND_BYTES:
         raise Corrupt(f"{what}: {len(content)} bytes are no scheduler's request")
-    reader = _Reader(content, what)
+    reader = JsonReader(content, what)
     raw = {field: reader.part() for field in reader.fields()}
     reader.end()
     return BindArgs(
@@ -136,7 +121,7 @@ def parse_bind_args(content: bytes) -> BindArgs:
 def parse_preempt_args(content: bytes, names: ResourceNames) -> Generator[None, None, PreemptArgs]:
     """In steps. Raises Corrupt."""
     what = "ExtenderPreemptionArgs"
-    reader, raw = _Reader(content, what), dict[str, Any]()
+    reader, raw = JsonReader(content, what), dict[str, Any]()
     by_node = dict[str, tuple[list[PodUid], int]]()
     for field in reader.fields():
         if field in _VICTIMS and reader.next_char() == "{":
@@ -155,7 +140,7 @@ def parse_preempt_args(content: bytes, names: ResourceNames) -> Generator[None, 
 
 
 def _read_victims(
-    reader: _Reader, what: str, by_node: dict[str, tuple[list[PodUid], int]]
+    reader: JsonReader, what: str, by_node: dict[str, tuple[list[PodUid], int]]
 ) -> Generator[None, None, None]:
     """Victims, or MetaVictims, of each node."""
     for node in reader.entries():
@@ -225,114 +210,10 @@ def preemption_result(victims: Mapping[str, Sequence[PodUid]], violations: Mappi
     )
 
 
-class _Reader:
-    """Reads the JSON of one request from its beginning to its end. `what` names it in errors; all raise Corrupt."""
-
-    def __init__(self, content: bytes, what: str) -> None:
-        values = sum(map(content.count, (b",", b"{", b"[")))  # at least so many, and those in texts
-        if values > FREE_VALUES + len(content) // BYTES_OF_A_VALUE:
-            raise Corrupt(f"{what}: {values} values in {len(content)} bytes are no scheduler's request")
-        self._what = what
-        try:
-            self._text = content.decode("utf-8")
-        except UnicodeDecodeError as e:
-            raise self._malformed(str(e)) from e
-        self._at = self._step_began = 0
-
-    def fields(self) -> Iterator[str]:
-        """The names of an object's fields in small letters; the caller reads the value of each before the next."""
-        for number, key in enumerate(self.entries(), start=1):
-            if number > MAX_FIELDS:
-                raise Corrupt(f"{self._what}: more than {MAX_FIELDS} fields are no scheduler's request")
-            yield key.lower()
-
-    def entries(self) -> Iterator[str]:
-        """An object's keys, unchanged and of any number; as `fields` otherwise."""
-        if self.next_char() != "{":
-            self.part()
-            _no(self._what, "an object")
-        for _ in self._members("}"):
-            key = self.part()
-            if not isinstance(key, str) or self.next_char() != ":":
-                raise self._malformed(f"a field is expected at {self._at}")
-            self._at += 1
-            yield key
-
-    def elements(self) -> Iterator[int]:
-        """Positions in a list; the caller reads the value of each before the next."""
-        return self._members("]")
-
-    def _members(self, closing: str) -> Iterator[int]:
-        self._at += 1
-        if self.next_char() == closing:
-            self._at += 1
-            return
-        number = 0
-        while True:
-            yield number
-            number += 1
-            char = self.next_char()
-            if char not in ("," + closing) or not char:
-                raise self._malformed(f"{closing} or a comma is expected at {self._at}")
-            self._at += 1
-            if char == closing:
-                return
-
-    def part(self) -> Any:
-        """One value of at most PART_CHARS."""
-        return self.part_and_text()[0]
-
-    def part_and_text(self) -> tuple[Any, str]:
-        """The value and its JSON; the JSON of a string is left empty."""
-        if self.next_char() == '"':  # a text needs no bound: a mebibyte of escapes takes 3 ms
-            return self._string(), ""
-        for most in TRIED_CHARS:
-            text = self._text[self._at : self._at + most]
-            try:
-                value, end = _DECODER.raw_decode(text)
-            except (ValueError, RecursionError) as e:
-                if len(text) < most or isinstance(e, RecursionError):
-                    raise self._malformed(str(e)) from e
-                continue
-            self._at += end
-            return value, text[:end]
-        raise Corrupt(f"{self._what}: one value at {self._at} is longer than {PART_CHARS} characters, or malformed")
-
-    def _string(self) -> str:
-        value: str
-        try:
-            value, self._at = scanstring(self._text, self._at + 1)
-        except ValueError as e:
-            raise self._malformed(str(e)) from e
-        return value
-
-    def next_char(self) -> str:
-        """The next character that is no blank; empty at the end."""
-        found = _BLANKS.match(self._text, self._at)
-        self._at = found.end() if found else self._at
-        return self._text[self._at : self._at + 1]
-
-    def end(self) -> None:
-        if self.next_char():
-            raise self._malformed(f"more follows at {self._at}")
-
-    def is_step(self) -> bool:
-        """Whether enough was read since the last step."""
-        if self._at - self._step_began < STEP_CHARS:
-            return False
-        self._step_began = self._at
-        return True
-
-    def _malformed(self, error: str) -> Corrupt:
-        return Corrupt(f"{self._what}: the request is no JSON ({error})")
-
-
 _VICTIMS = {name.lower(): name for name in ("NodeNameToVictims", "NodeNameToMetaVictims")}
-_DECODER = json.JSONDecoder()
-_BLANKS = re.compile(r"[ \t\r\n]*")
 
 
-def _null(reader: _Reader, where: str, expected: str) -> None:
+def _null(reader: JsonReader, where: str, expected: str) -> None:
     """The value is not `expected`: it must be null, which Go writes for what is empty."""
     if reader.part() is not None:
         _no(where, expected)

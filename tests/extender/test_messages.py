@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare_agent.extender.cluster_state import Filtered
+from gpushare_agent.extender.json_reader import PART_CHARS, STEP_CHARS
 from gpushare_agent.extender.messages import (
     MAX_NODES,
-    PART_CHARS,
-    STEP_CHARS,
     binding_result,
     filter_result,
     host_priorities,
