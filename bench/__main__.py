@@ -20,6 +20,7 @@ from bench.admissions import admit_pods, burst_row, empty_rows, filled_rows
 from bench.extender import extender_rows
 from bench.lifecycle import again_rows, idle_rows, start_rows
 from bench.node import PODS, open_node
+from bench.nvml import nvml_idle_rows
 from bench.observation import sampling_rows, scrape_rows
 from bench.pure import list_rows, placement_rows
 from bench.real_cluster import cluster_rows
@@ -49,13 +50,16 @@ class Extent:
     extender_resyncs: int = 3
     cluster_pods: int = 30
     cluster_burst: int = 100
-    idle_s: float = 33.0
-    """A period of the comparison with the kubelet, and the comparison itself."""
+    settle_s: float = 40.0
+    """Until the first comparisons of everything with the kubelet are over."""
+    idle_s: float = 60.0
+    """Two periods of the comparison with the kubelet, one of the sampling that nobody reads."""
 
 
 _QUICK = Extent(
-    starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, idle_s=5.0, rounds=10, pre_starts=20, registrations=20,
-    scrapes=4, samplings=10, extender_nodes=500, extender_pods=60, extender_resyncs=1, cluster_pods=5, cluster_burst=20,
+    starts=3, restarts=8, filled=40, empty=15, bursts=1, pure=20, settle_s=1.0, idle_s=5.0, rounds=10, pre_starts=20,
+    registrations=20, scrapes=4, samplings=10, extender_nodes=500,
+    extender_pods=60, extender_resyncs=1, cluster_pods=5, cluster_burst=20,
 )  # fmt: skip
 
 
@@ -106,12 +110,14 @@ async def _measure(extent: Extent) -> list[Row]:
         rows += await start_rows(node, extent.starts)
         await node.start_agent()
         _say(f"{extent.idle_s:g} s of idleness")
-        rows += await idle_rows(node, extent.idle_s)
+        rows += await idle_rows(node, extent.settle_s, extent.idle_s)
         _say(f"{extent.filled} admissions on the filled node")
         rows += filled_rows(await admit_pods(node, extent.filled, "filled"))
         rows.append(row("resident memory after them", [node.agent.resident_mib()], unit="MiB"))
         _say(f"{extent.restarts} restarts of the kubelet")
         rows += await again_rows(node, extent.restarts)
+    _say(f"{extent.idle_s:g} s of idleness with NVML")
+    rows += await nvml_idle_rows(extent.settle_s, extent.idle_s)
     async with open_node() as node:
         await node.start_agent()
         _say(f"{extent.empty} admissions on an empty node")

@@ -11,19 +11,23 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.results import resident_mib
 
 _STOP_TIMEOUT_S = 10.0
+_DROPPED = ("GPUSHARE_", "PYTHONDONTWRITEBYTECODE")
+"""The latter, for an image has its modules compiled."""
 _ROOT = Path(__file__).parents[1]
 
 
 class BenchAgent:
     """`start`, then `wait_ready`, then `stop`. Says where its log is when it fails."""
 
-    def __init__(self, arguments: Sequence[str], state: Path) -> None:
+    def __init__(self, arguments: Sequence[str], state: Path, environment: Mapping[str, str]) -> None:
+        """`environment` is beside this process's own."""
+        self._environment = environment
         self._command = [sys.executable, "-m", "gpushare_agent", "run", *arguments]
         self._log = state / "agent.log"
         self._notify_path = state / "notify.sock"
@@ -35,8 +39,8 @@ class BenchAgent:
         self._notify_path.unlink(missing_ok=True)
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._notify.bind(str(self._notify_path))
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("GPUSHARE_")}
-        environment = {**kept, "NOTIFY_SOCKET": str(self._notify_path)}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
+        environment = {**kept, **self._environment, "NOTIFY_SOCKET": str(self._notify_path)}
         with self._log.open("ab") as log:
             started = time.perf_counter()
             self._process = await asyncio.create_subprocess_exec(

@@ -127,10 +127,13 @@ class BenchNode:
 
 @asynccontextmanager
 async def open_node(
-    *, isolation: str = "vcuda", flags: Mapping[str, object] = MappingProxyType({})
+    *,
+    isolation: str = "vcuda",
+    flags: Mapping[str, object] = MappingProxyType({}),
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[BenchNode]:
     """A node whose kubelet listens, without the agent; at the end the agent is stopped and the directory removed. `flags`
-    are further settings of the agent, or others than usual."""
+    are further settings of the agent, or others than usual, `environment` further variables."""
     state = Path(tempfile.mkdtemp(prefix="gsb", dir="/tmp"))
     try:
         async with EmbeddedApiServer() as api, BenchKubelet(state) as kubelet:
@@ -142,7 +145,7 @@ async def open_node(
             Containers(state / "cgroup")
             (state / "proc" / "self").mkdir(parents=True)
             (state / "proc" / "self" / "cgroup").write_text("0::/\n")
-            agent = BenchAgent(_arguments(state, kubelet, {"isolation": isolation, **flags}), state)
+            agent = BenchAgent(_arguments(state, kubelet, {"isolation": isolation, **flags}), state, environment)
             await kubelet.start()
             try:
                 yield BenchNode(state=state, api=api, kubelet=kubelet, agent=agent)

@@ -69,6 +69,7 @@ async def test_a_driver_that_cannot_be_read_at_the_start_leaves_what_the_node_sa
     async with open_test_node() as node:
         async with open_agent(node, *FLAGS):
             await wait_until(node, lambda: len(gpus(node)) == 4, "the annotation")
+            await wait_until(node, lambda: "gpushare-agent/held" in metadata(node, "annotations"), "the allocations")
         before = metadata(node, "labels"), metadata(node, "annotations")["gpushare-agent/cards"]
         write_faults(node.paths.faults, all_lost="the driver is not loaded")
         asked = len(node.api.requests)
