@@ -38,6 +38,8 @@ MAX_FETCHES_IN_ALL = 64
 """PodStore fetched for one call; more than these come by the watch of the API server."""
 RETRY_S = 0.1
 """Between two fetches from an API server that does not answer, while there is time left."""
+LEAST_S = 0.5
+"""For the first fetch of a pod after a kubelet that took all the time to list it."""
 
 
 _STATIC_CHARS = 900
@@ -180,7 +182,7 @@ class Identification:
         while (
             isinstance(result, Unresolved)
             and lookup.fetches < MAX_FETCHES_IN_ALL
-            and self._clock() - lookup.started_at < self._timeouts.lookup_s
+            and (not lookup.fetches or self._clock() - lookup.started_at < self._timeouts.lookup_s)
             and (names := _to_fetch(result, lookup.verified))
         ):
             lookup.fetches += len(names)
@@ -276,7 +278,7 @@ class Identification:
             await self._fetch(names, lookup)
 
     def _left_s(self, lookup: _Lookup) -> float:
-        return max(0.05, self._timeouts.lookup_s - (self._clock() - lookup.started_at))
+        return max(LEAST_S, self._timeouts.lookup_s - (self._clock() - lookup.started_at))
 
     async def _pause(self) -> None:
         try:

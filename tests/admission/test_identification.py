@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -149,6 +149,20 @@ async def test_a_pod_that_had_everything_is_looked_at_again_once_its_allocation_
     assert listed == ["listed", "listed", "fetched"]
 
 
+async def test_an_unknown_pod_is_fetched_also_when_the_kubelet_took_all_the_time_to_list_it() -> None:
+    """Else it would be refused as unknown to the API server, which nobody asked."""
+    clock = FakeClock()
+
+    class Slow(Static):
+        async def list_entries(self) -> Sequence[ListedDevices]:
+            clock.now += 2.5
+            return await super().list_entries()
+
+    slow = Slow(None, _static(HASH, 10))
+    result = await slow.identify(10, clock=clock)
+    assert isinstance(result, Target) and slow.fetched == ["s-node"]
+
+
 HASH, CHANGED = PodUid("0" * 32), PodUid("1" * 32)
 
 
@@ -177,7 +191,13 @@ class Static(Outside):
     async def list_entries(self) -> Sequence[ListedDevices]:
         return [Listing("s-node", {})]
 
-    async def identify(self, cores: int, *allocations: Allocation, poll_again_s: float = 0.0) -> Target | Refused:
+    async def identify(
+        self,
+        cores: int,
+        *allocations: Allocation,
+        poll_again_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Target | Refused:
         identification = Identification(
             pods=self.store,
             fetcher=self,
@@ -185,7 +205,7 @@ class Static(Outside):
             allocations=lambda: {one.key: one for one in allocations},
             refused=(),
             names=NAMES,
-            clock=time.monotonic,
+            clock=clock,
             timeouts=Timeouts(poll_again_s=poll_again_s),
         )
         return await identification.identify(Call(kind=ResourceKind.VCORE, size=cores), self)
