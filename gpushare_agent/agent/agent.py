@@ -145,11 +145,11 @@ async def _obey(agent: NodeAgent, current: NodeSettings, reload: Callable[[], Se
         if end is _End.STOP:
             sd_notify("STOPPING=1", os.environ)
             log.info("stopping", successors=agent.kubelet.handover.successors)
-            await agent.kubelet.leave()
+            await agent.leave()
             raise _Ended(None)
         if end is _End.HAND_OVER:
             log.info("handing_over")
-            await agent.kubelet.leave()
+            await agent.leave()
             raise _Ended(_Next(settings=current, is_newcomer=False))
         try:
             settings = await resolve_isolation(reload())
@@ -184,6 +184,8 @@ async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
                 await _succeed(agent, group, is_newcomer=is_newcomer)
             await agent.isolation.start()
             await kubelet.recover()
+            if agent.dra is not None:
+                await agent.dra.start()
             await _serve(agent, group)
             if is_first:
                 await kubelet.wait_registered()
@@ -208,6 +210,8 @@ async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_newcomer: b
     kubelet.stands_by = not is_newcomer
     log.info("another_agent_serves", then="this one asks it to hand over" if is_newcomer else "this one waits")
     start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
+    if agent.dra is not None and is_newcomer:
+        start_tasks(group, agent.dra.tasks())
     with suppress(TimeoutError):
         async with asyncio.timeout(SYNC_WAIT_S):
             await agent.cluster.wait_synced()
@@ -226,6 +230,8 @@ async def _serve(agent: NodeAgent, group: asyncio.TaskGroup) -> None:
     remove_stale_sockets(agent.state.settings.kubelet.device_plugin_path)
     for tasks in (agent.kubelet.tasks(), agent.gpus.tasks(), agent.isolation.tasks()):
         start_tasks(group, tasks)
+    if agent.dra is not None:
+        start_tasks(group, agent.dra.tasks())
     group.create_task(agent.isolation.log_cgroup_driver(), name="log cgroup driver")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -58,6 +58,8 @@ class ClusterSide:
     kubelet_facts: KubeletFacts
     may_write: asyncio.Event
     """Set once this agent serves: one that waits for another to leave reads only."""
+    further: dict[str, _RunsOnApi | None] = field(default_factory=dict)
+    """What else writes to the API server, put here by the composition."""
 
     def late_tasks(self) -> Tasks:
         """Late: the Kubernetes client alone costs a third of a second to load."""
@@ -93,6 +95,7 @@ class ClusterSide:
             "node facts": self.node_facts,
             "node allocations": self.node_allocations,
             "rejected pods": self.rejected_pods,
+            **self.further,
         }
 
     async def _open_api(self, stack: AsyncExitStack) -> KubeApi:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decision_log import DecisionLog
+from gpushare_agent.agent.claim_pods import ClaimPods
 from gpushare_agent.agent.cluster_side import ClusterSide, build_cluster_side
 from gpushare_agent.agent.gpu_side import GpuSide, NodeDriver, build_gpu_side, health_policy
 from gpushare_agent.agent.isolation_side import IsolationSide, build_isolation_side
@@ -28,6 +30,9 @@ from gpushare_agent.model.pods import Pod
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.settings.settings import Settings
 
+if TYPE_CHECKING:
+    from gpushare_agent.agent.dra_side import DraSide
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAgent:
@@ -39,6 +44,14 @@ class NodeAgent:
     cluster: ClusterSide
     isolation: IsolationSide
     observability: ObservabilitySide
+    dra: DraSide | None
+    """None where no GPU is for claims."""
+
+    async def leave(self) -> None:
+        """Ends the service to the kubelet, in a moment that costs no pod anything where another agent waits to serve."""
+        if self.dra is not None:
+            await self.dra.leave()
+        await self.kubelet.leave()
 
     def take_over(self, earlier: NodeAgent) -> None:
         """What the life before the reload knew and no file keeps."""
@@ -52,20 +65,24 @@ def build(
 ) -> NodeAgent:
     """The sides, joined but not started. `metrics` are those of an earlier life, which count on; `isolation_reason` is
     why the isolation was chosen, where the setting was auto. Raises StartupError."""
+    store, cache = PodStore(), AllocationCache()
     state = NodeState(
         settings=settings,
         isolation_reason=isolation_reason,
         names=resource_names(settings),
         metrics=metrics.begin_anew() if metrics is not None else AgentMetrics(),
         inventory=GpuInventoryState(health_policy(settings)),
-        store=PodStore(),
-        cache=AllocationCache(),
+        store=store,
+        cache=cache,
+        claim_pods=ClaimPods(store, cache),
         decisions=DecisionLog(settings.decisions.kept),
     )
     facts = build_kubelet_facts(settings)
     cluster = build_cluster_side(state, facts)
     isolation = build_isolation_side(state, cluster.pod_events, driver)
     kubelet = build_kubelet_side(state, facts, cluster, isolation)
+    dra = _build_dra_side(state, isolation)
+    cluster.further["dynamic resource allocation"] = dra
 
     def not_ready() -> list[str]:
         return [*kubelet.not_ready(), *cluster.not_ready()]
@@ -77,9 +94,19 @@ def build(
         cluster=cluster,
         isolation=isolation,
         observability=build_observability_side(state, driver, isolation, not_ready),
+        dra=dra,
     )
     _Subscriptions(agent).subscribe()
     return agent
+
+
+def _build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide | None:
+    """None where no GPU is for claims: the start of an agent without any does not wait for its modules either."""
+    if not state.settings.dra.gpus:
+        return None
+    from gpushare_agent.agent.dra_side import build_dra_side
+
+    return build_dra_side(state, isolation)
 
 
 class _Subscriptions:
@@ -92,6 +119,7 @@ class _Subscriptions:
         self._cluster = agent.cluster
         self._isolation = agent.isolation
         self._shown = agent.observability
+        self._dra = agent.dra
         self._health = GpuHealthObserver(agent.state.inventory, agent.cluster.node_events, agent.state.metrics)
 
     def subscribe(self) -> None:
@@ -128,9 +156,17 @@ class _Subscriptions:
         if self._cluster.node_facts is not None:
             self._cluster.node_facts.changed()
         self._cluster.annotations.compare_all()
+        if self._dra is not None:
+            self._dra.changed()
         self._shown.expire()
 
     def _allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
+        if self._dra is not None:
+            self._dra.changed()
+        if any(one is not None and one.claim is not None for one in (old, new)):
+            self._isolation.changed()
+            self._shown.expire()
+            return
         self._kubelet.garbage.allocation_changed(old, new)
         if new is not None:
             self._cluster.annotations.compare(new.key.pod_uid)
@@ -144,6 +180,8 @@ class _Subscriptions:
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         self._kubelet.garbage.pod_changed(old, new)
         self._kubelet.refused_pods.pod_changed(old, new)
+        if self._dra is not None and self._dra.waker is not None:
+            self._dra.waker.pod_changed(old, new)
         self._cluster.annotations.pod_changed(old, new)
         self._kubelet.resizing.changed()
         self._isolation.changed()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import structlog
 
 from gpushare_agent.admission.decisions.container_edits import choose_isolation
+from gpushare_agent.agent.claim_pods import ClaimPods
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.values import (
     cdi_specs,
@@ -20,7 +21,6 @@ from gpushare_agent.agent.values import (
     runtime_client,
 )
 from gpushare_agent.cluster.events import PodEvents
-from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import ISOLATIONS, HamiCoreConfig, Preparation
 from gpushare_agent.isolation.availability import AvailabilityWatch
 from gpushare_agent.isolation.cdi.specs import CdiWatch
@@ -62,7 +62,7 @@ class IsolationSide:
 
     settings: Settings
     hami_core: HamiCoreConfig
-    store: PodStore
+    store: ClaimPods
     runtime: RuntimeClient
     volumes: Mapping[VolumeName, DriverVolume]
     kernel_module: KernelModule | None
@@ -245,7 +245,7 @@ def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimi
     return IsolationSide(
         settings=settings,
         hami_core=hami_core_config(settings),
-        store=state.store,
+        store=state.claim_pods,
         runtime=runtime,
         volumes=volumes,
         kernel_module=module,
@@ -334,7 +334,7 @@ def _region_limits(state: NodeState) -> RegionLimits:
         inventory=state.gpus,
         allocations=state.cache.view,
         resized=lambda: state.cache.resized,
-        pods=state.store,
+        pods=state.claim_pods,
         is_in_use=lambda pod: _uses(settings, pod, IsolationName.HAMI_CORE),
     )
 
@@ -344,10 +344,11 @@ def _region_locks(state: NodeState, cgroups: Cgroups) -> LockWatch:
     return LockWatch(
         files=hami_core_files(settings),
         allocations=state.cache.view,
-        pods=state.store,
+        pods=state.claim_pods,
         is_in_use=lambda pod: _uses(settings, pod, IsolationName.HAMI_CORE),
         cgroups=cgroups,
         clock=time.monotonic,
+        users=state.claim_pods.containers_of,
     )
 
 

@@ -61,8 +61,8 @@ REGISTER_FIRST_S = 1.0
 """How long the slow libraries wait for the first registration: a kubelet that is down must not keep the rest away."""
 IDLE_WAIT_S = 2.0
 HANDOVER_WAIT_S = 90.0
-"""How long an agent waits for a moment between two admissions before it hands over: a burst of 100 pods takes the kubelet 30 s,
-46 s on a busy machine. terminationGracePeriodSeconds of manifests/base is a little longer."""
+"""How long an agent waits for a moment between two admissions before it hands over: a burst of 100 pods takes the kubelet
+30 s, 46 s on a busy machine. terminationGracePeriodSeconds of manifests/base is a little longer."""
 QUIET_POLL_S = 0.02
 ASK_S = 100.0
 """How long one request for the handover may take; then the GPUs are read again and it is repeated."""
@@ -228,7 +228,7 @@ def build_kubelet_side(
         identification=_build_identification(state, facts, cluster, refused_pods),
         cache=state.cache,
         pods=state.store,
-        inventory=state.gpus,
+        inventory=state.plugins_gpus,
         policy=_policy(state),
         edits=edit_policy(settings, state.names, isolation.volumes),
         node_name=settings.node_name,
@@ -241,7 +241,11 @@ def build_kubelet_side(
     )
     starts = _build_starts(state, isolation, checkpoint, outcomes)
     tables = DeviceTables(
-        names=state.names, inventory=state.gpus, cache=state.cache, ids=ids, no_shares=isolation.has_no_shares
+        names=state.names,
+        inventory=state.plugins_devices,
+        cache=state.cache,
+        ids=ids,
+        no_shares=isolation.has_no_shares,
     )
     handover, calls = Handover(), QueuedCalls(admission, starts.pre_start)
     return KubeletSide(

@@ -70,6 +70,7 @@ def build_observability_side(
         owners=ProcessOwners(settings.runtime.proc_root),
         pods=state.store,
         ids=ContainerIds(isolation.runtime, state.store),
+        claims=state.claim_pods.claims_of_containers,
         allocations=state.cache.view,
         metrics=metrics,
         period_s=settings.sample_period_s,

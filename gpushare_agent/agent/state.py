@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decision_log import DecisionLog
+from gpushare_agent.agent.claim_pods import ClaimPods
 from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.dra.decisions.front_ends import FrontEnds, front_ends, plugins_devices, plugins_inventory
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.resources import ResourceNames
@@ -27,8 +29,24 @@ class NodeState:
     inventory: GpuInventoryState
     store: PodStore
     cache: AllocationCache
+    claim_pods: ClaimPods
+    """The pods, and the claims beside them as pods."""
     decisions: DecisionLog
 
     def gpus(self) -> GpuInventory:
         """As the inventory has them now."""
         return self.inventory.current
+
+    @property
+    def front_ends(self) -> FrontEnds:
+        """Which GPUs are the device plugins', and which are claims'."""
+        chosen = self.settings.dra.gpus
+        return front_ends(chosen, self.gpus().gpus, self.cache) if chosen else FrontEnds()
+
+    def plugins_gpus(self) -> GpuInventory:
+        """As admission sees them."""
+        return plugins_inventory(self.gpus(), self.front_ends) if self.settings.dra.gpus else self.gpus()
+
+    def plugins_devices(self) -> GpuInventory:
+        """As the device plugins offer them."""
+        return plugins_devices(self.gpus(), self.front_ends) if self.settings.dra.gpus else self.gpus()

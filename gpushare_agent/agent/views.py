@@ -36,7 +36,7 @@ class ContainerViews:
         gpus = state.inventory.current.by_uuid()
         before, self._known = self._known, {}
         for allocation in state.cache:
-            pod = state.store.get(allocation.key.pod_uid)
+            pod = state.claim_pods.get(allocation.key.pod_uid)
             if not allocation.pod_name or _is_over(allocation, pod):
                 continue
             inputs = (allocation, pod, state.inventory.current, self._isolation.has_driver_limit(allocation.key))
@@ -88,7 +88,7 @@ def wanted_facts(state: NodeState) -> NodeFacts | None:
     if not inventory.is_read:
         return None
     return node_facts(
-        inventory.current,
+        state.plugins_gpus(),
         cordoned=inventory.cordoned.keys(),
         memory_block_mib=state.names.memory_block_mib,
         label_prefix=state.settings.facts.label_prefix,
@@ -103,7 +103,8 @@ def wanted_allocations(state: NodeState) -> str | None:
     if not state.store.is_synced or not gpus:
         return None
     extras = {kind: state.cache.extras(kind) for kind in state.names.kinds}
-    return allocations_annotation(allocations_by_pod(state.cache, gpus, state.store.get, state.names, extras))
+    by_plugins = [allocation for allocation in state.cache if allocation.claim is None]
+    return allocations_annotation(allocations_by_pod(by_plugins, gpus, state.store.get, state.names, extras))
 
 
 def wanted_of_pod(state: NodeState, pod: Pod) -> Mapping[str, str]:

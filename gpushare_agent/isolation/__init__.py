@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from gpushare_agent.isolation.decisions.request import (
+    GpuShare,
     HamiCoreConfig,
     Isolation,
     IsolationConfig,
@@ -49,6 +50,7 @@ ISOLATIONS: Mapping[IsolationName, Isolation] = {
 
 __all__ = [
     "ISOLATIONS",
+    "GpuShare",
     "HamiCoreConfig",
     "Isolation",
     "IsolationConfig",

@@ -60,9 +60,10 @@ def instance_socket_name(name: str) -> str:
     return f"{name}-{secrets.token_hex(4)}.sock"
 
 
-def remove_stale_sockets(directory: Path) -> None:
-    """Removes the sockets of agents that were killed. Those of live ones and of other programs stay."""
-    for path in _instance_sockets(directory):
+def remove_stale_sockets(directory: Path, names: re.Pattern[str] = _SOCKET) -> None:
+    """Removes the sockets of agents that were killed, of those with such names. Those of live ones and of other programs
+    stay."""
+    for path in _instance_sockets(directory, names):
         identity = file_identity(path)
         if identity is None or time.time() - identity[2] / 1e9 < _STALE_AGE_S or _accepts(path):
             continue
@@ -226,12 +227,12 @@ async def ask_for_handover(directory: Path, method: str, *, timeout_s: float) ->
     return False
 
 
-def _instance_sockets(directory: Path) -> Iterator[Path]:
+def _instance_sockets(directory: Path, names: re.Pattern[str] = _SOCKET) -> Iterator[Path]:
     try:
         paths = sorted(directory.iterdir())
     except OSError:
         return
-    yield from (path for path in paths if _SOCKET.fullmatch(path.name))
+    yield from (path for path in paths if names.fullmatch(path.name))
 
 
 def _accepts(path: Path) -> bool:

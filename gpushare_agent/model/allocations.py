@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
@@ -30,14 +31,36 @@ class ShareSize:
         return ShareSize(cores=max(self.cores, other.cores), memory=max(self.memory, other.memory))
 
 
+class ClaimRef(NamedTuple):
+    """Names one ResourceClaim of Dynamic Resource Allocation for its whole life."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimShare:
+    """Of which request of which claim an allocation is (`request` without the alternative that was chosen), and what the
+    claim asked for beside the size: its isolation, and the elastic ceiling, 0 without one."""
+
+    ref: ClaimRef
+    request: str
+    isolation: IsolationName
+    core_limit: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """The devices of one container.
+    """The devices of one container, or what one result of a ResourceClaim has of one GPU.
 
     The IDs of a resource are empty until the kubelet has allocated it. `gpus` are the GPUs that the vcore or gpu-mem IDs
     name, else the planned ones, in order of index; the memory is charged to them. `is_whole` means whole GPUs: their
     whole memory is the container's. `allocated_at` is seconds on the monotonic clock. `granted` is the size to which a
     running share was changed, None where it has what the kubelet allocated.
+
+    Of a claim the key has the claim's UID in the place of the pod's and the result's name in that of the container, and the
+    IDs are the agent's own: the kubelet knows none of them. `pod_name` is that of the pod for which it was prepared first.
     """
 
     key: ContainerKey
@@ -51,6 +74,7 @@ class Allocation:
     is_whole: bool = False
     allocated_at: float = 0.0
     granted: ShareSize | None = None
+    claim: ClaimShare | None = None
 
     def ids(self, kind: ResourceKind) -> frozenset[DeviceId]:
         """Of one resource."""

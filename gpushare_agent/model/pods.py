@@ -30,7 +30,8 @@ class ContainerSpec:
     """One container. `position` counts within spec.containers resp. spec.initContainers.
 
     `requests` holds the limits of extended resources (limits equal requests for them), by resource name, whole numbers.
-    `env` holds only literal values, and the names of limits that are set in another way.
+    `env` holds only literal values, and the names of limits that are set in another way. `claims` are the pod's claims that
+    the container uses, by their names in the pod, each with the one request of it that it names, empty: with all.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ContainerSpec:
     position: int
     requests: Mapping[str, int] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    claims: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,8 @@ class Pod:
     """Names of the containers that run now by their statuses: a call of the kubelet cannot be for one of them."""
     container_ids: Mapping[str, str] = field(default_factory=dict)
     """The runtime's IDs of the running containers by name, without the runtime's prefix; 64 hexadecimal digits each."""
+    claims: Mapping[str, str] = field(default_factory=dict)
+    """The names of its ResourceClaims by their names in the pod, those that exist by now."""
 
     @property
     def is_terminal(self) -> bool:

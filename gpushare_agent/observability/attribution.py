@@ -8,7 +8,7 @@ report is None.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gpushare_agent.model.allocations import ContainerKey
@@ -31,6 +31,8 @@ class AllocatedContainers:
 
     gpus: Mapping[ContainerKey, tuple[GpuUuid, ...]]
     by_id: Mapping[str, ContainerKey]
+    claims: Mapping[ContainerKey, tuple[ContainerKey, ...]] = field(default_factory=dict)
+    """The keys of the claims' allocations that a container uses."""
 
 
 def join_usage(
@@ -48,7 +50,7 @@ def join_usage(
         found: dict[ContainerKey, list[ProcessSample]] = {key: [] for keys in here.values() for key in keys}
         unknown: list[ProcessSample] = []
         for process in gpu.processes or ():
-            key = _container_of(owners.get(process.pid), here, allocated.by_id)
+            key = _container_of(owners.get(process.pid), here, allocated)
             (unknown if key is None else found[key]).append(process)
         for key, processes in found.items():
             containers[key, gpu.uuid] = _use(key, gpu, processes)
@@ -66,7 +68,7 @@ def unknown_ids(
     sample: DriverSample, owners: Mapping[int, PeerIdentity], allocated: AllocatedContainers
 ) -> frozenset[str]:
     """Container IDs that are not known yet, in pods that have GPUs allocated: for a moment after a container's start."""
-    pods = {key.pod_uid for key in allocated.gpus}
+    pods = {key.pod_uid for key in (*allocated.gpus, *allocated.claims)}
     found = (owners.get(process.pid) for gpu in sample.gpus for process in gpu.processes or ())
     return frozenset(
         one.container_id
@@ -87,14 +89,15 @@ def _by_gpu(gpus: Mapping[ContainerKey, tuple[GpuUuid, ...]]) -> dict[GpuUuid, d
 
 
 def _container_of(
-    owner: PeerIdentity | None, here: Mapping[PodUid, Sequence[ContainerKey]], by_id: Mapping[str, ContainerKey]
+    owner: PeerIdentity | None, here: Mapping[PodUid, Sequence[ContainerKey]], allocated: AllocatedContainers
 ) -> ContainerKey | None:
-    """The container by its ID; while the ID is not known, the pod's only container on this GPU."""
+    """The container by its ID, or its claim; while the ID is not known, the pod's only container on this GPU."""
     if owner is None:
         return None
-    reported = by_id.get(owner.container_id) if owner.container_id is not None else None
+    reported = allocated.by_id.get(owner.container_id) if owner.container_id is not None else None
     if reported is not None:
-        return reported if reported in here.get(reported.pod_uid, ()) else None
+        possible = (reported, *allocated.claims.get(reported, ()))
+        return next((key for key in possible if key in here.get(key.pod_uid, ())), None)
     keys = here.get(owner.pod_uid, ()) if owner.pod_uid is not None else ()
     return keys[0] if len(keys) == 1 else None
 

@@ -168,6 +168,7 @@ def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[st
         "pod_uid": allocation.key.pod_uid,
         "container": allocation.key.container,
         "kind": allocation.kind.value,
+        "claim": _claim(allocation),
         "phase": _phase(facts),
         "isolation": facts.isolation,
         "kept": _kept(facts.kept) if facts.kept is not None else None,
@@ -187,6 +188,13 @@ def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[st
             for gpu in sorted(gpus, key=lambda gpu: gpu.index)
         ],
     }
+
+
+def _claim(allocation: Allocation) -> dict[str, str] | None:
+    """None for a container that has its GPU by a device plugin. Of a claim `pod` is the first of its pods, and `container`
+    the request."""
+    share = allocation.claim
+    return None if share is None else {"name": share.ref.name, "uid": share.ref.uid, "request": share.request}
 
 
 def _kept(kept: Kept) -> dict[str, Any]:

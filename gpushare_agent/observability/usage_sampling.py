@@ -88,6 +88,7 @@ class UsageSampling:
         metrics: CountsSampling,
         period_s: float,
         idle_period_s: float = 0.0,
+        claims: Callable[[], Mapping[ContainerKey, tuple[ContainerKey, ...]]] = dict,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -98,6 +99,7 @@ class UsageSampling:
         self._allocations = allocations
         self._metrics = metrics
         self._period_s = period_s
+        self._claims = claims
         self._idle_period_s = max(idle_period_s, period_s)
         self._clock = clock
         self._wall_clock = wall_clock
@@ -212,6 +214,7 @@ class UsageSampling:
                 key: allocation.gpus for key, allocation in self._allocations().items() if not self._is_over(allocation)
             },
             by_id={**self._reported, **in_statuses},
+            claims=self._claims(),
         )
 
     def _is_over(self, allocation: Allocation) -> bool:

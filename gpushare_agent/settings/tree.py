@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.settings.admission import AllocationSettings, PlacementSettings, ResizeSettings
+from gpushare_agent.settings.dra import DraSettings
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.isolation import (
     CdiSettings,
@@ -140,6 +141,7 @@ class Settings(BaseModel):
     driver_limits: DriverLimitsSettings = DriverLimitsSettings()
     cdi: CdiSettings = CdiSettings()
     gpushare: GpushareSettings = GpushareSettings()
+    dra: DraSettings = DraSettings()
     runtime: RuntimeSettings = RuntimeSettings()
     web: WebSettings = WebSettings()
     health: HealthSettings = HealthSettings()

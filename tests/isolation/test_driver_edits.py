@@ -9,6 +9,7 @@ import pytest
 
 from gpushare_agent.isolation import (
     ISOLATIONS,
+    GpuShare,
     HamiCoreConfig,
     IsolationConfig,
     IsolationRequest,
@@ -34,13 +35,13 @@ def request(**changes: object) -> IsolationRequest:
     made = IsolationRequest(
         pod_uid=PodUid("11111111-2222-3333-4444-555555555555"),
         container=container("cuda"),
-        gpus=GPUS[:1],
-        cores=30,
-        memory_mib=6144,
-        is_whole=False,
+        shares=(GpuShare(gpu=GPUS[0], cores=30, memory_mib=6144),),
         config=CONFIG,
     )
-    return replace(made, **changes)  # type: ignore[arg-type]
+    gpus = changes.pop("gpus", GPUS[:1])
+    own = {name: changes.pop(name) for name in ("memory_mib", "is_whole", "cores") if name in changes}
+    shares = tuple(replace(made.shares[0], gpu=gpu, **own) for gpu in gpus)  # type: ignore[arg-type,attr-defined]
+    return replace(made, shares=shares, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", WITH_DRIVER)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.isolation import ISOLATIONS, HamiCoreConfig, IsolationConfig, IsolationRequest
+from gpushare_agent.isolation import ISOLATIONS, GpuShare, HamiCoreConfig, IsolationConfig, IsolationRequest
 from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH, edit_hami_core
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.model.allocations import ContainerEdits, ContainerKey
@@ -30,10 +30,9 @@ def request(cores: int = 30, memory_mib: int = 6144, gpus: int = 1, **changes: o
     made = IsolationRequest(
         pod_uid=UID,
         container=container("cuda"),
-        gpus=GPUS[:gpus],
-        cores=cores,
-        memory_mib=memory_mib,
-        is_whole=cores >= 100,
+        shares=tuple(
+            GpuShare(gpu=gpu, cores=cores, memory_mib=memory_mib, is_whole=cores >= 100) for gpu in GPUS[:gpus]
+        ),
         config=IsolationConfig(virtual_manager=Path("/vm"), hami_core=config),
     )
     return replace(made, **changes)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation import ISOLATIONS, IsolationConfig, IsolationRequest, MpsConfig
+from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest, MpsConfig
 from gpushare_agent.isolation.decisions.mps import edit_mps
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -27,12 +27,19 @@ MOUNTS = (
 
 def request(mps: MpsConfig | None = MPS, **changes: Any) -> IsolationRequest:
     """30 cores and a quarter of GPU 1's memory, unless changed."""
-    share: dict[str, Any] = {"cores": 30, "memory_mib": 6144, "pod_memory_mib": 8192, "is_whole": False}
+    share: dict[str, Any] = {"gpus": GPUS[1:2], "cores": 30, "memory_mib": 6144, "is_whole": False}
+    for name in list(share.keys() & changes.keys()):
+        share[name] = changes.pop(name)
+    changes = {"pod_memory_mib": 8192} | changes
     return IsolationRequest(
+        shares=tuple(
+            GpuShare(gpu=gpu, cores=share["cores"], memory_mib=share["memory_mib"], is_whole=share["is_whole"])
+            for gpu in share["gpus"]
+        ),
         pod_uid=PodUid("c41939ed-8d17-46fa-bb5c-60c9e6632b81"),
         container=container(cores=30, blocks=24),
         config=IsolationConfig(virtual_manager=Path("/vm"), mps=mps),
-        **({"gpus": GPUS[1:2]} | share | changes),
+        **changes,
     )
 
 
@@ -95,6 +102,19 @@ def test_whole_gpus_in_exclusive_mode_go_through_the_daemon_without_limits() -> 
     assert found == ContainerEdits(env=env, mounts=MOUNTS)
 
 
+def test_shares_of_several_gpus_have_a_limit_each_and_the_least_percentage() -> None:
+    """By a claim: MPS has one percentage for all GPUs of a process."""
+    shares = (GpuShare(gpu=GPUS[0], cores=40, memory_mib=2048), GpuShare(gpu=GPUS[1], cores=25, memory_mib=6144))
+    found = edit_mps(replace(request(), shares=shares))
+    assert isinstance(found, ContainerEdits)
+    assert dict(found.env) == {
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2048M,1=6144M",
+        "CUDA_MPS_PIPE_DIRECTORY": "/root/nvidia-mps",
+        "CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1",
+    }
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -102,8 +122,7 @@ def test_whole_gpus_in_exclusive_mode_go_through_the_daemon_without_limits() -> 
         ({"cores": 0, "memory_mib": 0}, "asks for no memory"),
         ({"memory_mib": 24577}, "24577 MiB, and GPU 1 has 24576 MiB"),
         ({"gpus": (replace(GPUS[0], memory_mib=0),)}, "GPU 0 has 0 MiB"),
-        ({"gpus": GPUS[:2]}, "names 2"),
-        ({"gpus": ()}, "names 0"),
+        ({"gpus": ()}, "names no GPU"),
         ({"cores": -1}, "-1 cores"),
         ({"cores": 101}, "101 cores"),
         ({"mps": None}, "mps.pipe_directory"),

@@ -38,6 +38,7 @@ COMPONENTS = {
     "cdi",
     "cgroup-v1",
     "display-socket",
+    "dra",
     "driver-container",
     "driver-limits",
     "gpushare",

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpushare_agent.isolation import ISOLATIONS, IsolationConfig, IsolationRequest
+from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest
 from gpushare_agent.isolation.decisions.device_lists import DeviceListRequest, NodeDevices, device_edits
 from gpushare_agent.isolation.decisions.vcuda import core_limit
 from gpushare_agent.model.allocations import ContainerEdits, merged
@@ -60,10 +60,7 @@ def edits_for(pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: E
         IsolationRequest(
             pod_uid=pod.uid,
             container=container,
-            gpus=tuple(gpus),
-            cores=cores,
-            memory_mib=names.memory_mib(container),
-            is_whole=is_whole,
+            shares=_shares(gpus, cores, names.memory_mib(container), is_whole=is_whole),
             config=policy.config,
             core_limit=0 if is_whole else core_limit(pod.annotations, cores).percent,
             pod_memory_mib=_pod_memory_mib(pod, names),
@@ -79,6 +76,13 @@ def edits_for(pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: E
     if names.wanted(container, ResourceKind.GPU_MEM):
         parts.append(_gpushare(pod, container, gpus[0], names))
     return merged(*parts, isolated)
+
+
+def _shares(gpus: Sequence[Gpu], cores: int, memory_mib: int, *, is_whole: bool) -> tuple[GpuShare, ...]:
+    """By the device plugins a share is on one GPU; of several GPUs a container has each whole."""
+    if is_whole:
+        return tuple(GpuShare(gpu=gpu, cores=CORES_PER_GPU, memory_mib=0, is_whole=True) for gpu in gpus)
+    return tuple(GpuShare(gpu=gpu, cores=cores, memory_mib=memory_mib) for gpu in gpus)
 
 
 def choose_isolation(

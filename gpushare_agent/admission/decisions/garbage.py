@@ -87,6 +87,8 @@ def reconcile(present: Mapping[ContainerKey, Allocation], evidence: Evidence) ->
     missing: set[ContainerKey] = set()
     deleted: set[PodUid] = set()
     for key, allocation in sorted(present.items()):
+        if allocation.claim is not None:
+            continue  # the kubelet ends claims by a call of its own
         if key in shown or key in evidence.fresh or (evidence.scope is not None and key.pod_uid not in evidence.scope):
             continue
         verdict = _verdict(key, allocation, listed, evidence)

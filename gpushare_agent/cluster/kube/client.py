@@ -20,6 +20,7 @@ from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.names import PodUid
 
 ALL_NODES = Watched(what="the nodes", path="/api/v1/nodes")
+SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 UNFINISHED = "status.phase!=Succeeded,status.phase!=Failed"
 """A field selector of pods. A pod that ends is DELETED for a watch with it."""
 
@@ -36,6 +37,14 @@ def pods(namespace: str = "", *, labels: str = "", fields: str = "") -> Watched:
     labelled = f" with the labels {labels}" if labels else ""
     path = f"/api/v1/namespaces/{segment(namespace)}/pods" if namespace else "/api/v1/pods"
     return Watched(what=f"the pods of {place}{labelled}", path=path, labels=labels, fields=fields)
+
+
+def slices_of_node(node_name: str, driver: str) -> Watched:
+    return Watched(
+        what=f"the ResourceSlices of node {node_name} and driver {driver}",
+        path=SLICES,
+        fields=f"spec.nodeName={node_name},spec.driver={driver}",
+    )
 
 
 @asynccontextmanager
@@ -77,6 +86,23 @@ class KubeApi(KubeLists):
 
     async def get_node(self, name: str) -> dict[str, Any]:
         return await self._get(f"get node {name}", f"/api/v1/nodes/{segment(name)}")
+
+    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> dict[str, Any]:
+        """A ResourceClaim, as a consistent read."""
+        path = f"/apis/resource.k8s.io/v1/namespaces/{segment(namespace)}/resourceclaims/{segment(name)}"
+        return await self._get(f"get ResourceClaim {namespace}/{name}", path, timeout_s=timeout_s)
+
+    async def create_slice(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Create a ResourceSlice; as it is then. Conflict where one of its name exists."""
+        return await self._send("POST", "create a ResourceSlice", SLICES, raw)
+
+    async def replace_slice(self, name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Conflict where it is not of the resourceVersion in `raw`."""
+        return await self._send("PUT", f"replace ResourceSlice {name}", f"{SLICES}/{segment(name)}", raw)
+
+    async def delete_slice(self, name: str) -> None:
+        body = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        await self._send("DELETE", f"delete ResourceSlice {name}", f"{SLICES}/{segment(name)}", body)
 
     async def get_through_pod(
         self, namespace: str, name: str, port: int, path: str, query: Mapping[str, str]

@@ -100,6 +100,7 @@ def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = Non
         has_started=any(_has_started(raw_status) for raw_status in statuses),
         running=frozenset(c.name for c in containers) & frozenset(name for name, _ in _running(statuses)),
         container_ids=_container_ids(containers, statuses),
+        claims=_claims(spec, status),
     )
 
 
@@ -153,7 +154,14 @@ def _containers(spec: Mapping[str, Any], what: str, resources: Collection[str] |
                 raise Corrupt(f"{where}: the container has no name")
             if requests or (name and position < MAX_CONTAINERS):
                 kind = _kind(raw, field)
-                yield ContainerSpec(name=name, kind=kind, position=position, requests=requests, env=_literal_env(raw))
+                yield ContainerSpec(
+                    name=name,
+                    kind=kind,
+                    position=position,
+                    requests=requests,
+                    env=_literal_env(raw),
+                    claims=_container_claims(raw),
+                )
 
 
 def _kind(raw: Mapping[str, Any], field: str) -> ContainerKind:
@@ -166,6 +174,24 @@ def _requests(raw: Mapping[str, Any], what: str, resources: Collection[str] | No
     limits = _mapping(_mapping(raw, "resources", what), "limits", what)
     wanted = sorted(name for name in limits if (_is_extended(name) if resources is None else name in resources))
     return {name: whole_number(limits[name], f"{what}, limit {_cut(name, 300)}") for name in wanted}
+
+
+def _claims(spec: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, str]:
+    """Claims that the spec names, and those made from templates, which the status names."""
+    found = [(raw.get("name"), raw.get("resourceClaimName")) for raw in _items_or_none(spec, "resourceClaims")]
+    if not found:
+        return {}
+    found += [
+        (raw.get("name"), raw.get("resourceClaimName")) for raw in _items_or_none(status, "resourceClaimStatuses")
+    ]
+    return {name: claim for name, claim in found if isinstance(name, str) and isinstance(claim, str)}
+
+
+def _container_claims(raw: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    claims = _items_or_none(mapping_or_empty(raw.get("resources")), "claims")
+    return tuple(
+        (claim["name"], _text_or_empty(claim, "request")) for claim in claims if isinstance(claim.get("name"), str)
+    )
 
 
 def _is_extended(name: str) -> bool:
@@ -207,7 +233,7 @@ def _running(statuses: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Mappi
 
 def _container_ids(containers: Iterable[ContainerSpec], statuses: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """`containerd://<ID>` without the runtime's name, of the containers that want something."""
-    wanted = {c.name for c in containers if c.requests}
+    wanted = {c.name for c in containers if c.requests or c.claims}
     found = {name: _text_or_empty(status, "containerID") for name, status in _running(statuses) if name in wanted}
     bare = {name: text.rpartition("://")[2] for name, text in found.items()}
     return {name: container_id for name, container_id in sorted(bare.items()) if is_container_id(container_id)}

@@ -27,7 +27,11 @@ def edit_driver(request: IsolationRequest) -> ContainerEdits | Refused:
         return _refused(request, f"its spec sets {' and '.join(own)}, by which its limit is set. Leave them out")
     if request.memory_mib < 1:
         return _refused(request, "it asks for no memory, and all that this isolation limits is memory. Ask for some")
-    limit = str(request.memory_mib)
+    if len({share.memory_mib for share in request.shares}) > 1:
+        return _refused(
+            request, "its shares differ in memory, and the driver has one limit for all of a container's GPUs"
+        )
+    limit = str(request.shares[0].memory_mib)
     return ContainerEdits(env=((ENV_GPU_MEMORY_LIMIT, limit), (ENV_GPU_MEMORY_REQUEST, limit)))
 
 

@@ -66,8 +66,11 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
         raise AssertionError("isolation hami-core is in use without its settings")
     if opts_out(request.container, config):
         return ContainerEdits()
-    limits = [_memory_limit_mib(request.memory_mib, gpu, config) for gpu in request.gpus]
-    if not limits or min(limits) < 1 or request.cores < 1:
+    limits = [
+        0 if share.is_whole else _memory_limit_mib(share.memory_mib, share.gpu, config) for share in request.shares
+    ]
+    pairs = [(limit, s.cores) for limit, s in zip(limits, request.shares, strict=True) if not s.is_whole]
+    if not pairs or min(map(min, pairs)) < 1:
         return _unlimited(request)
     if (refused := _overridden(request.container, len(limits), config)) is not None:
         return refused
@@ -75,9 +78,9 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
     policy = () if config.core_policy == "default" else ((ENV_HAMI_CORE_POLICY, config.core_policy),)
     return ContainerEdits(
         env=(
-            *((f"{ENV_HAMI_CORE_MEMORY}_{ordinal}", f"{mib}m") for ordinal, mib in enumerate(limits)),
+            *((f"{ENV_HAMI_CORE_MEMORY}_{ordinal}", f"{mib}m") for ordinal, mib in enumerate(limits) if mib),
             (ENV_HAMI_CORE_CACHE, cache),
-            (ENV_HAMI_CORE_CORES, str(_percent(request.cores, request.core_limit, config))),
+            *_core_limits(request, config),
             (ENV_LOG_LEVEL, "1"),
             *policy,
         ),
@@ -91,6 +94,17 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
             ),
         ),
     )
+
+
+def _core_limits(request: IsolationRequest, config: HamiCoreConfig) -> list[tuple[str, str]]:
+    """One for the only GPU, as HAMi's own plugin sets it; of several GPUs one each."""
+    percents = [
+        CORES_PER_GPU if share.is_whole else _percent(share.cores, request.core_limit, config)
+        for share in request.shares
+    ]
+    if len(percents) == 1:
+        return [(ENV_HAMI_CORE_CORES, str(percents[0]))]
+    return [(f"{ENV_HAMI_CORE_CORES}_{ordinal}", str(percent)) for ordinal, percent in enumerate(percents)]
 
 
 def opts_out(container: ContainerSpec, config: HamiCoreConfig) -> bool:

@@ -8,7 +8,7 @@ connection to the daemon and no limits.
 
 from __future__ import annotations
 
-from gpushare_agent.isolation.decisions.request import Isolation, IsolationRequest, MpsConfig
+from gpushare_agent.isolation.decisions.request import GpuShare, Isolation, IsolationRequest, MpsConfig
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
@@ -39,33 +39,41 @@ def edit_mps(request: IsolationRequest) -> ContainerEdits | Refused:
         return ContainerEdits(env=tuple(sorted(_connection(request, mps).items())), mounts=_mounts(mps))
     if (refused := _unenforceable(request)) is not None:
         return refused
-    gpu = request.gpus[0]
-    env = _connection(request, mps) | _gpushare(request, gpu)
-    env[ENV_THREAD_PERCENTAGE] = str(_percentage(request, gpu))
-    env[ENV_MEMORY_LIMIT] = f"0={request.memory_mib}M"  # ordinal 0: it sees this one GPU
+    env = _connection(request, mps)
+    if len(request.shares) == 1:
+        env |= _gpushare(request, request.gpus[0])
+    # MPS has one percentage for all GPUs of a process: the least keeps each share.
+    env[ENV_THREAD_PERCENTAGE] = str(min(_percentage(share, request.core_limit) for share in request.shares))
+    limits = [share.gpu.memory_mib if share.is_whole else share.memory_mib for share in request.shares]
+    env[ENV_MEMORY_LIMIT] = ",".join(f"{ordinal}={mib}M" for ordinal, mib in enumerate(limits))
     return ContainerEdits(env=tuple(sorted(env.items())), mounts=_mounts(mps))
 
 
 def _unenforceable(request: IsolationRequest) -> Refused | None:
     """Refuses a share that MPS cannot enforce: a limit of zero would be no limit."""
-    if len(request.gpus) != 1:
-        return _refused(request, f"a share lies on one GPU, and this one names {len(request.gpus)}")
-    if not 0 <= request.cores <= CORES_PER_GPU:
-        return _refused(request, f"{request.cores} cores are no share of a GPU")
-    gpu = request.gpus[0]
-    if request.memory_mib <= 0:
-        return _refused(request, "it asks for no memory, and MPS takes a limit of 0 MiB for none at all")
-    if request.memory_mib > gpu.memory_mib:
-        return _refused(request, f"it asks for {request.memory_mib} MiB, and GPU {gpu.index} has {gpu.memory_mib} MiB")
+    if not request.shares:
+        return _refused(request, "it names no GPU")
+    for share in request.shares:
+        if share.is_whole:
+            continue
+        if not 0 <= share.cores <= CORES_PER_GPU:
+            return _refused(request, f"{share.cores} cores are no share of a GPU")
+        if share.memory_mib <= 0:
+            return _refused(request, "it asks for no memory, and MPS takes a limit of 0 MiB for none at all")
+        if share.memory_mib > share.gpu.memory_mib:
+            gpu = share.gpu
+            return _refused(
+                request, f"it asks for {share.memory_mib} MiB, and GPU {gpu.index} has {gpu.memory_mib} MiB"
+            )
     return None
 
 
-def _percentage(request: IsolationRequest, gpu: Gpu) -> int:
+def _percentage(share: GpuShare, core_limit: int) -> int:
     """The cores, raised to an elastic ceiling: MPS fixes a bound when a process starts, so it cannot follow the GPU's
     load. A request for memory alone gets the same part of the GPU's compute as of its memory."""
-    if request.cores > 0:
-        return max(request.cores, min(request.core_limit, CORES_PER_GPU))
-    return max(1, CORES_PER_GPU * request.memory_mib // gpu.memory_mib)
+    if share.cores > 0:
+        return max(share.cores, min(core_limit, CORES_PER_GPU))
+    return max(1, CORES_PER_GPU * share.memory_mib // share.gpu.memory_mib)
 
 
 def _connection(request: IsolationRequest, mps: MpsConfig) -> dict[str, str]:

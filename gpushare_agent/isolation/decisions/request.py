@@ -49,12 +49,22 @@ class IsolationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IsolationRequest:
-    """One container and its allocation.
+class GpuShare:
+    """What a container has of one GPU. `cores` are percent of it, 0 for a request for memory alone; `memory_mib` is 0 where
+    it has the whole GPU and requested no memory."""
 
-    `cores` are percent of one GPU (100·k for whole GPUs, 0 for a request for memory alone), `core_limit`
-    its elastic ceiling or 0. `memory_mib` is its share, 0 where it has whole GPUs and requested none; `pod_memory_mib` what
-    all main containers of its pod request. `gpus` are in order of index, as the container sees them.
+    gpu: Gpu
+    cores: int
+    memory_mib: int
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsolationRequest:
+    """One container and its allocation, in order of the GPUs' index, as the container sees them.
+
+    `core_limit` is the elastic ceiling or 0; `pod_memory_mib` what all main containers of its pod request. Of a
+    ResourceClaim, `pod_uid` is the claim's and `container` stands for all that use the same requests of it.
 
     `container.name` and `pod_uid` come from the API server, which admits only DNS labels and UUIDs; they are
     checked again before a directory is named after them.
@@ -62,15 +72,30 @@ class IsolationRequest:
 
     pod_uid: PodUid
     container: ContainerSpec
-    gpus: tuple[Gpu, ...]
-    cores: int
-    memory_mib: int
-    is_whole: bool
+    shares: tuple[GpuShare, ...]
     config: IsolationConfig
     core_limit: int = 0
     pod_memory_mib: int = 0
     memory_unit_mib: int = 1024
     """The unit of GPUShare's variables."""
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        return tuple(share.gpu for share in self.shares)
+
+    @property
+    def cores(self) -> int:
+        """Percent of one GPU, of all GPUs together."""
+        return sum(share.cores for share in self.shares)
+
+    @property
+    def memory_mib(self) -> int:
+        return sum(share.memory_mib for share in self.shares)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whole GPUs alone: nothing is limited."""
+        return bool(self.shares) and all(share.is_whole for share in self.shares)
 
 
 class Preparation(Enum):

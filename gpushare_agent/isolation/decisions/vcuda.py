@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from gpushare_agent.isolation.decisions.request import Follows, Isolation, IsolationRequest, Preparation
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
+from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, KernelModule
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import (
@@ -30,9 +31,15 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
 _DRIVER = re.compile(r"(\d{1,6})\.(\d{1,6})")
 
 
-def edit_vcuda(request: IsolationRequest) -> ContainerEdits:
+def edit_vcuda(request: IsolationRequest) -> ContainerEdits | Refused:
     """The container's own vDevice directory; the driver directory, where one is configured, and the search path to it: by it
     the control library is found before a libcuda of the image or of NVIDIA's runtime."""
+    if len(request.shares) > 1 and not request.is_whole:
+        return Refused(
+            reason=RefusalReason.INVALID_REQUEST,
+            detail=f"container {request.container.name} has shares of several GPUs, and the library of isolation"
+            f" {IsolationName.VCUDA} limits one. Nothing was allocated. Ask for one GPU, or choose another isolation.",
+        )
     own = request.config.virtual_manager / request.pod_uid / request.container.name
     vdevice = ContainerMount(host_path=str(own), container_path=VDEVICE_DIRECTORY)
     driver = request.config.whole_driver if request.is_whole else request.config.shared_driver

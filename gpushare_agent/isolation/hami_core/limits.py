@@ -99,7 +99,7 @@ class RegionLimits:
 
     async def _follow_ceiling(self, allocation: Allocation) -> None:
         key, pod = allocation.key, self._pods.get(allocation.key.pod_uid)
-        if pod is None or allocation.is_whole or not self._is_in_use(pod):
+        if pod is None or allocation.is_whole or allocation.claim is not None or not self._is_in_use(pod):
             return
         if CORE_LIMIT_ANNOTATION in pod.annotations:
             self._elastic.add(key)

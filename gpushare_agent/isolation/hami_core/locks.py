@@ -10,7 +10,7 @@ State owned: since when each lock was seen taken, and the containers for which t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -28,6 +28,8 @@ from gpushare_agent.runtime.cgroups import Cgroups
 
 log = structlog.get_logger(__name__)
 
+ContainerOfPod = tuple[str | None, PodUid]
+"""The runtime's ID, None while it is not known, and the pod's UID."""
 TIMEOUT_S = 5.0
 PERIOD_S = 2.0
 
@@ -37,7 +39,8 @@ class Pods(Protocol):
 
 
 class LockWatch:
-    """`run` once. `is_in_use` is whether the pod's isolation is hami-core; `clock` gives monotonic seconds."""
+    """`run` once. `is_in_use` is whether the pod's isolation is hami-core; `clock` gives monotonic seconds; `users` are the
+    containers that use the share, where it is a claim's and not one container's."""
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class LockWatch:
         is_in_use: Callable[[Pod], bool],
         cgroups: Cgroups,
         clock: Callable[[], float],
+        users: Callable[[ContainerKey], Sequence[ContainerOfPod]] | None = None,
     ) -> None:
         self._files = files
         self._allocations = allocations
@@ -55,6 +59,7 @@ class LockWatch:
         self._is_in_use = is_in_use
         self._cgroups = cgroups
         self._clock = clock
+        self._users = users or (lambda key: ())
         self._thread = DaemonThread("region-locks", advice="Check the disk of the setting hami_core.directory.")
         self._held: dict[ContainerKey, dict[LockName, Held]] = {}
         self._logged: set[ContainerKey] = set()
@@ -103,16 +108,17 @@ class LockWatch:
 
     async def _alive(self, key: ContainerKey, pod: Pod) -> set[int] | None:
         """The PIDs of the container's processes in every namespace; None where the kernel does not show them."""
-        container_id = pod.container_ids.get(key.container)
-        if container_id is None:
+        containers = self._users(key) or [(pod.container_ids.get(key.container), key.pod_uid)]
+        known = [(container_id, uid) for container_id, uid in containers if container_id is not None]
+        if len(known) < len(containers):
             return None
-        places = await self._cgroups.find_many_in_thread([(container_id, key.pod_uid)])
-        processes = (await self._cgroups.processes_round_in_thread(places.values())).get(container_id)
-        pids = processes.pids if processes is not None else []
+        places = await self._cgroups.find_many_in_thread(known)
+        processes = await self._cgroups.processes_round_in_thread(places.values())
+        pids = [pid for one in processes.values() if one is not None for pid in one.pids]
         if not pids:  # none at all: those of another PID namespace are left out
             return None
         inside = await self._cgroups.namespace_pids_in_thread(pids)
-        return {pid for known in inside.values() for pid in known} | set(pids)
+        return {pid for of_one in inside.values() for pid in of_one} | set(pids)
 
     def _read(self, key: ContainerKey, before: Mapping[LockName, Held], now: float) -> dict[LockName, Held]:
         with self._files.opened_region(key) as region:

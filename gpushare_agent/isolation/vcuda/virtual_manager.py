@@ -337,7 +337,10 @@ class VirtualManager:
         return {
             key: allocation
             for key, allocation in self._allocations().items()
-            if (keys is None or key in keys) and (allocation.vcore_ids or allocation.gpu_mem_ids) and is_nameable(key)
+            if (keys is None or key in keys)
+            and (allocation.vcore_ids or allocation.gpu_mem_ids)
+            and allocation.claim is None  # whose shares are under other isolations
+            and is_nameable(key)
         }
 
     def _new_server(self, key: ContainerKey) -> VDeviceServer:

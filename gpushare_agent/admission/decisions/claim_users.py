@@ -1,0 +1,68 @@
+"""Which containers use which claims, and a claim as the services see it that know pods alone. Pure.
+
+A claim is used by any container of any pod that names it, also of pods that came after it was prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from gpushare_agent.model.allocations import Allocation, ClaimRef, ContainerKey
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, PodUid
+from gpushare_agent.model.pods import ContainerSpec, Pod, PodPhase
+
+
+def claim_users(
+    allocations: Iterable[Allocation], pods: Iterable[Pod]
+) -> dict[ContainerKey, list[tuple[Pod, ContainerSpec]]]:
+    """By the key of the claim's allocation, in the order of the pods."""
+    of_claims: dict[tuple[str, str], list[Allocation]] = {}
+    for allocation in allocations:
+        if allocation.claim is not None:
+            of_claims.setdefault((allocation.claim.ref.namespace, allocation.claim.ref.name), []).append(allocation)
+    found: dict[ContainerKey, list[tuple[Pod, ContainerSpec]]] = {}
+    if not of_claims:
+        return found
+    for pod in pods:
+        for container, key in _uses(pod, of_claims):
+            found.setdefault(key, []).append((pod, container))
+    return found
+
+
+def _uses(
+    pod: Pod, of_claims: Mapping[tuple[str, str], Sequence[Allocation]]
+) -> Iterator[tuple[ContainerSpec, ContainerKey]]:
+    if not pod.claims:
+        return
+    for container in pod.containers:
+        for name, request in container.claims:
+            for allocation in of_claims.get((pod.namespace, pod.claims.get(name, "")), ()):
+                if allocation.claim is not None and request in ("", allocation.claim.request):
+                    yield container, allocation.key
+
+
+def claim_as_pod(ref: ClaimRef, allocations: Sequence[Allocation], users: Sequence[tuple[Pod, ContainerSpec]]) -> Pod:
+    """A pod whose containers are the claim's results: its UID names their directories, and what the claim asked for stands
+    in the annotations that ask for it in a pod. It runs while one of the claim's pods does."""
+    share = allocations[0].claim
+    if share is None:
+        raise AssertionError("an allocation of no claim is shown as one")
+    annotations = {ISOLATION_ANNOTATION: share.isolation.value}
+    if limit := max(one.claim.core_limit for one in allocations if one.claim is not None):
+        annotations[CORE_LIMIT_ANNOTATION] = str(limit)
+    pods = [pod for pod, _ in users]
+    is_running = any(container.name in pod.running for pod, container in users)
+    keys = [one.key for one in allocations]
+    return Pod(
+        uid=PodUid(ref.uid),
+        namespace=ref.namespace,
+        name=pods[0].name if pods else allocations[0].pod_name,
+        phase=PodPhase.RUNNING if is_running else PodPhase.PENDING,
+        containers=tuple(
+            ContainerSpec(name=key.container, kind=allocations[0].kind, position=n) for n, key in enumerate(keys)
+        ),
+        annotations=annotations,
+        is_deleting=bool(pods) and all(pod.is_deleting for pod in pods),
+        has_started=any(pod.has_started for pod in pods),
+        running=frozenset(key.container for key in keys) if is_running else frozenset(),
+    )

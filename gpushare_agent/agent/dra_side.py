@@ -1,0 +1,162 @@
+"""The side of Dynamic Resource Allocation: the driver's sockets, the claims, the slice."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+from gpushare_agent.agent.isolation_side import IsolationSide
+from gpushare_agent.agent.state import NodeState
+from gpushare_agent.agent.values import edit_policy
+from gpushare_agent.cluster.informer import Informer
+from gpushare_agent.cluster.kube.client import KubeApi, slices_of_node
+from gpushare_agent.dra.claim_files import ClaimFiles
+from gpushare_agent.dra.claims import Claims
+from gpushare_agent.dra.decisions.devices import DevicePolicy, slice_devices
+from gpushare_agent.dra.plugin import DeviceHealth, DraPlugin
+from gpushare_agent.dra.registration import SOCKET_NAMES, DraRegistration
+from gpushare_agent.dra.slices import SlicePublisher
+from gpushare_agent.dra.wake_pods import PodWaker
+from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.isolation.decisions.kept import kept
+from gpushare_agent.kit.supervision import Tasks, start_tasks
+from gpushare_agent.kubelet.handover import remove_stale_sockets
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.settings.settings import Settings
+
+LEAVE_S = 5.0
+DRIVER = "gpushare-agent"
+"""The driver's name, the domain of its attributes, and the prefix of its sockets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraSide:
+    settings: Settings
+    claims: Claims
+    ready: asyncio.Event
+    health: DeviceHealth
+    registration: DraRegistration
+    plugin: DraPlugin
+    publisher: SlicePublisher
+    informer: Informer
+    waker: PodWaker | None
+    """None where the settings switch it off."""
+
+    async def start(self) -> None:
+        """Once the allocation cache is there: the claims' part of it. Raises Unavailable."""
+        await self.claims.restore()
+        self.ready.set()
+        for directory in (self.settings.dra.registry_path, self.settings.dra.plugin_path):
+            remove_stale_sockets(directory, SOCKET_NAMES)
+
+    def tasks(self) -> Tasks:
+        """Nothing where they run already: an agent that takes over from another registers before that one leaves, and its
+        calls wait until `start`."""
+        return {} if self.registration.is_running else {"dra registration": self.registration.run}
+
+    async def leave(self) -> None:
+        """Lets the calls that are open end, for a while: a claim whose call is cut off waits for the kubelet's next try."""
+        await self.registration.leave()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                while self.plugin.open_calls:  # noqa: ASYNC110 - some milliseconds
+                    await asyncio.sleep(0.01)
+
+    def changed(self) -> None:
+        """An allocation or a GPU."""
+        self.claims.changed()
+        self.health.changed()
+        self.publisher.changed()
+
+    async def run(self, api: KubeApi) -> NoReturn:
+        """What needs the API server, until cancelled."""
+        self.claims.attach(api)
+        services: dict[str, Informer | SlicePublisher | PodWaker | None] = {
+            "slice informer": self.informer,
+            "slice publisher": self.publisher,
+            "pod waker": self.waker,
+        }
+        async with asyncio.TaskGroup() as group:
+            start_tasks(group, {name: partial(one.run, api) for name, one in services.items() if one is not None})
+        raise AssertionError("the tasks do not return")
+
+
+def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
+    """Joined, not started."""
+    settings = state.settings
+    pool, ready, instance = settings.node_name, asyncio.Event(), secrets.token_hex(4)
+
+    def mine() -> list[Gpu]:
+        claimable = state.front_ends.claimable
+        return [gpu for gpu in state.gpus().gpus if gpu.uuid in claimable]
+
+    async def prepare_host(keys: Collection[ContainerKey], name: IsolationName) -> Refused | None:
+        return await isolation.prepare(keys) if ISOLATIONS[name].preparations else None
+
+    claims = Claims(
+        driver=DRIVER,
+        pool=pool,
+        cache=state.cache,
+        inventory=state.gpus,
+        claimable=lambda: state.front_ends.claimable,
+        pods=state.store,
+        policy=edit_policy(settings, state.names, isolation.volumes),
+        names=state.names,
+        files=ClaimFiles(settings.dra.record_directory, settings.dra.cdi_directory),
+        prepare_host=prepare_host,
+        unavailable_reason=isolation.unavailable_reason,
+        clock=time.monotonic,
+        wait_s=settings.dra.prepare_wait_s,
+    )
+    waker = None
+    if settings.dra.wake_pods:
+        waker = PodWaker(driver=DRIVER, pool=pool, pod=state.store.get, is_prepared=lambda uid: uid in claims.prepared)
+    health, plugin = DeviceHealth(mine, pool), DraPlugin(claims, ready, pool)
+    publisher = SlicePublisher(
+        driver=DRIVER, node_name=pool, wanted=lambda: _devices(state, isolation, mine()) if ready.is_set() else None
+    )
+    return DraSide(
+        settings=settings,
+        claims=claims,
+        ready=ready,
+        health=health,
+        registration=DraRegistration(
+            driver=DRIVER,
+            instance=instance,
+            registry=settings.dra.registry_path,
+            plugin_path=settings.dra.plugin_path,
+            services=[plugin, health],
+        ),
+        plugin=plugin,
+        publisher=publisher,
+        informer=Informer(
+            kind="resource slices", watched=slices_of_node(pool, DRIVER), handler=publisher, metrics=state.metrics
+        ),
+        waker=waker,
+    )
+
+
+def _devices(state: NodeState, isolation: IsolationSide, gpus: list[Gpu]) -> list[dict[str, Any]] | None:
+    """None until the driver was read once."""
+    if not state.inventory.is_read:
+        return None
+    settings = state.settings
+    keeps = kept(settings.isolation, is_whole=False, module=isolation.kernel_module)
+    policy = DevicePolicy(
+        block_mib=state.names.memory_block_mib,
+        order=settings.dra.order,
+        taint_effect=settings.dra.taint_effect,
+        isolation=settings.isolation.value,
+        memory_by=keeps.memory_by.value,
+        compute_by=keeps.compute_by.value,
+    )
+    return slice_devices(gpus, state.gpus(), state.cache.used_cores(), state.inventory.cordoned, policy)

@@ -1,0 +1,234 @@
+"""Prepared claims: books them in the ledger, prepares the host, writes their CDI specs, and ends them.
+
+An error costs the pod 60 to 90 s, for the kubelet tries again only then: what will come soon is waited for inside the call,
+`wait_s` at most. The record is written last and before the answer, so whatever is recorded is whole, and a call that is
+repeated for it changes nothing. Ending works from the record alone: the claim may be gone from the API server.
+
+State owned: `_prepared` by UID, and its part of the allocation cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import structlog
+
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.dra.claim_files import ClaimFiles
+from gpushare_agent.dra.decisions.booking import allocations_of, shortage
+from gpushare_agent.dra.decisions.claim import AllocatedClaim, read_claim
+from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
+from gpushare_agent.kit.daemon_thread import DaemonThread
+from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.model.allocations import ClaimRef, ContainerKey
+from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, RefusalReason, Refused
+from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import GpuUuid, PodUid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceNames
+
+log = structlog.get_logger(__name__)
+
+GET_TIMEOUT_S = 5.0
+FILES_TIMEOUT_S = 5.0
+POLL_S = 1.0
+"""While waiting: the API server, the inventory and the isolation report no change here."""
+
+
+class ClaimApi(Protocol):
+    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> dict[str, Any]: ...
+
+
+class Pods(Protocol):
+    def get(self, uid: PodUid) -> Pod | None: ...
+
+
+class Claims:
+    """`restore` once, before the first call; `attach` when the API server can be reached."""
+
+    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
+        self,
+        *,
+        driver: str,
+        pool: str,
+        cache: AllocationCache,
+        inventory: Callable[[], GpuInventory],
+        claimable: Callable[[], Collection[GpuUuid]],
+        pods: Pods,
+        policy: Callable[[], EditPolicy],
+        names: ResourceNames,
+        files: ClaimFiles,
+        prepare_host: Callable[[Collection[ContainerKey], IsolationName], Awaitable[Refused | None]],
+        unavailable_reason: Callable[[IsolationName], str],
+        clock: Callable[[], float],
+        wait_s: float,
+    ) -> None:
+        self._driver = driver
+        self._pool = pool
+        self._cache = cache
+        self._inventory = inventory
+        self._claimable = claimable
+        self._pods = pods
+        self._policy = policy
+        self._names = names
+        self._files = files
+        self._prepare_host = prepare_host
+        self._unavailable_reason = unavailable_reason
+        self._clock = clock
+        self._wait_s = wait_s
+        self._api: ClaimApi | None = None
+        self._prepared: dict[str, PreparedClaim] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._has_changed = asyncio.Event()
+        self._thread = DaemonThread("claims", advice="Check the disks of dra.record_directory and dra.cdi_directory.")
+
+    def attach(self, api: ClaimApi) -> None:
+        self._api = api
+        self.changed()
+
+    def changed(self) -> None:
+        """Anything that a waiting call may wait for: an allocation, the GPUs."""
+        self._has_changed.set()
+
+    @property
+    def prepared(self) -> Mapping[str, PreparedClaim]:
+        """By UID; valid until the next change."""
+        return self._prepared
+
+    async def restore(self) -> None:
+        """Books what an earlier agent has recorded, and puts back specs that a reboot has removed. Raises Unavailable."""
+        for claim in await self._in_thread(self._files.load, "reading the claims' records"):
+            self._book(claim)
+            await self._in_thread(partial(self._files.write_spec, claim), f"writing the CDI spec of {claim.ref.name}")
+        known = set(self._prepared)
+        for uid in await self._in_thread(partial(self._files.remove_other_specs, known), "removing stale CDI specs"):
+            log.info("claim_spec_removed", claim_uid=uid, why="no record of it: its claim was never prepared whole")
+        log.info("claims_restored", claims=len(self._prepared))
+
+    async def prepare(self, ref: ClaimRef) -> PreparedClaim | Refused:
+        """Idempotent by UID. Cancelled, nothing is booked."""
+        async with self._lock(ref.uid):
+            known = self._prepared.get(ref.uid)
+            if known is not None:
+                await self._in_thread(partial(self._files.write_spec, known), f"writing the CDI spec of {ref.name}")
+                return known
+            return await self._prepare(ref, self._clock() + self._wait_s)
+
+    async def unprepare(self, ref: ClaimRef) -> None:
+        """Ends a claim; an unknown one has ended. Raises Unavailable: a file cannot be removed; the claim stays booked."""
+        async with self._lock(ref.uid):
+            if ref.uid not in self._prepared:
+                return
+            await self._in_thread(partial(self._files.remove, ref.uid), f"removing the files of claim {ref.name}")
+            self._release(ref.uid)
+            log.info("claim_unprepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid)
+
+    async def _prepare(self, ref: ClaimRef, ends_at: float) -> PreparedClaim | Refused:
+        while True:
+            self._has_changed.clear()
+            outcome = await self._try(ref)
+            if isinstance(outcome, PreparedClaim) or outcome.reason is RefusalReason.INVALID_REQUEST:
+                return outcome
+            left_s = ends_at - self._clock()
+            if left_s <= 0:
+                return outcome
+            await wait_for(self._has_changed, min(POLL_S, left_s))
+
+    async def _try(self, ref: ClaimRef) -> PreparedClaim | Refused:
+        """A refusal other than INVALID_REQUEST may be gone in a moment."""
+        claim = await self._read(ref)
+        if isinstance(claim, Refused):
+            return claim
+        made = self._decide_and_book(claim)
+        if isinstance(made, Refused):
+            return made
+        keys = [one.key for one in made.results]
+        try:
+            refused = await self._prepare_host(keys, made.isolation)
+            if refused is None:
+                await self._in_thread(partial(self._files.save, made), f"recording claim {ref.name}")
+        except BaseException as e:
+            self._release(ref.uid)
+            if isinstance(e, AgentError):
+                return _not_ready(str(e))
+            raise
+        if refused is not None:
+            self._release(ref.uid)
+            return refused
+        log.info("claim_prepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid, pod=made.pod)
+        return made
+
+    async def _read(self, ref: ClaimRef) -> AllocatedClaim | Refused:
+        if self._api is None:
+            return _not_ready("the agent has no connection to the API server yet")
+        try:
+            raw = await self._api.get_claim(ref.namespace, ref.name, timeout_s=GET_TIMEOUT_S)
+            claim = read_claim(raw, driver=self._driver, pool=self._pool)
+        except NotFound:
+            return _invalid("it is gone from the API server")
+        except Corrupt as e:
+            return _invalid(str(e))
+        except AgentError as e:
+            return _not_ready(str(e))
+        if claim.ref.uid != ref.uid:
+            return _invalid("another claim has its name now")
+        return claim
+
+    def _decide_and_book(self, claim: AllocatedClaim) -> PreparedClaim | Refused:
+        """No await in here: two claims cannot be given the same share."""
+        gpus = {gpu.index: gpu for gpu in self._inventory().gpus}
+        mine = self._claimable()
+        for result in claim.results:
+            gpu = gpus.get(result.index)
+            if gpu is None:
+                return _not_ready(f"{result.device} is not in the inventory of node {self._pool}")
+            if gpu.uuid not in mine:
+                return _not_ready(
+                    f"{result.device} is not offered to claims on node {self._pool} now (setting dra.gpus)"
+                )
+        pods = [pod for _, uid in claim.users if (pod := self._pods.get(uid)) is not None]
+        made = prepare_claim(claim, gpus, pods, self._policy(), self._names.memory_block_mib)
+        if isinstance(made, Refused):
+            return made
+        if why := self._unavailable_reason(made.isolation):
+            return _not_ready(f"isolation {made.isolation}: {why}")
+        if why := shortage(made, self._cache, self._by_uuid(gpus), self._names):
+            return _not_ready(why)
+        self._book(made)
+        return made
+
+    def _by_uuid(self, gpus: Mapping[int, Gpu]) -> dict[GpuUuid, Gpu]:
+        return {gpu.uuid: gpu for gpu in gpus.values()}
+
+    def _book(self, claim: PreparedClaim) -> None:
+        self._prepared[claim.ref.uid] = claim
+        for allocation in allocations_of(claim, self._cache, self._names, self._clock()):
+            self._cache.put(allocation)
+
+    def _release(self, uid: str) -> None:
+        if self._prepared.pop(uid, None) is not None:
+            self._cache.release_pod(PodUid(uid))
+            self.changed()
+
+    def _lock(self, uid: str) -> asyncio.Lock:
+        lock = self._locks.get(uid)
+        if lock is None:
+            lock = self._locks[uid] = asyncio.Lock()
+        return lock
+
+    async def _in_thread(self, blocking: Callable[[], Any], what: str) -> Any:
+        return await self._thread.call(blocking, what, FILES_TIMEOUT_S)
+
+
+def _not_ready(why: str) -> Refused:
+    return Refused(reason=RefusalReason.NOT_READY, detail=f"{why}. The kubelet tries again.")
+
+
+def _invalid(why: str) -> Refused:
+    return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{why}.")

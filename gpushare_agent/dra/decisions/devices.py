@@ -1,0 +1,190 @@
+"""The node's GPUs as devices of a ResourceSlice. Pure.
+
+Source: resource.k8s.io/v1 (docs/dra.md has the slice as a whole). Names of attributes and capacities are those of NVIDIA's
+and HAMi's drivers where they have one. Quantities are in the form in which the API server returns them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.model.topology import LinkKind, Topology
+
+UNHEALTHY_TAINT = "gpushare-agent/unhealthy"
+CORDONED_TAINT = "gpushare-agent/cordoned"
+MAX_TEXT_CHARS = 64
+"""Of a string attribute."""
+_DEVICE_NAME = re.compile(r"gpu-([0-9]{1,4})")
+_ARCHITECTURES = {7: "Volta", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
+_ARCHITECTURES_BY_MINOR = {(7, 5): "Turing", (8, 9): "Ada Lovelace"}
+_NOT_IN_A_VALUE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePolicy:
+    """What of the settings bears on the slice. `isolation` is the node's own, `limited_by` what limits memory and compute
+    under it (isolation/decisions/kept.py)."""
+
+    block_mib: int
+    order: str
+    taint_effect: str
+    isolation: str
+    memory_by: str = ""
+    compute_by: str = ""
+
+
+def device_name(gpu: Gpu) -> str:
+    return f"gpu-{gpu.index}"
+
+
+def device_index(name: str) -> int | None:
+    """The GPU's index, None for a name that no device of this driver has."""
+    match = _DEVICE_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def capacity_mib(gpu: Gpu, block_mib: int) -> int:
+    """The memory that claims can have: whole blocks, for the default must be a multiple of the step."""
+    return gpu.memory_mib // block_mib * block_mib
+
+
+def slice_devices(
+    gpus: Iterable[Gpu],
+    inventory: GpuInventory,
+    used_cores: Mapping[GpuUuid, int],
+    cordoned: Mapping[GpuUuid, str],
+    policy: DevicePolicy,
+) -> list[dict[str, Any]]:
+    """The devices in the order in which the scheduler is to try them. A GPU without a whole block of memory is left out: the
+    driver reports nothing but its UUID."""
+    groups = link_groups(inventory.topology)
+    offered = [gpu for gpu in gpus if capacity_mib(gpu, policy.block_mib)]
+    sign = -1 if policy.order == "binpack" else 1
+    offered.sort(key=lambda gpu: (sign * used_cores.get(gpu.uuid, 0), gpu.index))
+    return [_device(gpu, inventory, groups, cordoned, policy) for gpu in offered]
+
+
+def _device(
+    gpu: Gpu,
+    inventory: GpuInventory,
+    groups: Mapping[str, Mapping[int, str]],
+    cordoned: Mapping[GpuUuid, str],
+    policy: DevicePolicy,
+) -> dict[str, Any]:
+    memory = quantity(capacity_mib(gpu, policy.block_mib))
+    block = quantity(policy.block_mib)
+    cores = str(CORES_PER_GPU)
+    device: dict[str, Any] = {
+        "name": device_name(gpu),
+        "allowMultipleAllocations": True,
+        "attributes": _attributes(gpu, inventory, groups, policy),
+        "capacity": {
+            "cores": {
+                "value": cores,
+                "requestPolicy": {"default": cores, "validRange": {"min": "0", "max": cores, "step": "1"}},
+            },
+            "memory": {
+                "value": memory,
+                "requestPolicy": {"default": memory, "validRange": {"min": block, "max": memory, "step": block}},
+            },
+        },
+    }
+    if taints := _taints(gpu, cordoned, policy):
+        device["taints"] = taints
+    return device
+
+
+def _attributes(
+    gpu: Gpu, inventory: GpuInventory, groups: Mapping[str, Mapping[int, str]], policy: DevicePolicy
+) -> dict[str, dict[str, Any]]:
+    capability = gpu.compute_capability
+    texts = {
+        "type": "gpu",
+        "uuid": gpu.uuid,
+        "productName": gpu.name,
+        "architecture": _architecture(capability),
+        "resource.kubernetes.io/pciBusID": _bus_id(gpu.bus_id),
+        "isolation": policy.isolation,
+        "memoryLimitedBy": policy.memory_by,
+        "computeLimitedBy": policy.compute_by,
+        **{name: group.get(gpu.index, "") for name, group in groups.items()},
+    }
+    versions = {
+        "driverVersion": _version(inventory.driver_version),
+        "cudaComputeCapability": f"{capability[0]}.{capability[1]}.0" if capability is not None else "",
+    }
+    numbers = {"index": gpu.index, "minor": gpu.minor, "numaNode": gpu.numa_node}
+    found: dict[str, dict[str, Any]] = {name: {"string": text[:MAX_TEXT_CHARS]} for name, text in texts.items() if text}
+    found |= {name: {"version": text} for name, text in versions.items() if text}
+    found |= {name: {"int": number} for name, number in numbers.items() if number is not None and number >= 0}
+    return dict(sorted(found.items()))
+
+
+def _taints(gpu: Gpu, cordoned: Mapping[GpuUuid, str], policy: DevicePolicy) -> list[dict[str, str]]:
+    if gpu.uuid in cordoned:
+        return [{"key": CORDONED_TAINT, "value": _value(cordoned[gpu.uuid]), "effect": policy.taint_effect}]
+    if not gpu.is_healthy:
+        return [{"key": UNHEALTHY_TAINT, "value": _value(gpu.unhealthy_reason), "effect": policy.taint_effect}]
+    return []
+
+
+def _value(reason: str) -> str:
+    """A label's value: at most 63 characters of a few kinds, letters or digits at both ends."""
+    return _NOT_IN_A_VALUE.sub("-", reason)[:63].strip("-._") or "unknown"
+
+
+def link_groups(topology: Topology) -> dict[str, dict[int, str]]:
+    """By attribute, the group of each GPU by index: GPUs joined by NVLink (directly or through others), and by PCIe switches
+    alone. A GPU that is alone has no such attribute, so matchAttribute does not take it. Of two GPUs with an NVLink the
+    driver does not report the PCIe path, so they are in no common group by it unless through a third GPU."""
+    return {
+        "nvlinkGroup": _connected(topology, "nvlink", {LinkKind.NVLINK}),
+        "pcieSwitchGroup": _connected(topology, "pcie", {LinkKind.PIX, LinkKind.PXB}),
+    }
+
+
+def _connected(topology: Topology, name: str, kinds: Collection[LinkKind]) -> dict[int, str]:
+    groups: dict[int, str] = {}
+    for start in range(len(topology.links)):
+        if start in groups:
+            continue
+        reached, pending = {start}, [start]
+        while pending:
+            row = topology.links[pending.pop()]
+            near = {index for index, link in enumerate(row) if link.kind in kinds} - reached
+            reached |= near
+            pending += near
+        if len(reached) > 1:
+            groups |= dict.fromkeys(reached, f"{name}-{start}")
+    return groups
+
+
+def _architecture(capability: tuple[int, int] | None) -> str:
+    if capability is None:
+        return ""
+    return _ARCHITECTURES_BY_MINOR.get(capability, _ARCHITECTURES.get(capability[0], ""))
+
+
+def _bus_id(text: str) -> str:
+    """NVML writes eight digits of domain, Kubernetes' attribute has four, in small letters."""
+    return text.lower()[-12:]
+
+
+def _version(text: str) -> str:
+    """A semantic version: three numbers without leading zeros."""
+    numbers = re.findall(r"\d{1,6}", text)[:3]
+    return ".".join(str(int(number)) for number in [*numbers, "0", "0"][:3]) if numbers else ""
+
+
+def quantity(mib: int) -> str:
+    """MiB in the canonical form of a Kubernetes quantity: the greatest binary unit of which it is a multiple."""
+    for unit in ("Mi", "Gi", "Ti"):
+        if mib % 1024 or unit == "Ti":
+            return f"{mib}{unit}"
+        mib //= 1024
+    raise AssertionError("the last unit ends the loop")

@@ -1,0 +1,280 @@
+"""What the containers of a claim get, and the CDI spec that says it. Pure.
+
+A CDI device knows no container, so edits are made for the requests that a container uses together (a view): all of the
+claim's, or the one that the container names. Every result of a view has the view's edits: where a container has several of
+them the runtime applies the same edits again, which changes nothing (CDI: of a variable and a mount point the last counts).
+
+The runtime applies CDI's edits after the pod's spec, so a variable of the spec does not win over a limit, unlike with the
+device plugins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpushare_agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.dra.decisions.claim import CONFIG_KIND, AllocatedClaim, ClaimResult
+from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationRequest, Preparation
+from gpushare_agent.isolation.decisions.device_lists import DeviceListRequest, device_edits
+from gpushare_agent.model.allocations import ClaimRef, ContainerEdits, ContainerKey, merged
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.model.names import CORES_PER_GPU, PodUid
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+
+CDI_KIND = "gpushare-agent/claim"
+UNSUPPORTED = frozenset({IsolationName.VCUDA, IsolationName.DRIVER})
+"""Both know a container by its pod, and a claim has any number of containers."""
+CDI_VERSION = "0.6.0"
+"""Understood by every runtime that a kubelet with resource.k8s.io/v1 runs on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedResult:
+    """One result as it was prepared. `gpu` is a UUID; `cdi_devices` are what the kubelet hands to the runtime."""
+
+    key: ContainerKey
+    request: str
+    device: str
+    share_id: str
+    gpu: str
+    cores: int
+    memory_mib: int
+    is_whole: bool
+    cdi_devices: tuple[str, ...]
+    core_limit: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedClaim:
+    """A claim as it was prepared; it stays so until it is unprepared, whatever the settings become. `pod` is the name of the
+    first that it is reserved for. `spec` is the CDI document."""
+
+    ref: ClaimRef
+    pod: str
+    isolation: IsolationName
+    results: tuple[PreparedResult, ...]
+    spec: Mapping[str, Any]
+
+
+def prepare_claim(
+    claim: AllocatedClaim, gpus: Mapping[int, Gpu], pods: Sequence[Pod], policy: EditPolicy, block_mib: int
+) -> PreparedClaim | Refused:
+    """`gpus` by index has every GPU of the claim; `pods` are those of its users that are known."""
+    isolation = _isolation(claim, policy)
+    if isinstance(isolation, Refused):
+        return isolation
+    views = _views(claim, pods)
+    if isinstance(views, Refused):
+        return views
+    devices, results = [], []
+    for view in views:
+        prepared = _View(claim, view, gpus, policy, isolation, block_mib)
+        edits = prepared.edits()
+        if isinstance(edits, Refused):
+            return edits
+        for result, _ in prepared.results:
+            name = cdi_name(result, claim.ref)
+            devices.append({"name": name, "containerEdits": cdi_edits(edits)})
+            results.append(prepared.result(result, (f"{CDI_KIND}={name}", *edits.cdi_devices)))
+    order = {one: place for place, one in enumerate((r.request, r.device) for r in claim.results)}
+    return PreparedClaim(
+        ref=claim.ref,
+        pod=claim.users[0][0] if claim.users else claim.ref.name,
+        isolation=isolation,
+        results=tuple(sorted(results, key=lambda one: order[one.request, one.device])),
+        spec={"cdiVersion": CDI_VERSION, "kind": CDI_KIND, "devices": devices},
+    )
+
+
+def preparations(claim: PreparedClaim) -> tuple[Preparation, ...]:
+    """What the host needs before a container of the claim starts."""
+    return ISOLATIONS[claim.isolation].preparations
+
+
+def cdi_name(result: ClaimResult, ref: ClaimRef) -> str:
+    """Readable, for it appears in the pod's status; unique, for a claim has a device once in a request."""
+    return f"{result.device}.{result.request.replace('/', '.')}.{ref.uid}"
+
+
+def cdi_edits(edits: ContainerEdits) -> dict[str, Any]:
+    """Annotations have no place in a CDI spec."""
+    return {
+        "env": [f"{name}={value}" for name, value in edits.env],
+        "deviceNodes": [
+            {"path": node.container_path, "hostPath": node.host_path, "permissions": node.permissions}
+            for node in edits.devices
+        ],
+        "mounts": [
+            {
+                "hostPath": mount.host_path,
+                "containerPath": mount.container_path,
+                "options": ["ro" if mount.read_only else "rw", "nosuid", "nodev", "bind"],
+            }
+            for mount in edits.mounts
+        ],
+    }
+
+
+def encode_spec(spec: Mapping[str, Any]) -> bytes:
+    return json.dumps(spec, indent=1).encode() + b"\n"
+
+
+class _View:
+    """The results that one container sees, by GPU index."""
+
+    def __init__(
+        self,
+        claim: AllocatedClaim,
+        requests: frozenset[str],
+        gpus: Mapping[int, Gpu],
+        policy: EditPolicy,
+        isolation: IsolationName,
+        block_mib: int,
+    ) -> None:
+        self._claim = claim
+        self._policy = policy
+        self._isolation = isolation
+        self._block_mib = block_mib
+        mine = [result for result in claim.results if _main(result.request) in requests]
+        self.results = sorted(((r, gpus[r.index]) for r in mine), key=lambda pair: pair[0].index)
+
+    def edits(self) -> ContainerEdits | Refused:
+        gpus = tuple(dict.fromkeys(gpu for _, gpu in self.results))
+        policy = self._policy
+        shares = self._shares()
+        isolated = ISOLATIONS[self._isolation].edit(
+            IsolationRequest(
+                pod_uid=PodUid(self._claim.ref.uid),
+                container=ContainerSpec(name=self._key.container, kind=ContainerKind.MAIN, position=0),
+                shares=shares,
+                config=policy.config,
+                core_limit=max(result.config.core_limit for result, _ in self.results),
+                pod_memory_mib=sum(share.memory_mib for share in shares),
+                memory_unit_mib=policy.names.gpu_mem_unit_mib,
+            )
+        )
+        if isinstance(isolated, Refused):
+            return isolated
+        request = DeviceListRequest(gpus=gpus, node=policy.devices, cdi_kind=policy.cdi_kind, unique="claim")
+        return merged(device_edits(request, tuple(map(_by_cdi, policy.strategies))), isolated)
+
+    def result(self, result: ClaimResult, cdi_devices: tuple[str, ...]) -> PreparedResult:
+        gpu = next(gpu for one, gpu in self.results if one is result)
+        return PreparedResult(
+            key=_key(self._claim, result),
+            request=result.request,
+            device=result.device,
+            share_id=result.share_id,
+            gpu=gpu.uuid,
+            cores=result.cores,
+            memory_mib=result.memory_mib,
+            is_whole=_is_whole(result, gpu, self._block_mib),
+            cdi_devices=cdi_devices,
+            core_limit=result.config.core_limit,
+        )
+
+    @property
+    def _key(self) -> ContainerKey:
+        """Of the files that the isolation keeps for the view: its first share's, for a whole GPU has none."""
+        shares = [one for one, gpu in self.results if not _is_whole(one, gpu, self._block_mib)]
+        return _key(self._claim, shares[0] if shares else self.results[0][0])
+
+    def _shares(self) -> tuple[GpuShare, ...]:
+        """Two results on one GPU make one share of it: the container cannot tell them apart."""
+        found: dict[str, GpuShare] = {}
+        for result, gpu in self.results:
+            share = GpuShare(
+                gpu=gpu,
+                cores=result.cores or max(1, CORES_PER_GPU * result.memory_mib // gpu.memory_mib),
+                memory_mib=result.memory_mib,
+                is_whole=_is_whole(result, gpu, self._block_mib),
+            )
+            if (known := found.get(gpu.uuid)) is not None:
+                share = replace(
+                    known,
+                    cores=min(CORES_PER_GPU, known.cores + share.cores),
+                    memory_mib=known.memory_mib + share.memory_mib,
+                )
+            found[gpu.uuid] = share
+        return tuple(found.values())
+
+
+def _isolation(claim: AllocatedClaim, policy: EditPolicy) -> IsolationName | Refused:
+    asked = {result.config.isolation for result in claim.results}
+    if len(asked) > 1:
+        return _refused(
+            "its requests ask for several isolations, and a container has one. Ask for the same in all of them"
+        )
+    text = asked.pop()
+    allowed = sorted({policy.isolation, *policy.allowed})
+    if text and text not in allowed:
+        return _refused(f"its isolation is {text[:40]!r}, and this node allows {', '.join(allowed)}. Name one of these")
+    name = IsolationName(text) if text else policy.isolation
+    if not UNSUPPORTED.isdisjoint(name.parts) and any(not _takes_all(result) for result in claim.results):
+        return _refused(
+            f"isolation {name} does not limit claims' shares: they have to be under hami-core, mps or none (setting"
+            f" isolation or isolations_allowed, and {CONFIG_KIND}.isolation), or take whole GPUs"
+        )
+    return name
+
+
+def _takes_all(result: ClaimResult) -> bool:
+    return result.cores >= CORES_PER_GPU
+
+
+def _views(claim: AllocatedClaim, pods: Iterable[Pod]) -> list[frozenset[str]] | Refused:
+    """By the containers that use the claim. Requests that none of them names are one view, all of them together; of a claim
+    that the scheduler made for an extended resource each is its own, for no container names it."""
+    every = frozenset(_main(result.request) for result in claim.results)
+    found: dict[frozenset[str], str] = {}
+    is_named = False
+    for pod in pods:
+        names = {name for name, claim_name in pod.claims.items() if claim_name == claim.ref.name}
+        is_named = is_named or bool(names)
+        for container in pod.containers:
+            used = [request for name, request in container.claims if name in names]
+            if used:
+                view = every if "" in used else frozenset(used) & every
+                found.setdefault(view, f"{pod.name}/{container.name}")
+    for view, user in found.items():
+        other = next((one for one in found if one != view and one & view), None)
+        if other is not None:
+            return _refused(
+                f"containers {user} and {found[other]} use different sets of its requests that have one in common, and the"
+                " limits are for all GPUs of a container. Let each container use the whole claim, or requests of its own"
+            )
+    rest = every.difference(*found)
+    if rest:
+        found |= {rest: ""} if is_named or not pods else {frozenset({name}): "" for name in rest}
+    return [view for view in found if view]
+
+
+def _key(claim: AllocatedClaim, result: ClaimResult) -> ContainerKey:
+    """A container's name has at most 63 characters, and so has a request's."""
+    main = _main(result.request)
+    several = sum(_main(one.request) == main for one in claim.results) > 1
+    suffix = f"-{result.device}" if several else ""
+    return ContainerKey(PodUid(claim.ref.uid), main[: 63 - len(suffix)].rstrip("-") + suffix)
+
+
+def _main(request: str) -> str:
+    return request.partition("/")[0]
+
+
+def _is_whole(result: ClaimResult, gpu: Gpu, block_mib: int) -> bool:
+    """The claim has all that the slice offers of the GPU."""
+    return result.cores >= CORES_PER_GPU and result.memory_mib >= gpu.memory_mib // block_mib * block_mib
+
+
+def _by_cdi(strategy: DeviceListStrategy) -> DeviceListStrategy:
+    """The annotation's way is the device plugins' alone; what it names the kubelet takes from the answer too."""
+    return DeviceListStrategy.CDI_CRI if strategy is DeviceListStrategy.CDI_ANNOTATIONS else strategy
+
+
+def _refused(why: str) -> Refused:
+    return Refused(reason=RefusalReason.INVALID_REQUEST, detail=why)

@@ -1,0 +1,124 @@
+"""Wakes pods whose claims the kubelet could not prepare: it tries again at once when anything of the pod object changes.
+
+Without it such a pod waits for the kubelet's next full sync, 60 to 90 s (measured on 1.36). Two causes: an error of ours,
+and a race that the kubelet loses before it calls any driver, when the API server does not know yet that the claim is of a
+pod on this node. So a pod is woken while it is scheduled here, none of its containers has started, and a claim of it that is
+allocated by this driver is not prepared: after `FIRST_S`, then less and less often.
+
+State owned: the pods that wait, when each is next due, and whose the claims are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.dra.decisions.claim import read_claim
+from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
+
+log = structlog.get_logger(__name__)
+
+ANNOTATION = "gpushare-agent/claims-retry-at"
+"""Unix time in nanoseconds: only that it changes matters."""
+FIRST_S = 1.5
+"""The kubelet's first call comes within a second of the pod's binding."""
+GROWTH = 2.0
+MOST_S = 30.0
+PER_SECOND = 20.0
+POLL_S = 0.5
+GET_TIMEOUT_S = 5.0
+
+
+class WakeApi(Protocol):
+    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> dict[str, Any]: ...
+    async def patch_pod_annotations(
+        self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
+    ) -> dict[str, Any]: ...
+
+
+@dataclass(slots=True)
+class _Waiting:
+    due_at: float
+    pause_s: float = FIRST_S
+
+
+class PodWaker:
+    """`pod_changed` for PodStore.subscribe; `run` once."""
+
+    def __init__(
+        self,
+        *,
+        driver: str,
+        pool: str,
+        pod: Callable[[PodUid], Pod | None],
+        is_prepared: Callable[[str], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._driver = driver
+        self._pool = pool
+        self._pod = pod
+        self._is_prepared = is_prepared
+        self._clock = clock
+        self._waiting: dict[PodUid, _Waiting] = {}
+        self._has_waiting = asyncio.Event()
+
+    def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        pod = new or old
+        if pod is None or not pod.claims:
+            return
+        if new is None or not _may_wait(new):
+            self._waiting.pop(pod.uid, None)
+        elif new.uid not in self._waiting:
+            self._waiting[new.uid] = _Waiting(self._clock() + FIRST_S)
+            self._has_waiting.set()
+
+    async def run(self, api: WakeApi) -> NoReturn:
+        """Until cancelled."""
+        while True:
+            if not self._waiting:
+                self._has_waiting.clear()
+                await wait_for(self._has_waiting, None)
+            for uid in [uid for uid, one in self._waiting.items() if one.due_at <= self._clock()]:
+                await self._consider(api, uid)
+            await asyncio.sleep(POLL_S)
+
+    async def _consider(self, api: WakeApi, uid: PodUid) -> None:
+        pod, one = self._pod(uid), self._waiting.get(uid)
+        if pod is None or one is None:
+            self._waiting.pop(uid, None)
+            return
+        one.pause_s = min(MOST_S, one.pause_s * GROWTH)
+        one.due_at = self._clock() + one.pause_s
+        try:
+            if await self._has_unprepared(api, pod):
+                await api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, {ANNOTATION: str(time.time_ns())})
+                log.debug("pod_woken", namespace=pod.namespace, pod=pod.name)
+                await asyncio.sleep(1 / PER_SECOND)
+        except (NotFound, Conflict):
+            self._waiting.pop(uid, None)
+        except AgentError as e:
+            log.debug("pod_not_woken", namespace=pod.namespace, pod=pod.name, error=str(e))
+
+    async def _has_unprepared(self, api: WakeApi, pod: Pod) -> bool:
+        """A claim of another driver alone is none of ours to hurry."""
+        for name in sorted(set(pod.claims.values())):
+            raw = await api.get_claim(pod.namespace, name, timeout_s=GET_TIMEOUT_S)
+            try:
+                claim = read_claim(raw, driver=self._driver, pool=self._pool)
+            except Corrupt:
+                continue
+            if not self._is_prepared(claim.ref.uid):
+                return True
+        return False
+
+
+def _may_wait(pod: Pod) -> bool:
+    return not pod.is_terminal and not pod.is_deleting and not pod.has_started

@@ -1,0 +1,71 @@
+"""A ResourceClaim from JSON: what is read, and with which words another one is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpushare_agent.dra.decisions.claim import AllocatedClaim, ShareConfig, read_claim
+from gpushare_agent.model.errors import Corrupt
+from tests.support_claims import DRIVER, NODE, raw_claim, ref_of, result, share_config, whole
+
+
+def read(raw: dict[str, Any]) -> AllocatedClaim:
+    return read_claim(raw, driver=DRIVER, pool=NODE)
+
+
+def test_results_are_read_in_their_order_with_the_consumed_capacity() -> None:
+    """The scheduler rounds what is asked for up to the slice's step: the request is not read."""
+    claim = read(raw_claim(result("a", 1, cores=25, memory="512Mi"), whole("b/big", 0), users=("p", "q")))
+    assert claim.ref == ref_of()
+    assert [(r.request, r.index, r.cores, r.memory_mib) for r in claim.results] == [
+        ("a", 1, 25, 512),
+        ("b/big", 0, 100, 24576),
+    ]
+    assert claim.users == (("p", "uid-p"), ("q", "uid-q"))
+
+
+def test_other_drivers_devices_are_passed_over() -> None:
+    claim = read(raw_claim(result("nic", driver="nics.example.com", device="eth0"), result()))
+    assert [one.request for one in claim.results] == ["gpu"]
+
+
+def test_the_claims_own_configuration_wins_over_its_classs_field_by_field() -> None:
+    config = (share_config("FromClaim", isolation="mps"), share_config("FromClass", isolation="none", coreLimit=80))
+    assert read(raw_claim(result(), config=config)).results[0].config == ShareConfig(isolation="mps", core_limit=80)
+
+
+def test_a_configuration_is_of_the_requests_that_it_names() -> None:
+    """By the main request, also for an alternative of it; of nobody's else."""
+    config = (share_config(requests=["b"], coreLimit=70), {"source": "FromClaim", "opaque": {"driver": "other"}})
+    claim = read(raw_claim(result("a", 0), result("b/x", 1), config=config))
+    assert [one.config.core_limit for one in claim.results] == [0, 70]
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({}, "namespace is no text"),
+        (raw_claim(result()) | {"metadata": {"namespace": "../x", "name": "n", "uid": "u"}}, "name no claim"),
+        (raw_claim(), "no device of driver"),
+        (raw_claim(result(pool="elsewhere")), "this node's pool is node"),
+        (raw_claim(result(device="card-1")), "does not publish"),
+        (raw_claim(result(device="gpu-99999")), "does not publish"),
+        (raw_claim(result(request="A/../b")), "no name of a request"),
+        (raw_claim(result(shareID="x")), "no UUID"),
+        (raw_claim(result(cores=101)), "no share of it"),
+        (raw_claim(result(memory="1")), "no share of it"),
+        (raw_claim(result(memory="-16Gi")), "negative"),
+        (raw_claim(result(consumedCapacity={"cores": "5"})), "DRAConsumableCapacity"),
+        (raw_claim(*[result()] * 33), "at most 32"),
+        (raw_claim(result(), config=[share_config(isolatoin="mps")]), "no field 'isolatoin'"),
+        (raw_claim(result(), config=[share_config(coreLimit=True)]), "whole number from 0 to 100"),
+        (raw_claim(result(cores=40), config=[share_config(coreLimit=30)]), "below its 40 cores"),
+        (raw_claim(result(), config=[share_config(kind="GpuConfig")]), "reads gpushare-agent/v1alpha1 ShareConfig"),
+    ],
+)
+def test_what_cannot_be_used_is_named(raw: dict[str, Any], words: str) -> None:
+    """The text becomes an Event of the pod, behind driver and claim."""
+    with pytest.raises(Corrupt, match=words):
+        read(raw)

@@ -1,0 +1,165 @@
+"""Prepared claims: booked once, recorded, ended by the record, and over a restart of the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.dra.decisions.edits import PreparedClaim
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.names import GpuUuid
+from tests.support_claims import Driver, raw_claim, ref_of, result, uid_of, using, whole
+from tests.support_extender import eventually
+
+
+async def prepared(driver: Driver, number: int = 1) -> PreparedClaim:
+    made = await driver.claims.prepare(ref_of(number))
+    assert isinstance(made, PreparedClaim), made
+    return made
+
+
+async def refused(driver: Driver, number: int = 1) -> str:
+    made = await driver.claims.prepare(ref_of(number))
+    assert isinstance(made, Refused), made
+    return made.detail
+
+
+async def test_a_claim_is_booked_recorded_and_ended(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, raw_claim(result(cores=40)))
+    made = await prepared(driver)
+    assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 40} and driver.cache.used_blocks() == {GpuUuid("GPU-0"): 64}
+    assert driver.prepared_keys == [made.results[0].key]
+    assert driver.records() == [f"{uid_of(1)}.json"] and driver.specs() == [f"gpushare-agent-claim-{uid_of(1)}.json"]
+    await driver.claims.unprepare(ref_of())
+    assert not len(driver.cache) and not driver.records() and not driver.specs()
+
+
+async def test_a_repeated_call_changes_nothing(tmp_path: Path) -> None:
+    """The kubelet forgets on its restart that a claim is prepared: what runs must not be reset."""
+    driver = Driver(tmp_path, raw_claim(result()))
+    first = await prepared(driver)
+    driver.prepared_keys.clear()
+    driver.api.claims.clear()
+    assert await prepared(driver) is first and driver.prepared_keys == [] and driver.api.gets == 1
+
+
+async def test_concurrent_calls_for_one_claim_book_it_once(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, raw_claim(result(cores=60)))
+    async with asyncio.TaskGroup() as group:
+        calls = [group.create_task(driver.claims.prepare(ref_of())) for _ in range(3)]
+    assert calls[0].result() is calls[1].result() is calls[2].result()
+    assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 60}
+
+
+async def test_unknown_claims_end_with_success(tmp_path: Path) -> None:
+    await Driver(tmp_path).claims.unprepare(ref_of(7))
+
+
+async def test_another_agent_takes_over_what_is_recorded(tmp_path: Path) -> None:
+    """Also a spec that a reboot has removed; one without a record, of an agent that was killed before the answer, goes."""
+    driver = Driver(tmp_path, raw_claim(result(cores=40)), raw_claim(whole(index=1), number=2))
+    first, second = await prepared(driver), await prepared(driver, 2)
+    for path in (tmp_path / "cdi").iterdir():
+        path.unlink()
+    stray = tmp_path / "cdi" / f"gpushare-agent-claim-{uid_of(9)}.json"
+    stray.write_text("{}")
+    (tmp_path / "cdi" / "nvidia.json").write_text("{}")
+    driver.claims = driver.new_claims()
+    await driver.claims.restore()
+    assert driver.claims.prepared == {first.ref.uid: first, second.ref.uid: second}
+    assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 40, GpuUuid("GPU-1"): 100}
+    assert len(driver.specs()) == 3 and not stray.exists()
+    await driver.claims.unprepare(ref_of())
+    assert driver.cache.used_cores() == {GpuUuid("GPU-1"): 100}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}', "[" * 100_000])
+async def test_an_unreadable_record_stops_no_other(tmp_path: Path, content: str) -> None:
+    driver = Driver(tmp_path, raw_claim(result()), raw_claim(result(index=1), number=2))
+    await prepared(driver), await prepared(driver, 2)
+    (tmp_path / "records" / f"{uid_of(1)}.json").write_text(content)
+    (tmp_path / "records" / "notes.txt").write_text("a person's")
+    driver.claims = driver.new_claims()
+    await driver.claims.restore()
+    assert driver.claims.prepared.keys() == {uid_of(2)}
+
+
+async def test_a_record_of_a_newer_agent_is_read(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, raw_claim(result()))
+    first = await prepared(driver)
+    path = tmp_path / "records" / f"{uid_of(1)}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2, "boot": "x"}))
+    driver.claims = driver.new_claims()
+    await driver.claims.restore()
+    assert driver.claims.prepared == {first.ref.uid: first}
+
+
+async def test_a_share_that_a_force_deleted_pod_still_uses_is_waited_for(tmp_path: Path) -> None:
+    """The scheduler gave it away already. Within the wait it is free: the pod need not wait for the next try."""
+    driver = Driver(tmp_path, raw_claim(result(cores=80)), raw_claim(result(cores=60), number=2), wait_s=30)
+    await prepared(driver)
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(prepared(driver, 2))
+        await eventually(lambda: driver.api.gets >= 2)
+        assert not waiting.done()
+        await driver.claims.unprepare(ref_of())
+    assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 60}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (result(cores=41), result(cores=60)),
+        (result(cores=1, memory="20Gi"), result(cores=1, memory="5Gi")),
+        (whole(), result(cores=0, memory="256Mi")),
+        (result(cores=0, memory="256Mi"), whole()),
+    ],
+)
+async def test_no_gpu_is_given_away_twice(tmp_path: Path, first: dict[str, object], second: dict[str, object]) -> None:
+    driver = Driver(tmp_path, raw_claim(first), raw_claim(second, number=2))
+    await prepared(driver)
+    detail = await refused(driver, 2)
+    assert "GPU 0 still has" in detail and "claim default/claim-1" in detail
+    assert driver.claims.prepared.keys() == {uid_of(1)}
+
+
+async def test_what_the_host_or_the_disk_refuses_is_not_booked(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, raw_claim(result()))
+    driver.refusal = Refused(reason=RefusalReason.NOT_READY, detail="the disk is full")
+    assert await refused(driver) == "the disk is full" and not len(driver.cache)
+    driver.refusal = None
+    (tmp_path / "records").write_text("no directory")
+    assert "cannot be written" in await refused(driver) and not len(driver.cache)
+    assert await driver.claims.unprepare(ref_of()) is None
+
+
+async def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, raw_claim(result(index=5)), raw_claim(result(), number=2))
+    assert "gpu-5 is not in the inventory" in await refused(driver, 1)
+    driver.claimable.clear()
+    assert "dra.gpus" in await refused(driver, 2)
+    driver.claimable = {GpuUuid("GPU-0")}
+    driver.unavailable = "the daemon is down"
+    assert "isolation hami-core: the daemon is down" in await refused(driver, 2)
+    assert "gone from the API server" in await refused(driver, 3)
+    driver.api.claims["claim-2"]["metadata"]["uid"] = uid_of(8)
+    assert "another claim has its name" in await refused(driver, 2)
+
+
+async def test_a_call_that_is_cut_off_leaves_nothing_booked(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, raw_claim(result()))
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(driver.claims.prepare(ref_of()))
+        driver.api.before = lambda: task.cancel() and None
+    assert task.cancelled() and not len(driver.cache) and not driver.claims.prepared
+
+
+async def test_pods_that_use_the_claim_decide_its_views(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, raw_claim(result("a", 0), result("b", 1)))
+    driver.pod("p", using("x", ("g", "a")), using("y", ("g", "b")), claims={"g": "claim-1"})
+    made = await prepared(driver)
+    visible = [[pair for pair in one["containerEdits"]["env"] if "VISIBLE" in pair] for one in made.spec["devices"]]
+    assert sorted(visible) == [["NVIDIA_VISIBLE_DEVICES=GPU-0"], ["NVIDIA_VISIBLE_DEVICES=GPU-1"]]

@@ -1,0 +1,164 @@
+"""What the containers of a claim get: per request, per container, per isolation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpushare_agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.dra.decisions.claim import read_claim
+from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.pods import Pod
+from tests.support_claims import DRIVER, NODE, edit_policy, raw_claim, result, share_config, uid_of, using, whole
+from tests.support_core import inventory, pod
+
+
+def prepare(raw: dict[str, Any], *pods: Pod, policy: EditPolicy | None = None) -> PreparedClaim | Refused:
+    gpus = {gpu.index: gpu for gpu in inventory(4).gpus}
+    return prepare_claim(read_claim(raw, driver=DRIVER, pool=NODE), gpus, pods, policy or edit_policy(), 256)
+
+
+def prepared(raw: dict[str, Any], *pods: Pod, policy: EditPolicy | None = None) -> PreparedClaim:
+    made = prepare(raw, *pods, policy=policy)
+    assert isinstance(made, PreparedClaim), made
+    return made
+
+
+def env_of(made: PreparedClaim, position: int = 0) -> dict[str, str]:
+    """Of the CDI device of one result."""
+    by_name = {device["name"]: device["containerEdits"] for device in made.spec["devices"]}
+    edits = by_name[made.results[position].cdi_devices[0].partition("=")[2]]
+    return dict(pair.split("=", 1) for pair in edits["env"])
+
+
+def user(name: str, *requests: str) -> Pod:
+    """A pod with one container for each of the requests, '' for the claim as a whole."""
+    containers = [using(f"c{n}", ("g", request)) for n, request in enumerate(requests)]
+    return pod(name, *containers, claims={"g": "claim-1"})
+
+
+def limits(env: dict[str, str]) -> dict[str, str]:
+    return {
+        name: value for name, value in env.items() if name.startswith(("CUDA_DEVICE_MEMORY_LIMIT", "CUDA_DEVICE_SM"))
+    }
+
+
+def test_a_share_has_the_edits_of_its_isolation_and_its_gpu() -> None:
+    made = prepared(raw_claim(result(index=1)), user("p", ""))
+    assert made.results[0].cdi_devices == (f"gpushare-agent/claim=gpu-1.gpu.{uid_of(1)}",)
+    assert env_of(made) == {
+        "CUDA_DEVICE_MEMORY_LIMIT_0": "16384m",
+        "CUDA_DEVICE_MEMORY_SHARED_CACHE": "/usr/local/vgpu/cache/gpu.cache",
+        "CUDA_DEVICE_SM_LIMIT": "40",
+        "LIBCUDA_LOG_LEVEL": "1",
+        "NVIDIA_VISIBLE_DEVICES": "GPU-1",
+    }
+    edits = made.spec["devices"][0]["containerEdits"]
+    nodes = ["/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm"]
+    assert [node["path"] for node in edits["deviceNodes"]] == nodes
+    assert f"/hami/containers/{uid_of(1)}/gpu/gpu.cache" in [mount["hostPath"] for mount in edits["mounts"]]
+
+
+def test_two_requests_in_one_container_are_limited_each_in_the_order_of_the_gpus() -> None:
+    """The container sees the GPUs by index, whatever the claim's order."""
+    made = prepared(
+        raw_claim(result("a", 2, cores=50, memory="8Gi"), result("b", 0, cores=20, memory="4Gi")), user("p", "")
+    )
+    expected = {
+        "CUDA_DEVICE_MEMORY_LIMIT_0": "4096m",
+        "CUDA_DEVICE_MEMORY_LIMIT_1": "8192m",
+        "CUDA_DEVICE_SM_LIMIT_0": "20",
+        "CUDA_DEVICE_SM_LIMIT_1": "50",
+    }
+    assert limits(env_of(made, 0)) == limits(env_of(made, 1)) == expected
+    assert env_of(made, 0)["NVIDIA_VISIBLE_DEVICES"] == "GPU-0,GPU-2"
+
+
+def test_containers_that_name_a_request_each_get_that_one_alone() -> None:
+    made = prepared(raw_claim(result("a", 2, cores=50, memory="8Gi"), result("b", 0, cores=20)), user("p", "a", "b"))
+    assert limits(env_of(made, 0)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "8192m", "CUDA_DEVICE_SM_LIMIT": "50"}
+    assert limits(env_of(made, 1)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "16384m", "CUDA_DEVICE_SM_LIMIT": "20"}
+
+
+def test_one_claim_in_two_pods_and_a_container_without_it() -> None:
+    made = prepared(raw_claim(result()), user("p", "", ""), user("q", ""), pod("other", using("c")))
+    assert limits(env_of(made)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "16384m", "CUDA_DEVICE_SM_LIMIT": "40"}
+
+
+def test_containers_whose_requests_overlap_are_refused() -> None:
+    """One has both GPUs, the other the second alone: no set of variables fits both."""
+    made = prepare(raw_claim(result("a", 0), result("b", 1)), user("p", "", "b"))
+    assert isinstance(made, Refused) and "p/c0 and p/c1" in made.detail
+
+
+def test_two_requests_on_one_gpu_are_one_share_of_it() -> None:
+    made = prepared(
+        raw_claim(result("a", 0, cores=20, memory="4Gi"), result("b", 0, cores=30, memory="8Gi")), user("p", "")
+    )
+    assert limits(env_of(made)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "12288m", "CUDA_DEVICE_SM_LIMIT": "50"}
+
+
+def test_whole_gpus_are_not_limited() -> None:
+    made = prepared(raw_claim(whole("a", 0), whole("b", 1)), user("p", ""))
+    assert [one.is_whole for one in made.results] == [True, True]
+    assert env_of(made) == {"NVIDIA_VISIBLE_DEVICES": "GPU-0,GPU-1"}
+
+
+def test_a_whole_gpu_beside_a_share_has_no_limit_of_its_own() -> None:
+    made = prepared(raw_claim(whole("a", 0), result("b", 1)), user("p", ""))
+    expected = {"CUDA_DEVICE_MEMORY_LIMIT_1": "16384m", "CUDA_DEVICE_SM_LIMIT_0": "100", "CUDA_DEVICE_SM_LIMIT_1": "40"}
+    assert limits(env_of(made)) == expected
+    assert env_of(made)["CUDA_DEVICE_MEMORY_SHARED_CACHE"] == "/usr/local/vgpu/cache/b.cache"
+
+
+def test_memory_alone_gets_compute_in_proportion() -> None:
+    made = prepared(raw_claim(result(cores=0, memory="6Gi")), user("p", ""))
+    assert limits(env_of(made)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "6144m", "CUDA_DEVICE_SM_LIMIT": "25"}
+
+
+def test_count_two_makes_two_results_of_one_request_with_names_of_their_own() -> None:
+    made = prepared(raw_claim(result(index=0), result(index=3)), user("p", ""))
+    assert [one.key.container for one in made.results] == ["gpu-gpu-0", "gpu-gpu-3"]
+    assert len({one.cdi_devices for one in made.results}) == 2
+
+
+def test_a_claim_of_an_extended_resource_is_named_by_no_container() -> None:
+    """Each request is one container's: their edits are not mixed."""
+    made = prepared(
+        raw_claim(whole("container-0-request-0", 0), whole("container-1-request-0", 1)), pod("p", using("c"))
+    )
+    assert [env_of(made, n)["NVIDIA_VISIBLE_DEVICES"] for n in (0, 1)] == ["GPU-0", "GPU-1"]
+
+
+def test_mps_limits_shares_of_several_gpus_through_one_daemon() -> None:
+    policy = edit_policy(IsolationName.MPS)
+    made = prepared(
+        raw_claim(result("a", 0, cores=40), result("b", 1, cores=25, memory="2Gi")), user("p", ""), policy=policy
+    )
+    env = env_of(made)
+    assert env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=16384M,1=2048M"
+    assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
+    assert env["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-1"
+
+
+def test_a_claim_chooses_among_the_isolations_that_the_node_allows() -> None:
+    policy = edit_policy(IsolationName.HAMI_CORE, IsolationName.MPS)
+    chosen = prepared(raw_claim(result(), config=[share_config(isolation="mps")]), policy=policy)
+    assert chosen.isolation is IsolationName.MPS and "CUDA_MPS_PIPE_DIRECTORY" in env_of(chosen)
+    refused = prepare(raw_claim(result(), config=[share_config(isolation="none")]), policy=policy)
+    assert isinstance(refused, Refused) and "allows hami-core, mps" in refused.detail
+
+
+def test_the_elastic_ceiling_raises_the_percentage() -> None:
+    made = prepared(raw_claim(result(cores=40), config=[share_config(coreLimit=80)]), user("p", ""))
+    assert limits(env_of(made))["CUDA_DEVICE_SM_LIMIT"] == "80"
+
+
+@pytest.mark.parametrize("name", [IsolationName.VCUDA, IsolationName.DRIVER, IsolationName.HAMI_CORE_DRIVER])
+def test_isolations_that_know_pods_alone_refuse_shares(name: IsolationName) -> None:
+    refused = prepare(raw_claim(result()), policy=edit_policy(name))
+    assert isinstance(refused, Refused) and "hami-core, mps or none" in refused.detail
+    assert isinstance(prepare(raw_claim(whole()), policy=edit_policy(name)), PreparedClaim)

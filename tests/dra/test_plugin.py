@@ -1,0 +1,180 @@
+"""The driver on its sockets, called as the kubelet calls it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from gpushare_agent.dra.plugin import DeviceHealth, DraPlugin
+from gpushare_agent.dra.registration import DraRegistration
+from gpushare_agent.kit.grpc_client import UnixChannel
+from gpushare_agent.model.gpus import Health
+from gpushare_agent.wire import pluginregistration, v1alpha1
+from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
+from tests.support_claims import DRIVER, NODE, Driver, raw_claim, ref_of, result, uid_of
+from tests.support_deadline import DEADLINE_S
+from tests.support_extender import eventually
+
+PREPARE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources"
+UNPREPARE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources"
+
+
+class Served:
+    def __init__(self, directory: Path, driver: Driver) -> None:
+        self.driver, self.ready = driver, asyncio.Event()
+        self.plugin = DraPlugin(driver.claims, self.ready, NODE)
+        self.health = DeviceHealth(lambda: driver.inventory.gpus, NODE)
+        self.registry, self.plugins = directory / "r", directory / "p"
+        self.registry.mkdir()
+        self.registration = DraRegistration(
+            driver=DRIVER,
+            instance="0a0a0a0a",
+            registry=self.registry,
+            plugin_path=self.plugins,
+            services=[self.plugin, self.health],
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(self.registration.run())
+            await eventually(lambda: list(self.registry.iterdir()) != [])
+            yield
+            task.cancel()
+
+    def channel(self) -> UnixChannel:
+        return UnixChannel(self.plugins / "dra-0a0a0a0a.sock")
+
+    async def prepare(self, *numbers: int) -> dict[str, dra_v1.NodePrepareResourceResponse]:
+        request = dra_v1.NodePrepareResourcesRequest(claims=[_claim(number) for number in numbers])
+        channel = self.channel()
+        try:
+            answer = await channel.unary(PREPARE, request, dra_v1.NodePrepareResourcesResponse, timeout_s=DEADLINE_S)
+        finally:
+            channel.close()
+        return answer.claims
+
+    async def unprepare(self, *numbers: int) -> dict[str, dra_v1.NodeUnprepareResourceResponse]:
+        request = dra_v1.NodeUnprepareResourcesRequest(claims=[_claim(number) for number in numbers])
+        channel = self.channel()
+        try:
+            answer = await channel.unary(
+                UNPREPARE, request, dra_v1.NodeUnprepareResourcesResponse, timeout_s=DEADLINE_S
+            )
+        finally:
+            channel.close()
+        return answer.claims
+
+
+def _claim(number: int) -> dra_v1.Claim:
+    ref = ref_of(number)
+    return dra_v1.Claim(namespace=ref.namespace, name=ref.name, uid=ref.uid)
+
+
+async def test_the_kubelet_learns_the_endpoint_and_the_services(short_dir: Path) -> None:
+    served = Served(short_dir, Driver(short_dir))
+    async with served.running():
+        (socket,) = served.registry.iterdir()
+        channel = UnixChannel(socket)
+        try:
+            path = "/pluginregistration.Registration/"
+            info = await channel.unary(
+                path + "GetInfo", pluginregistration.InfoRequest(), pluginregistration.PluginInfo, timeout_s=DEADLINE_S
+            )
+            status = pluginregistration.RegistrationStatus(plugin_registered=True)
+            await channel.unary(
+                path + "NotifyRegistrationStatus",
+                status,
+                pluginregistration.RegistrationStatusResponse,
+                timeout_s=DEADLINE_S,
+            )
+        finally:
+            channel.close()
+        assert socket.name == "gpushare-agent-0a0a0a0a-reg.sock" and served.registration.registration.is_registered
+    assert (info.type, info.name, info.endpoint) == ("DRAPlugin", DRIVER, str(served.plugins / "dra-0a0a0a0a.sock"))
+    assert info.supported_versions == ["v1.DRAPlugin", "v1alpha1.DRAResourceHealth"]
+    assert not list(served.registry.iterdir()) and not list(served.plugins.iterdir())
+
+
+async def test_each_claim_of_a_call_has_its_own_answer(short_dir: Path) -> None:
+    served = Served(short_dir, Driver(short_dir, raw_claim(result())))
+    served.ready.set()
+    async with served.running():
+        answers = await served.prepare(1, 2)
+        (device,) = answers[uid_of(1)].devices
+        assert (device.request_names, device.pool_name, device.device_name) == (["gpu"], NODE, "gpu-0")
+        assert device.cdi_device_ids == [f"gpushare-agent/claim=gpu-0.gpu.{uid_of(1)}"] and device.share_id
+        assert "gone from the API server" in answers[uid_of(2)].error
+        ended = await served.unprepare(1, 2)
+        assert [one.error for one in ended.values()] == ["", ""]
+    assert not served.driver.specs()
+
+
+async def test_calls_wait_for_the_ledger(short_dir: Path) -> None:
+    """A newcomer is registered before the agent that serves has left."""
+    served = Served(short_dir, Driver(short_dir, raw_claim(result())))
+    async with served.running(), asyncio.TaskGroup() as group:
+        call = group.create_task(served.prepare(1))
+        await eventually(lambda: served.plugin.open_calls == 1)
+        assert not call.done()
+        served.ready.set()
+        assert not (await call)[uid_of(1)].error
+
+
+async def test_a_call_that_names_no_claim_is_answered_with_the_reason(short_dir: Path) -> None:
+    served = Served(short_dir, Driver(short_dir))
+    served.ready.set()
+    async with served.running():
+        channel = served.channel()
+        try:
+            claims = [dra_v1.Claim(namespace="default", name="../../x", uid="../../etc")]
+            request = dra_v1.NodePrepareResourcesRequest(claims=claims)
+            answer = await channel.unary(PREPARE, request, dra_v1.NodePrepareResourcesResponse, timeout_s=DEADLINE_S)
+        finally:
+            channel.close()
+    assert "name no claim" in answer.claims["../../etc"].error
+
+
+async def test_health_is_reported_at_once_and_at_each_change(short_dir: Path) -> None:
+    served = Served(short_dir, Driver(short_dir))
+    async with served.running():
+        channel = served.channel()
+        path = "/v1alpha1.DRAResourceHealth/NodeWatchResources"
+        messages = channel.unary_stream(path, v1alpha1.NodeWatchResourcesRequest(), v1alpha1.NodeWatchResourcesResponse)
+        try:
+            first = await anext(messages)
+            gpus = served.driver.inventory.gpus
+            ill = replace(gpus[1], health=Health.UNHEALTHY, unhealthy_reason="Xid 79")
+            served.driver.inventory = replace(served.driver.inventory, gpus=(gpus[0], ill))
+            served.health.changed()
+            second = await anext(messages)
+        finally:
+            with suppress(Exception):
+                await messages.aclose()
+            channel.close()
+    assert [one.health for one in first.devices] == [v1alpha1.HealthStatus.HEALTHY] * 2
+    assert (second.devices[1].health, second.devices[1].message) == (v1alpha1.HealthStatus.UNHEALTHY, "Xid 79")
+
+
+async def test_a_socket_that_is_removed_comes_back(short_dir: Path) -> None:
+    """A kubelet that starts cleans its directories."""
+    served = Served(short_dir, Driver(short_dir))
+    async with served.running():
+        (socket,) = served.registry.iterdir()
+        socket.unlink()
+        await eventually(socket.exists)
+        (served.plugins / "dra-0a0a0a0a.sock").unlink()
+        socket.unlink()
+        await eventually(lambda: socket.exists() and (served.plugins / "dra-0a0a0a0a.sock").exists())
+
+
+async def test_an_agent_that_leaves_is_not_found_by_the_kubelet_any_more(short_dir: Path) -> None:
+    served = Served(short_dir, Driver(short_dir, raw_claim(result())))
+    served.ready.set()
+    async with served.running():
+        await served.registration.leave()
+        assert not list(served.registry.iterdir())
+        assert not (await served.prepare(1))[uid_of(1)].error, "calls that are under way end"

@@ -1,0 +1,268 @@
+"""The slice: its devices, and when it is written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpushare_agent.dra import slices
+from gpushare_agent.dra.decisions.devices import DevicePolicy, link_groups, quantity, slice_devices
+from gpushare_agent.dra.slices import SlicePublisher
+from gpushare_agent.model.errors import Conflict, NotFound, Unavailable
+from gpushare_agent.model.gpus import GpuInventory, Health
+from gpushare_agent.model.names import GpuUuid
+from tests.support_claims import DRIVER, NODE
+from tests.support_core import inventory
+from tests.support_extender import eventually
+from tests.support_gpus import read_topology
+
+POLICY = DevicePolicy(block_mib=256, order="binpack", taint_effect="NoSchedule", isolation="hami-core")
+
+
+def devices(
+    found: GpuInventory,
+    used: Mapping[str, int] | None = None,
+    cordoned: Mapping[str, str] | None = None,
+    **changes: str,
+) -> list[dict[str, Any]]:
+    return slice_devices(
+        found.gpus,
+        found,
+        {GpuUuid(uuid): cores for uuid, cores in (used or {}).items()},
+        {GpuUuid(uuid): why for uuid, why in (cordoned or {}).items()},
+        replace(POLICY, **changes),  # type: ignore[arg-type]
+    )
+
+
+def test_a_device_has_both_capacities_with_a_default_of_all_of_them() -> None:
+    """The default must be a multiple of the step: memory is rounded down to whole blocks."""
+    device = devices(inventory(1, memory_mib=24 * 1024 + 100))[0]
+    assert device["name"] == "gpu-0" and device["allowMultipleAllocations"] is True
+    assert device["capacity"] == {
+        "cores": {
+            "value": "100",
+            "requestPolicy": {"default": "100", "validRange": {"min": "0", "max": "100", "step": "1"}},
+        },
+        "memory": {
+            "value": "24Gi",
+            "requestPolicy": {"default": "24Gi", "validRange": {"min": "256Mi", "max": "24Gi", "step": "256Mi"}},
+        },
+    }
+    assert device["attributes"]["uuid"] == {"string": "GPU-0"} and device["attributes"]["index"] == {"int": 0}
+
+
+def test_versions_are_semantic_and_unknown_attributes_absent() -> None:
+    found = inventory(1)
+    gpus = (replace(found.gpus[0], compute_capability=(8, 9), bus_id="00000000:0A:00.0"),)
+    attributes = devices(replace(found, gpus=gpus, driver_version="580.159.04"))[0]["attributes"]
+    assert attributes["driverVersion"] == {"version": "580.159.4"}
+    assert attributes["cudaComputeCapability"] == {"version": "8.9.0"}
+    assert attributes["architecture"] == {"string": "Ada Lovelace"}
+    assert attributes["resource.kubernetes.io/pciBusID"] == {"string": "0000:0a:00.0"}
+    assert not {"numaNode", "nvlinkGroup"} & devices(inventory(1))[0]["attributes"].keys()
+
+
+@pytest.mark.parametrize(("order", "names"), [("binpack", [1, 2, 0]), ("spread", [0, 2, 1])])
+def test_the_order_is_the_schedulers_choice(order: str, names: list[int]) -> None:
+    """It takes the first device that fits."""
+    used = {"GPU-1": 60, "GPU-2": 10}
+    assert [one["name"] for one in devices(inventory(3), used, order=order)] == [f"gpu-{index}" for index in names]
+
+
+def test_ill_and_cordoned_gpus_are_tainted_with_the_reason() -> None:
+    found = inventory(3)
+    ill = replace(found.gpus[1], health=Health.UNHEALTHY, unhealthy_reason="Xid 79: GPU has fallen off the bus!" * 3)
+    made = devices(
+        replace(found, gpus=(found.gpus[0], ill, found.gpus[2])), cordoned={"GPU-2": ""}, taint_effect="NoExecute"
+    )
+    by_name = {device["name"]: device.get("taints", []) for device in made}
+    assert by_name["gpu-0"] == []
+    (taint,) = by_name["gpu-1"]
+    assert taint["key"] == "gpushare-agent/unhealthy" and taint["effect"] == "NoExecute"
+    assert taint["value"].startswith("Xid-79-GPU-has-fallen") and len(taint["value"]) <= 63
+    assert by_name["gpu-2"] == [{"key": "gpushare-agent/cordoned", "value": "unknown", "effect": "NoExecute"}]
+
+
+def test_groups_are_of_gpus_that_are_joined() -> None:
+    mesh = link_groups(read_topology("v100-x8-cube-mesh"))
+    assert mesh["nvlinkGroup"] == dict.fromkeys(range(8), "nvlink-0")
+    switches = link_groups(read_topology("p40-x7-two-switches"))
+    assert not switches["nvlinkGroup"] and len(set(switches["pcieSwitchGroup"].values())) == 2
+    assert link_groups(read_topology("single-card")) == {"nvlinkGroup": {}, "pcieSwitchGroup": {}}
+
+
+@pytest.mark.parametrize(
+    ("mib", "text"), [(256, "256Mi"), (1024, "1Gi"), (81920, "80Gi"), (1 << 20, "1Ti"), (1536, "1536Mi")]
+)
+def test_quantities_are_canonical(mib: int, text: str) -> None:
+    """The API server would write them so: the slice would differ from what is wanted for ever."""
+    assert quantity(mib) == text
+
+
+class FakeSlices:
+    """The API server's slices, reported to the publisher as its watch would."""
+
+    def __init__(self) -> None:
+        self.publisher: SlicePublisher | None = None
+        self.slices: dict[str, dict[str, Any]] = {}
+        self.writes = 0
+        self.error: Exception | None = None
+
+    async def get_node(self, name: str) -> dict[str, Any]:
+        return {"metadata": {"uid": "node-uid"}}
+
+    async def create_slice(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        self._fail()
+        if raw["metadata"]["name"] in self.slices:
+            raise Conflict("exists")
+        return self._stored(raw)
+
+    async def replace_slice(self, name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+        self._fail()
+        if raw["metadata"]["resourceVersion"] != self.slices[name]["metadata"]["resourceVersion"]:
+            raise Conflict("another version")
+        return self._stored(raw)
+
+    async def delete_slice(self, name: str) -> None:
+        self._fail()
+        if name not in self.slices:
+            raise NotFound("gone")
+        self.delete(name)
+
+    def delete(self, name: str) -> None:
+        """As the kubelet does when it starts."""
+        del self.slices[name]
+        assert self.publisher is not None
+        self.publisher.remove(name)
+
+    def _fail(self) -> None:
+        self.writes += 1
+        if self.error is not None:
+            raise self.error
+
+    def _stored(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        stored = deepcopy(dict(raw))
+        stored["metadata"]["resourceVersion"] = str(self.writes)
+        self.slices[stored["metadata"]["name"]] = stored
+        assert self.publisher is not None
+        self.publisher.put(deepcopy(stored))
+        return deepcopy(stored)
+
+
+class Published:
+    def __init__(self, wanted: list[dict[str, Any]] | None) -> None:
+        self.wanted = wanted
+        self.api = FakeSlices()
+        self.publisher = SlicePublisher(driver=DRIVER, node_name=NODE, wanted=lambda: self.wanted)
+        self.api.publisher = self.publisher
+
+    @property
+    def spec(self) -> dict[str, Any] | None:
+        found = self.api.slices.get(f"{NODE}-{DRIVER}")
+        return found["spec"] if found is not None else None
+
+    @asynccontextmanager
+    async def running(self) -> Any:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(self.publisher.run(self.api))
+            yield
+            task.cancel()
+
+    def listed(self) -> None:
+        self.publisher.list_ended(list(self.api.slices), [], "1")
+
+
+async def test_nothing_is_written_before_the_slices_are_listed_and_the_gpus_read() -> None:
+    """What an earlier agent published stays meanwhile: claims refer to it."""
+    published = Published(None)
+    async with published.running():
+        published.listed()
+        await asyncio.sleep(0)
+        assert published.api.writes == 0
+        published.wanted = devices(inventory(1))
+        published.publisher.changed()
+        await eventually(lambda: published.spec is not None)
+    assert published.spec is not None and published.spec["pool"] == {
+        "name": NODE,
+        "generation": 1,
+        "resourceSliceCount": 1,
+    }
+
+
+async def test_a_slice_that_the_kubelet_deleted_comes_back_with_the_next_generation() -> None:
+    published = Published(devices(inventory(2)))
+    async with published.running():
+        published.listed()
+        await eventually(lambda: published.spec is not None)
+        published.api.delete(f"{NODE}-{DRIVER}")
+        await eventually(lambda: published.spec is not None)
+    assert published.spec is not None and published.spec["pool"]["generation"] == 2 and published.api.writes == 2
+
+
+async def test_a_slice_that_is_as_wanted_is_not_written_again() -> None:
+    """Another agent of the node has published the same."""
+    first = Published(devices(inventory(2)))
+    async with first.running():
+        first.listed()
+        await eventually(lambda: first.spec is not None)
+    second = Published(devices(inventory(2)))
+    second.api.slices = first.api.slices
+    second.publisher.put(first.api.slices[f"{NODE}-{DRIVER}"])
+    async with second.running():
+        second.listed()
+        second.publisher.changed()
+        await asyncio.sleep(0)
+        second.wanted = []
+        second.publisher.changed()
+        await eventually(lambda: not second.api.slices)
+    assert second.api.writes == 1, "the deletion alone"
+
+
+async def test_an_order_alone_waits_and_a_taint_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    published = Published(devices(inventory(2)))
+    async with published.running():
+        published.listed()
+        await eventually(lambda: published.spec is not None)
+        published.wanted = devices(inventory(2), {"GPU-1": 50})
+        published.publisher.changed()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert published.api.writes == 1
+        monkeypatch.setattr(slices, "ORDER_PERIOD_S", 0.0)
+        published.publisher.changed()
+        await eventually(lambda: published.api.writes == 2)
+        monkeypatch.setattr(slices, "ORDER_PERIOD_S", 3600.0)
+        published.wanted = devices(inventory(2), {"GPU-1": 50}, cordoned={"GPU-0": "fan"})
+        published.publisher.changed()
+        await eventually(lambda: published.api.writes == 3)
+    assert published.spec is not None and [one["name"] for one in published.spec["devices"]] == ["gpu-1", "gpu-0"]
+
+
+async def test_an_api_server_that_refuses_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "RETRY_S", 0.0)
+    published = Published(devices(inventory(1)))
+    published.api.error = Unavailable("away")
+    async with published.running():
+        published.listed()
+        await eventually(lambda: published.api.writes >= 3)
+        published.api.error = None
+        await eventually(lambda: published.spec is not None)
+
+
+async def test_slices_of_other_names_are_removed() -> None:
+    """Of an agent whose names were others: the pool would be incomplete."""
+    published = Published(devices(inventory(1)))
+    other = {"metadata": {"name": "old"}, "spec": {"pool": {"generation": 41}}}
+    published.api.slices["old"] = other
+    published.publisher.put(other)
+    async with published.running():
+        published.listed()
+        await eventually(lambda: published.spec is not None)
+    assert list(published.api.slices) == [f"{NODE}-{DRIVER}"]
+    assert published.spec is not None and published.spec["pool"]["generation"] == 42

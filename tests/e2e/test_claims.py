@@ -1,0 +1,220 @@
+"""ResourceClaims on a real scheduler and kubelet: what containers see, over kills and restarts. Needs resource.k8s.io/v1
+with consumable capacity (Kubernetes 1.36)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.cluster import Cluster, KubectlError, Object
+from tests.e2e.installation import Installation
+
+pytestmark = pytest.mark.e2e
+CLASS, DRIVER = "gpu.gpushare-agent", "gpushare-agent"
+UNLIMITED = {"apiVersion": "gpushare-agent/v1alpha1", "kind": "ShareConfig", "isolation": "none"}
+CLAIMED = 2
+"""GPUs that are for claims; the others stay the device plugins'."""
+
+
+def request(name: str = "gpu", **exactly: Any) -> Object:
+    """A share where `cores` and `memory` are given, else a whole GPU."""
+    capacity = {key: str(exactly.pop(key)) for key in ("cores", "memory") if key in exactly}
+    more = {"capacity": {"requests": capacity}} if capacity else {}
+    return {"name": name, "exactly": {"deviceClassName": CLASS, **more, **exactly}}
+
+
+def template(name: str, *requests: Object, **devices: Any) -> Object:
+    """Under isolation none, which every overlay can have: the limits are those of the other isolations' own tests."""
+    opaque = {"opaque": {"driver": DRIVER, "parameters": UNLIMITED}}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaimTemplate",
+        "metadata": {"name": name},
+        "spec": {"spec": {"devices": {"requests": list(requests), "config": [opaque], **devices}}},
+    }
+
+
+def claiming(cluster: Cluster, name: str, claim: str, *uses: str, is_template: bool = True) -> Object:
+    """A pod with one container for each of `uses`: the request that it names, empty for the claim as a whole."""
+    containers = []
+    for number, used in enumerate(uses or ("",)):
+        container = cluster.container(name=f"c{number}")
+        container["resources"] = {"claims": [{"name": "gpu", **({"request": used} if used else {})}]}
+        containers.append(container)
+    source = "resourceClaimTemplateName" if is_template else "resourceClaimName"
+    return cluster.pod_of(name, *containers, resourceClaims=[{"name": "gpu", source: claim}])
+
+
+@pytest.fixture(scope="module")
+def claims(installation: Installation) -> Iterator[Installation]:
+    """Two GPUs are for claims. Skips where the API server has no claims."""
+    try:
+        installation.cluster.run("get", "resourceslices.v1.resource.k8s.io")
+    except KubectlError:
+        pytest.skip("this cluster has no resource.k8s.io/v1")
+    env = [
+        {"name": "GPUSHARE_DRA__GPUS", "value": ",".join(map(str, range(CLAIMED)))},
+        {"name": "GPUSHARE_ISOLATIONS_ALLOWED", "value": "none"},
+    ]
+    container = {"name": "agent", "env": env}
+    patch = {"spec": {"template": {"spec": {"containers": [container]}}}}
+    document = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "gpushare-agent"}, **patch}
+    target = {"kind": "DaemonSet", "name": "gpushare-agent"}
+    installation.install(components=["components/dra"], patches=[{"target": target, "patch": json.dumps(document)}])
+    yield installation
+
+
+def slices(cluster: Cluster) -> list[Object]:
+    items = cluster.read("/apis/resource.k8s.io/v1/resourceslices")["items"]
+    return [one for one in items if one["spec"]["driver"] == DRIVER and one["spec"].get("nodeName") == cluster.node]
+
+
+def published(cluster: Cluster) -> list[Object] | None:
+    found = slices(cluster)
+    return found[0]["spec"]["devices"] if len(found) == 1 else None
+
+
+def visible(cluster: Cluster, namespace: str, pod: str, container: str = "c0") -> list[str]:
+    """The GPUs' UUIDs that the container was given."""
+    shell = ("sh", "-c", "echo $NVIDIA_VISIBLE_DEVICES")
+    text = cluster.run("-n", namespace, "exec", pod, "-c", container, "--", *shell)
+    return sorted(text.strip().split(","))
+
+
+def booked(claims: Installation) -> dict[str, int]:
+    """Cores by claim, by the agent's view."""
+    found: dict[str, int] = {}
+    for one in claims.view()["containers"]:
+        if one["claim"] is not None:
+            found[one["claim"]["name"]] = found.get(one["claim"]["name"], 0) + one["cores"]
+    return found
+
+
+def wait_ended(cluster: Cluster, claims: Installation) -> None:
+    cluster.wait_for("no claim is booked", lambda: not booked(claims))
+
+
+def test_shares_and_whole_gpus(cluster: Cluster, claims: Installation, namespace: str) -> None:
+    """The device plugins offer the other GPUs alone; a claim's share is booked on the GPU that the scheduler chose."""
+    gpus = {gpu["index"]: gpu for gpu in claims.view()["cards"]}
+    devices = cluster.wait_for("the slice is published", lambda: published(cluster))
+    assert {one["name"] for one in devices} == {f"gpu-{index}" for index in range(CLAIMED)}
+    cluster.wait_for("the plugins offer the rest", lambda: claims.gpus() == len(gpus) - CLAIMED)
+    cluster.apply(template("share", request(cores=40, memory="1Gi")), template("whole", request()), namespace=namespace)
+    cluster.start(namespace, claiming(cluster, "share", "share"), claiming(cluster, "whole", "whole"))
+    seen = [visible(cluster, namespace, pod) for pod in ("share", "whole")]
+    assert sorted(seen) == sorted([[gpus[0]["uuid"]], [gpus[1]["uuid"]]])
+    assert sorted(booked(claims).values()) == [40, 100]
+    size = len(json.dumps(cluster.read(f"/api/v1/namespaces/{namespace}/pods/share")))
+    assert size < 10_000, f"{size} bytes: no device ID is in the pod's status"
+    cluster.delete_pods(namespace)
+    wait_ended(cluster, claims)
+
+
+def test_two_shares_in_one_claim_and_one_claim_in_two_pods(
+    cluster: Cluster, claims: Installation, namespace: str
+) -> None:
+    different = {"constraints": [{"distinctAttribute": f"{DRIVER}/uuid"}]}
+    pair = template("pair", request("a", cores=30, memory="1Gi"), request("b", cores=20, memory="1Gi"), **different)
+    shared = template("x", request(cores=10, memory="512Mi"))
+    claim = {**shared, "kind": "ResourceClaim", "metadata": {"name": "shared"}, "spec": shared["spec"]["spec"]}
+    cluster.apply(pair, claim, namespace=namespace)
+    cluster.start(
+        namespace,
+        claiming(cluster, "both", "pair"),
+        claiming(cluster, "split", "pair", "a", "b"),
+        claiming(cluster, "one", "shared", "", "", is_template=False),
+        claiming(cluster, "two", "shared", is_template=False),
+    )
+    uuids = sorted(gpu["uuid"] for gpu in claims.view()["cards"] if gpu["index"] < CLAIMED)
+    assert visible(cluster, namespace, "both") == uuids
+    split = [visible(cluster, namespace, "split", name) for name in ("c0", "c1")]
+    assert sorted(split[0] + split[1]) == uuids
+    places = {
+        (pod, name): visible(cluster, namespace, pod, name)
+        for pod, name in (("one", "c0"), ("one", "c1"), ("two", "c0"))
+    }
+    assert len({tuple(gpus) for gpus in places.values()}) == 1 and booked(claims)["shared"] == 10
+    cluster.delete_pods(namespace)
+    wait_ended(cluster, claims)
+
+
+def test_a_kill_of_the_agent_costs_no_pod_and_no_booking(
+    cluster: Cluster, claims: Installation, namespace: str
+) -> None:
+    """Pods that come while it is away wait, and start within seconds of its return: it wakes them."""
+    cluster.apply(template("share", request(cores=20, memory="1Gi")), namespace=namespace)
+    cluster.start(namespace, claiming(cluster, "before", "share"))
+    before = booked(claims)
+    claims.signal()
+    names = [f"after-{number}" for number in range(4)]
+    cluster.start(namespace, *(claiming(cluster, name, "share") for name in names))
+    claims.wait_ready()
+    after = cluster.wait_for("all are booked", lambda: len(found := booked(claims)) == 5 and found)
+    assert before.items() <= after.items()
+    cluster.delete_pods(namespace)
+    wait_ended(cluster, claims)
+
+
+def test_the_slice_comes_back_after_the_kubelet_deleted_it(cluster: Cluster, claims: Installation) -> None:
+    """As the kubelet does when it starts; by hand here, for it is the same to the agent."""
+    (before,) = cluster.wait_for("the slice is published", lambda: slices(cluster))
+    cluster.run("delete", "resourceslice", before["metadata"]["name"])
+
+    def again() -> bool:
+        found = slices(cluster)
+        return len(found) == 1 and found[0]["metadata"]["uid"] != before["metadata"]["uid"]
+
+    cluster.wait_for("another slice", again)
+    assert slices(cluster)[0]["spec"]["pool"]["generation"] > before["spec"]["pool"]["generation"]
+
+
+def test_what_cannot_be_had_waits_with_the_reason(cluster: Cluster, claims: Installation, namespace: str) -> None:
+    """A mistake in the claim's configuration is in an Event of the pod."""
+    wrong = template("wrong", request(cores=20, memory="1Gi"))
+    wrong["spec"]["spec"]["devices"]["config"][0]["opaque"]["parameters"] = {**UNLIMITED, "isolatoin": "none"}
+    cluster.apply(wrong, claiming(cluster, "p", "wrong"), namespace=namespace)
+
+    def told() -> bool:
+        events = cluster.read(f"/api/v1/namespaces/{namespace}/events")["items"]
+        return any("no field 'isolatoin'" in one.get("message", "") for one in events)
+
+    cluster.wait_for("the pod's Event names the field", told)
+    assert cluster.pods(namespace)["p"]["status"]["phase"] == "Pending" and not booked(claims)
+
+
+CREATE_SLICE = """
+import json, os, ssl, sys, urllib.error, urllib.request
+folder = "/var/run/secrets/kubernetes.io/serviceaccount/"
+host = "https://" + os.environ["KUBERNETES_SERVICE_HOST"] + ":" + os.environ["KUBERNETES_SERVICE_PORT"]
+headers = {"Authorization": "Bearer " + open(folder + "token").read().strip(), "Content-Type": "application/json"}
+url = host + "/apis/resource.k8s.io/v1/resourceslices?dryRun=All"
+trust = ssl.create_default_context(cafile=folder + "ca.crt")
+try:
+    urllib.request.urlopen(urllib.request.Request(url, sys.argv[1].encode(), headers), context=trust, timeout=30)
+    print("created")
+except urllib.error.HTTPError as e:
+    print(e.code, json.load(e)["message"])
+"""
+"""Runs in the agent's container, with its own token, which is bound to its pod."""
+
+
+def test_an_agent_writes_slices_of_its_own_node_alone(cluster: Cluster, claims: Installation) -> None:
+    """By the policy, whatever its rights are: its token names its node."""
+    spec = slices(cluster)[0]["spec"]
+
+    def created(**changes: str) -> str:
+        raw = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceSlice",
+            "metadata": {"name": f"e2e-{cluster.suffix}"},
+            "spec": {**spec, **changes},
+        }
+        return claims.exec("/opt/gpushare-agent/bin/python", "-c", CREATE_SLICE, json.dumps(raw))
+
+    assert created() == "created\n"
+    assert "own node alone" in created(nodeName=f"not-{cluster.node}")
+    assert "of driver gpushare-agent alone" in created(driver="gpu.nvidia.com")

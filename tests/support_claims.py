@@ -1,0 +1,159 @@
+"""Builders for the tests of Dynamic Resource Allocation: claims as the API server has them, the driver over fake parts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.dra.claim_files import ClaimFiles
+from gpushare_agent.dra.claims import Claims
+from gpushare_agent.isolation import HamiCoreConfig, IsolationConfig, MpsConfig
+from gpushare_agent.model.allocations import ClaimRef, ContainerKey
+from gpushare_agent.model.errors import NotFound, Refused
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec
+from tests.support_core import NAMES, inventory, pod
+
+DRIVER = "gpushare-agent"
+NODE = "node"
+RawClaim = dict[str, Any]
+
+
+def uid_of(number: int) -> str:
+    return f"00000000-0000-4000-8000-{number:012x}"
+
+
+def result(request: str = "gpu", index: int = 0, *, cores: int = 40, memory: str = "16Gi", **changes: Any) -> RawClaim:
+    """One of status.allocation.devices.results."""
+    made = {
+        "request": request,
+        "driver": DRIVER,
+        "pool": NODE,
+        "device": f"gpu-{index}",
+        "shareID": uid_of(0xFFFF),
+        "consumedCapacity": {"cores": str(cores), "memory": memory},
+    }
+    return made | changes
+
+
+def whole(request: str = "gpu", index: int = 0) -> RawClaim:
+    return result(request, index, cores=100, memory="24Gi")
+
+
+def raw_claim(
+    *results: RawClaim, number: int = 1, config: Collection[RawClaim] = (), users: Collection[str] = ("p",)
+) -> RawClaim:
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"namespace": "default", "name": f"claim-{number}", "uid": uid_of(number)},
+        "status": {
+            "allocation": {"devices": {"results": list(results), "config": list(config)}},
+            "reservedFor": [{"resource": "pods", "name": name, "uid": f"uid-{name}"} for name in users],
+        },
+    }
+
+
+def share_config(source: str = "FromClaim", requests: Collection[str] = (), **fields: Any) -> RawClaim:
+    parameters = {"apiVersion": "gpushare-agent/v1alpha1", "kind": "ShareConfig", **fields}
+    return {"source": source, "requests": list(requests), "opaque": {"driver": DRIVER, "parameters": parameters}}
+
+
+def ref_of(number: int = 1) -> ClaimRef:
+    return ClaimRef("default", f"claim-{number}", uid_of(number))
+
+
+def using(name: str, *claims: tuple[str, str]) -> ContainerSpec:
+    """A container that uses (claim's name in the pod, request)."""
+    return ContainerSpec(name=name, kind=ContainerKind.MAIN, position=0, claims=claims)
+
+
+def edit_policy(isolation: IsolationName = IsolationName.HAMI_CORE, *allowed: IsolationName) -> EditPolicy:
+    return EditPolicy(
+        names=NAMES,
+        config=IsolationConfig(
+            virtual_manager=Path("/vm"),
+            hami_core=HamiCoreConfig(directory=Path("/hami")),
+            mps=MpsConfig(pipe_directory=Path("/pipe"), shm_directory=Path("/dev/shm")),
+        ),
+        isolation=isolation,
+        allowed=allowed,
+    )
+
+
+class FakeClaimApi:
+    """Claims by name, as `get` answers them. `before` runs before each answer."""
+
+    def __init__(self, *claims: RawClaim) -> None:
+        self.claims = {claim["metadata"]["name"]: claim for claim in claims}
+        self.before: Callable[[], None] = lambda: None
+        self.gets = 0
+
+    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> RawClaim:
+        await asyncio.sleep(0)
+        self.gets += 1
+        self.before()
+        if name not in self.claims:
+            raise NotFound(f"cannot get ResourceClaim {namespace}/{name}: the API server answered 404: no text")
+        return self.claims[name]
+
+
+class Driver:
+    """The claims of a node of two GPUs of 24 GiB over real files; everything else is the test's."""
+
+    def __init__(self, directory: Path, *claims: RawClaim, gpus: int = 2, wait_s: float = 0.0) -> None:
+        self.directory = directory
+        self.api = FakeClaimApi(*claims)
+        self.cache = AllocationCache()
+        self.store = PodStore()
+        self.inventory: GpuInventory = inventory(gpus)
+        self.claimable: set[GpuUuid] = {gpu.uuid for gpu in self.inventory.gpus}
+        self.policy = edit_policy()
+        self.prepared_keys: list[ContainerKey] = []
+        self.refusal: Refused | None = None
+        self.unavailable = ""
+        self.wait_s = wait_s
+        self.claims = self.new_claims()
+
+    def new_claims(self) -> Claims:
+        """As another process of the agent would make them: over the same files, with a ledger of its own."""
+        self.cache = AllocationCache()
+        made = Claims(
+            driver=DRIVER,
+            pool=NODE,
+            cache=self.cache,
+            inventory=lambda: self.inventory,
+            claimable=lambda: self.claimable,
+            pods=self.store,
+            policy=lambda: self.policy,
+            names=NAMES,
+            files=ClaimFiles(self.directory / "records", self.directory / "cdi"),
+            prepare_host=self._prepare_host,
+            unavailable_reason=lambda _name: self.unavailable,
+            clock=time.monotonic,
+            wait_s=self.wait_s,
+        )
+        made.attach(self.api)
+        self.cache.subscribe(lambda _old, _new: made.changed())
+        return made
+
+    def pod(self, name: str, *containers: ContainerSpec, claims: dict[str, str]) -> None:
+        self.store.upsert(pod(name, *containers, claims=claims))
+
+    def specs(self) -> list[str]:
+        return sorted(path.name for path in (self.directory / "cdi").glob("*"))
+
+    def records(self) -> list[str]:
+        return sorted(path.name for path in (self.directory / "records").glob("*"))
+
+    async def _prepare_host(self, keys: Collection[ContainerKey], name: IsolationName) -> Refused | None:
+        self.prepared_keys += keys
+        return self.refusal
