@@ -22,6 +22,7 @@ from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.observer import GpuHealthObserver
+from gpushare_agent.kit.directories import has_files
 from gpushare_agent.kubelet.device_table import status_bytes
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import GpuInventory
@@ -45,7 +46,7 @@ class NodeAgent:
     isolation: IsolationSide
     observability: ObservabilitySide
     dra: DraSide | None
-    """None where no GPU is for claims."""
+    """None where there are no claims."""
 
     async def leave(self) -> None:
         """Ends the service to the kubelet, in a moment that costs no pod anything where another agent waits to serve."""
@@ -74,6 +75,7 @@ def build(
         inventory=GpuInventoryState(health_policy(settings)),
         store=store,
         cache=cache,
+        has_claims=bool(settings.dra.gpus) or has_files(settings.dra.record_directory),
         claim_pods=ClaimPods(store, cache),
         decisions=DecisionLog(settings.decisions.kept),
     )
@@ -101,8 +103,8 @@ def build(
 
 
 def _build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide | None:
-    """None where no GPU is for claims: the start of an agent without any does not wait for its modules either."""
-    if not state.settings.dra.gpus:
+    """None where there are no claims: the start of an agent without any does not wait for its modules either."""
+    if not state.has_claims:
         return None
     from gpushare_agent.agent.dra_side import build_dra_side
 
@@ -164,6 +166,7 @@ class _Subscriptions:
         if self._dra is not None:
             self._dra.changed()
         if any(one is not None and one.claim is not None for one in (old, new)):
+            self._kubelet.tables.request_refresh()  # a GPU that becomes free may go back to the device plugins
             self._isolation.changed()
             self._shown.expire()
             return

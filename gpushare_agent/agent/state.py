@@ -29,6 +29,8 @@ class NodeState:
     inventory: GpuInventoryState
     store: PodStore
     cache: AllocationCache
+    has_claims: bool
+    """GPUs are for claims, or an earlier agent has recorded some: these have their GPUs until they end."""
     claim_pods: ClaimPods
     """The pods, and the claims beside them as pods."""
     decisions: DecisionLog
@@ -40,13 +42,14 @@ class NodeState:
     @property
     def front_ends(self) -> FrontEnds:
         """Which GPUs are the device plugins', and which are claims'."""
-        chosen = self.settings.dra.gpus
-        return front_ends(chosen, self.gpus().gpus, self.cache) if chosen else FrontEnds()
+        if not self.has_claims:
+            return FrontEnds()
+        return front_ends(self.settings.dra.gpus, self.gpus().gpus, self.cache)
 
     def plugins_gpus(self) -> GpuInventory:
         """As admission sees them."""
-        return plugins_inventory(self.gpus(), self.front_ends) if self.settings.dra.gpus else self.gpus()
+        return plugins_inventory(self.gpus(), self.front_ends) if self.has_claims else self.gpus()
 
     def plugins_devices(self) -> GpuInventory:
         """As the device plugins offer them."""
-        return plugins_devices(self.gpus(), self.front_ends) if self.settings.dra.gpus else self.gpus()
+        return plugins_devices(self.gpus(), self.front_ends) if self.has_claims else self.gpus()

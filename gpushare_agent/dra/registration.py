@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, file_identity, remove_socket
 from gpushare_agent.kit.watch_path import open_directory_watch
 from gpushare_agent.model.errors import Unavailable
@@ -111,6 +112,7 @@ class DraRegistration:
         self._driver_socket = _Socket(endpoint, services)
         self._registration_socket = _Socket(registry / f"{driver}-{instance}-reg.sock", [self.registration])
         self._is_leaving = False
+        self._failure = ReportOnce()
         self.is_running = False
 
     async def leave(self) -> None:
@@ -126,7 +128,8 @@ class DraRegistration:
                 try:
                     await self._keep()
                 except Unavailable as e:
-                    log.warning("dra_driver_not_served", error=str(e), retried_in_s=RETRY_S)
+                    if self._failure.is_new(str(e)):
+                        log.warning("dra_driver_not_served", error=str(e), retried_in_s=RETRY_S)
                     await asyncio.sleep(RETRY_S)
         finally:
             await self._registration_socket.stop()
@@ -136,6 +139,7 @@ class DraRegistration:
         async with open_directory_watch(self._registry, poll_s=POLL_S) as watch:
             while True:
                 await self._serve_missing()
+                self._failure.is_over()
                 await watch.wait_change()
 
     async def _serve_missing(self) -> None:

@@ -127,7 +127,9 @@ class SlicePublisher(Handler):
         return isinstance(spec, dict) and spec.get("devices") == devices and spec.get("nodeName") == self._node_name
 
     async def _write(self, api: SliceApi, seen: Mapping[str, Any] | None, devices: list[dict[str, Any]]) -> None:
-        if not self._node_uid:
+        if (
+            seen is None
+        ):  # the node may be another one of this name: a slice of a former one's would be collected at once
             self._node_uid = str((await api.get_node(self._node_name)).get("metadata", {}).get("uid", ""))
         self._generation += 1
         raw = self._document(devices)
@@ -135,8 +137,8 @@ class SlicePublisher(Handler):
             if seen is None:
                 written = await api.create_slice(raw)
             else:
-                version = seen.get("metadata", {}).get("resourceVersion", "")
-                raw["metadata"]["resourceVersion"] = version
+                metadata = seen.get("metadata", {})
+                raw["metadata"] |= {name: metadata.get(name) for name in ("resourceVersion", "ownerReferences")}
                 written = await api.replace_slice(self.name, raw)
         except (Conflict, NotFound) as e:  # the watch has, or will have, what is there: compare again then
             log.debug("slice_changed_meanwhile", error=str(e))

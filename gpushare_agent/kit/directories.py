@@ -101,6 +101,14 @@ def read_content(directory: int, name: str, limit: int) -> bytes:
         return os.read(file, limit)
 
 
+def has_files(directory: Path) -> bool:
+    """Whether there is anything in a directory that can be read."""
+    try:
+        return next(directory.iterdir(), None) is not None
+    except OSError:
+        return False
+
+
 def names_in(directory: int) -> list[str]:
     return sorted(os.listdir(directory))
 

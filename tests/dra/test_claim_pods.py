@@ -1,0 +1,65 @@
+"""A claim as a pod: what services see that know pods alone, and whose processes are whose."""
+
+from __future__ import annotations
+
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.agent.claim_pods import ClaimPods
+from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.model.allocations import Allocation, ClaimShare, ContainerKey
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, GpuUuid, PodUid
+from gpushare_agent.model.pods import ContainerKind
+from tests.support_claims import ref_of, uid_of, using
+from tests.support_core import pod
+
+KEY_A, KEY_B = ContainerKey(PodUid(uid_of(1)), "a"), ContainerKey(PodUid(uid_of(1)), "b")
+
+
+def booked(key: ContainerKey, gpu: int) -> Allocation:
+    share = ClaimShare(ref=ref_of(), request=key.container, isolation=IsolationName.MPS, core_limit=80)
+    return Allocation(
+        key=key,
+        namespace="default",
+        pod_name="p",
+        kind=ContainerKind.MAIN,
+        gpus=(GpuUuid(f"GPU-{gpu}"),),
+        claim=share,
+    )
+
+
+def made() -> tuple[PodStore, ClaimPods]:
+    store, cache = PodStore(), AllocationCache()
+    cache.put(booked(KEY_A, 0))
+    cache.put(booked(KEY_B, 1))
+    return store, ClaimPods(store, cache)
+
+
+def test_a_claim_has_what_it_asked_for_in_the_annotations_of_a_pod() -> None:
+    _, pods = made()
+    shown = pods.get(PodUid(uid_of(1)))
+    assert shown is not None and [one.name for one in shown.containers] == ["a", "b"]
+    assert shown.annotations == {ISOLATION_ANNOTATION: "mps", CORE_LIMIT_ANNOTATION: "80"}
+    assert not shown.running and not shown.is_deleting
+
+
+def test_a_container_uses_the_requests_that_it_names_or_all() -> None:
+    """Also one of a pod that came after the claim was prepared; one of another namespace's claim of that name does not."""
+    store, pods = made()
+    store.upsert(pod("one", using("x", ("g", "a")), using("y", ("g", "")), claims={"g": "claim-1"}))
+    store.upsert(pod("two", using("z", ("h", "b")), claims={"h": "claim-1"}))
+    store.upsert(pod("other", using("w", ("g", "")), claims={"g": "claim-1"}, namespace="elsewhere"))
+    assert pods.claims_of_containers() == {
+        ContainerKey(PodUid("uid-one"), "x"): (KEY_A,),
+        ContainerKey(PodUid("uid-one"), "y"): (KEY_A, KEY_B),
+        ContainerKey(PodUid("uid-two"), "z"): (KEY_B,),
+    }
+
+
+def test_it_runs_while_a_container_of_it_runs() -> None:
+    store, pods = made()
+    ids = {"x": "c" * 64}
+    user = pod("one", using("x", ("g", "a")), claims={"g": "claim-1"}, running=frozenset({"x"}), container_ids=ids)
+    store.upsert(user)
+    shown = pods.get(PodUid(uid_of(1)))
+    assert shown is not None and shown.running == {"a", "b"} and shown.name == "one"
+    assert pods.containers_of(KEY_A) == [("c" * 64, PodUid("uid-one"))] and pods.containers_of(KEY_B) == []

@@ -1,0 +1,70 @@
+"""Which front end has a GPU: the setting, and what still uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from gpushare_agent.dra.decisions.front_ends import FrontEnds, front_ends, plugins_devices, plugins_inventory
+from gpushare_agent.model.allocations import Allocation, ClaimShare
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import GpuUuid
+from tests.support_claims import ref_of
+from tests.support_core import allocation, container, ids, inventory, pod
+
+GPUS = inventory(4)
+
+
+def by_plugin(gpu: int) -> Allocation:
+    return allocation(pod("p", container("main", 10)), "main", ids(gpu, range(10)), [])
+
+
+def by_claim(gpu: int) -> Allocation:
+    share = ClaimShare(ref=ref_of(), request="gpu", isolation=IsolationName.NONE)
+    return replace(by_plugin(gpu), claim=share)
+
+
+def claimable(found: FrontEnds) -> list[str]:
+    return sorted(found.claimable)
+
+
+def plugins(found: FrontEnds) -> list[str]:
+    return sorted(gpu.uuid for gpu in plugins_devices(GPUS, found).gpus)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "claimed"),
+    [
+        ((), []),
+        (("all",), ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]),
+        (("1", "GPU-3"), ["GPU-1", "GPU-3"]),
+        (("Test",), ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]),
+        (("7", "GPU-9"), []),
+    ],
+)
+def test_a_gpu_is_one_front_ends(chosen: Sequence[str], claimed: list[str]) -> None:
+    """By all, index, UUID or model."""
+    found = front_ends(chosen, GPUS.gpus, [])
+    assert claimable(found) == claimed
+    assert plugins(found) == sorted({"GPU-0", "GPU-1", "GPU-2", "GPU-3"} - set(claimed))
+
+
+def test_a_gpu_in_use_is_offered_by_neither_until_it_is_free() -> None:
+    """GPU 0 goes to claims and a plugin's container is on it; GPU 1 goes back and a claim is on it."""
+    used = front_ends(("0",), GPUS.gpus, [by_plugin(0), by_claim(1)])
+    assert claimable(used) == [] and plugins(used) == ["GPU-2", "GPU-3"]
+    free = front_ends(("0",), GPUS.gpus, [])
+    assert claimable(free) == ["GPU-0"] and plugins(free) == ["GPU-1", "GPU-2", "GPU-3"]
+
+
+def test_claims_keep_their_gpus_when_the_setting_is_taken_away() -> None:
+    assert plugins(front_ends((), GPUS.gpus, [by_claim(2)])) == ["GPU-0", "GPU-1", "GPU-3"]
+
+
+def test_admission_sees_every_gpu_in_its_place_with_the_reason() -> None:
+    """The topology's rows are indexes."""
+    seen = plugins_inventory(GPUS, front_ends(("0",), GPUS.gpus, []))
+    assert [gpu.is_healthy for gpu in seen.gpus] == [False, True, True, True]
+    assert "dra.gpus" in seen.by_uuid()[GpuUuid("GPU-0")].unhealthy_reason
