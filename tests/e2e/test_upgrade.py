@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -13,6 +14,8 @@ from tests.e2e.installation import SYSTEM, Installation
 pytestmark = pytest.mark.e2e
 PODS = 30
 DAEMONSET = "daemonset/gpushare-agent"
+SETTLED_S = 15
+"""Longer than the period of the readiness probe."""
 
 
 def _rollout(cluster: Cluster, verb: str) -> None:
@@ -25,6 +28,7 @@ def _agents(cluster: Cluster) -> list[Object]:
 
 def _without_rejection(cluster: Cluster, installed: Installation, namespace: str, *verbs: str) -> None:
     """A burst of pods during the rollouts: all run, and the ledger has each of them."""
+    cluster.wait_for("the agent has been Ready for some time", lambda: all(map(_is_settled, _agents(cluster))))
     names = [f"burst-{number}" for number in range(PODS)]
     half = PODS // 2
     cluster.apply(*(cluster.pod(name, 5, 2) for name in names[:half]), namespace=namespace)
@@ -36,6 +40,14 @@ def _without_rejection(cluster: Cluster, installed: Installation, namespace: str
     ledger = installed.wait_ledger(namespace, PODS)
     assert {(cores, len(gpus)) for cores, _, gpus in ledger.values()} == {(5, 1)}
     cluster.wait_for("the end of the agent that handed over", lambda: len(_agents(cluster)) == 1)
+
+
+def _is_settled(pod: Object) -> bool:
+    """A pod that is not Ready the DaemonSet replaces at once, without waiting for the new one: so it is for some seconds
+    after a restart of the kubelet, as another test may have left it."""
+    ready = next(one for one in pod["status"]["conditions"] if one["type"] == "Ready")
+    since = datetime.fromisoformat(ready["lastTransitionTime"].replace("Z", "+00:00"))
+    return ready["status"] == "True" and datetime.now(UTC) - since > timedelta(seconds=SETTLED_S)
 
 
 @pytest.mark.smoke
