@@ -23,7 +23,7 @@ from gpushare_agent.agent.auto_isolation import NodeSettings, resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.cluster.kube.configuration import find_configuration
-from gpushare_agent.kit.h2_frames import omit_data_texts
+from gpushare_agent.kit.h2_frames import bound_closed_streams, omit_data_texts
 from gpushare_agent.kit.process import raise_open_files_limit, sd_notify
 from gpushare_agent.kit.supervision import forever, start_tasks
 from gpushare_agent.kubelet.handover import remove_stale_sockets
@@ -94,6 +94,7 @@ async def run(settings: Settings, *, reload: Callable[[], Settings]) -> int:
     Raises AgentError (StartupError and others) for the caller to print in one line, and lets bugs through.
     """
     omit_data_texts()
+    bound_closed_streams()
     soft, hard = raise_open_files_limit()
     log.debug("open_files", most=soft, hard=hard)
     signals = _Signals()

@@ -104,8 +104,8 @@ def test_pods_come_and_go_under_faults(
     assert min(seen.kills, seen.snapshots, seen.compared) > minutes
     third = len(seen.resident_mib) // 3
     early, late = (median(part) for part in (seen.resident_mib[:third], seen.resident_mib[-third:]))
-    assert late < early * MEMORY_GROWTH, seen.resident_mib
     assert left_on_the_node(installed) == []
+    assert late < early * MEMORY_GROWTH, seen.resident_mib
 
 
 def churn(cluster: Cluster, namespace: str, chance: random.Random, seen: Seen) -> None:
