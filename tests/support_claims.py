@@ -126,6 +126,7 @@ class Driver:
     def new_claims(self) -> Claims:
         """As another process of the agent would make them: over the same files, with a ledger of its own."""
         self.cache = AllocationCache()
+        self.files = ClaimFiles(self.directory / "records", self.directory / "cdi")
         made = Claims(
             driver=DRIVER,
             pool=NODE,
@@ -135,7 +136,7 @@ class Driver:
             pods=self.store,
             policy=lambda: self.policy,
             names=NAMES,
-            files=ClaimFiles(self.directory / "records", self.directory / "cdi"),
+            files=self.files,
             prepare_host=self._prepare_host,
             unavailable_reason=lambda _name: self.unavailable,
             clock=time.monotonic,

@@ -119,7 +119,7 @@ def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
     )
     waker = None
     if settings.dra.wake_pods:
-        waker = PodWaker(driver=DRIVER, pool=pool, pod=state.store.get, is_prepared=lambda uid: uid in claims.prepared)
+        waker = PodWaker(driver=DRIVER, pool=pool, pod=state.store.get, is_answered=claims.is_answered)
     health, plugin = DeviceHealth(lambda: state.gpus().gpus, pool), DraPlugin(claims, ready, pool)
     publisher = SlicePublisher(
         driver=DRIVER, node_name=pool, wanted=lambda: _devices(state, isolation, mine()) if ready.is_set() else None

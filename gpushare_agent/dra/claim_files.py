@@ -61,18 +61,16 @@ class ClaimFiles:
     def remove(self, uid: str) -> None:
         """Spec and record, in this order. Raises Unavailable."""
         for path in (self._specs / f"{_SPEC_PREFIX}{uid}.json", self._records / f"{uid}.json"):
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as e:
-                raise Unavailable(f"{path} cannot be removed: {e.strerror or e}") from e
+            _remove(path)
 
     def remove_other_specs(self, known: set[str]) -> list[str]:
-        """Removes specs of claims that are not in `known`, left by an agent that was killed; returns their UIDs."""
+        """Removes specs of claims that are not in `known`, left by an agent that was killed; returns their UIDs. Raises
+        Unavailable."""
         removed = []
         for path in sorted(self._specs.glob(f"{_SPEC_PREFIX}*.json")):
             uid = path.stem.removeprefix(_SPEC_PREFIX)
             if is_claim_uid(uid) and uid not in known:
-                path.unlink(missing_ok=True)
+                _remove(path)
                 removed.append(uid)
         return removed
 
@@ -94,6 +92,13 @@ class ClaimFiles:
             log.error("claim_record_unreadable", path=str(path), error=repr(e), then="its claim is prepared anew")
             return None
         return claim if claim.ref.uid == uid else None
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as e:
+        raise Unavailable(f"{path} cannot be removed: {e.strerror or e}") from e
 
 
 def _document(claim: PreparedClaim) -> dict[str, Any]:

@@ -4,7 +4,7 @@ An error costs the pod 60 to 90 s, for the kubelet tries again only then: what w
 `wait_s` at most. The record is written last and before the answer, so whatever is recorded is whole, and a call that is
 repeated for it changes nothing. Ending works from the record alone: the claim may be gone from the API server.
 
-State owned: `_prepared` by UID, and its part of the allocation cache.
+State owned: `_prepared` by UID, the UIDs of claims that were refused for good, and its part of the allocation cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import ClaimRef, ContainerKey
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, RefusalReason, Refused
-from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.pods import Pod
@@ -84,6 +84,7 @@ class Claims:
         self._wait_s = wait_s
         self._api: ClaimApi | None = None
         self._prepared: dict[str, PreparedClaim] = {}
+        self._refused_for_good: set[str] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._has_changed = asyncio.Event()
         self._thread = DaemonThread("claims", advice="Check the disks of dra.record_directory and dra.cdi_directory.")
@@ -96,16 +97,24 @@ class Claims:
         """Anything that a waiting call may wait for: an allocation, the GPUs."""
         self._has_changed.set()
 
+    def is_answered(self, uid: str) -> bool:
+        """Whether another call for the claim would change nothing: it is prepared, or no later answer will be another."""
+        return uid in self._prepared or uid in self._refused_for_good
+
     @property
     def prepared(self) -> Mapping[str, PreparedClaim]:
         """By UID; valid until the next change."""
         return self._prepared
 
     async def restore(self) -> None:
-        """Books what an earlier agent has recorded, and puts back specs that a reboot has removed. Raises Unavailable."""
+        """Books what an earlier agent has recorded, and puts back specs that a reboot has removed. Raises Unavailable: the
+        records cannot be read."""
         for claim in await self._in_thread(self._files.load, "reading the claims' records"):
             self._book(claim)
-            await self._in_thread(partial(self._files.write_spec, claim), f"writing the CDI spec of {claim.ref.name}")
+            try:
+                await self._in_thread(partial(self._files.write_spec, claim), f"the CDI spec of {claim.ref.name}")
+            except AgentError as e:  # its running containers need it no more, and Prepare writes it again
+                log.error("claim_spec_not_written", claim=claim.ref.name, claim_uid=claim.ref.uid, error=str(e))
         known = set(self._prepared)
         for uid in await self._in_thread(partial(self._files.remove_other_specs, known), "removing stale CDI specs"):
             log.info("claim_spec_removed", claim_uid=uid, why="no record of it: its claim was never prepared whole")
@@ -118,16 +127,19 @@ class Claims:
             if known is not None:
                 await self._in_thread(partial(self._files.write_spec, known), f"writing the CDI spec of {ref.name}")
                 return known
-            return await self._prepare(ref, self._clock() + self._wait_s)
+            made = await self._prepare(ref, self._clock() + self._wait_s)
+            if isinstance(made, Refused) and made.reason is RefusalReason.INVALID_REQUEST:
+                self._refused_for_good.add(ref.uid)  # until the kubelet unprepares it, as it does for failed ones too
+            return made
 
     async def unprepare(self, ref: ClaimRef) -> None:
         """Ends a claim; an unknown one has ended. Raises Unavailable: a file cannot be removed; the claim stays booked."""
         async with self._lock(ref.uid):
-            if ref.uid not in self._prepared:
-                return
+            # Also of an unknown one: a Prepare that was cut off may have left files.
             await self._in_thread(partial(self._files.remove, ref.uid), f"removing the files of claim {ref.name}")
-            self._release(ref.uid)
-            log.info("claim_unprepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid)
+            self._refused_for_good.discard(ref.uid)
+            if self._release(ref.uid):
+                log.info("claim_unprepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid)
 
     async def _prepare(self, ref: ClaimRef, ends_at: float) -> PreparedClaim | Refused:
         while True:
@@ -182,7 +194,8 @@ class Claims:
 
     def _decide_and_book(self, claim: AllocatedClaim) -> PreparedClaim | Refused:
         """No await in here: two claims cannot be given the same share."""
-        gpus = {gpu.index: gpu for gpu in self._inventory().gpus}
+        inventory = self._inventory()
+        gpus = {gpu.index: gpu for gpu in inventory.gpus}
         mine = self._claimable()
         for result in claim.results:
             gpu = gpus.get(result.index)
@@ -198,23 +211,22 @@ class Claims:
             return made
         if why := self._unavailable_reason(made.isolation):
             return _not_ready(f"isolation {made.isolation}: {why}")
-        if why := shortage(made, self._cache, self._by_uuid(gpus), self._names):
+        if why := shortage(made, self._cache, inventory.by_uuid(), self._names):
             return _not_ready(why)
         self._book(made)
         return made
-
-    def _by_uuid(self, gpus: Mapping[int, Gpu]) -> dict[GpuUuid, Gpu]:
-        return {gpu.uuid: gpu for gpu in gpus.values()}
 
     def _book(self, claim: PreparedClaim) -> None:
         self._prepared[claim.ref.uid] = claim
         for allocation in allocations_of(claim, self._cache, self._names, self._clock()):
             self._cache.put(allocation)
 
-    def _release(self, uid: str) -> None:
-        if self._prepared.pop(uid, None) is not None:
-            self._cache.release_pod(PodUid(uid))
-            self.changed()
+    def _release(self, uid: str) -> bool:
+        if self._prepared.pop(uid, None) is None:
+            return False
+        self._cache.release_pod(PodUid(uid))
+        self.changed()
+        return True
 
     def _lock(self, uid: str) -> asyncio.Lock:
         lock = self._locks.get(uid)

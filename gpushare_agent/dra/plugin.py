@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import TypeVar
 
 import structlog
@@ -29,10 +29,11 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 44.0
 """The kubelet gives up after 45 s; what is left is for an answer that names what was slow."""
+_LATE = f"the agent could not do it in {CALL_TIMEOUT_S:g} s (its log has the reason). The kubelet tries again."
 HEALTH_PERIOD_S = 10.0
 """The kubelet takes a device for Unknown after 30 s without a report."""
 MAX_MESSAGE_CHARS = 1000
-"""What the kubelet keeps of a device's health message."""
+"""It is written into the status of each pod on the GPU."""
 
 
 class DraPlugin(dra_v1.DraPluginBase):
@@ -56,12 +57,14 @@ class DraPlugin(dra_v1.DraPluginBase):
         answers = await self._each(message.claims, self._unprepare)
         return dra_v1.NodeUnprepareResourcesResponse(claims=answers)
 
-    async def _each(self, claims: Iterable[dra_v1.Claim], call: Callable[[dra_v1.Claim], Awaitable[T]]) -> dict[str, T]:
+    async def _each(
+        self, claims: Iterable[dra_v1.Claim], call: Callable[[dra_v1.Claim], Coroutine[None, None, T]]
+    ) -> dict[str, T]:
         """All at once: a claim that waits holds up no other."""
         self.open_calls += 1
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {claim.uid: group.create_task(_awaited(call, claim), name="claim") for claim in claims}
+                tasks = {claim.uid: group.create_task(call(claim), name="claim") for claim in claims}
             return {uid: task.result() for uid, task in tasks.items()}
         finally:
             self.open_calls -= 1
@@ -72,7 +75,7 @@ class DraPlugin(dra_v1.DraPluginBase):
                 await self._ready.wait()
                 outcome = await self._claims.prepare(_ref(claim))
         except TimeoutError:
-            return dra_v1.NodePrepareResourceResponse(error="the agent was not ready in time. The kubelet tries again.")
+            return dra_v1.NodePrepareResourceResponse(error=_LATE)
         except AgentError as e:
             return dra_v1.NodePrepareResourceResponse(error=str(e))
         if isinstance(outcome, Refused):
@@ -86,14 +89,14 @@ class DraPlugin(dra_v1.DraPluginBase):
                 await self._ready.wait()
                 await self._claims.unprepare(_ref(claim))
         except TimeoutError:
-            return dra_v1.NodeUnprepareResourceResponse(error="the agent was not ready in time")
+            return dra_v1.NodeUnprepareResourceResponse(error=_LATE)
         except AgentError as e:
             return dra_v1.NodeUnprepareResourceResponse(error=str(e))
         return dra_v1.NodeUnprepareResourceResponse()
 
 
 class DeviceHealth(v1alpha1.DraResourceHealthBase):
-    """Reports every published GPU at once, at each change, and each 10 s."""
+    """Reports every GPU of the node at once, at each change, and each 10 s."""
 
     def __init__(self, gpus: Callable[[], Sequence[Gpu]], pool: str) -> None:
         self._gpus = gpus
@@ -125,10 +128,6 @@ class DeviceHealth(v1alpha1.DraResourceHealthBase):
             last_updated_time=int(time.time()),
             message=gpu.unhealthy_reason[:MAX_MESSAGE_CHARS],
         )
-
-
-async def _awaited(call: Callable[[dra_v1.Claim], Awaitable[T]], claim: dra_v1.Claim) -> T:
-    return await call(claim)
 
 
 def _ref(claim: dra_v1.Claim) -> ClaimRef:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +46,6 @@ class Registration(pluginregistration.RegistrationBase):
         self._driver = driver
         self._endpoint = endpoint
         self.is_registered = False
-        self.on_registered: Callable[[], None] = lambda: None
 
     async def get_info(self, message: pluginregistration.InfoRequest) -> pluginregistration.PluginInfo:
         return pluginregistration.PluginInfo(
@@ -59,7 +58,6 @@ class Registration(pluginregistration.RegistrationBase):
         self.is_registered = message.plugin_registered
         if message.plugin_registered:
             log.info("dra_driver_registered", driver=self._driver)
-            self.on_registered()
         else:
             log.error("dra_driver_not_registered", driver=self._driver, error=message.error[:1000])
         return pluginregistration.RegistrationStatusResponse()

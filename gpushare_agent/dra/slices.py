@@ -52,7 +52,6 @@ class SlicePublisher(Handler):
         self._generation = 0
         self._written: tuple[list[dict[str, Any]], Any] | None = None
         self._written_at = float("-inf")
-        self._node_uid = ""
         self._has_changed = asyncio.Event()
         self._failure = ReportOnce()
 
@@ -127,19 +126,13 @@ class SlicePublisher(Handler):
         return isinstance(spec, dict) and spec.get("devices") == devices and spec.get("nodeName") == self._node_name
 
     async def _write(self, api: SliceApi, seen: Mapping[str, Any] | None, devices: list[dict[str, Any]]) -> None:
-        if (
-            seen is None
-        ):  # the node may be another one of this name: a slice of a former one's would be collected at once
-            self._node_uid = str((await api.get_node(self._node_name)).get("metadata", {}).get("uid", ""))
-        self._generation += 1
-        raw = self._document(devices)
         try:
             if seen is None:
-                written = await api.create_slice(raw)
+                written = await api.create_slice(self._document({"ownerReferences": [await self._owner(api)]}, devices))
             else:
                 metadata = seen.get("metadata", {})
-                raw["metadata"] |= {name: metadata.get(name) for name in ("resourceVersion", "ownerReferences")}
-                written = await api.replace_slice(self.name, raw)
+                kept = {name: metadata.get(name) for name in ("resourceVersion", "ownerReferences")}
+                written = await api.replace_slice(self.name, self._document(kept, devices))
         except (Conflict, NotFound) as e:  # the watch has, or will have, what is there: compare again then
             log.debug("slice_changed_meanwhile", error=str(e))
             return
@@ -155,12 +148,17 @@ class SlicePublisher(Handler):
         self._seen.pop(name, None)
         log.info("slice_deleted", slice=name)
 
-    def _document(self, devices: list[dict[str, Any]]) -> dict[str, Any]:
-        owner = {"apiVersion": "v1", "kind": "Node", "name": self._node_name, "uid": self._node_uid, "controller": True}
+    async def _owner(self, api: SliceApi) -> dict[str, Any]:
+        """Read at each creation: a slice that names a former node of this name would be collected at once."""
+        uid = str((await api.get_node(self._node_name)).get("metadata", {}).get("uid", ""))
+        return {"apiVersion": "v1", "kind": "Node", "name": self._node_name, "uid": uid, "controller": True}
+
+    def _document(self, metadata: Mapping[str, Any], devices: list[dict[str, Any]]) -> dict[str, Any]:
+        self._generation += 1
         return {
             "apiVersion": API_VERSION,
             "kind": "ResourceSlice",
-            "metadata": {"name": self.name, "ownerReferences": [owner]},
+            "metadata": {"name": self.name, **metadata},
             "spec": {
                 "driver": self._driver,
                 "nodeName": self._node_name,

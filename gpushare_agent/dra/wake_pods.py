@@ -3,9 +3,9 @@
 Without it such a pod waits for the kubelet's next full sync, 60 to 90 s (measured on 1.36). Two causes: an error of ours,
 and a race that the kubelet loses before it calls any driver, when the API server does not know yet that the claim is of a
 pod on this node. So a pod is woken while it is scheduled here, none of its containers has started, and a claim of it that is
-allocated by this driver is not prepared: after `FIRST_S`, then less and less often.
+allocated by this driver has no final answer: after `FIRST_S`, then less and less often.
 
-State owned: the pods that wait, when each is next due, and whose the claims are.
+State owned: the pods that wait, and when each is next due.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class PodWaker:
         driver: str,
         pool: str,
         pod: Callable[[PodUid], Pod | None],
-        is_prepared: Callable[[str], bool],
+        is_answered: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver = driver
         self._pool = pool
         self._pod = pod
-        self._is_prepared = is_prepared
+        self._is_answered = is_answered
         self._clock = clock
         self._waiting: dict[PodUid, _Waiting] = {}
         self._has_waiting = asyncio.Event()
@@ -98,7 +98,7 @@ class PodWaker:
         one.pause_s = min(MOST_S, one.pause_s * GROWTH)
         one.due_at = self._clock() + one.pause_s
         try:
-            if await self._has_unprepared(api, pod):
+            if await self._needs_call(api, pod):
                 await api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, {ANNOTATION: str(time.time_ns())})
                 log.debug("pod_woken", namespace=pod.namespace, pod=pod.name)
                 await asyncio.sleep(1 / PER_SECOND)
@@ -107,7 +107,7 @@ class PodWaker:
         except AgentError as e:
             log.debug("pod_not_woken", namespace=pod.namespace, pod=pod.name, error=str(e))
 
-    async def _has_unprepared(self, api: WakeApi, pod: Pod) -> bool:
+    async def _needs_call(self, api: WakeApi, pod: Pod) -> bool:
         """A claim of another driver alone is none of ours to hurry."""
         for name in sorted(set(pod.claims.values())):
             raw = await api.get_claim(pod.namespace, name, timeout_s=GET_TIMEOUT_S)
@@ -115,7 +115,7 @@ class PodWaker:
                 claim = read_claim(raw, driver=self._driver, pool=self._pool)
             except Corrupt:
                 continue
-            if not self._is_prepared(claim.ref.uid):
+            if not self._is_answered(claim.ref.uid):
                 return True
         return False
 

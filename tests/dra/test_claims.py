@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -133,7 +135,6 @@ async def test_what_the_host_or_the_disk_refuses_is_not_booked(tmp_path: Path) -
     driver.refusal = None
     (tmp_path / "records").write_text("no directory")
     assert "cannot be written" in await refused(driver) and not len(driver.cache)
-    assert await driver.claims.unprepare(ref_of()) is None
 
 
 async def test_refusals_say_what_is_wrong(tmp_path: Path) -> None:
@@ -155,6 +156,50 @@ async def test_a_call_that_is_cut_off_leaves_nothing_booked(tmp_path: Path) -> N
         task = group.create_task(driver.claims.prepare(ref_of()))
         driver.api.before = lambda: task.cancel() and None
     assert task.cancelled() and not len(driver.cache) and not driver.claims.prepared
+
+
+async def test_a_call_that_is_cut_off_while_its_record_is_written_leaves_no_file(tmp_path: Path) -> None:
+    """The thread that writes is not cut off; the kubelet unprepares what it could not prepare."""
+    driver = Driver(tmp_path, raw_claim(result()))
+    started, go_on = threading.Event(), threading.Event()
+    save = driver.files.save
+
+    def slow(claim: PreparedClaim) -> None:
+        started.set()
+        go_on.wait()
+        save(claim)
+
+    driver.files.save = slow  # type: ignore[method-assign]
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(driver.claims.prepare(ref_of()))
+        await asyncio.to_thread(started.wait)
+        task.cancel()
+    go_on.set()
+    await driver.claims.unprepare(ref_of())
+    assert task.cancelled() and not len(driver.cache) and not driver.records() and not driver.specs()
+
+
+async def test_a_spec_that_cannot_be_written_stops_no_restart(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, raw_claim(result(cores=40)))
+    await prepared(driver)
+    shutil.rmtree(tmp_path / "cdi")
+    (tmp_path / "cdi").write_text("no directory")
+    driver.claims = driver.new_claims()
+    await driver.claims.restore()
+    assert driver.claims.prepared.keys() == {uid_of(1)} and driver.cache.used_cores() == {GpuUuid("GPU-0"): 40}
+
+
+async def test_a_claim_that_no_call_will_change_is_answered(tmp_path: Path) -> None:
+    """The pod waker wakes the others only. The kubelet unprepares a claim that was refused, too."""
+    driver = Driver(tmp_path, raw_claim(result(cores=80)), raw_claim(result(cores=60), number=2))
+    claims = driver.claims
+    assert not claims.is_answered(uid_of(1))
+    await prepared(driver)
+    await refused(driver, 2)
+    await refused(driver, 3)
+    assert claims.is_answered(uid_of(1)) and claims.is_answered(uid_of(3)) and not claims.is_answered(uid_of(2))
+    await claims.unprepare(ref_of(3))
+    assert not claims.is_answered(uid_of(3))
 
 
 async def test_pods_that_use_the_claim_decide_its_views(tmp_path: Path) -> None:
