@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.claims import Claims
+from gpushare_agent.dra.outcomes import ClaimOutcomes
 from gpushare_agent.isolation import HamiCoreConfig, IsolationConfig, MpsConfig
 from gpushare_agent.model.allocations import ClaimRef, ContainerKey
 from gpushare_agent.model.errors import NotFound, Refused
@@ -114,6 +116,8 @@ class Driver:
         self.api = FakeClaimApi(*claims)
         self.cache = AllocationCache()
         self.store = PodStore()
+        self.decisions = DecisionLog(100)
+        self.counted: list[tuple[str, str, str]] = []
         self.inventory: GpuInventory = inventory(gpus)
         self.claimable: set[GpuUuid] = {gpu.uuid for gpu in self.inventory.gpus}
         self.policy = edit_policy()
@@ -139,12 +143,18 @@ class Driver:
             files=self.files,
             prepare_host=self._prepare_host,
             unavailable_reason=lambda _name: self.unavailable,
+            outcomes=ClaimOutcomes(
+                metrics=self, decisions=self.decisions, inventory=lambda: self.inventory, pods=self.store.pods
+            ),
             clock=time.monotonic,
             wait_s=self.wait_s,
         )
         made.attach(self.api)
         self.cache.subscribe(lambda _old, _new: made.changed())
         return made
+
+    def admission(self, resource: str, outcome: str, reason: str) -> None:
+        self.counted.append((resource, outcome, reason))
 
     def pod(self, name: str, *containers: ContainerSpec, claims: dict[str, str]) -> None:
         self.store.upsert(pod(name, *containers, claims=claims))

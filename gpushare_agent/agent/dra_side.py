@@ -19,6 +19,7 @@ from gpushare_agent.cluster.kube.client import KubeApi, slices_of_node
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.claims import Claims
 from gpushare_agent.dra.decisions.devices import DevicePolicy, slice_devices
+from gpushare_agent.dra.outcomes import ClaimOutcomes
 from gpushare_agent.dra.plugin import DeviceHealth, DraPlugin
 from gpushare_agent.dra.registration import SOCKET_NAMES, DraRegistration
 from gpushare_agent.dra.slices import SlicePublisher
@@ -114,6 +115,9 @@ def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
         files=ClaimFiles(settings.dra.record_directory, settings.dra.cdi_directory),
         prepare_host=prepare_host,
         unavailable_reason=isolation.unavailable_reason,
+        outcomes=ClaimOutcomes(
+            metrics=state.metrics, decisions=state.decisions, inventory=state.gpus, pods=state.store.pods
+        ),
         clock=time.monotonic,
         wait_s=settings.dra.prepare_wait_s,
     )

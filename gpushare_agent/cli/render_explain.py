@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gpushare_agent.cli.render_text import grid, mib, plain
-from gpushare_agent.model.decision_records import Outcome
+from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Outcome
 from gpushare_agent.model.errors import RefusalReason
 
 _POLICIES = {
@@ -23,6 +23,7 @@ _POLICIES = {
     "hint": "the GPU that the pod's annotation names (the scheduler extender's choice), which had enough free",
     "must-include": "the GPU of the devices that the kubelet names",
     "memory": "a GPU with enough free memory (GPUShare's resource)",
+    "scheduler": "kube-scheduler placed the claim; the node's ResourceSlice has the order of its GPUs (dra.order)",
 }
 _RETRIED = "Nothing: the pod's controller replaces it and the next try may succeed. If it goes on, read the agent's log"
 ADVICE = {
@@ -40,6 +41,11 @@ ADVICE = {
     RefusalReason.NOT_READY: _RETRIED,
     RefusalReason.QUOTA_EXCEEDED: "Wait until pods of the namespace end, ask for less, or have the quota raised",
     RefusalReason.WRONG_POOL: "Use a node of a pool that the namespace's quota names, or have the pool added to it",
+}
+
+CLAIM_ADVICE = {
+    RefusalReason.INVALID_REQUEST: "Correct the claim, its template or its class, as the refusal states",
+    RefusalReason.NOT_READY: "Nothing: the pod waits and the kubelet tries again. If it goes on, read the agent's log",
 }
 
 
@@ -65,7 +71,7 @@ def _title(decision: dict[str, Any]) -> Text:
 def _facts(decision: dict[str, Any]) -> list[Text]:
     facts = [("request", _request(decision)), ("policy", _policy(decision)), ("why", plain(decision["explanation"]))]
     if decision["outcome"] == Outcome.REFUSED.value:
-        facts.append(("do", _advice(decision["reason"])))
+        facts.append(("do", _advice(decision["resource"], decision["reason"])))
     return [Text.assemble((f"  {name:<8}", "dim"), text) for name, text in facts if text]
 
 
@@ -85,8 +91,10 @@ def _policy(decision: dict[str, Any]) -> str:
     return f"{plain(policy)}: {_POLICIES[policy]}" if policy in _POLICIES else plain(policy)
 
 
-def _advice(reason: str) -> str:
-    known = {item.value: text for item, text in ADVICE.items()}
+def _advice(resource: str, reason: str) -> str:
+    known = {
+        item.value: text for item, text in (ADVICE | (CLAIM_ADVICE if resource == CLAIMS_RESOURCE else {})).items()
+    }
     return f"{known[reason]}." if reason in known else ""
 
 

@@ -107,6 +107,7 @@ def _document(claim: PreparedClaim) -> dict[str, Any]:
         "namespace": claim.ref.namespace,
         "name": claim.ref.name,
         "uid": claim.ref.uid,
+        "shown_as": claim.shown_as,
         "pod": claim.pod,
         "isolation": claim.isolation.value,
         "results": [
@@ -150,5 +151,10 @@ def _parsed(raw: Mapping[str, Any]) -> PreparedClaim:
     if not isinstance(spec, dict) or not results:
         raise ValueError("it has no spec, or no results")
     return PreparedClaim(
-        ref=ref, pod=str(raw["pod"]), isolation=IsolationName(raw["isolation"]), results=results, spec=spec
+        ref=ref,
+        shown_as=str(raw.get("shown_as", ref.name)),
+        pod=str(raw["pod"]),
+        isolation=IsolationName(raw["isolation"]),
+        results=results,
+        spec=spec,
     )

@@ -4,7 +4,8 @@ An error costs the pod 60 to 90 s, for the kubelet tries again only then: what w
 `wait_s` at most. The record is written last and before the answer, so whatever is recorded is whole, and a call that is
 repeated for it changes nothing. Ending works from the record alone: the claim may be gone from the API server.
 
-State owned: `_prepared` by UID, the UIDs of claims that were refused for good, and its part of the allocation cache.
+State owned: `_prepared` by UID, the last refusal of others that the kubelet has not unprepared yet, and its part of the
+allocation cache.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.decisions.booking import allocations_of, shortage
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
+from gpushare_agent.dra.outcomes import ClaimOutcomes
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import ClaimRef, ContainerKey
@@ -66,6 +68,7 @@ class Claims:
         files: ClaimFiles,
         prepare_host: Callable[[Collection[ContainerKey], IsolationName], Awaitable[Refused | None]],
         unavailable_reason: Callable[[IsolationName], str],
+        outcomes: ClaimOutcomes,
         clock: Callable[[], float],
         wait_s: float,
     ) -> None:
@@ -80,11 +83,12 @@ class Claims:
         self._files = files
         self._prepare_host = prepare_host
         self._unavailable_reason = unavailable_reason
+        self._outcomes = outcomes
         self._clock = clock
         self._wait_s = wait_s
         self._api: ClaimApi | None = None
         self._prepared: dict[str, PreparedClaim] = {}
-        self._refused_for_good: set[str] = set()
+        self._refusals: dict[str, Refused] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._has_changed = asyncio.Event()
         self._thread = DaemonThread("claims", advice="Check the disks of dra.record_directory and dra.cdi_directory.")
@@ -99,7 +103,8 @@ class Claims:
 
     def is_answered(self, uid: str) -> bool:
         """Whether another call for the claim would change nothing: it is prepared, or no later answer will be another."""
-        return uid in self._prepared or uid in self._refused_for_good
+        refused = self._refusals.get(uid)
+        return uid in self._prepared or (refused is not None and refused.reason is RefusalReason.INVALID_REQUEST)
 
     @property
     def prepared(self) -> Mapping[str, PreparedClaim]:
@@ -128,8 +133,13 @@ class Claims:
                 await self._in_thread(partial(self._files.write_spec, known), f"writing the CDI spec of {ref.name}")
                 return known
             made = await self._prepare(ref, self._clock() + self._wait_s)
-            if isinstance(made, Refused) and made.reason is RefusalReason.INVALID_REQUEST:
-                self._refused_for_good.add(ref.uid)  # until the kubelet unprepares it, as it does for failed ones too
+            if isinstance(made, PreparedClaim):
+                self._refusals.pop(ref.uid, None)
+                self._outcomes.prepared(made)
+            else:
+                if self._refusals.get(ref.uid) != made:  # the kubelet asks again and again
+                    self._outcomes.refused(ref, made)
+                self._refusals[ref.uid] = made  # until it unprepares the claim, as it does with failed ones too
             return made
 
     async def unprepare(self, ref: ClaimRef) -> None:
@@ -137,7 +147,7 @@ class Claims:
         async with self._lock(ref.uid):
             # Also of an unknown one: a Prepare that was cut off may have left files.
             await self._in_thread(partial(self._files.remove, ref.uid), f"removing the files of claim {ref.name}")
-            self._refused_for_good.discard(ref.uid)
+            self._refusals.pop(ref.uid, None)
             if self._release(ref.uid):
                 log.info("claim_unprepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid)
 

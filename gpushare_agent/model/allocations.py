@@ -42,9 +42,11 @@ class ClaimRef(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimShare:
     """Of which request of which claim an allocation is (`request` without the alternative that was chosen), and what the
-    claim asked for beside the size: its isolation, and the elastic ceiling, 0 without one."""
+    claim asked for beside the size: its isolation, and the elastic ceiling, 0 without one. `shown_as` is the claim's name in
+    its pod, or its own where no template made it."""
 
     ref: ClaimRef
+    shown_as: str
     request: str
     isolation: IsolationName
     core_limit: int = 0
@@ -75,6 +77,11 @@ class Allocation:
     allocated_at: float = 0.0
     granted: ShareSize | None = None
     claim: ClaimShare | None = None
+
+    @property
+    def container_name(self) -> str:
+        """For people: of a claim's result `claim:<claim>/<result>`, after the names in a pod's allocatedResourcesStatus."""
+        return self.key.container if self.claim is None else f"claim:{self.claim.shown_as}/{self.key.container}"
 
     def ids(self, kind: ResourceKind) -> frozenset[DeviceId]:
         """Of one resource."""

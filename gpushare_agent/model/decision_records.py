@@ -10,6 +10,9 @@ from enum import StrEnum
 
 from gpushare_agent.model.names import GpuUuid, PodUid
 
+CLAIMS_RESOURCE = "resourceclaims.resource.k8s.io"
+"""Stands for a resource's name where a ResourceClaim was decided about."""
+
 
 class Outcome(StrEnum):
     ALLOCATED = "allocated"
@@ -43,7 +46,8 @@ class Asked:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
     """One container's decision. `number` grows by one with each. `pod_uid` and names are empty where the pod could not be
-    identified. `policy` is share, fragment, link, hint, must-include or memory, empty for a refusal."""
+    identified. `policy` is share, fragment, link, hint, must-include, memory or scheduler, empty for a refusal.
+    `container` is `claim:<name>` where it is about a ResourceClaim."""
 
     number: int
     at: float

@@ -166,7 +166,7 @@ def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[st
         "namespace": allocation.namespace,
         "pod": allocation.pod_name,
         "pod_uid": allocation.key.pod_uid,
-        "container": allocation.key.container,
+        "container": allocation.container_name,
         "kind": allocation.kind.value,
         "claim": _claim(allocation),
         "phase": _phase(facts),
@@ -192,7 +192,7 @@ def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[st
 
 def _claim(allocation: Allocation) -> dict[str, str] | None:
     """None for a container that has its GPU by a device plugin. Of a claim `pod` is the first of its pods, and `container`
-    the request."""
+    the claim with its result."""
     share = allocation.claim
     return None if share is None else {"name": share.ref.name, "uid": share.ref.uid, "request": share.request}
 

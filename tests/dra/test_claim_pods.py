@@ -16,7 +16,7 @@ KEY_A, KEY_B = ContainerKey(PodUid(uid_of(1)), "a"), ContainerKey(PodUid(uid_of(
 
 
 def booked(key: ContainerKey, gpu: int) -> Allocation:
-    share = ClaimShare(ref=ref_of(), request=key.container, isolation=IsolationName.MPS, core_limit=80)
+    share = ClaimShare(ref=ref_of(), shown_as="g", request=key.container, isolation=IsolationName.MPS, core_limit=80)
     return Allocation(
         key=key,
         namespace="default",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import GpuUuid
@@ -200,6 +201,36 @@ async def test_a_claim_that_no_call_will_change_is_answered(tmp_path: Path) -> N
     assert claims.is_answered(uid_of(1)) and claims.is_answered(uid_of(3)) and not claims.is_answered(uid_of(2))
     await claims.unprepare(ref_of(3))
     assert not claims.is_answered(uid_of(3))
+
+
+async def test_outcomes_are_counted_and_explained_once(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, raw_claim(result(cores=80)), raw_claim(result(cores=60), number=2))
+    driver.pod("p", using("x", ("g", "")), claims={"g": "claim-1"})
+    driver.pod("q", using("x", ("mine", "")), claims={"mine": "claim-2"})
+    await prepared(driver)
+    for _ in range(3):
+        await refused(driver, 2)
+    await prepared(driver)
+    assert driver.counted == [
+        ("resourceclaims.resource.k8s.io", "allocated", ""),
+        ("resourceclaims.resource.k8s.io", "refused", "NotReady"),
+    ]
+    second, first = driver.decisions.newest(9)
+    assert (first.pod, first.container, first.gpus, first.policy) == ("p", "claim:g", (0,), "scheduler")
+    assert first.explanation == "the scheduler chose gpu-0 for claim claim-1" and first.asked is not None
+    assert (first.asked.cores, first.asked.memory_bytes) == (80, 16 << 30)
+    assert (second.pod, second.container, second.gpus, second.reason) == ("q", "claim:mine", (), "NotReady")
+    assert "GPU 0 still has 80 cores" in second.explanation
+
+
+def test_a_claim_is_named_as_in_its_pod() -> None:
+    """A template's claims end at random, and a StatefulSet's metrics would never have the same name twice."""
+    raw = raw_claim(result())
+    names = {}
+    for given in ({}, {"pod-claim-name": "g"}, {"pod-claim-name": "/"}, {"extended-resource-claim": "true"}):
+        raw["metadata"]["annotations"] = {f"resource.kubernetes.io/{name}": value for name, value in given.items()}
+        names[str(given)] = read_claim(raw, driver="gpushare-agent", pool="node").shown_as
+    assert [*names.values()] == ["claim-1", "g", "claim-1", "extended-resources"]
 
 
 async def test_pods_that_use_the_claim_decide_its_views(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def by_plugin(gpu: int) -> Allocation:
 
 
 def by_claim(gpu: int) -> Allocation:
-    share = ClaimShare(ref=ref_of(), request="gpu", isolation=IsolationName.NONE)
+    share = ClaimShare(ref=ref_of(), shown_as="g", request="gpu", isolation=IsolationName.NONE)
     return replace(by_plugin(gpu), claim=share)
 
 

@@ -46,6 +46,7 @@ def allocations_of(claim: PreparedClaim, ledger: Ledger, names: ResourceNames, a
                 allocated_at=at,
                 claim=ClaimShare(
                     ref=claim.ref,
+                    shown_as=claim.shown_as,
                     request=one.request.partition("/")[0],
                     isolation=claim.isolation,
                     core_limit=one.core_limit,

@@ -23,6 +23,8 @@ from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 
 CONFIG_API_VERSION = "gpushare-agent/v1alpha1"
 CONFIG_KIND = "ShareConfig"
+POD_CLAIM_ANNOTATION = "resource.kubernetes.io/pod-claim-name"
+EXTENDED_RESOURCE_ANNOTATION = "resource.kubernetes.io/extended-resource-claim"
 MAX_RESULTS = 32
 """resource.k8s.io's own limit of devices in one claim."""
 MAX_USERS = 256
@@ -58,10 +60,12 @@ class ClaimResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatedClaim:
-    """A claim with the results that are this driver's on this node, in the claim's order. `users` are the pods for which it
+    """A claim with the results that are this driver's on this node, in the claim's order. `shown_as` is its name in the
+    pod that it was made for, else its own. `users` are the pods for which it
     is reserved, name and UID."""
 
     ref: ClaimRef
+    shown_as: str
     results: tuple[ClaimResult, ...]
     users: tuple[tuple[str, PodUid], ...] = field(default=())
 
@@ -84,12 +88,23 @@ def read_claim(raw: Mapping[str, Any], *, driver: str, pool: str) -> AllocatedCl
     results = [_result(one, configs) for one in mine]
     if not results:
         raise Corrupt(f"status.allocation has no device of driver {driver}")
-    return AllocatedClaim(ref=ref, results=tuple(results), users=tuple(_users(_object(raw, "status"))))
+    return AllocatedClaim(
+        ref=ref, shown_as=_shown_as(raw, ref), results=tuple(results), users=tuple(_users(_object(raw, "status")))
+    )
 
 
 def claim_ref(raw: Mapping[str, Any]) -> ClaimRef:
     metadata = _object(raw, "metadata")
     return checked_ref(*(_text(metadata, name) for name in ("namespace", "name", "uid")))
+
+
+def _shown_as(raw: Mapping[str, Any], ref: ClaimRef) -> str:
+    """Stable over the pods of a StatefulSet: the names of claims that are made for a pod end at random."""
+    annotations = _object(_object(raw, "metadata"), "annotations")
+    if annotations.get(EXTENDED_RESOURCE_ANNOTATION) == "true":
+        return "extended-resources"
+    name = annotations.get(POD_CLAIM_ANNOTATION)
+    return name if isinstance(name, str) and _NAME.fullmatch(name) else ref.name
 
 
 def checked_ref(namespace: str, name: str, uid: str) -> ClaimRef:

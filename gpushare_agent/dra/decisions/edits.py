@@ -55,6 +55,7 @@ class PreparedClaim:
     first that it is reserved for. `spec` is the CDI document."""
 
     ref: ClaimRef
+    shown_as: str
     pod: str
     isolation: IsolationName
     results: tuple[PreparedResult, ...]
@@ -84,6 +85,7 @@ def prepare_claim(
     order = {one: place for place, one in enumerate((r.request, r.device) for r in claim.results)}
     return PreparedClaim(
         ref=claim.ref,
+        shown_as=claim.shown_as,
         pod=claim.users[0][0] if claim.users else claim.ref.name,
         isolation=isolation,
         results=tuple(sorted(results, key=lambda one: order[one.request, one.device])),

@@ -58,7 +58,7 @@ def _allocation(allocation: Allocation, now: float) -> dict[str, Any]:
         "namespace": allocation.namespace,
         "pod": allocation.pod_name,
         "pod_uid": allocation.key.pod_uid,
-        "container": allocation.key.container,
+        "container": allocation.container_name,
         "kind": allocation.kind.value,
         "is_whole": allocation.is_whole,
         "cards": list(allocation.gpus),

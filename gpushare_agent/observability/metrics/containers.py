@@ -32,7 +32,7 @@ def container_series(snapshot: NodeSnapshot) -> list[Series]:
                 pod_name=facts.allocation.pod_name,
                 namespace=facts.allocation.namespace,
                 node=snapshot.node,
-                container_name=facts.allocation.key.container,
+                container_name=facts.allocation.container_name,
             ),
             facts,
         )
@@ -77,7 +77,7 @@ def _shares(snapshot: NodeSnapshot, facts: ContainerFacts, gpus: Mapping[GpuUuid
             labels_text(
                 namespace=allocation.namespace,
                 pod=allocation.pod_name,
-                container=allocation.key.container,
+                container=allocation.container_name,
                 uuid=gpu.uuid,
                 gpu=str(gpu.index),
                 node=snapshot.node,
@@ -178,7 +178,7 @@ def _isolation_info(snapshot: NodeSnapshot, containers: Iterable[ContainerFacts]
         labels_text(
             namespace=facts.allocation.namespace,
             pod=facts.allocation.pod_name,
-            container=facts.allocation.key.container,
+            container=facts.allocation.container_name,
             node=snapshot.node,
             isolation=facts.isolation,
             memory_by=facts.kept.memory_by.value,

@@ -1,0 +1,96 @@
+"""Reports the outcome of each claim: metrics and the decision log. The pod's Event is the kubelet's own.
+
+Never blocks, decides nothing, has no state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from gpushare_agent.admission.decision_log import DecisionLog
+from gpushare_agent.dra.decisions.edits import PreparedClaim
+from gpushare_agent.model.allocations import ClaimRef
+from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.pods import Pod
+
+MIB = 1024 * 1024
+
+
+class CountsAdmissions(Protocol):
+    def admission(self, resource: str, outcome: str, reason: str) -> None: ...
+
+
+class ClaimOutcomes:
+    """`pods` are those of the node; the one that uses the claim is named in the record."""
+
+    def __init__(
+        self,
+        *,
+        metrics: CountsAdmissions,
+        decisions: DecisionLog,
+        inventory: Callable[[], GpuInventory],
+        pods: Callable[[], Iterable[Pod]],
+    ) -> None:
+        self._metrics = metrics
+        self._decisions = decisions
+        self._inventory = inventory
+        self._pods = pods
+
+    def prepared(self, claim: PreparedClaim) -> None:
+        self._metrics.admission(CLAIMS_RESOURCE, "allocated", "")
+        by_uuid = self._inventory().by_uuid()
+        gpus = sorted({gpu.index for one in claim.results if (gpu := by_uuid.get(GpuUuid(one.gpu))) is not None})
+        asked = Asked(
+            cores=sum(one.cores for one in claim.results),
+            memory_bytes=sum(one.memory_mib for one in claim.results) * MIB,
+        )
+        why = f"the scheduler chose {', '.join(one.device for one in claim.results)} for claim {claim.ref.name}"
+        self._record(claim.ref, claim.pod, gpus=tuple(gpus), asked=asked, why=why)
+
+    def refused(self, ref: ClaimRef, refused: Refused) -> None:
+        self._metrics.admission(CLAIMS_RESOURCE, "refused", refused.reason.value)
+        self._record(ref, "", reason=refused.reason.value, why=refused.detail)
+
+    def _record(
+        self,
+        ref: ClaimRef,
+        pod_name: str,
+        *,
+        why: str,
+        reason: str = "",
+        gpus: tuple[int, ...] = (),
+        asked: Asked | None = None,
+    ) -> None:
+        pod, shown_as = next(
+            (
+                (pod, name)
+                for pod in self._pods()
+                if pod.namespace == ref.namespace
+                for name, claim in pod.claims.items()
+                if claim == ref.name
+            ),
+            (None, ref.name),
+        )
+        self._decisions.add(
+            DecisionRecord(
+                number=0,
+                at=time.time(),
+                namespace=ref.namespace,
+                pod=pod.name if pod is not None else pod_name,
+                pod_uid=pod.uid if pod is not None else "",
+                container=f"claim:{shown_as}",
+                resource=CLAIMS_RESOURCE,
+                outcome=Outcome.REFUSED if reason else Outcome.ALLOCATED,
+                reason=reason,
+                explanation=why,
+                policy="" if reason else "scheduler",
+                gpus=gpus,
+                asked=asked,
+                candidates=(),
+            )
+        )
