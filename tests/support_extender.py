@@ -125,6 +125,7 @@ class FakeCluster:
             "configmaps": {},
             "leases": {},
             "events": {},
+            "resourceclaimtemplates": {},
         }
         self.version = 100
         self.faults: list[str] = []

@@ -28,10 +28,11 @@ from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import ALL_NODES
 from gpushare_agent.cluster.kube.cluster import LIVE_PODS, config_map
 from gpushare_agent.extender.bind import Binder, BindTiming
+from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.debug import StatePages
-from gpushare_agent.extender.http import ExtenderVerbs, ExtenderWeb, ListenConfig
+from gpushare_agent.extender.http import ExtenderVerbs, ExtenderWeb, ListenConfig, WebhookVerb
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms
 from gpushare_agent.extender.leader_label import LeaderLabel
 from gpushare_agent.extender.leadership import Leadership
@@ -48,6 +49,7 @@ from gpushare_agent.extender.verbs import Extender
 from gpushare_agent.kit.process import sd_notify
 from gpushare_agent.kit.supervision import forever, stop_task, wait_for
 from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import Settings
 
@@ -180,6 +182,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         ready=leadership.not_ready,
         warm=leadership.not_warm,
         pages=StatePages(head=lambda: document(parts), nodes=state),
+        webhook=_webhook(chosen, api, names),
     )
     parts = ExtenderParts(
         api=api,
@@ -196,6 +199,13 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     )
     _show_state(parts, metrics)
     return parts
+
+
+def _webhook(chosen: ExtenderSettings, api: ClusterApi, names: ResourceNames) -> WebhookVerb | None:
+    if chosen.claims_webhook == "off":
+        return None
+    needs_certificate = chosen.claims_webhook == "certificate"
+    return WebhookVerb(ClaimsWebhook(api=api, names=names), needs_certificate=needs_certificate)
 
 
 def _quota_informer(

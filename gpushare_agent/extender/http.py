@@ -4,6 +4,7 @@ The paths are gpu-admission's and kube-scheduler's usual ones. Limits and connec
 connection is always served, however many others are idle. With client authorities, only a client that shows a certificate of
 theirs may call the verbs and read the state; a kubelet's probe has none, so health stays open. A replica that does not lead,
 or has not listed the cluster since it does, answers 503: the scheduler tries again, and a Service routes to the other.
+The webhook for claims (claims_webhook.py) is answered by every replica, and with or without a certificate, by setting.
 
 A verb's request, in the order of the checks:
 
@@ -34,6 +35,7 @@ import structlog
 from aiohttp import web
 
 from gpushare_agent import __version__
+from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.messages import (
@@ -142,6 +144,21 @@ class ExtenderVerbs:
         return _Result(preemption_result(self._extender.preempt(args), args.violations))
 
 
+class WebhookVerb:
+    """`mutate` as a verb of the server. `needs_certificate`: as the scheduler's verbs do."""
+
+    def __init__(self, webhook: ClaimsWebhook, *, needs_certificate: bool) -> None:
+        self._webhook = webhook
+        self.needs_certificate = needs_certificate
+
+    async def mutate(self, content: bytes) -> _Result:
+        try:
+            body, outcome = await self._webhook.mutate(content)
+        except Corrupt as e:
+            return _Result(f"{e}\n".encode(), "bad", 400)
+        return _Result(body, outcome)
+
+
 class ExtenderWeb:
     """`run` once. `ready` returns why the verbs are not answered now, nothing when they are; `warm` why this replica could
     not take over at once, which is what /readyz answers."""
@@ -155,6 +172,7 @@ class ExtenderWeb:
         ready: Callable[[], Sequence[str]],
         warm: Callable[[], Sequence[str]],
         pages: StatePages,
+        webhook: WebhookVerb | None = None,
     ) -> None:
         self._config = config
         self._verbs = verbs
@@ -162,6 +180,7 @@ class ExtenderWeb:
         self._ready = ready
         self._warm = warm
         self._pages = pages
+        self._webhook = webhook
         self._long_bodies = 0
         self._is_listening = asyncio.Event()
         self.bound_port = 0
@@ -207,7 +226,13 @@ class ExtenderWeb:
 
     def _routes(self) -> list[web.AbstractRouteDef]:
         verbs = self._verbs
+        webhook = self._webhook
+        of_webhook = []
+        if webhook is not None:
+            answer = self._verb("mutate", webhook.mutate, is_open=not webhook.needs_certificate, ready=lambda: ())
+            of_webhook = [web.post("/mutate-pods", answer)]
         return [
+            *of_webhook,
             web.post("/scheduler/filter", self._verb("filter", verbs.filter)),
             web.post("/scheduler/predicates", self._verb("filter", verbs.filter)),
             web.post("/scheduler/priorities", self._verb("prioritize", verbs.prioritize)),
@@ -221,11 +246,16 @@ class ExtenderWeb:
             web.get("/metrics", self._show_metrics),
         ]
 
-    def _verb(self, name: str, verb: Verb) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def _verb(
+        self, name: str, verb: Verb, *, is_open: bool = False, ready: Callable[[], Sequence[str]] | None = None
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """`is_open`: for clients without a certificate too. `ready`: in the place of the server's own."""
+        not_ready = ready or self._ready
+
         async def answer(request: web.Request) -> web.Response:
-            if not self._is_known(request):
+            if not is_open and not self._is_known(request):
                 return web.Response(status=403, text=_UNKNOWN_CLIENT)
-            if reasons := self._ready():  # before the body, which may be long
+            if reasons := not_ready():  # before the body, which may be long
                 return self._unready(name, reasons)
             try:
                 content = await self._body(request)
@@ -234,7 +264,7 @@ class ExtenderWeb:
                 unread = web.Response(status=e.status, text=f"{e}\n")
                 unread.force_close()
                 return unread
-            if reasons := self._ready():
+            if reasons := not_ready():
                 return self._unready(name, reasons)
             began_at = time.monotonic()
             result = await verb(content)

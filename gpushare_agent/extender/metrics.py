@@ -14,7 +14,7 @@ from prometheus_client.exposition import choose_encoder
 
 from gpushare_agent import __version__
 
-VERBS = ("bind", "filter", "preempt", "prioritize")
+VERBS = ("bind", "filter", "mutate", "preempt", "prioritize")
 REQUEST_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 OUTCOMES = ("bad", "error", "ok", "unready")
 BINDS = ("bound", "failed", "refused", "unknown")

@@ -64,6 +64,12 @@ class ExtenderSettings(Section):
         description="Certificate authorities, PEM. Only clients with a certificate of theirs may call the scheduler's verbs;"
         " health and metrics stay open. Empty: whoever reaches the address may call them.",
     )
+    claims_webhook: Literal["off", "open", "certificate"] = Field(
+        default="off",
+        description="Answer POST /mutate-pods, the webhook that turns pods' limits into ResourceClaims"
+        " (docs/guide/turn-limits-into-claims.md). open: for every client, as an API server shows no certificate unless"
+        " configured to. certificate: only for those of client_ca, as the scheduler's verbs. Both need TLS.",
+    )
     max_body_mib: Count = Field(
         default=8,
         ge=1,
@@ -113,4 +119,8 @@ class ExtenderSettings(Section):
             raise ValueError("tls_cert and tls_key are only of use together")
         if self.client_ca is not None and self.tls_cert is None:
             raise ValueError("client_ca needs tls_cert and tls_key: without TLS no client shows a certificate")
+        if self.claims_webhook != "off" and self.tls_cert is None:
+            raise ValueError("claims_webhook needs tls_cert and tls_key: an API server calls webhooks by HTTPS alone")
+        if self.claims_webhook == "certificate" and self.client_ca is None:
+            raise ValueError("claims_webhook certificate needs client_ca: whose certificates are meant?")
         return self

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from tests.e2e.installation import MANIFESTS, SYSTEM
 NAME, SCHEDULER = "gpushare-agent-extender", "gpushare-scheduler"
 APP = f"app.kubernetes.io/name={NAME}"
 LEADER = f"{APP},gpushare-agent/role=leader"
+WEBHOOK = MANIFESTS / "extender/components/claims-webhook"
+WEBHOOK_GUIDE = MANIFESTS.parent / "docs/guide/turn-limits-into-claims.md"
 GUIDE = MANIFESTS.parent / "docs/guide/schedule-with-the-extender.md"
 NOT_PULLED = {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull"}
 
@@ -41,10 +44,23 @@ class ExtenderInstallation:
         self.leader()
         self.point_scheduler()
 
+    def install_webhook(self) -> None:
+        """The extender with the webhook for claims, by its guide; no scheduler asks it."""
+        self._make_certificates()
+        images = [{"name": "gpushare-agent", **_named(self._image)}]
+        self._apply("extender", images, components=["extender/components/claims-webhook"])
+        text = WEBHOOK_GUIDE.read_text(encoding="utf-8")
+        (command,) = re.findall(r"^kubectl patch .*?(?=^```$)", text, re.DOTALL | re.MULTILINE)
+        self._run(command)
+        self._roll_out(NAME)
+
     def _make_certificates(self) -> None:
         """The guide's own commands."""
         step = GUIDE.read_text(encoding="utf-8").partition("## 1. Certificates")[2].partition("\n## ")[0]
         commands = "\n".join(re.findall(r"^```\n(.*?)^```$", step, re.DOTALL | re.MULTILINE))
+        self._run(commands)
+
+    def _run(self, commands: str) -> None:
         done = subprocess.run(
             ["bash", "-e", "-c", commands], cwd=self._folder, capture_output=True, text=True, timeout=120, check=False
         )
@@ -82,13 +98,20 @@ class ExtenderInstallation:
             name for name, pod in pods.items() if "deletionTimestamp" not in pod["metadata"]
         }
 
-    def _apply(self, directory: str, images: list[Object], patches: list[Object] | None = None) -> None:
+    def _apply(
+        self,
+        directory: str,
+        images: list[Object],
+        patches: list[Object] | None = None,
+        components: Sequence[str] = (),
+    ) -> None:
         own = self._folder / "own"
         own.mkdir(exist_ok=True)
         document = {
             "apiVersion": "kustomize.config.k8s.io/v1beta1",
             "kind": "Kustomization",
             "resources": [os.path.relpath(MANIFESTS / directory, own)],
+            "components": [os.path.relpath(MANIFESTS / one, own) for one in components],
             "images": images,
             "patches": patches or [],
         }
@@ -124,7 +147,9 @@ class ExtenderInstallation:
         return float(value)
 
     def remove(self) -> None:
-        """The policies first: they are for the whole cluster."""
+        """The webhook and the policies first: they are for the whole cluster."""
+        of_webhook = [one for file in ("rbac", "service", "webhook") for one in ("-f", str(WEBHOOK / f"{file}.yaml"))]
+        self.cluster.run("delete", "--ignore-not-found", *of_webhook)
         for directory in ("extender/second-scheduler", "extender"):
             self.cluster.run("delete", "--ignore-not-found", "-k", str(MANIFESTS / directory), timeout_s=DEADLINE_S)
         secrets = ("secret/gpushare-agent-extender-tls", "secret/gpushare-scheduler-tls")

@@ -47,7 +47,8 @@ rules:
       - system:serviceaccount:gpushare-system:gpushare-scheduler
   - level: None
 POLICY
-export RIG_APISERVER_ARGS="--audit-policy-file=$work/audit/policy.yaml --audit-log-path=$work/audit/log"
+# Without kube-proxy the API server reaches a webhook's Service by its endpoints alone.
+export RIG_APISERVER_ARGS="--enable-aggregator-routing=true --audit-policy-file=$work/audit/policy.yaml --audit-log-path=$work/audit/log"
 
 interruptible "$rig" up
 if [[ -n ${IMAGE_TAR:-} ]]; then

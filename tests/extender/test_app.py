@@ -234,6 +234,8 @@ def test_a_wrong_configuration_is_named(short_dir: Path, text: str, words: str) 
         {"renew_deadline_s": 15.0},
         {"tls_cert": "/c"},
         {"client_ca": "/c"},
+        {"claims_webhook": "open"},
+        {"claims_webhook": "certificate", "tls_cert": "/c", "tls_key": "/c"},
         {"quota_name": "Not A Name"},
         {"model_label": "a b"},
         {"reserve": "never"},

@@ -16,9 +16,17 @@ from typing import Any
 import pytest
 
 from gpushare_agent.extender.app import GC_THRESHOLDS
+from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.debug import MOST_NODES, StatePages
-from gpushare_agent.extender.http import LONG_AT_ONCE, SHORT_BYTES, ExtenderVerbs, ExtenderWeb, ListenConfig
+from gpushare_agent.extender.http import (
+    LONG_AT_ONCE,
+    SHORT_BYTES,
+    ExtenderVerbs,
+    ExtenderWeb,
+    ListenConfig,
+    WebhookVerb,
+)
 from gpushare_agent.extender.messages import BindArgs, NodesArgs, PreemptArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.tls import Tls
@@ -72,6 +80,7 @@ async def served(
     *,
     metrics: ExtenderMetrics | None = None,
     limits: HttpLimits | None = None,
+    webhook: WebhookVerb | None = None,
     **config: Any,
 ) -> AsyncIterator[int]:
     """The port of an extender that decides."""
@@ -82,6 +91,7 @@ async def served(
         ready=list,
         warm=list,
         pages=StatePages(head=lambda: {"is_leading": True}, nodes=nodes or Nodes(0)),
+        webhook=webhook,
     )
     async with asyncio.timeout(DEADLINE_S), running(web.run):
         yield await web.wait_listening()
@@ -271,6 +281,38 @@ async def test_no_mebibyte_of_json_keeps_the_loop_for_long(body: bytes) -> None:
     """Whatever is in it: binds and probes go on."""
     async with served() as port:
         longest_s, _ = await loop_time_s(port, post_bytes(body))
+        assert longest_s < 0.05
+
+
+class NoTemplates:
+    """An API server that is not asked, for no template is needed."""
+
+    async def get_claim_template(self, _namespace: str, _name: str) -> dict[str, Any]:
+        raise AssertionError
+
+    async def create_claim_template(self, _namespace: str, _raw: Mapping[str, Any]) -> dict[str, Any]:
+        raise AssertionError
+
+
+def _big_pod() -> bytes:
+    """As large as the API server stores one, and every container asks for something that is refused."""
+    limits = {"limits": {"tencent.com/vcuda-core": "1"}}
+    env = [{"name": f"n{number}", "value": "x" * 40} for number in range(60)]
+    containers = [{"name": f"c{n}", "env": env, "resources": limits} for n in range(250)]
+    return json.dumps({"metadata": {}, "spec": {"containers": containers}}).encode()
+
+
+@pytest.mark.usefixtures("collector_of_the_extender")
+@pytest.mark.parametrize("raw_object", [_big_pod(), *_hostile().values()], ids=["big pod", *_hostile()])
+async def test_no_review_of_a_mebibyte_keeps_the_loop_for_long(raw_object: bytes) -> None:
+    """Of the webhook, which every client may call."""
+    head = {"uid": "u", "namespace": "n", "operation": "CREATE", "resource": {"resource": "pods"}}
+    request = json.dumps(head)[:-1].encode() + b',"object":' + raw_object + b"}"
+    body = b'{"apiVersion":"admission.k8s.io/v1","request":' + request + b"}"
+    webhook = WebhookVerb(ClaimsWebhook(api=NoTemplates(), names=ResourceNames()), needs_certificate=False)
+    async with served(webhook=webhook) as port:
+        content = post_bytes(body).replace(b"/scheduler/filter", b"/mutate-pods", 1)
+        longest_s, _ = await loop_time_s(port, content)
         assert longest_s < 0.05
 
 

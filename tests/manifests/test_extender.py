@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare_agent.extender.claims_webhook import API_TIMEOUT_S
 from gpushare_agent.extender.decisions.quota import NamespaceQuota, parse_quota
 from gpushare_agent.extender.leader_label import APP_LABEL, LEADER, ROLE_LABEL
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
@@ -333,7 +334,33 @@ def test_the_guide_shows_the_quotas_example() -> None:
     assert yaml.safe_load(block)["data"] == found["data"]
 
 
-@pytest.mark.parametrize("components", [(), ("without-tls", "network-policy")], ids=["tls", "plain"])
+def test_the_claims_webhook_reaches_every_replica() -> None:
+    """By a Service of its own, whose name is in the certificate that the guide makes; for pods that ask, where asked for."""
+    folder = "extender/components/claims-webhook"
+    (patch,), (service,) = documents(f"{folder}/setting.yaml"), documents(f"{folder}/service.yaml")
+    template = merged(deployment(), patch)["spec"]["template"]
+    assert settings_with(template["spec"]["containers"][0]).extender.claims_webhook == "open"
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    (served,) = service["spec"]["ports"]
+    assert served["targetPort"] in {port["name"] for port in pod_spec()["containers"][0]["ports"]}
+    (configuration,) = documents(f"{folder}/webhook.yaml")
+    (webhook,) = configuration["webhooks"]
+    asked = webhook["clientConfig"]["service"]
+    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+    assert (asked["name"], asked["namespace"], asked["port"]) == (name, namespace, served["port"])
+    guide = (MANIFESTS.parent / "docs/guide/schedule-with-the-extender.md").read_text(encoding="utf-8")
+    assert f"DNS:{name}.{namespace}.svc" in guide
+    web = (MANIFESTS.parent / "gpushare_agent/extender/http.py").read_text(encoding="utf-8")
+    assert f'web.post("{asked["path"]}"' in web
+    (condition,) = webhook["matchConditions"]
+    settings = Settings()
+    assert all(f"'{one}'" in condition["expression"] for one in (VCORE_RESOURCE, VMEMORY_RESOURCE))
+    assert f"'{settings.gpushare.resource}'" in condition["expression"]
+    assert (webhook["sideEffects"], webhook["failurePolicy"]) == ("NoneOnDryRun", "Fail")
+    assert webhook["timeoutSeconds"] > API_TIMEOUT_S
+
+
+@pytest.mark.parametrize("components", [(), ("without-tls", "network-policy"), ("claims-webhook",)], ids=str)
 def test_kustomize_renders_the_extender(tmp_path: Path, components: tuple[str, ...]) -> None:
     """With all its objects in the namespaces that they name, and a pod as the tests above see it."""
     shutil.copytree(EXTENDER, tmp_path / "extender")
@@ -350,3 +377,11 @@ def test_kustomize_renders_the_extender(tmp_path: Path, components: tuple[str, .
     (container,) = spec["containers"]
     assert (settings_with(container).extender.tls_cert is None) == ("without-tls" in components)
     assert container["image"].startswith("gpushare-agent:")
+    of_webhook = {item["kind"]: item for item in found if item["metadata"]["name"] == f"{NAME[:14]}-claims-webhook"}
+    assert bool(of_webhook) == ("claims-webhook" in components)
+    if of_webhook:
+        assert [(one["resources"], one["verbs"]) for one in of_webhook["ClusterRole"]["rules"]] == [
+            (["resourceclaimtemplates"], ["get", "create"])
+        ]
+        (subject,) = of_webhook["ClusterRoleBinding"]["subjects"]
+        assert (subject["name"], subject["namespace"]) == (spec["serviceAccountName"], NAMESPACE)

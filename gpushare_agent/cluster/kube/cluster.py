@@ -67,6 +67,15 @@ class ClusterApi(KubeApi):
         path = f"{pod_path(namespace, name)}/binding"
         await self._send("POST", f"bind pod {namespace}/{name} to node {node}", path, body)
 
+    async def get_claim_template(self, namespace: str, name: str) -> dict[str, Any]:
+        path = f"{_claim_templates(namespace)}/{segment(name)}"
+        return await self._get(f"get ResourceClaimTemplate {namespace}/{name}", path)
+
+    async def create_claim_template(self, namespace: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """As it is then. Conflict where one of its name exists."""
+        what = f"create a ResourceClaimTemplate in namespace {namespace}"
+        return await self._send("POST", what, _claim_templates(namespace), raw)
+
     async def get_lease(self, namespace: str, name: str) -> dict[str, Any]:
         return await self._get(f"get lease {namespace}/{name}", f"{_leases(namespace)}/{segment(name)}")
 
@@ -81,6 +90,10 @@ class ClusterApi(KubeApi):
             raise Corrupt(f"cannot replace lease {namespace}/{name}: the one read has no resourceVersion")
         path = f"{_leases(namespace)}/{segment(name)}"
         return await self._send("PUT", f"replace lease {namespace}/{name}", path, raw_lease)
+
+
+def _claim_templates(namespace: str) -> str:
+    return f"/apis/resource.k8s.io/v1/namespaces/{segment(namespace)}/resourceclaimtemplates"
 
 
 def _leases(namespace: str) -> str:

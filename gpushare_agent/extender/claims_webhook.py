@@ -1,0 +1,181 @@
+"""The mutating webhook that turns a new pod's limits into ResourceClaims, and the templates of these claims.
+
+What becomes of a pod is decisions/claims.py's. Any replica answers: nothing here depends on who leads. A template is created
+when a pod needs it first, never changed, and never removed: a later pod may name it. A dry run creates none.
+Format: admission.k8s.io/v1 AdmissionReview. State owned: how many templates may still be created now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from gpushare_agent.cluster.kube.pods import mapping_or_empty
+from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
+from gpushare_agent.extender.json_reader import JsonReader
+from gpushare_agent.extender.messages import MAX_CONTAINERS, MAX_NAME_CHARS
+from gpushare_agent.extender.verbs import in_steps
+from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Refused, Unavailable
+from gpushare_agent.model.resources import ResourceNames
+
+log = structlog.get_logger(__name__)
+
+API_VERSION = "admission.k8s.io/v1"
+MANAGED_BY = "gpushare-agent-extender"
+API_TIMEOUT_S = 2.0
+"""Of all requests for one pod."""
+MOST_NEW = 100
+NEW_PER_S = 1.0
+"""Templates created at once, and later. API servers show no certificate unless they are configured to, so others may call
+the webhook as well: this bounds what they can write."""
+MAX_WARNING_CHARS = 256
+"""The API server cuts longer ones."""
+
+
+class TemplateApi(Protocol):
+    async def get_claim_template(self, namespace: str, name: str) -> dict[str, Any]: ...
+    async def create_claim_template(self, namespace: str, raw: Mapping[str, Any]) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Review:
+    """AdmissionRequest for a pod that is created."""
+
+    uid: str
+    namespace: str
+    is_dry_run: bool
+    raw_pod: Mapping[str, Any]
+
+
+class ClaimsWebhook:
+    """`clock` in seconds."""
+
+    def __init__(self, *, api: TemplateApi, names: ResourceNames, clock: Callable[[], float] = time.monotonic) -> None:
+        self._api = api
+        self._names = names
+        self._clock = clock
+        self._may_create = float(MOST_NEW)
+        self._counted_at = clock()
+
+    async def mutate(self, content: bytes) -> tuple[bytes, str]:
+        """The AdmissionReview with the answer, and its outcome: ok or error.
+
+        Raises:
+            Corrupt: it is no request for a pod.
+        """
+        review = await in_steps(parse_review(content))
+        try:
+            found = convert_pod(review.raw_pod, self._names)
+        except Corrupt as e:
+            return _answer(review, denied=str(e), code=422), "error"
+        if isinstance(found, Refused):
+            return _answer(review, denied=found.detail, code=422), "error"
+        try:
+            async with asyncio.timeout(API_TIMEOUT_S):
+                for template in found.templates:
+                    await self._ensure(review, template)
+        except TimeoutError:
+            text = f"the API server did not answer within {API_TIMEOUT_S:g} s about a ResourceClaimTemplate; try again"
+            return _answer(review, denied=text, code=503), "error"
+        except AgentError as e:
+            return _answer(review, denied=str(e), code=503), "error"
+        return _answer(review, found), "ok"
+
+    async def _ensure(self, review: Review, template: Template) -> None:
+        """The template exists in the pod's namespace, as it must be. Raises AgentError."""
+        name, spec = template.name, template.spec()
+        try:
+            raw = await self._api.get_claim_template(review.namespace, name)
+        except NotFound:
+            if review.is_dry_run:
+                return
+            raw = await self._create(review.namespace, name, spec)
+        if not _contains(mapping_or_empty(raw.get("spec")).get("spec"), spec):
+            raise Conflict(
+                f"the ResourceClaimTemplate {review.namespace}/{name} exists with another spec than the pod's limits mean:"
+                " delete it, it is created again"
+            )
+
+    async def _create(self, namespace: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+        self._take_creation()
+        raw = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaimTemplate",
+            "metadata": {"name": name, "labels": {"app.kubernetes.io/managed-by": MANAGED_BY}},
+            "spec": {"spec": spec},
+        }
+        try:
+            made = await self._api.create_claim_template(namespace, raw)
+        except Conflict:  # another pod's, at the same time
+            return await self._api.get_claim_template(namespace, name)
+        log.info("claim_template_created", namespace=namespace, template=name)
+        return made
+
+    def _take_creation(self) -> None:
+        now = self._clock()
+        self._may_create = min(float(MOST_NEW), self._may_create + (now - self._counted_at) * NEW_PER_S)
+        self._counted_at = now
+        if self._may_create < 1:
+            raise Unavailable(f"over {MOST_NEW} kinds of shares were asked for the first time just now; try again")
+        self._may_create -= 1
+
+
+def parse_review(content: bytes) -> Generator[None, None, Review]:
+    """In steps. Raises Corrupt."""
+    what = "AdmissionReview"
+    reader, top, request = JsonReader(content, what), dict[str, Any](), dict[str, Any]()
+    for field in reader.fields():
+        if field != "request" or reader.next_char() != "{":
+            top[field] = reader.part()
+            continue
+        for name in reader.fields():
+            request[name] = reader.part()
+            yield
+    reader.end()
+    if top.get("apiversion") != API_VERSION:
+        raise Corrupt(f"{what}: is not of {API_VERSION}")
+    uid, namespace, raw_pod = (request.get(name) for name in ("uid", "namespace", "object"))
+    asked = mapping_or_empty(request.get("resource")).get("resource")
+    if asked != "pods" or request.get("subresource") or request.get("operation") != "CREATE":
+        raise Corrupt(f"{what}: is not for the creation of a pod; the webhook's rules are wrong")
+    if not isinstance(uid, str) or not isinstance(namespace, str) or max(len(uid), len(namespace)) > MAX_NAME_CHARS:
+        raise Corrupt(f"{what}: uid or namespace is missing or too long")
+    if not isinstance(raw_pod, Mapping):
+        raise Corrupt(f"{what}.request.object: is not an object")
+    spec = mapping_or_empty(raw_pod.get("spec"))
+    lists = (spec.get(name) for name in ("containers", "initContainers"))
+    if sum(len(one) for one in lists if isinstance(one, list)) > MAX_CONTAINERS:
+        raise Corrupt(f"{what}: a pod of more than {MAX_CONTAINERS} containers")
+    return Review(uid=uid, namespace=namespace, is_dry_run=request.get("dryrun") is True, raw_pod=raw_pod)
+
+
+def _answer(review: Review, found: Conversion | None = None, *, denied: str = "", code: int = 0) -> bytes:
+    response: dict[str, Any] = {"uid": review.uid, "allowed": not denied}
+    if denied:
+        response["status"] = {"code": code, "message": denied}
+    elif found is not None and found.patch:
+        patch = json.dumps(list(found.patch), separators=(",", ":")).encode()
+        response |= {"patchType": "JSONPatch", "patch": base64.b64encode(patch).decode()}
+    if found is not None and found.warnings:
+        response["warnings"] = [text[:MAX_WARNING_CHARS] for text in found.warnings]
+    return json.dumps({"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response}).encode()
+
+
+def _contains(found: Any, wanted: Any) -> bool:
+    """Whether `found` has everything of `wanted`; a later API server may add defaults to it."""
+    if isinstance(wanted, Mapping):
+        return isinstance(found, Mapping) and all(_contains(found.get(key), value) for key, value in wanted.items())
+    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+        return (
+            isinstance(found, list)
+            and len(found) == len(wanted)
+            and all(_contains(a, b) for a, b in zip(found, wanted, strict=True))
+        )
+    return bool(found == wanted)

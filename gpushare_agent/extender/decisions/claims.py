@@ -1,0 +1,244 @@
+"""A pod that asks for GPUs by the device plugins' resources, as one that asks by ResourceClaims, on the same terms. Pure.
+
+| a container's limits | request of its claim |
+|---|---|
+| vcuda-core 1 to 99, vcuda-memory | `cores`, and `memory` of that many blocks |
+| vcuda-core 100·n | n whole GPUs; vcuda-memory beside it: each with at least its part of that memory |
+| gpu-mem | `cores: 0`, which is compute in proportion; `memory`, rounded up to whole blocks with a warning |
+| what the agents refuse whatever is free | none: the pod is refused with their sentence |
+
+Each container has a claim of its own, from a template named by its content. An init container that asks for what another
+one of the pod asks for uses that one's claim, as the kubelet hands on its devices; else it has its own until the pod ends.
+The annotations for isolation and elastic ceiling become the claim's ShareConfig. Annotations with an extender's choice of
+GPUs are not carried over: the scheduler chooses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpushare_agent.cluster.kube.pods import PREDICATE_PREFIX, mapping_or_empty, parse_pod
+from gpushare_agent.dra.decisions.claim import CONFIG_API_VERSION, CONFIG_KIND
+from gpushare_agent.dra.decisions.devices import quantity
+from gpushare_agent.isolation.decisions.vcuda import core_limit
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import (
+    CORE_LIMIT_ANNOTATION,
+    CORES_PER_GPU,
+    GPUSHARE_INDEX_ANNOTATION,
+    ISOLATION_ANNOTATION,
+)
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.placement import validate_request
+
+DRIVER = "gpushare-agent"
+DEVICE_CLASS = f"gpu.{DRIVER}"
+REQUEST = "gpu"
+MAX_GPUS = 32
+"""resource.k8s.io's own limit of devices in one claim."""
+_ISOLATIONS = frozenset(IsolationName) - {IsolationName.AUTO}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """What one container asks for: `count` GPUs, of each `cores` percent and `memory_mib`, or whole where `cores` is None.
+    Then `memory_mib` is the least that each has, 0 for any."""
+
+    count: int = 1
+    cores: int | None = None
+    memory_mib: int = 0
+    isolation: str = ""
+    core_limit: int = 0
+
+    @property
+    def name(self) -> str:
+        """By the content, so that equal requests share a template, and no two versions write one differently."""
+        shape = f"gpus{self.count}" if self.cores is None else f"c{self.cores}-m{self.memory_mib}"
+        content = json.dumps(self.spec(), sort_keys=True, separators=(",", ":"))
+        return f"gpushare-{shape}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+
+    def spec(self) -> dict[str, Any]:
+        """A ResourceClaimSpec, in the form in which the API server returns it."""
+        exactly: dict[str, Any] = {
+            "deviceClassName": DEVICE_CLASS,
+            "allocationMode": "ExactCount",
+            "count": self.count,
+        }
+        memory = quantity(self.memory_mib) if self.memory_mib else ""
+        if self.cores is not None:
+            exactly["capacity"] = {"requests": {"cores": str(self.cores), "memory": memory}}
+        elif memory:
+            expression = f"device.capacity['{DRIVER}'].memory.compareTo(quantity('{memory}')) >= 0"
+            exactly["selectors"] = [{"cel": {"expression": expression}}]
+        devices: dict[str, Any] = {"requests": [{"name": REQUEST, "exactly": exactly}]}
+        config = {"isolation": self.isolation, "coreLimit": self.core_limit}
+        if chosen := {key: value for key, value in config.items() if value}:
+            parameters = {"apiVersion": CONFIG_API_VERSION, "kind": CONFIG_KIND, **chosen}
+            devices["config"] = [{"opaque": {"driver": DRIVER, "parameters": parameters}}]
+        return {"devices": devices}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """`patch` is a JSON Patch of the pod, empty where it stays as it is; `templates` are those that it then names."""
+
+    patch: Sequence[Mapping[str, Any]] = ()
+    templates: tuple[Template, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def convert_pod(raw: Mapping[str, Any], names: ResourceNames) -> Conversion | Refused:
+    """`raw` is the pod as the API server shows it to a webhook, without a UID and perhaps without a name. A pod that names
+    its node is left as it is: no scheduler would allocate its claims.
+
+    Raises:
+        Corrupt: what it asks for cannot be read.
+    """
+    pod = parse_pod(_with_identity(raw), resources=names.names)
+    asking = [container for container in pod.containers if any(container.requests.values())]
+    if not asking or pod.is_static:
+        return Conversion()
+    if pod.node_name:
+        text = (
+            "the pod names its node, so no scheduler would allocate claims: it keeps its limits, for the device plugins"
+        )
+        return Conversion(warnings=(text,))
+    templates: dict[str, Template] = {}
+    warnings = list(_pod_warnings(pod))
+    for container in asking:
+        template = _template(container, pod.annotations, names)
+        if isinstance(template, Refused):
+            return Refused(reason=template.reason, detail=f"container {container.name}: {template.detail}")
+        templates[container.name] = template
+        warnings += _warnings(container, template, pod.annotations, names)
+    claims = _claims(asking, templates, warnings)
+    spec = raw["spec"]
+    taken = {str(one.get("name")) for one in spec.get("resourceClaims") or ()}
+    if used := sorted(taken.intersection(claims.values())):
+        return _refused(f"the pod has a claim named {used[0]}, as this webhook names its own: give yours another name")
+    own = {claim: templates[container] for container, claim in claims.items()}
+    patch = [*_container_patches(spec, asking, claims, names), *_pod_patches(spec, own)]
+    return Conversion(patch=patch, templates=tuple(dict.fromkeys(own.values())), warnings=tuple(warnings))
+
+
+def _with_identity(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """parse_pod needs what the API server sets after admission; it is not used here."""
+    metadata = mapping_or_empty(raw.get("metadata"))
+    return {**raw, "metadata": {**metadata, "namespace": "x", "name": "x", "uid": "x"}}
+
+
+def _template(container: ContainerSpec, annotations: Mapping[str, str], names: ResourceNames) -> Template | Refused:
+    isolation = annotations.get(ISOLATION_ANNOTATION, "")
+    if ISOLATION_ANNOTATION in annotations and isolation not in _ISOLATIONS:
+        known = ", ".join(sorted(_ISOLATIONS))
+        return _refused(f"the annotation {ISOLATION_ANNOTATION} is {isolation[:40]!r}. Name one of {known}")
+    cores = names.wanted(container, ResourceKind.VCORE)
+    blocks = names.wanted(container, ResourceKind.VMEMORY)
+    if names.wanted(container, ResourceKind.GPU_MEM):
+        if cores or blocks:
+            return _refused(
+                f"it asks for {names.gpu_mem}, which is memory alone, and for {names.vcore} or {names.vmemory}. Ask for"
+                " one or the other"
+            )
+        return Template(cores=0, memory_mib=_whole_blocks_mib(container, names), isolation=isolation)
+    refused = validate_request(cores, blocks, share_mode=True, memory_block_mib=names.memory_block_mib)
+    if refused is not None:
+        return refused
+    if cores < CORES_PER_GPU:
+        ceiling = core_limit(annotations, cores).percent
+        memory_mib = blocks * names.memory_block_mib
+        return Template(cores=cores, memory_mib=memory_mib, isolation=isolation, core_limit=ceiling)
+    count = cores // CORES_PER_GPU
+    if count > MAX_GPUS:
+        return _refused(f"{count} GPUs are more than the {MAX_GPUS} that one claim can have")
+    least_mib = -(-blocks // count) * names.memory_block_mib
+    return Template(count=count, memory_mib=least_mib, isolation=isolation)
+
+
+def _whole_blocks_mib(container: ContainerSpec, names: ResourceNames) -> int:
+    """Of gpu-mem, as the scheduler rounds it."""
+    return -(-names.memory_mib(container) // names.memory_block_mib) * names.memory_block_mib
+
+
+def _pod_warnings(pod: Pod) -> Iterator[str]:
+    if any(name == GPUSHARE_INDEX_ANNOTATION or name.startswith(PREDICATE_PREFIX) for name in pod.annotations):
+        yield "annotations with an extender's choice of GPUs are not carried over to claims: the scheduler chooses the GPUs"
+
+
+def _warnings(
+    container: ContainerSpec, template: Template, annotations: Mapping[str, str], names: ResourceNames
+) -> Iterator[str]:
+    who, has_ceiling = f"container {container.name}", CORE_LIMIT_ANNOTATION in annotations
+    if names.wanted(container, ResourceKind.GPU_MEM):
+        asked_mib = names.memory_mib(container)
+        if template.memory_mib != asked_mib:
+            yield f"{who}: {asked_mib} MiB become {template.memory_mib}, in blocks of {names.memory_block_mib}"
+        yield f"{who}: its claim sets no variables ALIYUN_COM_GPU_MEM_…"
+        if has_ceiling:
+            yield f"{who}: {CORE_LIMIT_ANNOTATION} does not count for memory alone by a claim"
+    elif has_ceiling and template.cores is not None:
+        if problem := core_limit(annotations, template.cores).problem:
+            yield f"{who}: {problem}; it is ignored"
+        else:
+            yield f"{who}: {CORE_LIMIT_ANNOTATION} counts as it is now; a later change does not reach the claim"
+
+
+def _claims(asking: Sequence[ContainerSpec], templates: Mapping[str, Template], warnings: list[str]) -> dict[str, str]:
+    """The claim of each container, by name. Containers that run at the same time never share one."""
+    claims = {one.name: _claim_name(one) for one in asking if one.kind is not ContainerKind.INIT}
+    reusable: dict[Template, str] = {}
+    for one in asking:
+        if one.kind is ContainerKind.MAIN:
+            reusable.setdefault(templates[one.name], claims[one.name])
+    for one in asking:
+        if one.kind is ContainerKind.INIT:
+            if templates[one.name] not in reusable:
+                warnings.append(
+                    f"init container {one.name} asks for what no other one does: its claim lasts as the pod does"
+                )
+            claims[one.name] = reusable.setdefault(templates[one.name], _claim_name(one))
+    return claims
+
+
+def _claim_name(container: ContainerSpec) -> str:
+    return f"gpushare-{'' if container.kind is ContainerKind.MAIN else 'init-'}{container.position}"
+
+
+def _container_patches(
+    spec: Mapping[str, Any], asking: Sequence[ContainerSpec], claims: Mapping[str, str], names: ResourceNames
+) -> Iterator[Mapping[str, Any]]:
+    """A request that differs from its limit stays, and the API server refuses it as it would have."""
+    for container in asking:
+        place = "containers" if container.kind is ContainerKind.MAIN else "initContainers"
+        raw = spec[place][container.position]["resources"]
+        path = f"/spec/{place}/{container.position}/resources"
+        limits, requests = raw["limits"], mapping_or_empty(raw.get("requests"))
+        for name in names.names:
+            escaped = name.replace("~", "~0").replace("/", "~1")
+            if name in limits:
+                yield {"op": "remove", "path": f"{path}/limits/{escaped}"}
+                if requests.get(name) == limits[name]:
+                    yield {"op": "remove", "path": f"{path}/requests/{escaped}"}
+        claim = {"name": claims[container.name]}
+        if raw.get("claims"):
+            yield {"op": "add", "path": f"{path}/claims/-", "value": claim}
+        else:
+            yield {"op": "add", "path": f"{path}/claims", "value": [claim]}
+
+
+def _pod_patches(spec: Mapping[str, Any], own: Mapping[str, Template]) -> Iterator[Mapping[str, Any]]:
+    claims = [{"name": name, "resourceClaimTemplateName": template.name} for name, template in sorted(own.items())]
+    if spec.get("resourceClaims"):
+        yield from ({"op": "add", "path": "/spec/resourceClaims/-", "value": claim} for claim in claims)
+    else:
+        yield {"op": "add", "path": "/spec/resourceClaims", "value": claims}
+
+
+def _refused(detail: str) -> Refused:
+    return Refused(reason=RefusalReason.INVALID_REQUEST, detail=detail)

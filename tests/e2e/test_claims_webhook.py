@@ -1,0 +1,116 @@
+"""Pods with old limits run by ResourceClaims, installed by docs/guide/turn-limits-into-claims.md. As test_claims.py; without
+a kube-proxy the API server needs --enable-aggregator-routing to reach the webhook."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ENV_HAMI_CORE_CACHE, ENV_VISIBLE_DEVICES
+from tests.e2e.cluster import CORE, Cluster, KubectlError, Object
+from tests.e2e.extender import ExtenderInstallation
+from tests.e2e.installation import HAMI_CORE, Installation
+
+pytestmark = pytest.mark.e2e
+CLAIMED = 2
+"""GPUs that are for claims; the others stay the device plugins'."""
+OWN = {ENV_VISIBLE_DEVICES, ENV_HAMI_CORE_CACHE, "HOSTNAME"}
+"""Variables whose values are each pod's own."""
+
+
+@pytest.fixture(scope="module")
+def webhook(
+    cluster: Cluster,
+    installation: Installation,
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[None]:
+    try:
+        cluster.run("get", "resourceslices.v1.resource.k8s.io")
+    except KubectlError:
+        pytest.skip("this cluster has no resource.k8s.io/v1")
+    env = [{"name": "GPUSHARE_DRA__GPUS", "value": ",".join(map(str, range(CLAIMED)))}]
+    patch = {"spec": {"template": {"spec": {"containers": [{"name": "agent", "env": env}]}}}}
+    document = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "gpushare-agent"}, **patch}
+    target = {"kind": "DaemonSet", "name": "gpushare-agent"}
+    installation.install(
+        components=["components/dra"], patches=[HAMI_CORE, {"target": target, "patch": json.dumps(document)}]
+    )
+    extender = ExtenderInstallation(
+        cluster,
+        folder=tmp_path_factory.mktemp("extender"),
+        image=request.config.getoption("--image"),
+        scheduler_image=None,
+    )
+    try:
+        extender.install_webhook()
+        yield
+    finally:
+        extender.remove()
+
+
+@pytest.fixture
+def asking(cluster: Cluster, webhook: None, namespace: str) -> str:
+    cluster.run("label", "namespace", namespace, "gpushare-agent/claims=enabled")
+    return namespace
+
+
+def templates(cluster: Cluster, namespace: str) -> list[Object]:
+    path = f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaimtemplates"
+    return list(cluster.read(path)["items"])
+
+
+def old_pod(cluster: Cluster, name: str) -> Object:
+    """As people have them: an init container that asks for as much, an elastic ceiling."""
+    pod = cluster.pod_of(
+        name,
+        cluster.container(40, 16, name="a"),
+        cluster.container(20, 4, name="b"),
+        initContainers=[cluster.container(20, 4, name="init", command="true")],
+    )
+    pod["metadata"]["annotations"] = {CORE_LIMIT_ANNOTATION: "60"}
+    return pod
+
+
+def environment(cluster: Cluster, namespace: str, container: str) -> dict[str, str]:
+    text = cluster.run("-n", namespace, "exec", "old", "-c", container, "--", "env")
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+
+
+def test_an_old_pod_gets_by_a_claim_what_the_device_plugin_gives_it(
+    cluster: Cluster, installation: Installation, asking: str
+) -> None:
+    """The same manifest in two namespaces: one asks for claims, the other does not."""
+    plain = f"{asking}-plain"
+    labels = cluster.get("namespace", asking)["metadata"]["labels"]
+    kept = {name: value for name, value in labels.items() if name.startswith("gpushare-e2e")}
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": plain, "labels": kept}})
+    cluster.wait_for("its account", lambda: cluster.read(f"/api/v1/namespaces/{plain}/serviceaccounts")["items"])
+    for namespace in (asking, plain):
+        cluster.start(namespace, old_pod(cluster, "old"))
+    spec, old_spec = (cluster.pods(namespace)["old"]["spec"] for namespace in (asking, plain))
+    assert [one["name"] for one in spec["resourceClaims"]] == ["gpushare-0", "gpushare-1"]
+    assert CORE in old_spec["containers"][0]["resources"]["limits"] and "resourceClaims" not in old_spec
+    assert len(templates(cluster, asking)) == 2 and not templates(cluster, plain)
+    booked = {gpu["uuid"]: gpu["index"] for gpu in installation.view()["cards"]}
+    for container in ("a", "b"):
+        by_claim, by_plugin = (environment(cluster, namespace, container) for namespace in (asking, plain))
+        assert by_claim.keys() == by_plugin.keys()
+        assert {k: v for k, v in by_claim.items() if k not in OWN} == {
+            k: v for k, v in by_plugin.items() if k not in OWN
+        }
+        assert booked[by_claim[ENV_VISIBLE_DEVICES]] < CLAIMED <= booked[by_plugin[ENV_VISIBLE_DEVICES]]
+    for namespace in (asking, plain):
+        cluster.delete_pods(namespace)
+    cluster.run("delete", "namespace", plain, "--wait=false")
+
+
+def test_a_dry_run_and_a_denied_pod_create_nothing(cluster: Cluster, asking: str) -> None:
+    """The denial has the agents' own sentence."""
+    pod = json.dumps(old_pod(cluster, "old"))
+    cluster.run("-n", asking, "apply", "--dry-run=server", "-f", "-", stdin=pod)
+    with pytest.raises(KubectlError, match="the next valid numbers of cores are 100 and 200"):
+        cluster.apply(cluster.pod("wrong", 150, 4), namespace=asking)
+    assert not templates(cluster, asking) and not cluster.pods(asking)
