@@ -72,7 +72,7 @@ class FakeNode:
             raise self.runtime_fails
         return self.containers.get(container_id)
 
-    async def refresh(self, key: ContainerKey, container_id: str | None) -> None:
+    async def refresh(self, key: ContainerKey, container_id: str | None, caller: PeerIdentity | None = None) -> None:
         if self.fails is not None:
             raise self.fails
         if self.refresh_hangs:

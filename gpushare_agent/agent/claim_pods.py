@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.claim_users import claim_as_pod, claim_users
+from gpushare_agent.admission.decisions.claim_users import by_view, claim_as_pod, claim_users
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import PodUid
@@ -24,6 +24,7 @@ class ClaimPods:
         self._made_of: tuple[int, int] | None = None
         self._users: Users = {}
         self._pods: dict[PodUid, Pod] = {}
+        self._shares: Mapping[ContainerKey, Allocation] = {}
 
     @property
     def is_synced(self) -> bool:
@@ -48,6 +49,20 @@ class ClaimPods:
         """The runtime's IDs and the pods of the containers that use a claim's allocation; None where an ID is not known."""
         return [(pod.container_ids.get(container.name), pod.uid) for pod, container in self.users.get(key, ())]
 
+    def shares(self) -> Mapping[ContainerKey, Allocation]:
+        """What isolations keep: each container's allocation, and for each view of a claim one; valid until the next
+        change."""
+        self._refresh()
+        return self._shares or self._cache.view()
+
+    def sharers(self, key: ContainerKey) -> Mapping[ContainerKey, str] | None:
+        """The containers that use a claim's allocation, with the runtime's ID, empty where one does not run; None where
+        `key` is a container's own."""
+        if (allocation := self._cache.get(key)) is None or allocation.claim is None:
+            return None
+        users = self.users.get(key, ())
+        return {ContainerKey(pod.uid, one.name): pod.container_ids.get(one.name, "") for pod, one in users}
+
     def get(self, uid: PodUid) -> Pod | None:
         return self._store.get(uid) or self._of_claim(uid)
 
@@ -70,6 +85,7 @@ class ClaimPods:
                 by_claim.setdefault(allocation.key.pod_uid, []).append(allocation)
         shares = [one for allocations in by_claim.values() for one in allocations]
         self._users = claim_users(shares, self._store.pods()) if shares else {}
+        self._shares = by_view(self._cache.view()) if shares else {}
         self._pods = {}
         for uid, allocations in by_claim.items():
             users = [pair for one in allocations for pair in self._users.get(one.key, ())]

@@ -223,8 +223,8 @@ def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimi
     if IsolationName.VCUDA in in_use:
         virtual_manager = VirtualManager(
             files=VDeviceFiles(settings.virtual_manager.path),
-            allocations=state.cache.view,
-            pods=state.store,
+            allocations=state.claim_pods.shares,
+            pods=state.claim_pods,
             configs=VDeviceConfigs(
                 inventory=state.gpus,
                 driver_version=driver_version(volumes, state.inventory),
@@ -232,7 +232,11 @@ def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimi
                 on_problem=lambda pod, text: events.warned(pod, "CoreLimitIgnored", text),
             ),
             processes=ContainerProcesses(
-                ContainerIds(runtime, state.store), cgroups, clock=time.monotonic, module=module
+                ContainerIds(runtime, state.store),
+                cgroups,
+                clock=time.monotonic,
+                module=module,
+                sharers=state.claim_pods.sharers,
             ),
             identify=cgroups.identify_in_thread,
             metrics=state.metrics,

@@ -121,6 +121,7 @@ def _document(claim: PreparedClaim) -> dict[str, Any]:
                 "memory_mib": one.memory_mib,
                 "is_whole": one.is_whole,
                 "core_limit": one.core_limit,
+                "view": one.view,
                 "cdi_devices": list(one.cdi_devices),
             }
             for one in claim.results
@@ -143,6 +144,7 @@ def _parsed(raw: Mapping[str, Any]) -> PreparedClaim:
             memory_mib=int(one["memory_mib"]),
             is_whole=bool(one["is_whole"]),
             core_limit=int(one.get("core_limit", 0)),
+            view=str(one.get("view", "")),
             cdi_devices=tuple(map(str, one["cdi_devices"])),
         )
         for one in raw["results"]

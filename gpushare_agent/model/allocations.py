@@ -43,13 +43,15 @@ class ClaimRef(NamedTuple):
 class ClaimShare:
     """Of which request of which claim an allocation is (`request` without the alternative that was chosen), and what the
     claim asked for beside the size: its isolation, and the elastic ceiling, 0 without one. `shown_as` is the claim's name in
-    its pod, or its own where no template made it."""
+    its pod, or its own where no template made it. `view` names the one of the claim's allocations under whose key the
+    isolation keeps its files for all that a container uses together."""
 
     ref: ClaimRef
     shown_as: str
     request: str
     isolation: IsolationName
     core_limit: int = 0
+    view: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

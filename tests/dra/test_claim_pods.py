@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.claim_pods import ClaimPods
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.allocations import Allocation, ClaimShare, ContainerKey
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, GpuUuid, PodUid
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind
 from tests.support_claims import ref_of, uid_of, using
 from tests.support_core import pod
@@ -63,3 +65,26 @@ def test_it_runs_while_a_container_of_it_runs() -> None:
     shown = pods.get(PodUid(uid_of(1)))
     assert shown is not None and shown.running == {"a", "b"} and shown.name == "one"
     assert pods.containers_of(KEY_A) == [("c" * 64, PodUid("uid-one"))] and pods.containers_of(KEY_B) == []
+
+
+def test_a_view_of_two_requests_is_one_share() -> None:
+    """A container that has both sees one GPU with the sum; the claim's elastic ceiling is the higher one."""
+    cache = AllocationCache()
+    for key, cores in ((KEY_A, 20), (KEY_B, 30)):
+        made = booked(key, 0)
+        assert made.claim is not None
+        units = frozenset(device_id(GpuUuid("GPU-0"), 1000 * cores + number) for number in range(cores))
+        cache.put(replace(made, vcore_ids=units, claim=replace(made.claim, view="a", core_limit=cores + 20)))
+    (share,) = ClaimPods(PodStore(), cache).shares().values()
+    assert (share.key, share.size.cores, share.gpus) == (KEY_A, 50, (GpuUuid("GPU-0"),))
+    assert share.claim is not None and share.claim.core_limit == 50
+
+
+def test_the_sharers_of_a_claim_are_its_containers_with_their_ids() -> None:
+    store, pods = made()
+    ids = {"x": "c" * 64}
+    containers = (using("x", ("g", "a")), using("y", ("g", "")))
+    store.upsert(pod("one", *containers, claims={"g": "claim-1"}, running=frozenset({"x"}), container_ids=ids))
+    x, y = (ContainerKey(PodUid("uid-one"), name) for name in "xy")
+    assert pods.sharers(KEY_A) == {x: "c" * 64, y: ""} and pods.sharers(KEY_B) == {y: ""}
+    assert pods.sharers(x) is None

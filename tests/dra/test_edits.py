@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ import pytest
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
+from gpushare_agent.isolation import GpuShare, IsolationRequest
+from gpushare_agent.isolation.decisions.hami_core import edit_hami_core
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from tests.support_claims import DRIVER, NODE, edit_policy, raw_claim, result, share_config, uid_of, using, whole
 from tests.support_core import inventory, pod
 
@@ -41,9 +45,9 @@ def user(name: str, *requests: str) -> Pod:
 
 
 def limits(env: dict[str, str]) -> dict[str, str]:
-    return {
-        name: value for name, value in env.items() if name.startswith(("CUDA_DEVICE_MEMORY_LIMIT", "CUDA_DEVICE_SM"))
-    }
+    """Those of one GPU each: of compute there is one for all beside them, where there is one GPU."""
+    names = ("CUDA_DEVICE_MEMORY_LIMIT_", "CUDA_DEVICE_SM_LIMIT_")
+    return {name: value for name, value in env.items() if name.startswith(names)}
 
 
 def test_a_share_has_the_edits_of_its_isolation_and_its_gpu() -> None:
@@ -53,6 +57,9 @@ def test_a_share_has_the_edits_of_its_isolation_and_its_gpu() -> None:
         "CUDA_DEVICE_MEMORY_LIMIT_0": "16384m",
         "CUDA_DEVICE_MEMORY_SHARED_CACHE": "/usr/local/vgpu/cache/gpu.cache",
         "CUDA_DEVICE_SM_LIMIT": "40",
+        "CUDA_DEVICE_SM_LIMIT_0": "40",
+        "CUDA_REDIRECT": "",
+        "GPU_CORE_UTILIZATION_POLICY": "default",
         "LIBCUDA_LOG_LEVEL": "1",
         "NVIDIA_VISIBLE_DEVICES": "GPU-1",
     }
@@ -79,13 +86,13 @@ def test_two_requests_in_one_container_are_limited_each_in_the_order_of_the_gpus
 
 def test_containers_that_name_a_request_each_get_that_one_alone() -> None:
     made = prepared(raw_claim(result("a", 2, cores=50, memory="8Gi"), result("b", 0, cores=20)), user("p", "a", "b"))
-    assert limits(env_of(made, 0)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "8192m", "CUDA_DEVICE_SM_LIMIT": "50"}
-    assert limits(env_of(made, 1)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "16384m", "CUDA_DEVICE_SM_LIMIT": "20"}
+    assert limits(env_of(made, 0)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "8192m", "CUDA_DEVICE_SM_LIMIT_0": "50"}
+    assert limits(env_of(made, 1)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "16384m", "CUDA_DEVICE_SM_LIMIT_0": "20"}
 
 
 def test_one_claim_in_two_pods_and_a_container_without_it() -> None:
     made = prepared(raw_claim(result()), user("p", "", ""), user("q", ""), pod("other", using("c")))
-    assert limits(env_of(made)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "16384m", "CUDA_DEVICE_SM_LIMIT": "40"}
+    assert limits(env_of(made)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "16384m", "CUDA_DEVICE_SM_LIMIT_0": "40"}
 
 
 def test_containers_whose_requests_overlap_are_refused() -> None:
@@ -98,7 +105,7 @@ def test_two_requests_on_one_gpu_are_one_share_of_it() -> None:
     made = prepared(
         raw_claim(result("a", 0, cores=20, memory="4Gi"), result("b", 0, cores=30, memory="8Gi")), user("p", "")
     )
-    assert limits(env_of(made)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "12288m", "CUDA_DEVICE_SM_LIMIT": "50"}
+    assert limits(env_of(made)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "12288m", "CUDA_DEVICE_SM_LIMIT_0": "50"}
 
 
 def test_whole_gpus_are_not_limited() -> None:
@@ -116,7 +123,7 @@ def test_a_whole_gpu_beside_a_share_has_no_limit_of_its_own() -> None:
 
 def test_memory_alone_gets_compute_in_proportion() -> None:
     made = prepared(raw_claim(result(cores=0, memory="6Gi")), user("p", ""))
-    assert limits(env_of(made)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "6144m", "CUDA_DEVICE_SM_LIMIT": "25"}
+    assert limits(env_of(made)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "6144m", "CUDA_DEVICE_SM_LIMIT_0": "25"}
 
 
 def test_count_two_makes_two_results_of_one_request_with_names_of_their_own() -> None:
@@ -154,11 +161,54 @@ def test_a_claim_chooses_among_the_isolations_that_the_node_allows() -> None:
 
 def test_the_elastic_ceiling_raises_the_percentage() -> None:
     made = prepared(raw_claim(result(cores=40), config=[share_config(coreLimit=80)]), user("p", ""))
-    assert limits(env_of(made))["CUDA_DEVICE_SM_LIMIT"] == "80"
+    assert limits(env_of(made))["CUDA_DEVICE_SM_LIMIT_0"] == "80"
 
 
-@pytest.mark.parametrize("name", [IsolationName.VCUDA, IsolationName.DRIVER, IsolationName.HAMI_CORE_DRIVER])
+LIFTING = (
+    "CUDA_DEVICE_MEMORY_LIMIT_0",
+    "CUDA_DEVICE_MEMORY_SHARED_CACHE",
+    "CUDA_DEVICE_SM_LIMIT",
+    "CUDA_DEVICE_SM_LIMIT_0",
+    "CUDA_REDIRECT",
+    "GPU_CORE_UTILIZATION_POLICY=disable",
+    "NVIDIA_VISIBLE_DEVICES",
+)
+
+
+def test_every_variable_that_the_device_plugins_refuse_in_a_spec_is_set_by_a_claim() -> None:
+    """CDI replaces those that it has: one that it lacked would lift the limit."""
+    container = ContainerSpec(
+        name="c",
+        kind=ContainerKind.MAIN,
+        position=0,
+        env={name.partition("=")[0]: name.partition("=")[2] or "all" for name in LIFTING},
+    )
+    share = GpuShare(gpu=inventory(1).gpus[0], cores=40, memory_mib=1024)
+    config = edit_policy().config
+    refused = edit_hami_core(IsolationRequest(pod_uid=PodUid("p"), container=container, shares=(share,), config=config))
+    assert isinstance(refused, Refused) and f"sets {', '.join(LIFTING)} in" in refused.detail
+    for strategies in ((), (DeviceListStrategy.CDI_CRI,), (DeviceListStrategy.ENVVAR,)):
+        env = env_of(prepared(raw_claim(result()), policy=replace(edit_policy(), strategies=strategies)))
+        assert {name.partition("=")[0] for name in LIFTING} <= env.keys()
+        assert env["CUDA_REDIRECT"] == "" and env["GPU_CORE_UTILIZATION_POLICY"] == "default"
+
+
+def test_under_vcuda_the_containers_of_a_view_have_one_directory() -> None:
+    policy = edit_policy(IsolationName.VCUDA)
+    raw = raw_claim(result("a", 0, cores=20, memory="4Gi"), result("b", 0, cores=30, memory="8Gi"))
+    made = prepared(raw, user("p", "", ""), policy=policy)
+    for device in made.spec["devices"]:
+        (mount,) = device["containerEdits"]["mounts"]
+        assert (mount["hostPath"], mount["containerPath"]) == (f"/vm/{uid_of(1)}/a", "/etc/vcuda")
+    assert [one.view for one in made.results] == ["a", "a"]
+    refused = prepare(raw_claim(result("a", 0), result("b", 1)), user("p", ""), policy=policy)
+    assert isinstance(refused, Refused) and "shares of several GPUs" in refused.detail
+    each = prepared(raw_claim(result("a", 0), result("b", 1)), user("p", "a", "b"), policy=policy)
+    assert [one.view for one in each.results] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", [IsolationName.DRIVER, IsolationName.HAMI_CORE_DRIVER])
 def test_isolations_that_know_pods_alone_refuse_shares(name: IsolationName) -> None:
     refused = prepare(raw_claim(result()), policy=edit_policy(name))
-    assert isinstance(refused, Refused) and "hami-core, mps or none" in refused.detail
+    assert isinstance(refused, Refused) and "hami-core, vcuda, mps or none" in refused.detail
     assert isinstance(prepare(raw_claim(whole()), policy=edit_policy(name)), PreparedClaim)

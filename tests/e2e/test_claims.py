@@ -142,6 +142,66 @@ def test_two_shares_in_one_claim_and_one_claim_in_two_pods(
     wait_ended(cluster, claims)
 
 
+LISTED = """
+import json, pathlib, re, sys
+from gpushare_agent.isolation.decisions.vdevice_format import decode_config, decode_pids
+root = pathlib.Path("/etc/gpu-manager/vm", sys.argv[1])
+folder = next(iter(root.iterdir())) if root.is_dir() else None
+if folder is None:
+    print("null")
+else:
+    config = decode_config((folder / "vcuda.config").read_bytes())
+    lines = [pathlib.Path("/proc", str(pid), "cmdline") for pid in decode_pids((folder / "pids.config").read_bytes())]
+    text = " ".join(line.read_text() for line in lines if line.exists())
+    names = sorted(set(re.findall("runs-([a-z0-9-]+)", text)))
+    print(json.dumps([config.utilization, config.memory_bytes >> 20, names]))
+"""
+"""Runs in the agent's container, which sees the host's PIDs: of a claim's directory the limits, and by their command lines
+the containers of the processes in the list."""
+
+
+def test_under_vcuda_the_containers_of_a_claim_are_one_share(
+    cluster: Cluster, claims: Installation, namespace: str
+) -> None:
+    """One directory, whose list has the processes of every container that uses the claim, and of no other of their pods;
+    after a kill of the agent too. It goes with the claim."""
+    shared = template("x", request(cores=10, memory="512Mi"), config=[])
+    claim = {**shared, "kind": "ResourceClaim", "metadata": {"name": "shared"}, "spec": shared["spec"]["spec"]}
+    pods = [
+        claiming(cluster, "one", "shared", "", "", is_template=False),
+        claiming(cluster, "two", "shared", is_template=False),
+    ]
+    pods[0]["spec"]["containers"].append(cluster.container(name="other"))
+    for pod in pods:
+        for container in pod["spec"]["containers"]:
+            marker = f": runs-{pod['metadata']['name']}-{container['name']};"
+            container |= {"image": claims.image, "command": ["sh", "-c", f"{marker} {container['command'][2]}"]}
+    cluster.apply(claim, namespace=namespace)
+    cluster.start(namespace, *pods)
+    uid = cluster.read(f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/shared")["metadata"]["uid"]
+
+    def listed() -> Any:
+        return json.loads(claims.exec("/opt/gpushare-agent/bin/python", "-c", LISTED, uid))
+
+    if listed() is None:
+        pytest.skip("the isolation of the run's overlay is not vcuda")
+    users = [("one", "c0"), ("one", "c1"), ("two", "c0")]
+    share = [10, 512, sorted("-".join(user) for user in users)]
+    cluster.wait_for("every container's processes in the list", lambda: listed() == share)
+    for pod, container in users:
+        text = cluster.run(
+            "-n", namespace, "exec", pod, "-c", container, "--", "gpushare-agent", "vdevice", "-o", "json"
+        )
+        assert json.loads(text)["pod_uid"] == uid
+    claims.signal()
+    cluster.run("-n", namespace, "delete", "pod", "two", "--wait")
+    claims.wait_ready()
+    share[2].remove("two-c0")
+    cluster.wait_for("the list without the pod that ended", lambda: listed() == share)
+    cluster.delete_pods(namespace)
+    cluster.wait_for("the directory is gone", lambda: listed() is None)
+
+
 def test_a_kill_of_the_agent_costs_no_pod_and_no_booking(
     cluster: Cluster, claims: Installation, namespace: str
 ) -> None:

@@ -111,7 +111,7 @@ class Recovers(FakeNode):
 
     failures: list[Exception]
 
-    async def refresh(self, key: Any, container_id: str | None) -> None:
+    async def refresh(self, key: Any, container_id: str | None, caller: Any = None) -> None:
         self.fails = self.failures.pop(0) if self.failures else None
         await super().refresh(key, container_id)
 

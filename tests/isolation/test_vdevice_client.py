@@ -34,7 +34,7 @@ class ListsTheCaller(FakeNode):
     files: VDeviceFiles | None = None
     extra: tuple[int, ...] = ()
 
-    async def refresh(self, key: ContainerKey, container_id: str | None) -> None:
+    async def refresh(self, key: ContainerKey, container_id: str | None, caller: object = None) -> None:
         await super().refresh(key, container_id)
         if self.files is not None:
             self.files.write_pids(key, [*self.extra, self.asked[-1]])

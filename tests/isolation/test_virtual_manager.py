@@ -74,6 +74,7 @@ class World:
         share = allocation(self.pod, "cuda", ids(0, range(30)), ids(0, range(8)))
         self.allocations: dict[ContainerKey, Allocation] = {share.key: share}
         self.known: dict[ContainerKey, str] | None = {KEY: ID}
+        self.claims: dict[ContainerKey, dict[ContainerKey, str]] = {}
         self.problems: list[str] = []
         self.codes: list[str] = []
         self.driver = "535.104.05"
@@ -89,7 +90,7 @@ class World:
         self.processes = self._new_processes()
 
     def _new_processes(self) -> HookedProcesses:
-        return HookedProcesses(self, self.cgroups, clock=lambda: self.now, module=self.module)
+        return HookedProcesses(self, self.cgroups, clock=lambda: self.now, module=self.module, sharers=self.sharers)
 
     def set_namespace_pids(self, host_pid: int, *pids: int) -> None:
         directory = self.proc / str(host_pid)
@@ -104,6 +105,9 @@ class World:
 
     def get(self, uid: PodUid) -> Pod | None:
         return self.pods.get(uid)
+
+    def sharers(self, key: ContainerKey) -> Mapping[ContainerKey, str] | None:
+        return self.claims.get(key)
 
     async def running(self) -> Mapping[ContainerKey, str]:
         if self.known is None:

@@ -6,8 +6,9 @@ A claim is used by any container of any pod that names it, also of pods that cam
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from gpushare_agent.model.allocations import Allocation, ClaimRef, ContainerKey
+from gpushare_agent.model.allocations import Allocation, ClaimRef, ContainerKey, ShareSize
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, PodUid
 from gpushare_agent.model.pods import ContainerSpec, Pod, PodPhase
 
@@ -39,6 +40,33 @@ def _uses(
             for allocation in of_claims.get((pod.namespace, pod.claims.get(name, "")), ()):
                 if allocation.claim is not None and request in ("", allocation.claim.request):
                     yield container, allocation.key
+
+
+def by_view(allocations: Mapping[ContainerKey, Allocation]) -> Mapping[ContainerKey, Allocation]:
+    """As a container sees its shares: the claims' allocations that one uses together are one, under their view's key."""
+    found = dict(allocations)
+    parts: dict[ContainerKey, list[Allocation]] = {}
+    for key, allocation in allocations.items():
+        if allocation.claim is not None and allocation.claim.view not in ("", key.container):
+            parts.setdefault(ContainerKey(key.pod_uid, allocation.claim.view), []).append(found.pop(key))
+    for key, others in parts.items():
+        if key in found:
+            found[key] = _joined([found[key], *others])
+    return found
+
+
+def _joined(parts: Sequence[Allocation]) -> Allocation:
+    sizes = [one.size for one in parts]
+    claims = [one.claim for one in parts if one.claim is not None]
+    return replace(
+        parts[0],
+        claim=replace(claims[0], core_limit=max(claim.core_limit for claim in claims)),
+        gpus=tuple(dict.fromkeys(gpu for one in parts for gpu in one.gpus)),
+        vcore_ids=frozenset().union(*(one.vcore_ids for one in parts)),
+        vmemory_ids=frozenset().union(*(one.vmemory_ids for one in parts)),
+        is_whole=all(one.is_whole for one in parts),
+        granted=ShareSize(cores=sum(size.cores for size in sizes), memory=sum(size.memory for size in sizes)),
+    )
 
 
 def claim_as_pod(ref: ClaimRef, allocations: Sequence[Allocation], users: Sequence[tuple[Pod, ContainerSpec]]) -> Pod:

@@ -4,8 +4,8 @@ A CDI device knows no container, so edits are made for the requests that a conta
 claim's, or the one that the container names. Every result of a view has the view's edits: where a container has several of
 them the runtime applies the same edits again, which changes nothing (CDI: of a variable and a mount point the last counts).
 
-The runtime applies CDI's edits after the pod's spec, so a variable of the spec does not win over a limit, unlike with the
-device plugins.
+The runtime applies CDI's edits after the pod's spec: a variable that they set replaces the spec's, unlike with the device
+plugins, also one of a ConfigMap or of the image. So each variable that could lift a limit is set.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 
 CDI_KIND = "gpushare-agent/claim"
-UNSUPPORTED = frozenset({IsolationName.VCUDA, IsolationName.DRIVER})
-"""Both know a container by its pod, and a claim has any number of containers."""
+UNSUPPORTED = frozenset({IsolationName.DRIVER})
+"""It knows a container by its pod, and a claim has any number of containers."""
 CDI_VERSION = "0.6.0"
 """Understood by every runtime that a kubelet with resource.k8s.io/v1 runs on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedResult:
-    """One result as it was prepared. `gpu` is a UUID; `cdi_devices` are what the kubelet hands to the runtime."""
+    """One result as it was prepared. `gpu` is a UUID; `cdi_devices` are what the kubelet hands to the runtime; `view` names
+    the result under whose key the isolation keeps the files of the view."""
 
     key: ContainerKey
     request: str
@@ -47,6 +48,7 @@ class PreparedResult:
     is_whole: bool
     cdi_devices: tuple[str, ...]
     core_limit: int = 0
+    view: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +160,7 @@ class _View:
                 core_limit=max(result.config.core_limit for result, _ in self.results),
                 pod_memory_mib=sum(share.memory_mib for share in shares),
                 memory_unit_mib=policy.names.gpu_mem_unit_mib,
+                is_claim=True,
             )
         )
         if isinstance(isolated, Refused):
@@ -178,6 +181,7 @@ class _View:
             is_whole=_is_whole(result, gpu, self._block_mib),
             cdi_devices=cdi_devices,
             core_limit=result.config.core_limit,
+            view=self._key.container,
         )
 
     @property
@@ -219,7 +223,7 @@ def _isolation(claim: AllocatedClaim, policy: EditPolicy) -> IsolationName | Ref
     name = IsolationName(text) if text else policy.isolation
     if not UNSUPPORTED.isdisjoint(name.parts) and any(not _takes_all(result) for result in claim.results):
         return _refused(
-            f"isolation {name} does not limit claims' shares: they have to be under hami-core, mps or none (setting"
+            f"isolation {name} does not limit claims' shares: they have to be under hami-core, vcuda, mps or none (setting"
             f" isolation or isolations_allowed, and {CONFIG_KIND}.isolation), or take whole GPUs"
         )
     return name

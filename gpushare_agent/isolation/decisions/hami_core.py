@@ -14,7 +14,8 @@ Whole GPUs get neither library nor limits. The files on the host are made by iso
 
 The kubelet appends the variables of the pod's spec to the agent's, so of one name the spec's counts
 (`GenerateRunContainerOptions` in pkg/kubelet/kubelet_pods.go). A spec that sets one that lifts a limit is refused; so is
-NVIDIA_VISIBLE_DEVICES, by which NVIDIA's runtime would add GPUs that the limits are not about.
+NVIDIA_VISIBLE_DEVICES, by which NVIDIA's runtime would add GPUs that the limits are not about. A claim's CDI spec replaces
+variables of the pod's, whatever they come from, but only those that it has: there all of them are set.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -75,14 +76,16 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
     if (refused := _overridden(request.container, len(limits), config)) is not None:
         return refused
     cache = f"{CACHE_DIRECTORY}/{request.container.name}.cache"
-    policy = () if config.core_policy == "default" else ((ENV_HAMI_CORE_POLICY, config.core_policy),)
+    is_policy_set = request.is_claim or config.core_policy != "default"
+    switches: list[tuple[str, str]] = [(ENV_HAMI_CORE_POLICY, config.core_policy)] if is_policy_set else []
+    switches += [(ENV_HAMI_CORE_LIBRARY, "")] if request.is_claim else []
     return ContainerEdits(
         env=(
             *((f"{ENV_HAMI_CORE_MEMORY}_{ordinal}", f"{mib}m") for ordinal, mib in enumerate(limits) if mib),
             (ENV_HAMI_CORE_CACHE, cache),
             *_core_limits(request, config),
             (ENV_LOG_LEVEL, "1"),
-            *policy,
+            *switches,
         ),
         mounts=(
             ContainerMount(host_path=str(config.directory / "libvgpu.so"), container_path=LIBRARY_PATH),
@@ -97,14 +100,16 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
 
 
 def _core_limits(request: IsolationRequest, config: HamiCoreConfig) -> list[tuple[str, str]]:
-    """One for the only GPU, as HAMi's own plugin sets it; of several GPUs one each."""
+    """One for the only GPU, as HAMi's own plugin sets it; of several GPUs one each. A claim's has both forms: one GPU's own,
+    if the spec had it, would win."""
     percents = [
         CORES_PER_GPU if share.is_whole else _percent(share.cores, request.core_limit, config)
         for share in request.shares
     ]
-    if len(percents) == 1:
-        return [(ENV_HAMI_CORE_CORES, str(percents[0]))]
-    return [(f"{ENV_HAMI_CORE_CORES}_{ordinal}", str(percent)) for ordinal, percent in enumerate(percents)]
+    common = [(ENV_HAMI_CORE_CORES, str(percents[0]))] if len(percents) == 1 else []
+    if common and not request.is_claim:
+        return common
+    return [*common, *((f"{ENV_HAMI_CORE_CORES}_{ordinal}", str(percent)) for ordinal, percent in enumerate(percents))]
 
 
 def opts_out(container: ContainerSpec, config: HamiCoreConfig) -> bool:

@@ -78,6 +78,8 @@ class IsolationRequest:
     pod_memory_mib: int = 0
     memory_unit_mib: int = 1024
     """The unit of GPUShare's variables."""
+    is_claim: bool = False
+    """The edits are a CDI spec's: a variable that is set there replaces the spec's, and one that is not is the spec's."""
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:

@@ -110,11 +110,13 @@ def vdevice_share(
 
 
 def share_cores(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], names: ResourceNames) -> int:
-    """Percent of the GPU's compute. A request for memory alone gets the same part of both (GPUShare's rule)."""
-    gpu = gpus.get(allocation.gpus[0]) if allocation.gpu_mem_ids and allocation.gpus else None
+    """Percent of the GPU's compute. A request for memory alone, GPUShare's or a claim's, gets the same part of both."""
+    is_memory_alone = bool(allocation.gpu_mem_ids) or (allocation.claim is not None and not allocation.size.cores)
+    gpu = gpus.get(allocation.gpus[0]) if is_memory_alone and allocation.gpus else None
     if gpu is None or gpu.memory_mib < 1:  # a GPU of which the driver reports the UUID alone
         return allocation.size.cores
-    cores = CORES_PER_GPU * allocation.size.memory * names.gpu_mem_unit_mib // gpu.memory_mib
+    unit_mib = names.gpu_mem_unit_mib if allocation.gpu_mem_ids else names.memory_block_mib
+    cores = CORES_PER_GPU * allocation.size.memory * unit_mib // gpu.memory_mib
     return min(CORES_PER_GPU, max(1, cores))
 
 

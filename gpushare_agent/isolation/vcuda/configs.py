@@ -11,6 +11,7 @@ from gpushare_agent.isolation.decisions.vcuda import core_limit, driver_numbers,
 from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig, encode_config
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 
@@ -48,8 +49,11 @@ class VDeviceConfigs:
 
     def _encode(self, allocation: Allocation, pod: Pod | None) -> bytes:
         annotations = pod.annotations if pod is not None else {}
+        if allocation.claim is not None:
+            annotations = {CORE_LIMIT_ANNOTATION: str(allocation.claim.core_limit)}
         share = vdevice_share(allocation, annotations, self._inventory().by_uuid(), self._names)
-        if pod is not None and not allocation.is_whole and (problem := core_limit(annotations, share.cores).problem):
+        is_pods = pod is not None and not allocation.is_whole and allocation.claim is None
+        if pod is not None and is_pods and (problem := core_limit(annotations, share.cores).problem):
             self._on_problem(pod, problem)
         config = VDeviceConfig(
             pod_uid=allocation.key.pod_uid,

@@ -5,6 +5,9 @@ not of another known container: too many rather than too few, for the in-contain
 the list, and does not limit others. The PIDs are those that the driver in use reports: the host's, or those of the
 container's PID namespace. State owned: the ID and the instance of each container, its processes as the kernel listed them
 last, and their PIDs in namespaces.
+
+A claim's list has the processes of all containers that use it: of those that registered, by the ID of the kernel, and of
+those that run by the pods' statuses. No process of another container of their pods is in it, for each registers.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import KernelModule
+from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_walk import CgroupDir
 from gpushare_agent.runtime.cgroups import CgroupProcesses, Cgroups
 
@@ -28,6 +32,9 @@ log = structlog.get_logger(__name__)
 
 Instance = tuple[ContainerKey, int]
 """A container from one of its starts to the next."""
+
+Sharers = Callable[[ContainerKey], Mapping[ContainerKey, str] | None]
+"""The containers that use a claim, with their IDs, empty where one does not run; None for the key of a container itself."""
 
 LONG_UNKNOWN_S = 5.0
 """After a restart of the agent a container's existing list is better than its whole pod's, but only for so long."""
@@ -41,6 +48,8 @@ class _Instance:
     id: str | None = None
     former: str | None = None
     unknown_since: float | None = None
+    registered: dict[str, PodUid | None] = field(default_factory=dict)
+    """Of a claim: the containers that registered, by ID, with their pods."""
     listed: Sequence[CgroupProcesses] = ()
     """As of the last read; none while it is not known which cgroups are the container's own."""
     namespace_pids: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -59,9 +68,16 @@ class ContainerProcesses:
     """`read` may be overtaken by `begin_instance`: ask `is_current` before using what it gave."""
 
     def __init__(
-        self, ids: ContainerIds, cgroups: Cgroups, *, clock: Callable[[], float], module: KernelModule | None = None
+        self,
+        ids: ContainerIds,
+        cgroups: Cgroups,
+        *,
+        clock: Callable[[], float],
+        module: KernelModule | None = None,
+        sharers: Sharers = lambda key: None,
     ) -> None:
         self._source = ids
+        self._sharers = sharers
         self._cgroups = cgroups
         self._module = module
         self._clock = clock
@@ -79,11 +95,15 @@ class ContainerProcesses:
             del self._instances[key]
 
     def is_known(self, key: ContainerKey) -> bool:
+        if self._sharers(key) is not None:
+            return True
         instance = self._instances.get(key)
         return instance is not None and instance.id is not None
 
     def is_awaited(self, key: ContainerKey) -> bool:
         """Its ID is unknown, and not for so long that the whole pod's processes take the place of its own."""
+        if self._sharers(key) is not None:
+            return True
         instance = self._instances.get(key)
         if instance is None or instance.id is not None or instance.unknown_since is None:
             return False
@@ -101,9 +121,14 @@ class ContainerProcesses:
         instance.id = container_id
         return True
 
+    def note_sharer(self, key: ContainerKey, container_id: str, pod_uid: PodUid | None) -> None:
+        """A container that uses the claim registered, and the kernel confirmed its ID."""
+        self._instances.setdefault(key, _Instance()).registered[container_id] = pod_uid
+
     def unknown(self, keys: Iterable[ContainerKey]) -> frozenset[Instance]:
         """The instances whose ID is not known yet."""
-        instances = {key: self._instances.setdefault(key, _Instance()) for key in keys}
+        own = [key for key in keys if self._sharers(key) is None]
+        instances = {key: self._instances.setdefault(key, _Instance()) for key in own}
         return frozenset((key, instance.number) for key, instance in instances.items() if instance.id is None)
 
     async def read_ids(self) -> None:
@@ -137,17 +162,18 @@ class ContainerProcesses:
         instances = {key: self._instances.setdefault(key, _Instance()) for key in wanted}
         for instance in instances.values():
             instance.listed = ()
-        own = await self._own_cgroups(instances)
+        own = await self._own_cgroups(instances) | await self._sharers_cgroups(instances)
         cgroups = own | await self._pods_cgroups(
-            {key: instance for key, instance in instances.items() if key not in own}
+            {key: one for key, one in instances.items() if key not in own and self._sharers(key) is None}
         )
         if not cgroups:
             return {}
-        read = await self._cgroups.processes_round_in_thread([place for places in cgroups.values() for place in places])
+        every = [place for places in cgroups.values() for place in places]
+        read = await self._cgroups.processes_round_in_thread(every) if every else {}
         host_pids: dict[ContainerKey, list[int]] = {}
         for key, places in cgroups.items():
             lists = [listed for place in places if (listed := read.get(place.container_id)) is not None]
-            if lists:
+            if lists or not places:
                 host_pids[key] = sorted({pid for listed in lists for pid in listed.pids})
                 instances[key].listed = lists if key in own else ()
         await self._read_namespace_pids(instances, host_pids)
@@ -186,6 +212,25 @@ class ContainerProcesses:
             elif instances[key].id == id_:  # it has ended: its ID goes with it
                 instances[key].id = None
         return {key: [places[id_]] for key, id_ in ids.items() if id_ in places}
+
+    async def _sharers_cgroups(
+        self, instances: Mapping[ContainerKey, _Instance]
+    ) -> dict[ContainerKey, list[CgroupDir]]:
+        """Of claims; without those of which no user is known yet. Containers that have ended are forgotten."""
+        ids: dict[ContainerKey, dict[str, PodUid | None]] = {}
+        for key, instance in instances.items():
+            if sharers := self._sharers(key):
+                running = {container_id: user.pod_uid for user, container_id in sharers.items() if container_id}
+                ids[key] = {**instance.registered, **running}
+        if not ids:
+            return {}
+        wanted = [(container_id, uid) for found in ids.values() for container_id, uid in found.items()]
+        places = await self._cgroups.find_many_in_thread(wanted) if wanted else {}
+        for key, found in ids.items():
+            registered = instances[key].registered
+            for container_id in [one for one in registered if one in found and one not in places]:
+                del registered[container_id]
+        return {key: [places[one] for one in found if one in places] for key, found in ids.items()}
 
     async def _pods_cgroups(self, instances: Mapping[ContainerKey, _Instance]) -> dict[ContainerKey, list[CgroupDir]]:
         now = self._clock()

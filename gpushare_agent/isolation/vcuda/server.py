@@ -1,9 +1,12 @@
 """RegisterVDevice for one container, on the vcuda.sock that is mounted in that container alone.
 
+A ResourceClaim's is mounted in all containers that use it, and its key has the claim's names, as vcuda.config has.
+
 The socket is the identity: its callers are processes of that container. The kernel's peer credentials confirm it, and
 the message's claims must agree; nothing of a message becomes part of a path unless it is this container's own name. The
 directory and the files are made by isolation/vcuda/files.py; cgroups and the runtime are read through `IdentifyPeer` and
-`FindContainer`. State owned: the server, what the runtime answered last, and which refusals were logged.
+`FindContainer`. State owned: the server, which containers are its own, what the runtime answered last, and which refusals
+were logged.
 
 Every CUDA program of the container registers when it starts, and may end where it is refused: a burst is delayed, by what it
 costs (kit/bounded_grpc.py), and not refused. What a call causes elsewhere is shared by all that wait: `Refresh` and the
@@ -47,6 +50,8 @@ METHOD = "/vcuda.VCUDAService/RegisterVDevice"
 HANDLING_COST_S = 0.0017
 """Charged for a registration besides its reading. Measured: one takes 1.2 ms of processor in all on an idle machine, on a
 connection of its own 2.4 ms; half as much again where the caller and others keep the processor busy."""
+MAX_OWN = 256
+"""Containers that are known to be the socket's own: of the earlier instances, and those that share a claim."""
 _LINES_PER_S, _LINE_BURST = 0.1, 20
 """Log lines of one container: a caller that forks is a new peer each time."""
 
@@ -55,8 +60,11 @@ IdentifyPeer = Callable[[int], Awaitable[PeerIdentity | None]]
 """The container of a process of this node; None where that cannot be known. Raises Unavailable: call again later."""
 FindContainer = Callable[[str], Awaitable[ContainerKey | None]]
 """The container of this ID, as the runtime reports it now; None: there is none. Raises Unavailable."""
-Refresh = Callable[[ContainerKey, str | None], Awaitable[None]]
-"""Brings the files of a container up to date; with an ID, those in `<container id>/` too. Raises AgentError."""
+Refresh = Callable[[ContainerKey, str | None, PeerIdentity | None], Awaitable[None]]
+"""Brings the files of a container up to date; with an ID, those in `<container id>/` too. The caller as the kernel has it,
+None where it cannot be known. Raises AgentError."""
+IsUser = Callable[[ContainerKey, ContainerKey], bool]
+"""Whether the second, a container, uses the claim that the first names. Raises Unavailable: not known yet."""
 
 
 class CountsRegistrations(Protocol):
@@ -94,8 +102,10 @@ class VDeviceServer:
         run_blocking: RunsBlocking,
         limits: VDeviceLimits | None = None,
         shared: SharedBudget | None = None,
+        is_user: IsUser | None = None,
     ) -> None:
         self.key = key
+        self._is_user = is_user
         self._shared = shared
         self._sockets = sockets
         self._run_blocking = run_blocking
@@ -107,6 +117,7 @@ class VDeviceServer:
         self._clock = asyncio.get_running_loop().time
         self._asking = asyncio.Lock()
         self._answer: _Answer | None = None
+        self._own: dict[str, ContainerKey] = {}
         self._reported = ReportOnce()
         self._lines = TokenBucket(rate=_LINES_PER_S, burst=_LINE_BURST, clock=self._clock)
         self._log = log.bind(pod_uid=key.pod_uid, container=key.container)
@@ -190,16 +201,18 @@ class VDeviceServer:
             self._server.charge(0, HANDLING_COST_S)
         claim = read_claim(request)
         pid = _peer_pid(stream)
+        peer = await self._peer(pid)
         try:
-            await self._check(claim, await self._peer(pid))
+            await self._check(claim, peer)
         except _Mismatch as e:
+            whole = "pod" if self._is_user is None else "ResourceClaim"
             text = (
-                f"{e}, but this socket belongs to container {self.key.container} of pod {self.key.pod_uid}: "
+                f"{e}, but this socket belongs to container {self.key.container} of {whole} {self.key.pod_uid}: "
                 f"nothing is registered; use the socket that is mounted in your own container, and your own names"
             )
             self._warn_once("vdevice_registration_refused", pid, detail=str(e))
             raise GRPCError(Status.PERMISSION_DENIED, text) from e
-        await self._refresh(self.key, claim.container_id)
+        await self._refresh(self.key, claim.container_id, peer)
         await stream.send_message(VDeviceResponse())
 
     async def _peer(self, pid: int) -> PeerIdentity | None:
@@ -215,9 +228,11 @@ class VDeviceServer:
         """
         if peer is not None:
             await self._check_peer(peer, is_own_needed=claim.container_id is not None)
-        if claim.pod_uids - {self.key.pod_uid}:
-            raise _Mismatch(f"the message names pod {min(claim.pod_uids - {self.key.pod_uid})}")
-        if claim.container is not None and claim.container != self.key.container:
+        user = self._own.get(peer.container_id or "") if peer is not None else None
+        names = {self.key, user or self.key}
+        if others := claim.pod_uids - {one.pod_uid for one in names}:
+            raise _Mismatch(f"the message names pod {min(others)}")
+        if claim.container is not None and claim.container not in {one.container for one in names}:
             raise _Mismatch(f"the message names container {claim.container!r}")
         if claim.container_id is None:
             return
@@ -229,17 +244,20 @@ class VDeviceServer:
 
     async def _check_peer(self, peer: PeerIdentity, *, is_own_needed: bool) -> None:
         """For the first second or two after a container's start nobody knows its ID: then the caller's pod is enough for a
-        registration by name, which only brings this container's own files up to date."""
+        registration by name, which only brings this container's own files up to date. Of a claim the ID must be known: by
+        it alone the process comes into the list."""
         if peer.pod_uid is None and peer.container_id is None:
             raise _Mismatch("the calling process is in no container")
-        if peer.pod_uid is not None and peer.pod_uid != self.key.pod_uid:
+        if self._is_user is None and peer.pod_uid is not None and peer.pod_uid != self.key.pod_uid:
             raise _Mismatch(f"the calling process is in pod {peer.pod_uid}")
         if peer.container_id is None:
+            if self._is_user is not None:
+                raise _Mismatch(f"the calling process is in no container of pod {peer.pod_uid}")
             return
         try:
             is_own = await self._is_own(peer.container_id)
         except Unavailable:
-            if is_own_needed or peer.pod_uid is None:
+            if is_own_needed or peer.pod_uid is None or self._is_user is not None:
                 raise
             return
         if not is_own:
@@ -247,7 +265,11 @@ class VDeviceServer:
 
     async def _is_own(self, container_id: str) -> bool:
         """Whether the container of this ID is this socket's. Raises Unavailable: it is not known yet."""
+        if container_id in self._own:
+            return True
         async with self._asking:
+            if container_id in self._own:
+                return True
             answer = self._answer
             if answer is None or not answer.holds(container_id, self._clock()):
                 if answer is not None:
@@ -260,11 +282,16 @@ class VDeviceServer:
     async def _ask(self, container_id: str) -> _Answer:
         problem, is_own = None, False
         try:
-            is_own = await self._find_container(container_id) == self.key
+            owner = await self._find_container(container_id)
+            is_own = owner is not None and (self._is_user(self.key, owner) if self._is_user else owner == self.key)
+            if is_own and owner is not None:
+                self._own[container_id] = owner
+                if len(self._own) > MAX_OWN:
+                    del self._own[next(iter(self._own))]
         except Unavailable as e:
             problem = str(e)
         at = self._clock()
-        until = float("inf") if is_own else at + 10 * self._limits.question_interval_s if problem is not None else at
+        until = at + 10 * self._limits.question_interval_s if problem is not None else at
         return _Answer(container_id=container_id, is_own=is_own, problem=problem, at=at, until=until)
 
     def _warn_once(self, event: str, pid: int, **fields: Any) -> None:

@@ -34,7 +34,9 @@ from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import forever, wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Rejected, Unavailable
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import PodUid
+from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -201,9 +203,14 @@ class VirtualManager:
                 if self._foreign.is_new(str(e), uid):
                     log.error("vdevice_directory_not_ours", error=str(e))
 
-    async def refresh(self, key: ContainerKey, container_id: str | None) -> None:
-        """Brings the files of a container that registers up to date. Of many concurrent calls two are carried out: the one
-        under way, and one that begins after the last of them came, not before `refresh_s` has passed. Raises AgentError."""
+    async def refresh(self, key: ContainerKey, container_id: str | None, caller: PeerIdentity | None = None) -> None:
+        """Brings the files of a container that registers up to date; of a claim the `caller` is one of its containers. Of
+        many concurrent calls two are carried out: the one under way, and one that begins after the last of them came, not
+        before `refresh_s` has passed. Raises AgentError."""
+        if self._pods.sharers(key) is not None:
+            if caller is not None and caller.container_id is not None:
+                self._processes.note_sharer(key, caller.container_id, caller.pod_uid)
+            container_id = None  # its files are at the top of the directory, which is several containers'
         came_at = self._clock()
         refreshes = self._refreshes.setdefault(key, _Refreshes())
         async with refreshes.lock:
@@ -333,14 +340,12 @@ class VirtualManager:
         return self._pods.get(uid) is None and not any(key.pod_uid == uid for key in self._allocations())
 
     def _wanted(self, keys: Collection[ContainerKey] | None = None) -> dict[ContainerKey, Allocation]:
-        """The containers that need a directory: those with cores or GPUShare memory, of `keys` where it is given."""
+        """The containers that need a directory, of `keys` where it is given: those with cores or GPUShare memory, and claims
+        under this isolation, which no annotation changes later."""
         return {
             key: allocation
             for key, allocation in self._allocations().items()
-            if (keys is None or key in keys)
-            and (allocation.vcore_ids or allocation.gpu_mem_ids)
-            and allocation.claim is None  # whose shares are under other isolations
-            and is_nameable(key)
+            if (keys is None or key in keys) and _has_directory(allocation) and is_nameable(key)
         }
 
     def _new_server(self, key: ContainerKey) -> VDeviceServer:
@@ -350,13 +355,26 @@ class VirtualManager:
             identify=self._identify,
             find_container=self._processes.owner_of,
             refresh=self.refresh,
+            is_user=self._is_sharer if self._pods.sharers(key) is not None else None,
             metrics=self._metrics,
             run_blocking=self._in_thread,
             shared=self._shared,
         )
 
+    def _is_sharer(self, key: ContainerKey, user: ContainerKey) -> bool:
+        """Raises Unavailable: the API server has not reported the pod yet."""
+        if self._pods.get(user.pod_uid) is None:
+            raise Unavailable(f"pod {user.pod_uid} is not known yet: register again")
+        return user in (self._pods.sharers(key) or ())
+
     async def _in_thread(self, blocking: Callable[[], T], what: str) -> T:
         return await self._thread.call(blocking, what, FILES_TIMEOUT_S)
+
+
+def _has_directory(allocation: Allocation) -> bool:
+    if allocation.claim is not None:
+        return IsolationName.VCUDA in allocation.claim.isolation.parts
+    return bool(allocation.vcore_ids or allocation.gpu_mem_ids)
 
 
 @dataclass(slots=True)
