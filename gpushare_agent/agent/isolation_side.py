@@ -298,16 +298,24 @@ def _driver_limits(
 ) -> DriverLimits:
     settings = state.settings
 
-    def shares() -> dict[ContainerKey, ShareOfMemory]:
-        gpus = state.inventory.current.by_uuid()
-        found = {}
+    def shares() -> dict[ContainerKey, list[ShareOfMemory]]:
+        gpus, found = state.inventory.current.by_uuid(), dict[ContainerKey, list[ShareOfMemory]]()
         for key, allocation in state.cache.view().items():
-            pod = state.store.get(key.pod_uid)
+            pod = state.claim_pods.get(key.pod_uid)
             if pod is None or allocation.is_whole or not allocation.gpus:
                 continue
-            if _uses(settings, pod, IsolationName.DRIVER):
-                share = vdevice_share(allocation, pod.annotations, gpus, state.names)
-                found[key] = ShareOfMemory(gpu=allocation.gpus[0], limit_bytes=share.memory_bytes, kind=allocation.kind)
+            if not _uses(settings, pod, IsolationName.DRIVER):
+                continue
+            limit_bytes = vdevice_share(allocation, pod.annotations, gpus, state.names).memory_bytes
+            sharers = state.claim_pods.sharers(key)
+            users = [key] if sharers is None else list(sharers)
+            # A claim that was made for one pod, and that other pods name all the same, is not given to each of them.
+            pods = max(1, len({user.pod_uid for user in users}))
+            share = ShareOfMemory(
+                key=key, gpu=allocation.gpus[0], limit_bytes=limit_bytes // pods, kind=allocation.kind
+            )
+            for user in users:
+                found.setdefault(user, []).append(share)
         return found
 
     def missing(key: ContainerKey, why: str) -> None:

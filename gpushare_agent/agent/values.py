@@ -87,6 +87,7 @@ def edit_policy(
                 exclusive_process=settings.mps.exclusive_process,
             ),
             hami_core=hami_core_config(settings),
+            is_memory_limited_by_agent=settings.driver_limits.set_by_agent,
         ),
         isolation=settings.isolation,
         allowed=settings.isolations_allowed,

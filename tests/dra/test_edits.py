@@ -12,7 +12,7 @@ from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
 from gpushare_agent.isolation import GpuShare, IsolationRequest
 from gpushare_agent.isolation.decisions.hami_core import edit_hami_core
-from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
@@ -207,8 +207,43 @@ def test_under_vcuda_the_containers_of_a_view_have_one_directory() -> None:
     assert [one.view for one in each.results] == ["a", "b"]
 
 
-@pytest.mark.parametrize("name", [IsolationName.DRIVER, IsolationName.HAMI_CORE_DRIVER])
-def test_isolations_that_know_pods_alone_refuse_shares(name: IsolationName) -> None:
-    refused = prepare(raw_claim(result()), policy=edit_policy(name))
-    assert isinstance(refused, Refused) and "hami-core, vcuda, mps or none" in refused.detail
-    assert isinstance(prepare(raw_claim(whole()), policy=edit_policy(name)), PreparedClaim)
+def drivers(*, by_agent: bool, name: IsolationName = IsolationName.HAMI_CORE_DRIVER) -> EditPolicy:
+    policy = edit_policy(name)
+    return replace(policy, config=replace(policy.config, is_memory_limited_by_agent=by_agent))
+
+
+def made_for(name: str, *results: dict[str, Any]) -> dict[str, Any]:
+    """A claim that was made for a pod."""
+    raw = raw_claim(*results, users=[name])
+    raw["metadata"]["ownerReferences"] = [
+        {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": f"uid-{name}", "controller": True}
+    ]
+    return raw
+
+
+@pytest.mark.parametrize("name", [IsolationName.DRIVER, IsolationName.HAMI_CORE_DRIVER, IsolationName.MPS_DRIVER])
+@pytest.mark.parametrize("by_agent", [True, False])
+def test_the_driver_limits_a_claim_that_one_pod_uses(name: IsolationName, by_agent: bool) -> None:
+    made = prepared(made_for("p", result()), user("p", ""), policy=drivers(by_agent=by_agent, name=name))
+    env = env_of(made)
+    assert env["NVIDIA_GPU_MEMORY_LIMIT"] == env["NVIDIA_GPU_MEMORY_REQUEST"] == "16384"
+
+
+def test_the_driver_does_not_limit_what_has_no_cgroup_of_its_own() -> None:
+    """Several pods have none in common, nor have containers for NVIDIA's toolkit, which knows these alone."""
+
+    def refused(raw: dict[str, Any], *pods: Pod, by_agent: bool = True) -> Refused:
+        found = prepare(raw, *pods, policy=drivers(by_agent=by_agent))
+        assert isinstance(found, Refused)
+        return found
+
+    assert "by a ResourceClaimTemplate" in refused(raw_claim(result()), user("p", "")).detail
+    others = made_for("p", result())
+    others["status"]["reservedFor"].append({"resource": "pods", "name": "q", "uid": "uid-q"})
+    assert "by a ResourceClaimTemplate" in refused(others, user("p", "")).detail
+    assert refused(made_for("p", result())).reason is RefusalReason.NOT_READY
+    two, own = made_for("p", result()), made_for("p", result("a", 0), result("b", 1))
+    assert "containers c0 and c1 share it" in refused(two, user("p", "", ""), by_agent=False).detail
+    prepared(two, user("p", "", ""), policy=drivers(by_agent=True))
+    prepared(own, user("p", "a", "b"), policy=drivers(by_agent=False))
+    prepared(raw_claim(whole()), policy=drivers(by_agent=False))

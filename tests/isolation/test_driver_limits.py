@@ -26,8 +26,10 @@ IDS = {MAIN: "a" * 64, SECOND: "b" * 64}
 GIB = 1 << 30
 
 
-def share(gib: int, *, gpu: GpuUuid = GPU, kind: ContainerKind = ContainerKind.MAIN) -> ShareOfMemory:
-    return ShareOfMemory(gpu=gpu, limit_bytes=gib * GIB, kind=kind)
+def share(
+    gib: int, *, gpu: GpuUuid = GPU, kind: ContainerKind = ContainerKind.MAIN, key: ContainerKey = MAIN
+) -> ShareOfMemory:
+    return ShareOfMemory(key=key, gpu=gpu, limit_bytes=gib * GIB, kind=kind)
 
 
 class World:
@@ -37,7 +39,7 @@ class World:
         self.root = root
         (root / "cgroup.controllers").touch()
         self.pod = root / "kubepods" / f"pod{UID}"
-        self.shares: dict[ContainerKey, ShareOfMemory] = {MAIN: share(4)}
+        self.shares: dict[ContainerKey, list[ShareOfMemory]] = {MAIN: [share(4)]}
         self.ids: dict[ContainerKey, str] = {}
         self.limits: dict[tuple[GpuUuid, Path], int] = {}
         self.problem = LimitOutcome()
@@ -91,10 +93,39 @@ def world(tmp_path: Path) -> World:
 
 async def test_the_pods_cgroup_is_limited_before_the_container_starts(world: World) -> None:
     """To the sum of its shares: the container's own cgroup is not there yet."""
-    world.shares[SECOND] = share(2)
+    world.shares[SECOND] = [share(2, key=SECOND)]
     world.pod.mkdir(parents=True)
     assert await world.limiter().prepare([MAIN]) is None
     assert world.limits == {(GPU, world.pod): 6 * GIB}
+
+
+async def test_the_containers_of_a_claim_are_limited_each_and_together(world: World) -> None:
+    """The pod's cgroup has the claim's memory once, from before they start; one of them has a claim of its own beside it."""
+    claim, other, third = (ContainerKey(PodUid("99999999-2222-3333-4444-555555555555"), name) for name in "abc")
+    shared = share(4, key=claim)
+    world.shares = {MAIN: [shared], SECOND: [shared, share(1, key=other), share(2, gpu=OTHER_GPU, key=third)]}
+    world.pod.mkdir(parents=True)
+    limiter = world.limiter()
+    assert await limiter.prepare([claim]) is None
+    assert world.limits == {(GPU, world.pod): 5 * GIB, (OTHER_GPU, world.pod): 2 * GIB}
+    main, second = world.start(MAIN), world.start(SECOND)
+    await limiter.reconcile()
+    of_gpu = {place: limit for (gpu, place), limit in world.limits.items() if gpu == GPU}
+    assert of_gpu == {world.pod: 5 * GIB, main: 4 * GIB, second: 5 * GIB}
+    assert world.limits[OTHER_GPU, second] == 2 * GIB
+
+
+async def test_a_claim_is_without_its_limit_where_one_of_its_containers_is(world: World) -> None:
+    """The Event is on that container's pod."""
+    claim = ContainerKey(PodUid("99999999-2222-3333-4444-555555555555"), "a")
+    world.shares = {MAIN: [share(4, key=claim)]}
+    world.start(MAIN)
+    limiter = world.limiter()
+    assert limiter.problem(claim) == ""
+    world.problem = LimitOutcome(problem="no right")
+    await limiter.reconcile()
+    assert limiter.problem(claim) == "no right"
+    assert world.missing == [(MAIN, "no right")]
 
 
 async def test_a_pod_without_a_cgroup_of_its_own_starts_all_the_same(world: World) -> None:
@@ -130,7 +161,7 @@ async def test_a_container_that_runs_gets_its_limit_and_its_pod_too(world: World
     own = world.start(MAIN)
     await limiter.reconcile()
     assert world.limits == {(GPU, world.pod): 4 * GIB, (GPU, own): 4 * GIB}
-    world.shares[MAIN] = share(8)
+    world.shares[MAIN] = [share(8)]
     await limiter.reconcile()
     assert world.limits == {(GPU, world.pod): 8 * GIB, (GPU, own): 8 * GIB}
     world.limits.clear()
@@ -216,7 +247,7 @@ async def test_a_resize_is_enforced_once_its_processes_have_no_more(world: World
     own = world.start(MAIN)
     world.used_bytes = 4 * GIB
     assert await limiter.enforce(MAIN) == ""
-    world.shares[MAIN] = share(1)
+    world.shares[MAIN] = [share(1)]
     assert await limiter.enforce(MAIN) == "its processes still have 3072 MiB more"
     assert world.limits[GPU, own] == GIB
     world.used_bytes = GIB
@@ -226,8 +257,15 @@ async def test_a_resize_is_enforced_once_its_processes_have_no_more(world: World
 def test_init_containers_do_not_add_up() -> None:
     """The largest of them runs alone; the others, sidecars too, run together; each GPU by itself."""
     init, sidecar = ContainerKind.INIT, ContainerKind.SIDECAR
+    keys = [ContainerKey(UID, f"c{number}") for number in range(5)]
     found = pod_memory(
-        [share(6, kind=init), share(5, kind=init), share(2), share(3, kind=sidecar), share(1, gpu=OTHER_GPU)]
+        [
+            share(6, kind=init, key=keys[0]),
+            share(5, kind=init, key=keys[1]),
+            share(2, key=keys[2]),
+            share(3, kind=sidecar, key=keys[3]),
+            share(1, gpu=OTHER_GPU, key=keys[4]),
+        ]
     )
     assert found == {GPU: 6 * GIB, OTHER_GPU: GIB}
-    assert pod_memory([share(6), share(6, kind=init)]) == {GPU: 6 * GIB}
+    assert pod_memory([share(6), share(6, kind=init, key=SECOND)]) == {GPU: 6 * GIB}

@@ -61,13 +61,14 @@ class ClaimResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatedClaim:
     """A claim with the results that are this driver's on this node, in the claim's order. `shown_as` is its name in the
-    pod that it was made for, else its own. `users` are the pods for which it
-    is reserved, name and UID."""
+    pod that it was made for, else its own. `users` are the pods for which it is reserved, name and UID; `owner` is the
+    pod that it was made for, None where it is no pod's own."""
 
     ref: ClaimRef
     shown_as: str
     results: tuple[ClaimResult, ...]
     users: tuple[tuple[str, PodUid], ...] = field(default=())
+    owner: PodUid | None = None
 
 
 def is_claim_uid(text: str) -> bool:
@@ -89,7 +90,11 @@ def read_claim(raw: Mapping[str, Any], *, driver: str, pool: str) -> AllocatedCl
     if not results:
         raise Corrupt(f"status.allocation has no device of driver {driver}")
     return AllocatedClaim(
-        ref=ref, shown_as=_shown_as(raw, ref), results=tuple(results), users=tuple(_users(_object(raw, "status")))
+        ref=ref,
+        shown_as=_shown_as(raw, ref),
+        results=tuple(results),
+        users=tuple(_users(_object(raw, "status"))),
+        owner=_owner(raw),
     )
 
 
@@ -105,6 +110,14 @@ def _shown_as(raw: Mapping[str, Any], ref: ClaimRef) -> str:
         return "extended-resources"
     name = annotations.get(POD_CLAIM_ANNOTATION)
     return name if isinstance(name, str) and _NAME.fullmatch(name) else ref.name
+
+
+def _owner(raw: Mapping[str, Any]) -> PodUid | None:
+    """As Kubernetes has it: the controller, of kind Pod."""
+    for one in _list(_object(raw, "metadata").get("ownerReferences"), "metadata.ownerReferences", 64):
+        if one.get("controller") is True and one.get("apiVersion") == "v1" and one.get("kind") == "Pod":
+            return PodUid(_text(one, "uid"))
+    return None
 
 
 def checked_ref(namespace: str, name: str, uid: str) -> ClaimRef:

@@ -27,8 +27,6 @@ from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 
 CDI_KIND = "gpushare-agent/claim"
-UNSUPPORTED = frozenset({IsolationName.DRIVER})
-"""It knows a container by its pod, and a claim has any number of containers."""
 CDI_VERSION = "0.6.0"
 """Understood by every runtime that a kubelet with resource.k8s.io/v1 runs on."""
 
@@ -71,6 +69,8 @@ def prepare_claim(
     isolation = _isolation(claim, policy)
     if isinstance(isolation, Refused):
         return isolation
+    if IsolationName.DRIVER in isolation.parts and (refused := _without_cgroup(claim, isolation, pods, policy)):
+        return refused
     views = _views(claim, pods)
     if isinstance(views, Refused):
         return views
@@ -220,17 +220,38 @@ def _isolation(claim: AllocatedClaim, policy: EditPolicy) -> IsolationName | Ref
     allowed = sorted({policy.isolation, *policy.allowed})
     if text and text not in allowed:
         return _refused(f"its isolation is {text[:40]!r}, and this node allows {', '.join(allowed)}. Name one of these")
-    name = IsolationName(text) if text else policy.isolation
-    if not UNSUPPORTED.isdisjoint(name.parts) and any(not _takes_all(result) for result in claim.results):
+    return IsolationName(text) if text else policy.isolation
+
+
+def _without_cgroup(
+    claim: AllocatedClaim, isolation: IsolationName, pods: Sequence[Pod], policy: EditPolicy
+) -> Refused | None:
+    """The driver limits cgroups: all that use a share must be in one, a pod's or, where NVIDIA's toolkit sets the limits, a
+    container's."""
+    if all(result.cores >= CORES_PER_GPU for result in claim.results):
+        return None
+    cure = f"choose another isolation ({CONFIG_KIND}.isolation)"
+    if claim.owner is None or any(uid != claim.owner for _, uid in claim.users):
         return _refused(
-            f"isolation {name} does not limit claims' shares: they have to be under hami-core, vcuda, mps or none (setting"
-            f" isolation or isolations_allowed, and {CONFIG_KIND}.isolation), or take whole GPUs"
+            f"isolation {isolation} limits the memory of cgroups, and pods that share a claim have none in common: make the"
+            f" claim for one pod, by a ResourceClaimTemplate, or {cure}"
         )
-    return name
-
-
-def _takes_all(result: ClaimResult) -> bool:
-    return result.cores >= CORES_PER_GPU
+    pod = next((pod for pod in pods if pod.uid == claim.owner), None)
+    if pod is None:
+        return Refused(reason=RefusalReason.NOT_READY, detail=f"pod {claim.owner} is not known yet: it is tried again.")
+    used: dict[str, list[str]] = {}
+    names = {name for name, claim_name in pod.claims.items() if claim_name == claim.ref.name}
+    for container in pod.containers:
+        for request in {request for name, request in container.claims if name in names}:
+            used.setdefault(request, []).append(container.name)
+    several = next((sorted(users) for users in used.values() if len(users) > 1), None)
+    if several is None or policy.config.is_memory_limited_by_agent:
+        return None
+    return _refused(
+        f"containers {' and '.join(several)} share it, and NVIDIA's toolkit, which sets the limits of isolation {isolation}"
+        f" on this node, would give each all of its memory: let one container use it, {cure}, or have the agent set the"
+        " limits (driver_limits.set_by_agent)"
+    )
 
 
 def _views(claim: AllocatedClaim, pods: Iterable[Pod]) -> list[frozenset[str]] | Refused:

@@ -46,6 +46,8 @@ class IsolationConfig:
     whole_driver: Path | None = None
     mps: MpsConfig | None = None
     hami_core: HamiCoreConfig | None = None
+    is_memory_limited_by_agent: bool = False
+    """Under isolation driver: else NVIDIA's container toolkit sets each container's limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

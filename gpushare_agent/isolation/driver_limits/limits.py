@@ -6,6 +6,7 @@ restart of the agent, by NVIDIA's container toolkit, or by nobody, is treated al
 
 A container's cgroup is made after PreStartContainer, and found a moment later. So the agent limits the pod's cgroup too,
 which is there before, to the sum of the pod's shares: with one share in the pod it holds from the first instruction on.
+The containers of a pod that use one ResourceClaim each have its limit, and together the pod's.
 
 State owned: the IDs of the containers, which of them run without their limit and why, and which use more than it.
 """
@@ -69,11 +70,17 @@ async def check_driver_limits(driver: MemoryLimiter, cgroups: Cgroups, *, may_se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareOfMemory:
-    """A container's share under this isolation. An init container's ends before the pod's others begin."""
+    """What a container has of one GPU under this isolation. An init container's ends before the pod's others begin. `key` is
+    its allocation's: the container's own, or of a claim, which several containers have."""
 
+    key: ContainerKey
     gpu: GpuUuid
     limit_bytes: int
     kind: ContainerKind
+
+
+Shares = Mapping[ContainerKey, Sequence[ShareOfMemory]]
+"""By container."""
 
 
 class DriverLimits:
@@ -85,7 +92,7 @@ class DriverLimits:
         driver: MemoryLimiter,
         cgroups: Cgroups,
         containers: RunningContainers,
-        shares: Callable[[], Mapping[ContainerKey, ShareOfMemory]],
+        shares: Callable[[], Shares],
         may_set: bool,
         on_missing: Callable[[ContainerKey, str], None],
     ) -> None:
@@ -108,8 +115,10 @@ class DriverLimits:
         return self._may_set
 
     def problem(self, key: ContainerKey) -> str:
-        """Why the container runs without its limit; empty where it has it, or does not run."""
-        return self._problems.get(key, "")
+        """Why the container, or one that uses the claim, runs without its limit; empty where it has it, or does not run."""
+        if not self._problems:
+            return ""
+        return next((why for user in self._users(self._shares(), key) if (why := self._problems.get(user))), "")
 
     async def check(self) -> None:
         """What the isolation needs on this node is there. Raises AgentError with the cure."""
@@ -118,7 +127,7 @@ class DriverLimits:
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Limits the pods' cgroups of containers that are about to start, where the agent may."""
         shares = self._shares()
-        uids = {key.pod_uid for key in keys if key in shares}
+        uids = {user.pod_uid for key in keys for user in self._users(shares, key)}
         if not uids:
             return None
         self._expect_new()
@@ -158,9 +167,10 @@ class DriverLimits:
         """After a resize: why the container has not its limit of now, or still uses more; empty where all is well. Raises
         AgentError."""
         await self.reconcile()
-        if key not in self._ids:
+        users = [user for user in self._users(self._shares(), key) if user in self._ids]
+        if not users:
             return "the container is not known to run yet"
-        if excess := self._excess_bytes.get(key, 0):
+        if excess := sum(self._excess_bytes.get(user, 0) for user in users):
             return f"its processes still have {excess >> 20} MiB more"
         return self.problem(key)
 
@@ -172,17 +182,24 @@ class DriverLimits:
     async def _reconcile(self) -> None:
         shares = self._shares()
         places = await self._find(shares)
-        keys = sorted(places)
-        wanted = [_limit(shares[key], places[key].path) for key in keys]
-        pods = await self._pod_limits(shares, {key.pod_uid for key in keys}) if self._may_set else []
+        limits = [
+            (key, MemoryLimit(gpu=gpu, cgroup=places[key].path, limit_bytes=limit_bytes))
+            for key in sorted(places)
+            for gpu, limit_bytes in sorted(pod_memory(shares[key]).items())
+        ]
+        wanted = [limit for _, limit in limits]
+        pods = await self._pod_limits(shares, {key.pod_uid for key in places}) if self._may_set else []
         outcomes = await self._driver.keep_memory_limits([*pods, *wanted], may_set=self._may_set) if wanted else []
         for key in self._problems.keys() - places.keys():
             del self._problems[key]
         self._excess_bytes = {}
-        for key, outcome in zip(keys, outcomes[len(pods) :], strict=True):
-            if (excess := outcome.used_bytes - shares[key].limit_bytes) > 0:
-                self._excess_bytes[key] = excess
-            self._note(key, "" if outcome.is_gone else outcome.problem)
+        problems = dict.fromkeys(places, "")
+        for (key, limit), outcome in zip(limits, outcomes[len(pods) :], strict=True):
+            if (excess := outcome.used_bytes - limit.limit_bytes) > 0:
+                self._excess_bytes[key] = self._excess_bytes.get(key, 0) + excess
+            problems[key] = problems[key] or ("" if outcome.is_gone else outcome.problem)
+        for key in sorted(problems):
+            self._note(key, problems[key])
 
     def _note(self, key: ContainerKey, problem: str) -> None:
         before = self._problems.pop(key, "")
@@ -196,7 +213,11 @@ class DriverLimits:
         else:
             log.info("memory_limit_set", pod_uid=key.pod_uid, container=key.container)
 
-    async def _find(self, shares: Mapping[ContainerKey, ShareOfMemory]) -> dict[ContainerKey, CgroupDir]:
+    def _users(self, shares: Shares, key: ContainerKey) -> list[ContainerKey]:
+        """The containers with this allocation."""
+        return sorted(user for user, parts in shares.items() if any(part.key == key for part in parts))
+
+    async def _find(self, shares: Shares) -> dict[ContainerKey, CgroupDir]:
         """The cgroups of those that run now. The runtime is asked while one of them is not known."""
         self._ids = {key: id_ for key, id_ in self._ids.items() if key in shares}
         if any(key not in self._ids for key in shares):
@@ -208,9 +229,7 @@ class DriverLimits:
         self._ids = {key: id_ for key, id_ in self._ids.items() if id_ in found}  # the others have ended
         return {key: found[id_] for key, id_ in self._ids.items()}
 
-    async def _pod_limits(
-        self, shares: Mapping[ContainerKey, ShareOfMemory], uids: Collection[PodUid]
-    ) -> list[MemoryLimit]:
+    async def _pod_limits(self, shares: Shares, uids: Collection[PodUid]) -> list[MemoryLimit]:
         """Of those of these pods that have a cgroup. Raises Unavailable."""
         if not uids:
             return []
@@ -218,25 +237,23 @@ class DriverLimits:
         return [
             MemoryLimit(gpu=gpu, cgroup=directories[uid], limit_bytes=limit_bytes)
             for uid in sorted(directories)
-            for gpu, limit_bytes in sorted(pod_memory([s for key, s in shares.items() if key.pod_uid == uid]).items())
+            for gpu, limit_bytes in sorted(
+                pod_memory(s for key, parts in shares.items() if key.pod_uid == uid for s in parts).items()
+            )
         ]
 
 
 def pod_memory(shares: Iterable[ShareOfMemory]) -> dict[GpuUuid, int]:
     """What a pod's containers may have together of each GPU, bytes. Init containers run one by one, the others at the same
-    time."""
+    time; a claim's share counts once."""
     together: dict[GpuUuid, int] = {}
     alone: dict[GpuUuid, int] = {}
-    for share in shares:
+    for share in {share.key: share for share in shares}.values():
         if share.kind is ContainerKind.INIT:
             alone[share.gpu] = max(alone.get(share.gpu, 0), share.limit_bytes)
         else:
             together[share.gpu] = together.get(share.gpu, 0) + share.limit_bytes
     return {gpu: max(together.get(gpu, 0), alone.get(gpu, 0)) for gpu in together.keys() | alone.keys()}
-
-
-def _limit(share: ShareOfMemory, cgroup: Path) -> MemoryLimit:
-    return MemoryLimit(gpu=share.gpu, cgroup=cgroup, limit_bytes=share.limit_bytes)
 
 
 def _not_set(why: str) -> Refused:
