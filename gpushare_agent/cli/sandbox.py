@@ -41,13 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--node-cards", metavar="CxM[,CxM...]", help="GPUs of each node and their memory in MiB, such as 8x24576,4x16384 "
         "or 2x24576+1x81920; fewer entries than nodes are used in turn")  # fmt: skip
     add("--extender", action="store_true", help="run the scheduler extender too, and let the embedded scheduler ask it")
+    add("--dra", action="store_true", help="offer the GPUs by ResourceClaims (Dynamic Resource Allocation): all of them, or "
+        "those of --dra.gpus; the samples are claims then")  # fmt: skip
     add(
         "--apply",
         metavar="FILE|DIR",
         action="append",
         type=Path,
         default=[],
-        help="Pod manifests, created in file order; - is standard input",
+        help="manifests of Pods, ResourceClaims, their templates and classes, created in file order; - is standard input",
     )
     add("--samples", choices=SAMPLE_SETS, help="sample pods; fitting leaves out the one that cannot run (default: all, "
         "with --apply none)")  # fmt: skip
@@ -69,9 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands for a sandbox that runs")
-    apply = commands.add_parser("apply", help="create the pods of a manifest")
+    apply = commands.add_parser("apply", help="create the pods and claims of a manifest")
     apply.add_argument("-f", "--file", dest="files", metavar="FILE|DIR", action="append", type=Path, required=True,
-        help="Pod manifests; a directory's files by name; - is standard input; again for more")  # fmt: skip
+        help="manifests of Pods and claims; a directory's files by name; - is standard input; again for more")  # fmt: skip
     delete = commands.add_parser("delete", help="delete pods")
     delete.add_argument("names", metavar="NAME", nargs="+", help="a pod's name, or NAMESPACE/NAME")
     delete.add_argument("-n", "--namespace", default="default", help="of the pods (%(default)s)")
@@ -119,8 +121,10 @@ async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_comm
     try:
         if args.command is not None:
             return await _run_command(args, extra_agent_flags, inner_command)
-        manifests = read_manifests(args.apply)
-        manifests += sample_manifests(args.samples or ("none" if args.apply else "all"))
+        if args.dra and (args.extender or args.kubelet_version != "1.36"):
+            raise ManifestError("--dra needs kubelet 1.36, and the scheduler that asks an extender knows no claims")
+        samples = args.samples or ("none" if args.apply else "all")
+        manifests = [*read_manifests(args.apply), *sample_manifests(samples, by_claims=args.dra)]
         from gpushare_agent.cli import sandbox_run  # not for the commands: it takes most of a second
 
         plan = sandbox_run.Plan(
@@ -146,6 +150,10 @@ def _agent_flags(args: argparse.Namespace, extra: list[str]) -> list[str]:
     ]
     if args.port is not None:
         flags.append(f"--web.port={args.port or free_port()}")
+    if args.dra:
+        flags.append("--dra.gpus=all")
+        if load_settings(extra, os.environ).sources["isolation"] == "default":
+            flags.append("--isolation=none")  # of the others none keeps a claim's share without a library or a daemon
     return [*flags, *_implied_gpus(args, extra), *extra]
 
 

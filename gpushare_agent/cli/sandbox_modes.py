@@ -54,8 +54,8 @@ async def _create(session: Session) -> None:
             "The end of its log:\n"
             f"{last_lines(late.shown.node.paths.agent_log)}"
         )
-    for name in controller.create(session.manifests):
-        notify(f"pod {name} created")
+    for line in controller.create(session.manifests):
+        notify(line)
 
 
 @asynccontextmanager

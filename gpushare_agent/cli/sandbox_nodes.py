@@ -84,7 +84,7 @@ async def build_node(
     shown = ReportedNode(
         node=node, gpus=inventory.gpus, vcore=resources.vcore, vmemory=resources.vmemory,
         memory_block_mib=resources.memory_block_mib, gpu_mem=names.gpu_mem, gpu_mem_unit_mib=names.gpu_mem_unit_mib,
-        addresses=addresses_of(settings),
+        addresses=addresses_of(settings), by_claims=bool(settings.dra.gpus),
     )  # fmt: skip
     controller = NodeController(
         shown=shown,

@@ -58,3 +58,14 @@ class KubeletTimes:
     container_start_s: float = 0.05
     start_retry_s: float = 10.0
     """After a failed PreStartContainer."""
+    registry_poll_s: float = 1.0
+    """The watcher of the plugin registry reconciles so often."""
+    slice_wipe_s: float = 1.0
+    """From the start to the deletion of the node's ResourceSlices."""
+    driver_away_s: float = 30.0
+    """From the end of a DRA driver's registration to the deletion of its ResourceSlices."""
+    prepare_retry_s: tuple[float, float] = (60.0, 90.0)
+    """After a failed NodePrepareResources, unless the pod's object changes."""
+    unprepare_retry_s: float = 10.0
+    claims_reconcile_s: float = 60.0
+    """Between searches for prepared claims whose pods have gone."""

@@ -14,6 +14,7 @@ from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.store import CLAIM_KINDS
 from gpushare_agent.sandbox.container_entry import enter_container
 from gpushare_agent.sandbox.control import Answer, Request
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON, GpuFaults
@@ -38,8 +39,12 @@ class NodeController:
         return self.shown.node.name
 
     def is_registered(self) -> bool:
-        """Both resources are in the Node object with devices, as the scheduler sees it."""
+        """Both resources are in the Node object with devices, as the scheduler sees it; or the node has its slice, and has
+        deleted the slices of before its start."""
         node = self.shown.node
+        if self.shown.by_claims:
+            slices = [raw["spec"].get("nodeName") for raw in node.api.store.all("resourceslices")]
+            return node.name in slices and node.kubelet.has_wiped_slices
         raw = node.api.object_of("nodes", ("", node.name)) or {}
         allocatable = raw.get("status", {}).get("allocatable", {})
         return all(int(allocatable.get(name, 0)) > 0 for name in (self.shown.vcore, self.shown.vmemory))
@@ -108,11 +113,17 @@ class SandboxController:
             return False
 
     def create(self, manifests: Iterable[Manifest]) -> list[str]:
-        """In order; returns their names with namespace. Raises Conflict for a name in use."""
+        """In order; returns `pod NAMESPACE/NAME created` for each. Raises Conflict for a name in use."""
         created = []
         for manifest in manifests:
-            metadata = self.api.create_pod(manifest.raw)["metadata"]
-            created.append(f"{metadata['namespace']}/{metadata['name']}")
+            resource = CLAIM_KINDS.get(manifest.raw.get("kind", "Pod"))
+            if resource is None:
+                metadata = self.api.create_pod(manifest.raw)["metadata"]
+            else:
+                given = manifest.raw["metadata"].get("namespace") or "default"
+                metadata = self.api.create(resource, manifest.raw, given)["metadata"]
+            name = "/".join(filter(None, (metadata.get("namespace"), metadata["name"])))
+            created.append(f"{(resource or 'pods')[:-1].replace('classe', 'class')} {name} created")
         return created
 
     def is_steady(self) -> bool:
@@ -154,7 +165,7 @@ class SandboxController:
         """A request from another terminal. Raises AgentError."""
         command = request.get("command")
         if command == "apply":
-            return _each(lambda m: f"pod {self.create([m])[0]} created", _manifests(request))
+            return _each(lambda m: self.create([m])[0], _manifests(request))
         if command == "delete":
             namespace = str(request.get("namespace"))
             return _each(lambda name: self._delete(namespace, name), _names(request))
@@ -210,7 +221,7 @@ def _manifests(request: Request) -> list[Manifest]:
     """Raises Rejected; nothing is created then."""
     pods = _list(request, "pods")
     if not all(isinstance(raw, dict) and isinstance(raw.get("metadata", {}), dict) for raw in pods):
-        raise Rejected('the request cannot be read: "pods" must hold Pod manifests, each an object with metadata')
+        raise Rejected('the request cannot be read: "pods" must hold manifests, each an object with metadata')
     return [Manifest(raw=raw, origin=str(raw.get("metadata", {}).get("name"))) for raw in pods]
 
 

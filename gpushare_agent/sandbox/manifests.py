@@ -1,4 +1,5 @@
-"""Pod manifests from YAML files, directories of them, and the samples shipped with the package.
+"""Pod manifests from YAML files, directories of them, and the samples shipped with the package; with them ResourceClaims,
+their templates and classes.
 
 Everything is checked before anything is created: a mistake names the file, the document and the field.
 """
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 
 from gpushare_agent.model.errors import Rejected
+from gpushare_agent.sandbox.api.store import CLAIM_KINDS, group_version
 from gpushare_agent.sandbox.pod_manifest import RawObject, completed_manifest
 
 EXPECTATION_ANNOTATION = "sandbox.gpushare/expect"
@@ -29,7 +31,7 @@ class ManifestError(Rejected):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A Pod as written; `origin` says where, for messages."""
+    """A Pod, or an object of CLAIM_KINDS, as written; `origin` says where, for messages."""
 
     raw: RawObject
     origin: str
@@ -46,13 +48,18 @@ def read_manifests(paths: Sequence[Path]) -> list[Manifest]:
     return found
 
 
-def sample_manifests(which: str) -> list[Manifest]:
-    """One of SAMPLE_SETS; "fitting" leaves out what is not meant to run."""
-    if which == "none":
-        return []
-    files = sorted(resources.files(__package__).joinpath("samples").iterdir(), key=lambda f: f.name)
-    found = [m for f in files if f.name.endswith(".yaml") for m in parse_manifests(f.read_text(), f.name)]
+def sample_manifests(which: str, *, by_claims: bool = False) -> list[Manifest]:
+    """One of SAMPLE_SETS; "fitting" leaves out what is not meant to run. By claims, the device class comes with any set."""
+    if by_claims:
+        found = _shipped("claim_samples")
+        return found[:1] if which == "none" else found
+    found = _shipped("samples") if which != "none" else []
     return [m for m in found if which == "all" or expectation(m.raw) is None]
+
+
+def _shipped(folder: str) -> list[Manifest]:
+    files = sorted(resources.files(__package__).joinpath(folder).iterdir(), key=lambda f: f.name)
+    return [m for f in files if f.name.endswith(".yaml") for m in parse_manifests(f.read_text(), f.name)]
 
 
 def expectation(raw: RawObject) -> str | None:
@@ -111,8 +118,12 @@ def _items(document: Any, where: str) -> list[Any]:
 
 def _checked(raw: Any, where: str) -> Manifest:
     kind = raw.get("kind") if isinstance(raw, dict) else None
+    if kind in CLAIM_KINDS:
+        _check_object(raw, where)
+        return Manifest(raw=raw, origin=where)
     if kind != "Pod":
-        raise ManifestError(f"{where}: kind {kind!r} cannot be applied: the embedded node knows Pods only")
+        known = ", ".join(("Pod", *CLAIM_KINDS))
+        raise ManifestError(f"{where}: kind {kind!r} cannot be applied: the embedded node knows {known}")
     try:
         completed_manifest(raw, namespace="default", uid="", suffix="")
     except Rejected as error:
@@ -121,11 +132,24 @@ def _checked(raw: Any, where: str) -> Manifest:
     return Manifest(raw=raw, origin=where)
 
 
+def _check_object(raw: dict[str, Any], where: str) -> None:
+    metadata, group = raw.get("metadata"), group_version(CLAIM_KINDS[raw["kind"]])
+    if raw.get("apiVersion") != group:
+        raise ManifestError(f"{where}: {raw['kind']} must have apiVersion: {group}, not {raw.get('apiVersion')!r:.40}")
+    if (
+        not isinstance(metadata, dict)
+        or not isinstance(metadata.get("name"), str)
+        or not isinstance(raw.get("spec"), dict)
+    ):
+        raise ManifestError(f"{where}: {raw['kind']} needs metadata with a name, and a spec")
+
+
 def _check_names(manifests: list[Manifest]) -> None:
-    seen: dict[tuple[str, str], str] = {}
+    seen: dict[tuple[str, str, str], str] = {}
     for manifest in manifests:
         metadata = manifest.raw["metadata"]
-        key = (metadata.get("namespace") or "default", metadata.get("name") or "")
+        kind = manifest.raw["kind"]
+        key = (metadata.get("namespace") or "default", metadata.get("name") or "", kind)
         if key[1] and key in seen:
-            raise ManifestError(f"{manifest.origin}: Pod {key[0]}/{key[1]} is there already, in {seen[key]}")
+            raise ManifestError(f"{manifest.origin}: {kind} {key[0]}/{key[1]} is there already, in {seen[key]}")
         seen[key] = manifest.origin

@@ -39,6 +39,10 @@ class EmbeddedNode:
             "kubelet.device-plugin-path": self.paths.device_plugin_path,
             "kubelet.pod-resources-socket": self.paths.pod_resources_socket,
             "virtual-manager.path": self.paths.virtual_manager,
+            "dra.registry-path": self.paths.plugin_registry,
+            "dra.plugin-path": self.paths.dra_plugin,
+            "dra.cdi-directory": self.paths.cdi,
+            "dra.record-directory": self.paths.claim_records,
             "isolation": "vcuda",  # of those that limit, the one that needs neither a library nor a daemon
             "hami-core.directory": self.paths.hami_core,
             "mps.pipe-directory": self.paths.mps_pipe,

@@ -39,6 +39,10 @@ class NodePaths:
         """Holds the API server's token: mode 0600."""
         self.device_plugin_path = state / "device-plugins"
         self.pod_resources_socket = state / "pod-resources" / "kubelet.sock"
+        self.plugin_registry, self.dra_plugin = state / "registry", state / "dra"
+        """Where the kubelet finds DRA drivers, and the agent's own DRA socket."""
+        self.claim_records = state / "claims"
+        """The agent's records of prepared claims."""
         self.runtime_socket = state / "containerd.sock"
         """Where the container runtime answers CRI."""
         self.cdi = state / "cdi"
@@ -70,7 +74,8 @@ def default_state_directory() -> Path:
 def prepare_state_directory(state: Path) -> NodePaths:
     """Makes the directory. Raises StartupError where it cannot serve."""
     paths = NodePaths(state=state.absolute())
-    longest = max(len(os.fsencode(p)) for p in (paths.device_plugin_path / VMEMORY_SOCKET, paths.pod_resources_socket))
+    sockets = paths.device_plugin_path / VMEMORY_SOCKET, paths.pod_resources_socket
+    longest = max(len(os.fsencode(path)) for path in sockets)
     if longest > MAX_ADDRESS_BYTES:
         raise StartupError(
             f"the state directory {paths.state} cannot hold sockets: a socket's path would have {longest} bytes, "

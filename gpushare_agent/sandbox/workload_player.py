@@ -21,6 +21,7 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, annotation_number, containers_of
+from gpushare_agent.sandbox.report.claims import ClaimedShare, shares_of_container
 from gpushare_agent.sandbox.report.document import ReportedNode, container_processes, gpus_of
 from gpushare_agent.sandbox.runtime.containers import Container
 from gpushare_agent.sandbox.workload import PlayedContainer, played_usage
@@ -94,10 +95,14 @@ class WorkloadPlayer:
         shown = self._shown
         gpus = gpus_of(self._ids(run), shown.gpus)
         pod = shown.node.api.find_pod(run.pod_namespace, run.pod_name)
-        if not gpus or pod is None or pod["metadata"]["uid"] != run.pod_uid:
+        if pod is None or pod["metadata"]["uid"] != run.pod_uid:
+            return None
+        claims = shares_of_container(shown.node, pod, run.name)
+        gpus += [shown.gpus[index] for index in sorted({one.gpu for one in claims})]
+        if not gpus:
             return None
         wanted = next((spec.requests for spec in containers_of(pod) if spec.name == run.name), {})
-        share, memory_bytes = self._share(wanted, gpus)
+        share, memory_bytes = self._claimed(claims) if claims else self._share(wanted, gpus)
         annotations: dict[str, Any] = pod["metadata"].get("annotations") or {}
         return PlayedContainer(
             name=f"{run.pod_namespace}/{run.pod_name}/{run.name}",
@@ -116,6 +121,12 @@ class WorkloadPlayer:
         records = self._shown.node.kubelet.records_of(run.pod_uid, run.name)
         found = [records[name].ids for name in names if name in records]
         return list(found[0]) if found else []
+
+    def _claimed(self, claims: Sequence[ClaimedShare]) -> tuple[float, int]:
+        """As `_share`, of the smallest of its claims' shares. One that asks for no cores has the part of its memory."""
+        least = min(claims, key=lambda one: one.memory_mib)
+        parts = [one.cores / CORES_PER_GPU or one.memory_mib / self._shown.gpus[one.gpu].memory_mib for one in claims]
+        return min(parts), least.memory_mib * _MIB
 
     def _share(self, wanted: Mapping[str, int], gpus: list[Gpu]) -> tuple[float, int]:
         """Of each of its GPUs: the part of the GPU, and the bytes of memory."""

@@ -275,18 +275,20 @@ async def test_discovery_names_the_resources_for_kubectl() -> None:
         groups = (await client.call("GET", "/apis"))[1]
         assert (groups["kind"], [group["name"] for group in groups["groups"]]) == (
             "APIGroupList",
-            ["coordination.k8s.io"],
+            ["coordination.k8s.io", "resource.k8s.io"],
         )
         found = (await client.call("GET", "/api/v1"))[1]
         leases = (await client.call("GET", "/apis/coordination.k8s.io/v1"))[1]
+        claims = (await client.call("GET", "/apis/resource.k8s.io/v1"))[1]
     assert (found["kind"], found["groupVersion"]) == ("APIResourceList", "v1")
     assert (leases["groupVersion"], [entry["name"] for entry in leases["resources"]]) == (
         "coordination.k8s.io/v1",
         ["leases"],
     )
-    by_name = {entry["name"]: entry for entry in (*found["resources"], *leases["resources"])}
-    assert sorted(by_name) == ["configmaps", "events", "leases", "nodes", "nodes/status", "pods", "pods/status"]
-    assert {name for name in KINDS if not by_name[name]["namespaced"]} == {"nodes"}
+    by_name = {entry["name"]: entry for one in (found, leases, claims) for entry in one["resources"]}
+    assert by_name.keys() == {*KINDS, "nodes/status", "pods/status", "resourceclaims/status"}
+    cluster_wide = {name for name in KINDS if not by_name[name]["namespaced"]}
+    assert cluster_wide == {"nodes", "deviceclasses", "resourceslices"}
     assert all({"get", "list", "watch", "delete"} <= set(by_name[name]["verbs"]) for name in KINDS)
 
 

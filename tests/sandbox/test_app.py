@@ -80,7 +80,8 @@ async def test_a_bad_manifest_is_one_readable_line_and_exit_code_two(folder: Pat
     done = await sandbox(*command, folder / "bad.yaml", "--state-dir", folder / "s")
     assert done.code == 2
     assert done.err == (
-        f"gpushare-agent sandbox: {folder}/bad.yaml: kind 'Job' cannot be applied: the embedded node knows Pods only\n"
+        f"gpushare-agent sandbox: {folder}/bad.yaml: kind 'Job' cannot be applied: the embedded node knows Pod, "
+        "DeviceClass, ResourceClaim, ResourceClaimTemplate\n"
     )
 
 

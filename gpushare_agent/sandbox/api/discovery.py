@@ -9,8 +9,8 @@ from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, GROUPS, KINDS, base_p
 from gpushare_agent.sandbox.pod_manifest import RawObject
 
 _VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
-_SHORT_NAMES = {"pods": ["po"], "nodes": ["no"], "events": ["ev"], "configmaps": ["cm"], "leases": []}
-_WITH_STATUS = frozenset({"pods", "nodes"})
+_SHORT_NAMES = {"pods": ["po"], "nodes": ["no"], "events": ["ev"], "configmaps": ["cm"]}
+_WITH_STATUS = frozenset({"pods", "nodes", "resourceclaims"})
 
 
 def discovery(resources: tuple[str, ...]) -> dict[str, RawObject]:
@@ -47,7 +47,8 @@ def _resources(group: str, resources: tuple[str, ...]) -> RawObject:
 def _entries(name: str) -> list[RawObject]:
     common = {"singularName": "", "namespaced": name not in CLUSTER_WIDE, "kind": KINDS[name]}
     whole = {
-        "name": name, **common, "singularName": KINDS[name].lower(), "verbs": _VERBS, "shortNames": _SHORT_NAMES[name],
+        "name": name, **common, "singularName": KINDS[name].lower(), "verbs": _VERBS,
+        "shortNames": _SHORT_NAMES.get(name, []),
     }  # fmt: skip
     if name not in _WITH_STATUS:
         return [whole]

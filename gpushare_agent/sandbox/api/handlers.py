@@ -5,7 +5,6 @@ Holds no state; the objects and the rules of pods are objects.py's, watch stream
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import TypeGuard
 
@@ -18,7 +17,7 @@ from gpushare_agent.sandbox.api.objects import ApiObjects
 from gpushare_agent.sandbox.api.responses import bad_request, error_response, json_body, status_response
 from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, KINDS, ObjectKey, base_path, group_version
 from gpushare_agent.sandbox.api.watch import Watches, request_selector
-from gpushare_agent.sandbox.pod_manifest import RawObject, timestamp
+from gpushare_agent.sandbox.pod_manifest import RawObject
 
 _PATCH_TYPES = (patch.MERGE, patch.STRATEGIC, patch.JSON_PATCH)
 
@@ -108,7 +107,7 @@ class ApiHandlers:
             if (raw.get("metadata") or {}).get("namespace", namespace) != namespace:
                 bad_request("the namespace of the provided object does not match the namespace sent on the request")
             return web.json_response(self._objects.create_pod(raw, namespace), status=201)
-        return web.json_response(self._store.add(resource, _named(raw, resource, namespace)), status=201)
+        return web.json_response(self._objects.create(resource, raw, namespace), status=201)
 
     async def _bind(self, request: web.Request, _resource: str) -> web.StreamResponse:
         """A Binding. Its metadata names the pod, may insist on a UID and a version, and brings annotations."""
@@ -133,7 +132,7 @@ class ApiHandlers:
         key = _key(request, resource)
         options = await json_body(request) if request.can_read_body else {}
         if resource != "pods":
-            return web.json_response(self._store.remove(resource, key))
+            return web.json_response(self._objects.delete(resource, key))
         grace = options.get("gracePeriodSeconds", request.query.get("gracePeriodSeconds"))
         conditions = options.get("preconditions") or {}
         deleted = self._objects.delete_pod(
@@ -170,7 +169,7 @@ class ApiHandlers:
         kept = {"metadata": {**metadata, **fixed}}
         if request.path.endswith("/status"):
             kept["spec"] = old.get("spec", {})
-        elif resource in ("pods", "nodes"):
+        elif resource in ("pods", "nodes", "resourceclaims"):
             kept["status"] = old.get("status", {})
         if resource == "pods" and new.get("spec") != old["spec"]:
             raise Rejected(
@@ -181,18 +180,6 @@ class ApiHandlers:
 
 def _is_text_map(given: object) -> TypeGuard[dict[str, str]]:
     return isinstance(given, dict) and all(isinstance(value, str) for value in given.values())
-
-
-def _named(raw: RawObject, resource: str, namespace: str) -> RawObject:
-    given = raw.get("metadata") or {}
-    name = given.get("name") or (f"{given['generateName']}{uuid.uuid4().hex[:5]}" if given.get("generateName") else "")
-    if not name:
-        raise Rejected("metadata.name: Required value: name or generateName is required")
-    identity = {"name": name, "uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
-    if resource not in CLUSTER_WIDE:
-        identity["namespace"] = namespace
-    kind = {"apiVersion": group_version(resource), "kind": KINDS[resource]}
-    return {**kind, **raw, "metadata": {**given, **identity}}
 
 
 def _key(request: web.Request, resource: str) -> ObjectKey:

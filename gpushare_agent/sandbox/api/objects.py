@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from gpushare_agent.model.errors import Conflict
-from gpushare_agent.sandbox.api.store import ObjectKey, ObjectStore, PodsByNode
+from gpushare_agent.model.errors import Conflict, Rejected
+from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, KINDS, ObjectKey, ObjectStore, PodsByNode, group_version
 from gpushare_agent.sandbox.behaviour import behaviour_of
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.pod_manifest import RawObject, completed_manifest, is_terminal, timestamp
@@ -26,6 +26,19 @@ def _merged_status(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
         by_type = {c["type"]: c for c in (*old.get("conditions", ()), *new["conditions"])}
         merged["conditions"] = [by_type[kind] for kind in sorted(by_type)]
     return merged
+
+
+def _named(raw: RawObject, resource: str, namespace: str) -> RawObject:
+    """Raises Rejected."""
+    given = raw.get("metadata") or {}
+    name = given.get("name") or (f"{given['generateName']}{uuid.uuid4().hex[:5]}" if given.get("generateName") else "")
+    if not name:
+        raise Rejected("metadata.name: Required value: name or generateName is required")
+    identity = {"name": name, "uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
+    if resource not in CLUSTER_WIDE:
+        identity["namespace"] = namespace
+    kind = {"apiVersion": group_version(resource), "kind": KINDS[resource]}
+    return {**kind, **raw, "metadata": {**given, **identity}}
 
 
 class ApiObjects:
@@ -60,6 +73,18 @@ class ApiObjects:
         return self.store.add(
             "pods", completed_manifest(raw, namespace=namespace, uid=str(uuid.uuid4()), suffix=suffix)
         )
+
+    def create(self, resource: str, raw: RawObject, namespace: str = "default") -> RawObject:
+        """Of any other resource. Raises Rejected for one without a name, AlreadyExists for a name in use."""
+        return self.store.add(resource, _named(raw, resource, namespace))
+
+    def delete(self, resource: str, key: ObjectKey) -> RawObject:
+        """A claim in use goes when its last pod has ended. Raises NotFound."""
+        raw = self.store.get(resource, key)
+        if resource == "resourceclaims" and (raw.get("status") or {}).get("reservedFor"):
+            marked = {**raw["metadata"], "deletionTimestamp": raw["metadata"].get("deletionTimestamp") or timestamp()}
+            return self.store.replace(resource, {**raw, "metadata": marked})
+        return self.store.remove(resource, key)
 
     def pods(self) -> list[RawObject]:
         return self.store.all("pods")

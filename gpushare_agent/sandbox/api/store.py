@@ -18,11 +18,18 @@ from gpushare_agent.sandbox.pod_manifest import RawObject
 ObjectKey = tuple[str, str]
 """Namespace (empty for cluster-wide resources) and name."""
 
-KINDS = {"pods": "Pod", "nodes": "Node", "events": "Event", "configmaps": "ConfigMap", "leases": "Lease"}
+KINDS = {"pods": "Pod", "nodes": "Node", "events": "Event", "configmaps": "ConfigMap", "leases": "Lease",
+         "deviceclasses": "DeviceClass", "resourceclaims": "ResourceClaim", "resourceslices": "ResourceSlice",
+         "resourceclaimtemplates": "ResourceClaimTemplate"}  # fmt: skip
 """The resources served."""
-GROUPS = {"leases": "coordination.k8s.io/v1"}
+CLAIM_KINDS = {KINDS[name]: name for name in ("deviceclasses", "resourceclaims", "resourceclaimtemplates")}
+"""Those of Dynamic Resource Allocation that a person writes."""
+GROUPS = {
+    "leases": "coordination.k8s.io/v1",
+    **dict.fromkeys((*CLAIM_KINDS.values(), "resourceslices"), "resource.k8s.io/v1"),
+}
 """Group and version of those that are not of core/v1."""
-CLUSTER_WIDE = frozenset({"nodes"})
+CLUSTER_WIDE = frozenset({"nodes", "deviceclasses", "resourceslices"})
 
 
 class AlreadyExists(Conflict):

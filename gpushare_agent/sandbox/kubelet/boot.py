@@ -20,6 +20,7 @@ from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletBehaviour, KubeletTimes
 from gpushare_agent.sandbox.kubelet.calls import CallLog
 from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager
+from gpushare_agent.sandbox.kubelet.dra_manager import DraManager
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginEndpoint, RegistrationService
 from gpushare_agent.sandbox.kubelet.pod_resources import PodResourcesService
 from gpushare_agent.sandbox.kubelet.pod_worker import FORCED_GRACE_S, KnownPod, PodState, PodWorkers
@@ -45,12 +46,14 @@ class KubeletBoot:
         behaviour: KubeletBehaviour,
         api: EmbeddedApiServer,
         devices: DeviceManager,
+        dra: DraManager,
         runtime: ContainerRuntime,
         calls: CallLog,
         rng: random.Random,
         times: KubeletTimes,
     ) -> None:
         self.devices = devices
+        self.dra = dra
         self.is_listening = False
         self._node_name = node_name
         self._behaviour = behaviour
@@ -63,7 +66,7 @@ class KubeletBoot:
         self._may_admit = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._workers = PodWorkers(api, runtime, devices, times)
+        self._workers = PodWorkers(api, runtime, devices, dra, times, rng)
         self._pod_resources = PodResourcesService(
             listed=self.listed_pods,
             find=self._find_listed,
@@ -89,6 +92,7 @@ class KubeletBoot:
                 self._signal.notify()
                 self._spawn(self._sync_forever(), "kubelet-sync")
                 self._spawn(self._push_forever(), "kubelet-node-status")
+                self._spawn(self.dra.run(), "kubelet-dra-drivers")
                 await until
                 await self._end([pod_resources, registration])
         finally:
@@ -101,6 +105,7 @@ class KubeletBoot:
         self.is_listening = False
         await _cancel(self._tasks)
         self.devices.close()
+        self.dra.close()
         for server in servers:
             await server.stop()
 
@@ -135,6 +140,7 @@ class KubeletBoot:
     async def _sync_forever(self) -> None:
         await wait_for(self._may_admit, self._times.admission_delay_s)
         self._stop_deleted_pods()
+        self._spawn(self._reconcile_claims_forever(), "kubelet-claims")
         mine, changes = self._api.pods_by_node, self._api.pods_by_node.signal_of(self._node_name)
         first = {raw["metadata"]["uid"] for raw in mine.of(self._node_name)}
         while True:
@@ -192,8 +198,8 @@ class KubeletBoot:
     async def _remove(self, pod: KnownPod) -> None:
         """The object has gone. After a forced deletion the processes live on for a while, without their devices."""
         await _cancel({pod.worker} if pod.worker is not None else ())
-        if self._runtime.living(pod.identity.uid):
-            self._start(pod, self._workers.stop_processes(pod, FORCED_GRACE_S))
+        if self._runtime.living(pod.identity.uid) or pod.raw["spec"].get("resourceClaims"):
+            self._start(pod, self._workers.stop_and_unprepare(pod, FORCED_GRACE_S))
         self._runtime.forget(pod.identity.uid)
         self._signal.notify()
 
@@ -215,6 +221,16 @@ class KubeletBoot:
             for container in self._runtime.living(uid):
                 self._runtime.stop(container, FORCED_GRACE_S)
             self._runtime.forget(uid)
+
+    async def _reconcile_claims_forever(self) -> None:
+        """Claims of pods that ended while the kubelet was down, or whose driver was."""
+        while True:
+            mine = {
+                raw["metadata"]["uid"] for raw in self._api.pods_by_node.of(self._node_name) if not is_terminal(raw)
+            }
+            living = {uid for uid in self._runtime.pods() if self._runtime.living(uid)}
+            await self.dra.unprepare_others(mine | living | self.active_pods())
+            await asyncio.sleep(self._times.claims_reconcile_s)
 
     # --- the Node object ---
 

@@ -34,15 +34,15 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def container_config(
-    raw: RawObject, spec: ContainerSpec, answers: Sequence[bytes], cdi: CdiResolver
+    raw: RawObject, spec: ContainerSpec, answers: Sequence[bytes], cdi: CdiResolver, claimed: Sequence[str] = ()
 ) -> ContainerConfig:
-    """`answers` are the plugins' ContainerAllocateResponse messages for it.
+    """`answers` are the plugins' ContainerAllocateResponse messages for it, `claimed` the CDI devices of its claims.
 
     Raises:
         Rejected: an image that is run has no command; an answer names a CDI device that no spec has.
         MalformedMessageError: an answer is no such message.
     """
-    container = _find(raw, spec.name)
+    container = container_of(raw, spec.name)
     metadata = raw["metadata"]
     return ContainerConfig(
         pod_uid=metadata["uid"],
@@ -50,7 +50,7 @@ def container_config(
         pod_name=metadata["name"],
         name=spec.name,
         command=_command(container),
-        env=environment(container, answers) | _injected(answers, cdi),
+        env=environment(container, answers) | _injected(answers, cdi, claimed),
         run_s=_run_s(raw, spec.kind),
         ignore_term_s=pod_manifest.annotation_number(raw, pod_manifest.IGNORE_TERM_ANNOTATION) or 0.0,
     )
@@ -69,10 +69,10 @@ def environment(container: Mapping[str, Any], answers: Iterable[bytes]) -> dict[
     return env
 
 
-def _injected(answers: Sequence[bytes], cdi: CdiResolver) -> dict[str, str]:
+def _injected(answers: Sequence[bytes], cdi: CdiResolver, claimed: Sequence[str]) -> dict[str, str]:
     """What CDI sets, which is stronger than all before, and the device nodes."""
     nodes: list[str] = []
-    names: list[str] = []
+    names = list(claimed)
     for answer in answers:
         nodes += [_text(device, 1) for device in wire_frames.submessages(answer, 3)]
         annotations = [(_text(entry, 1), _text(entry, 2)) for entry in wire_frames.submessages(answer, 4)]
@@ -80,6 +80,9 @@ def _injected(answers: Sequence[bytes], cdi: CdiResolver) -> dict[str, str]:
     edits = cdi.resolve(names)
     nodes += edits.device_nodes
     listed = {DEVICE_NODES_VARIABLE: ",".join(dict.fromkeys(nodes))} if nodes else {}
+    for host, inner in edits.mounts:
+        if inner.rstrip("/") == _VCUDA_DIRECTORY:
+            listed[VDEVICE_VARIABLE] = f"{host}/{SOCKET_NAME}"
     return dict(edits.env) | listed
 
 
@@ -99,7 +102,7 @@ def _command(container: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(map(str, command))
 
 
-def _find(raw: RawObject, name: str) -> Mapping[str, Any]:
+def container_of(raw: RawObject, name: str) -> Mapping[str, Any]:
     spec = raw["spec"]
     found: Mapping[str, Any] = next(
         c for c in (*(spec.get("initContainers") or ()), *spec["containers"]) if c["name"] == name

@@ -22,6 +22,7 @@ from gpushare_agent.sandbox.kubelet.boot import KubeletBoot
 from gpushare_agent.sandbox.kubelet.calls import CallLog
 from gpushare_agent.sandbox.kubelet.device_manager import DeviceManager
 from gpushare_agent.sandbox.kubelet.device_records import CHECKPOINT_NAME, DeviceRecord
+from gpushare_agent.sandbox.kubelet.dra_manager import ClaimRecords, DraManager
 from gpushare_agent.sandbox.kubelet.pod_worker import KnownPod
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
 from gpushare_agent.sandbox.state_directory import NodePaths
@@ -54,7 +55,12 @@ class EmbeddedKubelet:
         self._api = api
         self._rng = random.Random(seed)
         self._times = times or KubeletTimes()
-        for path in (paths.device_plugin_path, paths.pod_resources_socket.parent):
+        self.claims: ClaimRecords = {}
+        """Prepared claims, over all starts."""
+        self.dra_calls: list[tuple[str, tuple[str, ...]]] = []
+        """Calls to DRA drivers: method, claims' names."""
+        self._boots = 0
+        for path in (paths.device_plugin_path, paths.pod_resources_socket.parent, paths.plugin_registry):
             path.mkdir(parents=True, exist_ok=True)
         self.runtime = ContainerRuntime(paths.state, self.signal, cgroups)
         self._boot: KubeletBoot | None = None
@@ -77,9 +83,14 @@ class EmbeddedKubelet:
             directory=self._paths.device_plugin_path, calls=self.log, rng=self._rng, active_pods=self._active_pods,
             is_running=self.runtime.is_running, notify=self.signal.notify,
         )  # fmt: skip
+        self._boots += 1
+        dra = DraManager(
+            registry=self._paths.plugin_registry, node_name=self.node_name, api=self._api, records=self.claims,
+            boot=self._boots, times=self._times, calls=self.dra_calls,
+        )  # fmt: skip
         boot = KubeletBoot(
-            node_name=self.node_name, behaviour=self.behaviour, api=self._api, devices=devices, runtime=self.runtime,
-            calls=self.log, rng=self._rng, times=self._times,
+            node_name=self.node_name, behaviour=self.behaviour, api=self._api, devices=devices, dra=dra,
+            runtime=self.runtime, calls=self.log, rng=self._rng, times=self._times,
         )  # fmt: skip
         self._boot = boot
         try:
@@ -114,6 +125,11 @@ class EmbeddedKubelet:
     @property
     def is_running(self) -> bool:
         return self._boot is not None and self._boot.is_listening
+
+    @property
+    def has_wiped_slices(self) -> bool:
+        """Slices that are there now are of after this start."""
+        return self._boot is not None and self._boot.dra.has_wiped_slices
 
     def begin_admissions(self) -> None:
         """At once, instead of after `times.admission_delay_s`: for who waits for something else first."""

@@ -6,11 +6,14 @@ State owned: each known pod's state. Admission is the kubelet's (kubelet.py); de
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
+
+import structlog
 
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
@@ -18,12 +21,16 @@ from gpushare_agent.sandbox import pod_manifest
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet import pod_status
-from gpushare_agent.sandbox.kubelet.container_config import container_config
+from gpushare_agent.sandbox.kubelet.container_config import container_config, container_of
 from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager, PodIdentity
+from gpushare_agent.sandbox.kubelet.dra_manager import DraManager, PrepareFailed
 from gpushare_agent.sandbox.pod_manifest import RawObject
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
 from gpushare_agent.sandbox.runtime.containers import Container, ContainerRuntime
 
+log = structlog.get_logger(__name__)
+
+PREPARE_FAILED = "FailedPrepareDynamicResources"
 FORCED_GRACE_S = 2.0
 """A kubelet gives the processes of a force-deleted pod so long between TERM and KILL."""
 LAST_DELAY_S = 300.0
@@ -86,16 +93,26 @@ class PodWorkers:
     """The bodies of the pods' tasks. The kubelet starts and cancels the tasks."""
 
     def __init__(
-        self, api: EmbeddedApiServer, runtime: ContainerRuntime, devices: DeviceManager, times: KubeletTimes
+        self,
+        api: EmbeddedApiServer,
+        runtime: ContainerRuntime,
+        devices: DeviceManager,
+        dra: DraManager,
+        times: KubeletTimes,
+        rng: random.Random,
     ) -> None:
         self._api = api
         self._runtime = runtime
         self._cdi = CdiResolver([runtime.cdi_directory])
         self._devices = devices
+        self._dra = dra
         self._times = times
+        self._rng = rng
 
     async def run(self, pod: KnownPod) -> None:
         """Until the pod has ended by itself. Containers that run already are left alone."""
+        if not self._runtime.living(pod.identity.uid):
+            await self._prepare_claims(pod)
         for spec in pod.containers:
             await self._bring_up(pod, spec)
             if spec.kind is ContainerKind.INIT and not await self._complete(pod, spec):
@@ -113,12 +130,43 @@ class PodWorkers:
 
     async def terminate(self, pod: KnownPod, grace_s: float) -> None:
         """Stops the processes; the devices are free once they have gone. Then the API object may go."""
-        await self.stop_processes(pod, grace_s)
+        await self.stop_and_unprepare(pod, grace_s)
         pod.state = PodState.ENDED
         self.report(pod, self._final_phase(pod))
         self._api.signal.notify()
         self._runtime.forget(pod.identity.uid)
         self.confirm_deletion(pod)
+
+    async def stop_and_unprepare(self, pod: KnownPod, grace_s: float) -> None:
+        """The claims after the processes, and before the pod is reported as ended."""
+        await self.stop_processes(pod, grace_s)
+        await self._dra.unprepare(pod.identity.uid)
+
+    async def _prepare_claims(self, pod: KnownPod) -> None:
+        """Until it has worked. A failure is tried again at the next full sync, or when something of the pod's object has
+        changed that a kubelet looks at: not its status."""
+        where, message = pod.identity, ""
+        changes = self._api.pods_by_node.signal_of(pod.raw["spec"]["nodeName"])
+        while True:
+            raw = self._newest(pod)
+            try:
+                await self._dra.prepare(raw)
+                return
+            except PrepareFailed as error:
+                text = f"Failed to prepare dynamic resources: prepare dynamic resources: {error}"
+                if text != message:
+                    self._api.record_event(raw, reason=PREPARE_FAILED, message=text, source="kubelet")
+                message = text
+            self.report(pod, "Pending")
+            log.debug("prepare_failed", pod=where.name, error=message)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._rng.uniform(*self._times.prepare_retry_s)):
+                    while _synced_part(self._newest(pod)) == _synced_part(raw):
+                        await changes.wait(changes.count)
+
+    def _newest(self, pod: KnownPod) -> RawObject:
+        found = self._api.find_pod(pod.identity.namespace, pod.identity.name)
+        return found if found is not None and found["metadata"]["uid"] == pod.identity.uid else pod.raw
 
     async def stop_processes(self, pod: KnownPod, grace_s: float) -> None:
         uid = pod.identity.uid
@@ -172,7 +220,8 @@ class PodWorkers:
                 await asyncio.sleep(self._times.container_start_s)
                 records = self._devices.records.of_container(pod.identity.uid, spec.name)
                 answers = [records[name].response for name in sorted(records)]
-                config = container_config(pod.raw, spec, answers, self._cdi)
+                claimed = self._dra.cdi_names(self._newest(pod), container_of(pod.raw, spec.name))
+                config = container_config(pod.raw, spec, answers, self._cdi, claimed)
                 self._runtime.start(config)
                 break
             except AllocationFailed as error:
@@ -244,7 +293,7 @@ class PodWorkers:
 
     async def _end(self, pod: KnownPod) -> None:
         """The main containers are done, or an init container has failed."""
-        await self.stop_processes(pod, pod_manifest.grace_s(pod.raw))
+        await self.stop_and_unprepare(pod, pod_manifest.grace_s(pod.raw))
         pod.state = PodState.ENDED
         self.report(pod, self._final_phase(pod))
         self._api.signal.notify()
@@ -259,3 +308,8 @@ class PodWorkers:
             change()
         except (NotFound, Conflict):
             return
+
+
+def _synced_part(raw: RawObject) -> tuple[object, ...]:
+    metadata = raw["metadata"]
+    return raw["spec"], metadata.get("annotations"), metadata.get("labels"), metadata.get("deletionTimestamp")

@@ -20,8 +20,16 @@ from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
+from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of
+from gpushare_agent.sandbox.report.claims import (
+    claimed_shares,
+    shares_of_container,
+    sliced_health,
+    vdevice_directory,
+    waiting_message,
+)
 from gpushare_agent.sandbox.report.vdevice_reader import VDeviceReader
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 
@@ -43,6 +51,8 @@ class ReportedNode:
     gpu_mem: str = ""
     """GPUShare's resource, empty where it is not offered."""
     gpu_mem_unit_mib: int = 1024
+    by_claims: bool = False
+    """The agent is a DRA driver, too."""
     fault_reasons: dict[GpuUuid, str] = field(default_factory=dict)
     used: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     """By pod UID and container, what it uses of its GPUs together; the workload player fills it in."""
@@ -91,6 +101,10 @@ def _node(shown: ReportedNode) -> dict[str, Any]:
 def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
     cores, blocks, units, whole = _use(shown)
     health = gpu_health(shown)
+    for share in claimed_shares(shown.node):
+        uuid = shown.gpus[share.gpu].uuid
+        cores[uuid] = cores.get(uuid, 0) + share.cores
+        blocks[uuid] = blocks.get(uuid, 0) + share.memory_mib // shown.memory_block_mib
     return [
         {
             "index": gpu.index, "minor": gpu.minor, "uuid": gpu.uuid, "name": gpu.name, "memory_mib": gpu.memory_mib,
@@ -107,8 +121,9 @@ def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
 
 
 def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
-    """As the kubelet has it; nothing of GPUs that no agent offers."""
-    health: dict[GpuUuid, str] = {}
+    """As the kubelet has it, or the slice; nothing of GPUs that no agent offers."""
+    sliced = sliced_health(shown.node, shown.gpus)
+    health = {uuid: HEALTHY if is_healthy else _UNHEALTHY for uuid, is_healthy in sliced.items()}
     devices = shown.node.kubelet.devices(shown.vcore)
     for uuid, is_healthy in zip(_uuids_of(devices, shown.gpus), devices.values(), strict=True):
         health[uuid] = HEALTHY if is_healthy and health.get(uuid) != _UNHEALTHY else _UNHEALTHY
@@ -183,6 +198,9 @@ def _container_reason(statuses: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
     metadata = pod["metadata"]
     reason, message = reason_and_message(pod)
+    if not message and pod["status"]["phase"] == "Pending" and pod["spec"].get("resourceClaims"):
+        message = waiting_message(shown.node, pod, PREPARE_FAILED)
+        reason = PREPARE_FAILED if message else reason
     is_refused = pod["status"]["phase"] == "Failed" and bool(
         pod["status"].get("reason") or pod["status"].get("message")
     )
@@ -194,7 +212,7 @@ def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
         "reason": reason, "message": message,
         "annotations": dict(sorted((metadata.get("annotations") or {}).items())),
         "containers": [
-            _container(shown, metadata["uid"], spec, allocated.get(spec.name, {})) | _of_phase(pod)
+            _container(shown, pod, spec, allocated.get(spec.name, {})) | _of_phase(pod)
             for spec in containers_of(pod)
         ],
     }  # fmt: skip
@@ -221,15 +239,29 @@ def _parsed(answer: bytes) -> ContainerAllocateResponse:
 
 
 def _container(
-    shown: ReportedNode, pod_uid: str, spec: ContainerSpec, given: Mapping[str, tuple[tuple[str, ...], bytes]]
+    shown: ReportedNode, pod: RawObject, spec: ContainerSpec, given: Mapping[str, tuple[tuple[str, ...], bytes]]
 ) -> dict[str, Any]:
+    pod_uid = pod["metadata"]["uid"]
     answers = [_parsed(raw) for _, (_, raw) in sorted(given.items())]
     ids = given.get(shown.vcore, given.get(shown.gpu_mem, ((), b"")))[0]
     mounts = {m.container_path: m for answer in answers for m in answer.mounts}
     devices = {d.container_path: d for answer in answers for d in answer.devices}
+    claims = shares_of_container(shown.node, pod, spec.name)
+    given_at = mounts.get(VDEVICE_DIRECTORY)
+    vdevice = Path(given_at.host_path) if given_at else vdevice_directory(shown.node, pod_uid, spec.name)
     return {
         "name": spec.name,
-        "cards": [gpu.index for gpu in gpus_of(ids, shown.gpus)],
+        "cards": sorted({gpu.index for gpu in gpus_of(ids, shown.gpus)} | {share.gpu for share in claims}),
+        "claims": [
+            {
+                "claim": one.claim,
+                "request": one.request,
+                "card": one.gpu,
+                "cores": one.cores,
+                "memory_mib": one.memory_mib,
+            }
+            for one in claims
+        ],
         "vcore": spec.requests.get(shown.vcore, 0),
         "vmemory": spec.requests.get(shown.vmemory, 0),
         "gpu_mem": spec.requests.get(shown.gpu_mem, 0),
@@ -245,9 +277,7 @@ def _container(
         "annotations": {k: v for answer in answers for k, v in sorted(answer.annotations.items())},
         **container_processes(shown, pod_uid, spec.name),
         "used": shown.used.get((pod_uid, spec.name)),
-        "vdevice": shown.vdevices.read(Path(reported.host_path))
-        if (reported := mounts.get(VDEVICE_DIRECTORY))
-        else None,
+        "vdevice": shown.vdevices.read(vdevice) if vdevice else None,
     }
 
 

@@ -122,7 +122,7 @@ def pods_table(document: dict[str, Any], width: int) -> Table:
     for pod in document["pods"]:
         for position, container in enumerate(pod["containers"]):
             name, phase = (f"{pod['namespace']}/{pod['name']}", status_of(pod)) if position == 0 else ("", "")
-            requests = () if is_narrow else (str(container["vcore"]), memory_asked(container))
+            requests = () if is_narrow else (cores_asked(container), memory_asked(container))
             limit = short_limit_text(container) if is_narrow else limit_text(container)
             pids = pids_text(container, is_short=width < _ROOM_FOR_PIDS)
             use = () if is_narrow else (used_text(container),)
@@ -162,14 +162,22 @@ def print_document(document: dict[str, Any], form: str, *, has_addresses: bool =
     console.print(report_tables(document, console.width, has_addresses=has_addresses))
 
 
+def cores_asked(container: dict[str, Any]) -> str:
+    return str(container["vcore"] or sum(one["cores"] for one in container["claims"]))
+
+
 def memory_asked(container: dict[str, Any]) -> str:
-    """Blocks, or units of GPUShare's resource."""
+    """Blocks, units of GPUShare's resource, or the MiB of claims."""
+    if container["claims"]:
+        return f"{sum(one['memory_mib'] for one in container['claims'])} MiB"
     return f"{container['gpu_mem']} gpu-mem" if container["gpu_mem"] else str(container["vmemory"])
 
 
 def _asked(container: dict[str, Any]) -> str:
     if container["gpu_mem"]:
         return memory_asked(container)
+    if container["claims"]:
+        return f"{cores_asked(container)} cores, {memory_asked(container)}"
     return f"{container['vcore']} cores, {container['vmemory']} blocks"
 
 

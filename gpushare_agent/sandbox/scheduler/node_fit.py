@@ -1,4 +1,4 @@
-"""Resource fit as kube-scheduler has it, and the scheduler that knows nothing else: it counts resources, and knows no GPU.
+"""Resource fit as kube-scheduler has it, and the scheduler that knows besides it only claims (claims.py), and no GPU.
 
 Free on a node is what is allocatable less what pods request. A scheduler that asks an extender is in extender_scheduler.py.
 State owned: the requests of each living pod, read once.
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, pod_requests, timestamp
+from gpushare_agent.sandbox.scheduler.claims import PodClaims
 
 UNSCHEDULABLE = "Unschedulable"
 
@@ -79,12 +80,13 @@ def report_waiting(api: EmbeddedApiServer, pod: RawObject, message: str, reason:
 
 
 class EmbeddedScheduler:
-    """Binds pending pods in order of creation to the first node, by name, on which they fit; a pod that fits nowhere does
-    not hold up the later ones."""
+    """Binds pending pods in order of creation to the first node, by name, on which they and their claims fit; a pod that
+    fits nowhere does not hold up the later ones."""
 
     def __init__(self, *, api: EmbeddedApiServer) -> None:
         self._api = api
         self._fit = NodeFit(api)
+        self._claims = PodClaims(api)
 
     async def run(self) -> None:
         """Endless; one pass after every change."""
@@ -94,6 +96,7 @@ class EmbeddedScheduler:
             await self._api.wait_change(version)
 
     def schedule(self) -> None:
+        self._claims.reconcile()
         pods = self._api.store.in_creation_order("pods")
         waiting = [p for p in pods if not p["spec"].get("nodeName") and not is_terminal(p)]
         if not waiting:
@@ -104,9 +107,9 @@ class EmbeddedScheduler:
         for pod in waiting:
             requests = self._fit.requests(pod)
             lacks = {name: lacking(free_on, requests) for name, free_on in free.items()}
-            chosen = next((name for name, lack in lacks.items() if not lack), None)
+            chosen, reasons = self._claims.place(pod, [name for name, lack in lacks.items() if not lack])
             if chosen is None:
-                reasons = [f"Insufficient {resource}" for lack in lacks.values() for resource in lack]
+                reasons += [f"Insufficient {resource}" for lack in lacks.values() for resource in lack]
                 report_waiting(self._api, pod, waiting_text(len(free), reasons))
                 continue
             take(free[chosen], requests)

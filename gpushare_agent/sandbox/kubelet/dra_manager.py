@@ -1,0 +1,304 @@
+"""The embedded kubelet's side of DRA drivers: registration, prepare, unprepare, and the slices that it deletes.
+
+As measured on 1.36 (docs/sandbox.md): a driver's registration socket is found in the registry, asked for the driver's
+endpoint and told the outcome; the driver that connected last is called. All claims of a pod go into one call before its
+first container starts, and again into one when the last of their pods has ended; a failed unprepare is tried again. Slices
+of the node go shortly after a start, and those of a driver when it has been away for a while.
+
+State owned: the connected drivers; the prepared claims are `ClaimRecords`, which outlive a restart as the real
+kubelet's file dra_manager_state does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+from grpclib import Status
+
+from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
+from gpushare_agent.kit.sockets import file_identity
+from gpushare_agent.kit.wire_scan import MalformedMessageError
+from gpushare_agent.model.errors import NotFound, Rejected
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.behaviour import KubeletTimes
+from gpushare_agent.sandbox.kubelet.plugin_endpoint import go_error
+from gpushare_agent.sandbox.pod_manifest import RawObject
+from gpushare_agent.sandbox.scheduler.claim_objects import results_of
+from gpushare_agent.sandbox.scheduler.claims import claim_names
+from gpushare_agent.wire import pluginregistration
+from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
+
+log = structlog.get_logger(__name__)
+
+PLUGIN_TYPE = "DRAPlugin"
+SERVICE = "v1.DRAPlugin"
+GET_INFO_TIMEOUT_S = 1.0
+CALL_TIMEOUT_S = 45.0
+POLL_S = 1.0
+"""The watcher of the registry reconciles so often."""
+_REGISTRATION = "/pluginregistration.Registration"
+_DRIVER = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
+
+
+class PrepareFailed(Rejected):
+    """The text is that of the pod's Event FailedPrepareDynamicResources."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ClaimRecord:
+    """`cdi` holds for each driver the request names and CDI IDs of each device. `pods` are those that use the claim."""
+
+    namespace: str
+    name: str
+    uid: str
+    pods: set[str] = field(default_factory=set)
+    cdi: dict[str, list[tuple[tuple[str, ...], tuple[str, ...]]]] = field(default_factory=dict)
+    prepared_for: int = -1
+    """The start of the kubelet that has prepared it: kept in memory alone by a real one."""
+
+
+ClaimRecords = dict[str, ClaimRecord]
+"""By claim UID."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Driver:
+    socket: Path
+    identity: object
+    name: str
+    endpoint: Path
+    channel: UnixChannel
+
+
+class DraManager:
+    """One per start of the kubelet; `boot` numbers the starts. `calls` notes each call: method, claims' names."""
+
+    def __init__(
+        self,
+        *,
+        registry: Path,
+        node_name: str,
+        api: EmbeddedApiServer,
+        records: ClaimRecords,
+        boot: int,
+        times: KubeletTimes,
+        calls: list[tuple[str, tuple[str, ...]]],
+    ) -> None:
+        self._registry = registry
+        self._node_name = node_name
+        self._api = api
+        self._records = records
+        self._boot = boot
+        self._times = times
+        self._calls = calls
+        self.has_wiped_slices = False
+        self._drivers: list[_Driver] = []
+        self._absent: dict[str, float] = {}
+        """When a driver without a connection was last seen, by name."""
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    # --- drivers ---
+
+    async def run(self) -> None:
+        """Endless: drivers come and go with their registration sockets."""
+        loop = asyncio.get_running_loop()
+        wipes_at = loop.time() + self._times.slice_wipe_s
+        while True:
+            if not self.has_wiped_slices and loop.time() >= wipes_at:
+                self.has_wiped_slices = True
+                self._delete_slices()
+            await self._poll()
+            for name in [name for name, at in self._absent.items() if loop.time() - at >= self._times.driver_away_s]:
+                del self._absent[name]
+                self._delete_slices(name)
+            await asyncio.sleep(self._times.registry_poll_s)
+
+    def close(self) -> None:
+        for driver in self._drivers:
+            driver.channel.close()
+
+    def is_registered(self, name: str) -> bool:
+        return any(driver.name == name for driver in self._drivers)
+
+    async def _poll(self) -> None:
+        there = {path: file_identity(path) for path in sorted(self._registry.glob("[!.]*.sock"))}
+        for gone in [one for one in self._drivers if there.get(one.socket) != one.identity]:
+            gone.channel.close()
+            self._drivers.remove(gone)
+            if not self.is_registered(gone.name):
+                self._absent[gone.name] = asyncio.get_running_loop().time()
+        known = {driver.socket for driver in self._drivers}
+        for path in there.keys() - known:
+            if (driver := await self._register(path)) is not None:
+                self._drivers.append(driver)
+                self._absent.pop(driver.name, None)
+                self._api.signal.notify()
+
+    async def _register(self, path: Path) -> _Driver | None:
+        """None where it does not answer, or is no DRA driver; it is asked again then."""
+        channel, identity = UnixChannel(path), file_identity(path)
+        try:
+            info = await channel.unary(
+                f"{_REGISTRATION}/GetInfo", pluginregistration.InfoRequest(), pluginregistration.PluginInfo,
+                timeout_s=GET_INFO_TIMEOUT_S,
+            )  # fmt: skip
+            self._calls.append(("GetInfo", ()))
+            is_known = info.type == PLUGIN_TYPE and SERVICE in info.supported_versions
+            error = "" if is_known else f"type {info.type} with {info.supported_versions} is not known"
+            self._calls.append(("NotifyRegistrationStatus", ()))
+            await channel.unary(
+                f"{_REGISTRATION}/NotifyRegistrationStatus",
+                pluginregistration.RegistrationStatus(plugin_registered=is_known, error=error),
+                pluginregistration.RegistrationStatusResponse, timeout_s=GET_INFO_TIMEOUT_S,
+            )  # fmt: skip
+        except (RpcFailed, MalformedMessageError) as failure:
+            log.debug("dra_driver_not_registered", socket=str(path), error=str(failure))
+            return None
+        finally:
+            channel.close()
+        if not is_known:
+            return None
+        log.info("dra_driver_registered", driver=info.name, endpoint=info.endpoint)
+        endpoint = Path(info.endpoint)
+        return _Driver(socket=path, identity=identity, name=info.name, endpoint=endpoint, channel=UnixChannel(endpoint))
+
+    def _delete_slices(self, driver: str = "") -> None:
+        """The node's; of one driver, or of all."""
+        for raw in self._api.store.all("resourceslices"):
+            if raw["spec"].get("nodeName") == self._node_name and driver in ("", raw["spec"]["driver"]):
+                self._api.delete("resourceslices", ("", raw["metadata"]["name"]))
+
+    async def _call(self, driver_name: str, method: str, claims: Sequence[ClaimRecord], answer: Any) -> Any:
+        """Raises PrepareFailed."""
+        driver = next((one for one in reversed(self._drivers) if one.name == driver_name), None)
+        if driver is None:
+            raise PrepareFailed(f"DRA driver {driver_name} is not registered")
+        named = [dra_v1.Claim(namespace=one.namespace, uid=one.uid, name=one.name) for one in claims]
+        request = dra_v1.NodePrepareResourcesRequest(claims=named)  # NodeUnprepareResourcesRequest has the same form
+        self._calls.append((method, tuple(one.name for one in claims)))
+        try:
+            return await driver.channel.unary(f"{_DRIVER}/{method}", request, answer, timeout_s=CALL_TIMEOUT_S)
+        except RpcFailed as error:
+            if error.status is Status.UNAVAILABLE and not error.is_answer:  # the next call connects anew
+                driver.channel.close()
+                driver.channel = UnixChannel(driver.endpoint)
+            raise PrepareFailed(f"{method}: {go_error(error.status, error.text)}") from error
+        except MalformedMessageError as error:
+            raise PrepareFailed(f"{method}: {error}") from error
+
+    # --- claims ---
+
+    async def prepare(self, pod: RawObject) -> None:
+        """Before the first container of a pod starts. Raises PrepareFailed."""
+        if not pod["spec"].get("resourceClaims"):
+            return
+        uid, by_driver = pod["metadata"]["uid"], dict[str, list[ClaimRecord]]()
+        for name in sorted(set(claim_names(pod).values())):
+            raw = self._claim(pod, name)
+            record = self._records.setdefault(
+                raw["metadata"]["uid"],
+                ClaimRecord(namespace=pod["metadata"]["namespace"], name=name, uid=raw["metadata"]["uid"]),
+            )
+            record.pods.add(uid)
+            if record.prepared_for != self._boot:
+                for driver in dict.fromkeys(str(one["driver"]) for one in results_of(raw)):
+                    by_driver.setdefault(driver, []).append(record)
+        for driver, claims in by_driver.items():
+            await self._prepare(driver, claims)
+
+    def _claim(self, pod: RawObject, name: str) -> RawObject:
+        namespace = pod["metadata"]["namespace"]
+        try:
+            raw = self._api.store.get("resourceclaims", (namespace, name))
+        except NotFound as error:
+            raise PrepareFailed(f"failed to fetch ResourceClaim {name}: {error}") from error
+        users = (raw.get("status") or {}).get("reservedFor") or ()
+        if not any(user["uid"] == pod["metadata"]["uid"] for user in users):
+            raise PrepareFailed(f"pod {pod['metadata']['name']} is not allowed to use ResourceClaim {name}")
+        same = [one for one in self._records.values() if (one.namespace, one.name) == (namespace, name)]
+        if any(one.uid != raw["metadata"]["uid"] for one in same):
+            raise PrepareFailed(f"old ResourceClaim with same name {name} and different UID still exists")
+        return raw
+
+    async def _prepare(self, driver: str, claims: Sequence[ClaimRecord]) -> None:
+        answer = await self._call(driver, "NodePrepareResources", claims, dra_v1.NodePrepareResourcesResponse)
+        missing = [claim for claim in claims if claim.uid not in answer.claims]
+        for claim in claims:
+            made = answer.claims.get(claim.uid)
+            if made is not None and made.error:
+                raise PrepareFailed(f"NodePrepareResources failed for ResourceClaim {claim.name}: {made.error}")
+        if missing:
+            raise PrepareFailed(f"NodePrepareResources skipped {len(missing)} ResourceClaims")
+        for claim in claims:
+            devices = answer.claims[claim.uid].devices
+            claim.cdi[driver] = [(tuple(one.request_names), tuple(one.cdi_device_ids)) for one in devices]
+            claim.prepared_for = self._boot
+
+    def cdi_names(self, pod: RawObject, container: Mapping[str, Any]) -> list[str]:
+        """The CDI devices of one container, in the order in which it names its claims."""
+        names, namespace = claim_names(pod), pod["metadata"]["namespace"]
+        found: list[str] = []
+        for entry in (container.get("resources") or {}).get("claims") or ():
+            named = names.get(entry["name"])
+            records = [one for one in self._records.values() if (one.namespace, one.name) == (namespace, named)]
+            for requests, ids in [pair for one in records for pairs in one.cdi.values() for pair in pairs]:
+                wanted = entry.get("request")
+                if not wanted or wanted in {request.partition("/")[0] for request in requests}:
+                    found += ids
+        return list(dict.fromkeys(found))
+
+    async def unprepare(self, pod_uid: str) -> None:
+        """After the pod's last container has ended; returns when its drivers have answered, however often it takes."""
+        while True:
+            if await self._try_unprepare(pod_uid):
+                return
+            await asyncio.sleep(self._times.unprepare_retry_s)
+
+    async def unprepare_others(self, active: Collection[str]) -> None:
+        """Claims of pods that ended while the kubelet was away."""
+        for uid in sorted({uid for record in self._records.values() for uid in record.pods} - set(active)):
+            await self._try_unprepare(uid)
+
+    async def _try_unprepare(self, pod_uid: str) -> bool:
+        lock = self._locks.setdefault(pod_uid, asyncio.Lock())
+        async with lock:
+            mine = [record for record in self._records.values() if pod_uid in record.pods]
+            last = [record for record in mine if record.pods == {pod_uid}]
+            for record in mine:
+                if record not in last:
+                    record.pods.discard(pod_uid)
+            ended = [await self._end(driver, claims, pod_uid) for driver, claims in self._by_driver(last).items()]
+            return all(ended)
+
+    def _by_driver(self, claims: Iterable[ClaimRecord]) -> dict[str, list[ClaimRecord]]:
+        """A claim whose prepare failed is unprepared too: by the driver of its allocation, where that is still known."""
+        found: dict[str, list[ClaimRecord]] = {}
+        for claim in claims:
+            raw = self._api.store.find("resourceclaims", (claim.namespace, claim.name)) or {}
+            drivers = list(claim.cdi) or [str(one["driver"]) for one in results_of(raw)]
+            if not drivers:
+                self._records.pop(claim.uid, None)
+            for driver in dict.fromkeys(drivers):
+                found.setdefault(driver, []).append(claim)
+        return found
+
+    async def _end(self, driver: str, claims: Sequence[ClaimRecord], pod_uid: str) -> bool:
+        try:
+            answer = await self._call(driver, "NodeUnprepareResources", claims, dra_v1.NodeUnprepareResourcesResponse)
+        except PrepareFailed as error:
+            log.debug("unprepare_failed", driver=driver, error=str(error))
+            return False
+        for claim in claims:
+            ended = answer.claims.get(claim.uid)
+            if ended is None or ended.error:
+                continue
+            claim.pods.discard(pod_uid)
+            claim.prepared_for = -1
+            if not claim.pods:  # another pod may have come meanwhile
+                self._records.pop(claim.uid, None)
+        return all(pod_uid not in claim.pods for claim in claims)

@@ -1,0 +1,196 @@
+"""Devices for ResourceClaims as kube-scheduler chooses them: first fit, in the order of the slices. Pure.
+
+Pools go by driver and name, slices by name, devices as they stand; of one request's devices each is another one. A request
+consumes what it asks of each capacity, rounded by the capacity's policy, and the default of what it does not ask. Where a
+choice leaves nothing for a later request the next is tried. Source: resource.k8s.io/v1, and measurements on 1.36
+(tests/data/dra/allocations.json).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpushare_agent.sandbox.scheduler.selectors import DeviceView
+
+DeviceKey = tuple[str, str, str]
+"""Driver, pool, device."""
+Used = Mapping[DeviceKey, Mapping[str, int]]
+"""What is consumed of each device that is allocated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """Whole numbers. `steps` are (least, most, step) of a range, `values` what alone can be asked."""
+
+    value: int
+    default: int
+    steps: tuple[int, int, int] | None = None
+    values: tuple[int, ...] = ()
+    is_binary: bool = False
+    """Written with Ki, Mi, Gi."""
+
+    def consumed(self, asked: int | None) -> int | None:
+        """None where the policy has nothing so large."""
+        if asked is None:
+            return self.default
+        if self.values:
+            return min((value for value in self.values if value >= asked), default=None)
+        if self.steps is None:
+            return asked
+        least, most, step = self.steps
+        rounded = least + -(-max(0, asked - least) // step) * step
+        return rounded if rounded <= most else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Names of attributes and capacities have their domain: `gpushare-agent/uuid`."""
+
+    key: DeviceKey
+    view: DeviceView
+    capacity: Mapping[str, Capacity] = field(default_factory=dict)
+    taints: tuple[Mapping[str, Any], ...] = ()
+    is_shareable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to serve a request; `name` is `request` or `request/alternative`. `count` None: all that are selected.
+    `asked` names capacities, those of the device's own driver without its domain."""
+
+    name: str
+    selects: Callable[[Device], bool] = lambda _device: True
+    count: int | None = 1
+    asked: Mapping[str, int] = field(default_factory=dict)
+    tolerations: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """`attribute` has its domain; `requests` empty: all of the claim."""
+
+    attribute: str
+    is_distinct: bool
+    requests: frozenset[str] = frozenset()
+
+    def covers(self, name: str) -> bool:
+        return not self.requests or bool({name, name.partition("/")[0]} & self.requests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a claim asks for: of each request its options, the first that can be had."""
+
+    requests: tuple[tuple[Option, ...], ...]
+    constraints: tuple[Constraint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A result. `consumed` is None of a device that is not shareable."""
+
+    request: str
+    device: Device
+    consumed: Mapping[str, int] | None
+    tolerations: tuple[Mapping[str, Any], ...] = ()
+
+
+def allocate(claims: Sequence[Wanted], devices: Sequence[Device], used: Used) -> list[list[Share]] | None:
+    """For each claim its shares, all claims together; None where they cannot all be had. Raises what `selects` raises."""
+    search = _Search(claims, devices, used)
+    if not search.request(0):
+        return None
+    return [[share for owner, share in search.picked if owner == number] for number in range(len(claims))]
+
+
+class _Search:
+    """Depth first, over the requests of all claims and the devices of each."""
+
+    def __init__(self, claims: Sequence[Wanted], devices: Sequence[Device], used: Used) -> None:
+        self._claims = claims
+        self._devices = devices
+        self._used = used
+        self._requests = [(number, options) for number, claim in enumerate(claims) for options in claim.requests]
+        self.picked: list[tuple[int, Share]] = []
+
+    def request(self, position: int) -> bool:
+        """Whether the requests from this one on can be served."""
+        if position == len(self._requests):
+            return True
+        number, options = self._requests[position]
+        return any(self._option(position, number, option) for option in options)
+
+    def _option(self, position: int, number: int, option: Option) -> bool:
+        suitable = [device for device in self._devices if option.selects(device)]
+        if option.count is None:  # all that have room, as measured
+            suitable = [device for device in suitable if self._share(device, option) is not None]
+        count = len(suitable) if option.count is None else option.count
+        return count > 0 and self._pick(position, number, option, suitable, count)
+
+    def _pick(self, position: int, number: int, option: Option, suitable: Sequence[Device], count: int) -> bool:
+        """`count` more of `suitable`: a request's devices are equal, so only their combinations matter."""
+        if count == 0:
+            return self.request(position + 1)
+        for n in range(len(suitable) - count + 1):
+            share = self._share(suitable[n], option)
+            if share is None or not self._is_allowed(number, share):
+                continue
+            self.picked.append((number, share))
+            if self._pick(position, number, option, suitable[n + 1 :], count - 1):
+                return True
+            self.picked.pop()
+        return False
+
+    def _share(self, device: Device, option: Option) -> Share | None:
+        """None where the device has no room."""
+        asked = {name if "/" in name else f"{device.key[0]}/{name}": amount for name, amount in option.asked.items()}
+        if not asked.keys() <= device.capacity.keys() or not all(
+            tolerates(option.tolerations, taint) for taint in device.taints
+        ):
+            return None
+        picked = [share.consumed or {} for _, share in self.picked if share.device.key == device.key]
+        if not device.is_shareable:
+            has_room = not picked and device.key not in self._used
+            is_large_enough = all(device.capacity[name].value >= amount for name, amount in asked.items())
+            if not has_room or not is_large_enough:
+                return None
+            return Share(request=option.name, device=device, consumed=None, tolerations=option.tolerations)
+        taken = [self._used.get(device.key, {}), *picked]
+        consumed: dict[str, int] = {}
+        for name, capacity in device.capacity.items():
+            amount = capacity.consumed(asked.get(name))
+            if amount is None or sum(one.get(name, 0) for one in taken) + amount > capacity.value:
+                return None
+            consumed[name] = amount
+        return Share(request=option.name, device=device, consumed=consumed, tolerations=option.tolerations)
+
+    def _is_allowed(self, number: int, share: Share) -> bool:
+        others = [other for owner, other in self.picked if owner == number]
+        for constraint in self._claims[number].constraints:
+            if not constraint.covers(share.request):
+                continue
+            value = share.device.view.attributes.get(constraint.attribute)
+            values = [
+                other.device.view.attributes.get(constraint.attribute)
+                for other in others
+                if constraint.covers(other.request)
+            ]
+            if value is None or (value in values if constraint.is_distinct else any(one != value for one in values)):
+                return False
+        return True
+
+
+def tolerates(tolerations: Iterable[Mapping[str, Any]], taint: Mapping[str, Any]) -> bool:
+    """As those of nodes. A taint of the effect None keeps nothing away."""
+    if taint.get("effect") == "None":
+        return True
+    for one in tolerations:
+        if one.get("effect") not in (None, "", taint.get("effect")) or one.get("key") not in (None, "", taint["key"]):
+            continue
+        if one.get("operator") == "Exists" or (
+            one.get("key") and (one.get("value") or "") == (taint.get("value") or "")
+        ):
+            return True
+    return False

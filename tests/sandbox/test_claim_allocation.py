@@ -1,0 +1,156 @@
+"""The sandbox's allocator of claims, compared with what a real kube-scheduler has allocated, and its CEL selectors."""
+
+from __future__ import annotations
+
+import copy
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpushare_agent.model.errors import Rejected
+from gpushare_agent.sandbox.scheduler.allocation import allocate
+from gpushare_agent.sandbox.scheduler.claim_objects import allocation_of, read_devices, read_wanted, used_of
+from gpushare_agent.sandbox.scheduler.selectors import DeviceView, SelectorFailed, Version, parse_selector
+
+ROOT = Path(__file__).parents[2]
+RECORDED: dict[str, Any] = json.loads((ROOT / "tests/data/dra/allocations.json").read_text())
+CLASSES = {RECORDED["class"]["metadata"]["name"]: RECORDED["class"]}
+NODE = RECORDED["slice"]["spec"]["nodeName"]
+
+
+def slice_at(step: dict[str, Any]) -> dict[str, Any]:
+    """The recorded slice in the order, and with the taints, of this step."""
+    raw = copy.deepcopy(RECORDED["slice"])
+    devices = {device["name"]: device for device in raw["spec"]["devices"]}
+    for name, taints in step["taints"].items():
+        devices[name]["taints"] = taints
+    raw["spec"]["devices"] = [devices[name] for name in step["order"]]
+    return dict(raw)
+
+
+def allocated(step: dict[str, Any], claims: list[dict[str, Any]]) -> list[dict[str, Any]] | str:
+    """The results for the step's claim, or why there are none; `claims` are those allocated before."""
+    claim = {"metadata": {"name": step["name"]}, "spec": step["spec"]}
+    devices = read_devices([slice_at(step)], NODE)
+    try:
+        shares = allocate([read_wanted(step["spec"], CLASSES)], devices, used_of(claims))
+    except Rejected as error:
+        return str(error)
+    if shares is None:
+        return "cannot allocate all claims"
+    claim["status"] = {"allocation": allocation_of(claim, shares[0], NODE, CLASSES)}
+    claims.append(claim)
+    results: list[dict[str, Any]] = copy.deepcopy(claim["status"]["allocation"]["devices"]["results"])
+    assert all(one.pop("shareID") for one in results)
+    return results
+
+
+def test_claims_get_the_devices_and_amounts_that_kube_scheduler_gave_them() -> None:
+    """All kinds of claims of docs/dra.md in one cluster that fills up, also those that found no place."""
+    claims: list[dict[str, Any]] = []
+    for step in RECORDED["steps"]:
+        found = allocated(step, claims)
+        if "results" in step:
+            assert found == step["results"], step["name"]
+        else:
+            assert isinstance(found, str) and found in step["message"], step["name"]
+    assert len(claims) > 10
+
+
+def test_an_allocation_has_the_form_of_a_real_one() -> None:
+    step = RECORDED["steps"][0]
+    claims: list[dict[str, Any]] = []
+    allocated(step, claims)
+    real = RECORDED["claim"]["status"]["allocation"]
+    made = claims[0]["status"]["allocation"]
+    assert made.keys() == real.keys() and made["nodeSelector"] == real["nodeSelector"]
+    assert made["devices"]["results"][0].keys() == real["devices"]["results"][0].keys()
+
+
+def test_a_pool_that_is_not_complete_is_left_out() -> None:
+    raw = slice_at(RECORDED["steps"][0])
+    raw["spec"]["pool"]["resourceSliceCount"] = 2
+    assert read_devices([raw], NODE) == [] and read_devices([slice_at(RECORDED["steps"][0])], "other") == []
+
+
+def test_a_class_configures_its_requests_before_the_claim() -> None:
+    """FromClass names the request that the class served, FromClaim is the claim's own."""
+    step = RECORDED["steps"][0]
+    device_class = copy.deepcopy(RECORDED["class"])
+    device_class["spec"]["config"] = [{"opaque": {"driver": "gpushare-agent", "parameters": {"a": 1}}}]
+    spec = copy.deepcopy(step["spec"])
+    spec["devices"]["config"] = [{"opaque": {"driver": "gpushare-agent", "parameters": {"a": 2}}}]
+    classes = {device_class["metadata"]["name"]: device_class}
+    shares = allocate([read_wanted(spec, classes)], read_devices([slice_at(step)], NODE), {})
+    assert shares is not None
+    config = allocation_of({"spec": spec}, shares[0], NODE, classes)["devices"]["config"]
+    sources = [(one["source"], one.get("requests"), one["opaque"]["parameters"]["a"]) for one in config]
+    assert sources == [("FromClass", ["gpu"], 1), ("FromClaim", None, 2)]
+
+
+def test_the_sandbox_has_the_class_of_the_manifests() -> None:
+    path = ROOT / "gpushare_agent/sandbox/claim_samples/00-class.yaml"
+    shipped = list(yaml.safe_load_all((ROOT / "manifests/components/dra/classes.yaml").read_text()))
+    assert yaml.safe_load(path.read_text()) in shipped
+
+
+DEVICE = DeviceView(
+    driver="d",
+    attributes={"d/type": "gpu", "d/index": 3, "d/ok": True, "d/driverVersion": Version((535, 0, 0))},
+    capacity={"d/memory": Fraction(40 << 30)},
+)
+
+
+@pytest.mark.parametrize(
+    ("expression", "is_selected"),
+    [
+        ("device.driver == 'd' && device.attributes['d'].type == 'gpu'", True),
+        ("device.attributes['d'].type != \"gpu\"", False),
+        ("device.attributes['d'].index in [1, 3]", True),
+        ("!(device.attributes['d'].index < 3) && !device.attributes['d'].ok", False),
+        ("device.capacity['d'].memory.compareTo(quantity('40Gi')) >= 0", True),
+        ("device.capacity['d'].memory.isGreaterThan(quantity('40Gi'))", False),
+        ("device.attributes['d'].driverVersion.compareTo(semver('535.1.0')) == -1", True),
+        ("has(device.attributes['d'].none)", False),
+        ("device.attributes['d'].none == 1 || device.driver == 'd'", True),
+        ("device.attributes['d'].none == 1 && device.driver == 'e'", False),
+        ("'type' in device.attributes['d']", True),
+    ],
+)
+def test_selectors(expression: str, is_selected: bool) -> None:
+    assert parse_selector(expression)(DEVICE) is is_selected
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "device",
+        "device.attributes.all(a, true)",
+        "1 + 1 == 2",
+        "__import__('os')",
+        "a ? b : c",
+        "device.driver.matches('x')",
+        "device.driver # x",
+        "x == 1",
+        "(" * 10_000,
+        "device.driver == 'd'.format(1)",
+        "1 < 2 < 3",
+    ],
+)
+def test_what_a_selector_cannot_say_here_is_refused(expression: str) -> None:
+    """With a sentence, never with a guess: when it is read or when it is asked of a device."""
+    with pytest.raises(Rejected):
+        parse_selector(expression)(DEVICE)
+
+
+@pytest.mark.parametrize(
+    "expression", ["device.attributes['d'].none == 1", "device.driver == 1", "device.attributes['d'].index"]
+)
+def test_a_selector_that_has_no_value_fails(expression: str) -> None:
+    with pytest.raises(SelectorFailed):
+        parse_selector(expression)(DEVICE)

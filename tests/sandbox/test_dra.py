@@ -1,0 +1,302 @@
+"""The embedded kubelet and scheduler with a DRA driver, compared with the calls that a real kubelet has made."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.dra.registration import DraRegistration
+from gpushare_agent.model.errors import NotFound
+from gpushare_agent.sandbox.behaviour import KubeletTimes
+from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
+from gpushare_agent.sandbox.node import EmbeddedNode, running_task
+from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
+from tests.support_sandbox import SHORT_TIMES, open_test_node, pod, wait_gone, wait_phase
+from tests.support_sandbox_cli import sandbox
+
+RECORDED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/dra/calls.json").read_text())
+DRIVER, CLASS = "gpushare-agent", "gpu.gpushare-agent"
+TIMES = replace(
+    SHORT_TIMES, registry_poll_s=0.01, slice_wipe_s=0.0, unprepare_retry_s=0.01, claims_reconcile_s=0.05,
+    prepare_retry_s=(3600.0, 3600.0),
+)  # fmt: skip
+RETRIED = replace(TIMES, prepare_retry_s=(0.01, 0.02))
+
+
+@dataclass
+class SmallDriver(dra_v1.DraPluginBase):
+    """Prepares every claim, with a CDI spec for each, or fails with `error`."""
+
+    cdi: Path
+    error: str = ""
+    unprepare_errors: int = 0
+    prepared: list[str] = field(default_factory=list)
+
+    async def node_prepare_resources(
+        self, message: dra_v1.NodePrepareResourcesRequest
+    ) -> dra_v1.NodePrepareResourcesResponse:
+        return dra_v1.NodePrepareResourcesResponse(claims={one.uid: self._prepare(one) for one in message.claims})
+
+    def _prepare(self, claim: dra_v1.Claim) -> dra_v1.NodePrepareResourceResponse:
+        if self.error:
+            return dra_v1.NodePrepareResourceResponse(error=self.error)
+        edits = {"env": [f"CLAIM_{claim.name.replace('-', '_')}=yes"]}
+        spec = {"cdiVersion": "0.6.0", "kind": "test/claim", "devices": [{"name": claim.uid, "containerEdits": edits}]}
+        self.cdi.mkdir(exist_ok=True)
+        (self.cdi / f"{claim.uid}.json").write_text(json.dumps(spec))
+        self.prepared.append(claim.uid)
+        device = dra_v1.Device(
+            request_names=["gpu"], pool_name="p", device_name="gpu-0", cdi_device_ids=[f"test/claim={claim.uid}"]
+        )
+        return dra_v1.NodePrepareResourceResponse(devices=[device])
+
+    async def node_unprepare_resources(
+        self, message: dra_v1.NodeUnprepareResourcesRequest
+    ) -> dra_v1.NodeUnprepareResourcesResponse:
+        failing, self.unprepare_errors = bool(self.unprepare_errors), max(0, self.unprepare_errors - 1)
+        answer = dra_v1.NodeUnprepareResourceResponse(error="busy" if failing else "")
+        return dra_v1.NodeUnprepareResourcesResponse(claims={one.uid: answer for one in message.claims})
+
+
+@asynccontextmanager
+async def open_driver(node: EmbeddedNode, driver: SmallDriver) -> AsyncIterator[None]:
+    registration = DraRegistration(
+        driver=DRIVER, instance="00000001", registry=node.paths.plugin_registry, plugin_path=node.paths.dra_plugin,
+        services=[driver],
+    )  # fmt: skip
+    async with running_task("driver", registration.run):
+        await node.kubelet.wait_for(lambda: "NotifyRegistrationStatus" in [name for name, _ in node.kubelet.dra_calls])
+        yield
+
+
+@asynccontextmanager
+async def open_dra_node(times: KubeletTimes = TIMES) -> AsyncIterator[tuple[EmbeddedNode, SmallDriver]]:
+    """With a driver, a class, a template and the claim `shared`, each of one device that many can have."""
+    async with open_test_node(times=times) as node:
+        driver = SmallDriver(node.paths.cdi)
+        await node.kubelet.wait_for(lambda: node.kubelet.has_wiped_slices)
+        publish(node)
+        requests = {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": CLASS}}]}}
+        node.api.create("deviceclasses", {"metadata": {"name": CLASS}, "spec": {}})
+        node.api.create("resourceclaimtemplates", {"metadata": {"name": "share-40"}, "spec": {"spec": requests}})
+        node.api.create("resourceclaims", {"metadata": {"name": "shared"}, "spec": requests})
+        async with open_driver(node, driver):
+            yield node, driver
+
+
+def publish(node: EmbeddedNode) -> None:
+    device = {"name": "gpu-0", "allowMultipleAllocations": True, "capacity": {"cores": {"value": "100", "requestPolicy": {
+        "default": "10", "validRange": {"min": "1"}}}}}  # fmt: skip
+    pool = {"name": node.name, "generation": 1, "resourceSliceCount": 1}
+    spec = {"driver": DRIVER, "nodeName": node.name, "pool": pool, "devices": [device]}
+    node.api.create("resourceslices", {"metadata": {"name": "s"}, "spec": spec})
+
+
+def claiming(name: str, *claims: dict[str, str], **extra: Any) -> dict[str, Any]:
+    containers = [{"name": "c", "image": "x", "resources": {"claims": [{"name": one["name"]} for one in claims]}}]
+    return pod(name, *containers, resourceClaims=list(claims), terminationGracePeriodSeconds=1, **extra)
+
+
+FROM_TEMPLATE = {"name": "g", "resourceClaimTemplateName": "share-40"}
+SHARED = {"name": "g", "resourceClaimName": "shared"}
+
+
+def has_ended(node: EmbeddedNode, *claims: str) -> Callable[[], bool]:
+    """The kubelet has no record of a claim whose name begins so."""
+    return lambda: not any(record.name.startswith(claims) for record in node.kubelet.claims.values())
+
+
+async def test_the_calls_are_those_of_a_real_kubelet() -> None:
+    """Over a pod's start and end, a container's restart, shared claims, a kubelet's restart and a forced deletion."""
+    steps = iter(RECORDED["steps"])
+    async with open_dra_node() as (node, _driver):
+
+        def check() -> None:
+            step = next(steps)
+            made = [
+                [name, [re.sub(r"-[a-z0-9]{5}$", "", one) for one in claims]] for name, claims in node.kubelet.dra_calls
+            ]
+            assert made == step["calls"], step["done"]
+            node.kubelet.dra_calls.clear()
+
+        async def run(name: str, *claims: dict[str, str], **extra: Any) -> None:
+            node.api.create_pod(claiming(name, *claims, **extra))
+            await wait_phase(node, name, "Running")
+
+        async def delete(*names: str) -> None:
+            for name in names:
+                node.api.delete_pod("default", name)
+            for name in names:
+                await wait_gone(node, name)
+
+        check()
+        await run("one", FROM_TEMPLATE)
+        check()
+        await delete("one")
+        check()
+        await run("again", FROM_TEMPLATE)
+        node.kubelet.kill_container("default", "again", "c")
+        await node.kubelet.wait_for(lambda: restarts(node, "again") == 1)
+        check()
+        await delete("again")
+        check()
+        ends = claiming(
+            "ends", FROM_TEMPLATE, restartPolicy="Never", annotations={"sandbox.gpushare/run-seconds": "0.01"}
+        )
+        node.api.create_pod(ends)
+        await wait_phase(node, "ends", "Succeeded")
+        await node.kubelet.wait_for(lambda: [one["metadata"]["name"] for one in claims_of(node)] == ["shared"])
+        check()
+        await run("first", SHARED)
+        check()
+        await run("second", SHARED)
+        check()
+        await delete("first")
+        check()
+        await node.kubelet.restart()
+        await node.kubelet.wait_for(
+            lambda: len(node.kubelet.dra_calls) == 2 and not node.api.store.all("resourceslices")
+        )
+        check()
+        publish(node)
+        await run("third", SHARED)
+        check()
+        await delete("second", "third")
+        check()
+        await run(
+            "both", {"name": "a", "resourceClaimTemplateName": "share-40"}, {"name": "b", "resourceClaimName": "shared"}
+        )
+        check()
+        node.api.delete_pod("default", "both", grace_period_s=0)
+        await node.kubelet.wait_for(has_ended(node, "both", "shared"))
+        check()
+        assert next(steps, None) is None and not node.kubelet.claims
+
+
+def restarts(node: EmbeddedNode, name: str) -> int:
+    statuses = node.api.pod("default", name)["status"].get("containerStatuses") or [{"restartCount": 0}]
+    return int(statuses[0]["restartCount"])
+
+
+def claims_of(node: EmbeddedNode) -> list[dict[str, Any]]:
+    return node.api.store.all("resourceclaims")
+
+
+async def test_a_claim_of_a_template_is_the_pods_and_reaches_its_container() -> None:
+    async with open_dra_node() as (node, _driver):
+        node.api.create_pod(claiming("p", FROM_TEMPLATE))
+        raw = await wait_phase(node, "p", "Running")
+        (claim,) = [one for one in claims_of(node) if one["metadata"]["name"] != "shared"]
+        metadata = claim["metadata"]
+        assert re.fullmatch(r"p-g-[a-z0-9]{5}", metadata["name"])
+        assert metadata["annotations"]["resource.kubernetes.io/pod-claim-name"] == "g"
+        assert metadata["ownerReferences"][0]["uid"] == raw["metadata"]["uid"]
+        assert raw["status"]["resourceClaimStatuses"] == [{"name": "g", "resourceClaimName": metadata["name"]}]
+        assert claim["status"]["reservedFor"] == [{"resource": "pods", "name": "p", "uid": raw["metadata"]["uid"]}]
+        run = node.kubelet.runtime.find(raw["metadata"]["uid"], "c")
+        assert run is not None and run.env[f"CLAIM_{metadata['name'].replace('-', '_')}"] == "yes"
+
+
+async def test_a_failed_prepare_waits_for_a_change_of_the_pod() -> None:
+    """An annotation is one, the kubelet's own status is none; the text is in an Event."""
+    async with open_dra_node() as (node, driver):
+        driver.error = "the GPU is away"
+        node.api.create_pod(claiming("p", SHARED))
+        await node.kubelet.wait_for(lambda: [one for one in node.api.events() if one["reason"] == PREPARE_FAILED])
+        message = node.api.events()[-1]["message"]
+        assert message == (
+            "Failed to prepare dynamic resources: prepare dynamic resources: NodePrepareResources failed for ResourceClaim"
+            " shared: the GPU is away"
+        )
+        driver.error = ""
+        raw = node.api.pod("default", "p")
+        assert not driver.prepared and raw["status"]["phase"] == "Pending"
+        annotated = {**raw["metadata"], "annotations": {"gpushare-agent/claims-retry-at": "1"}}
+        node.api.store.replace("pods", {**raw, "metadata": annotated})
+        await wait_phase(node, "p", "Running")
+
+
+async def test_a_failed_prepare_is_tried_again_after_a_while() -> None:
+    async with open_dra_node(RETRIED) as (node, driver):
+        driver.error = "the GPU is away"
+        node.api.create_pod(claiming("p", SHARED))
+        await node.kubelet.wait_for(
+            lambda: len([name for name, _ in node.kubelet.dra_calls if name.startswith("NodeP")]) > 2
+        )
+        driver.error = ""
+        await wait_phase(node, "p", "Running")
+
+
+async def test_a_pod_stays_until_its_claims_are_unprepared() -> None:
+    async with open_dra_node() as (node, driver):
+        node.api.create_pod(claiming("p", SHARED))
+        await wait_phase(node, "p", "Running")
+        driver.unprepare_errors = 3
+        node.api.delete_pod("default", "p")
+        await wait_gone(node, "p")
+        assert driver.unprepare_errors == 0 and not node.kubelet.claims
+        await node.kubelet.wait_for(lambda: not claims_of(node)[0]["status"])
+
+
+async def test_a_pod_that_ended_while_the_kubelet_was_down_is_unprepared() -> None:
+    async with open_dra_node() as (node, _driver):
+        node.api.create_pod(claiming("p", SHARED))
+        await wait_phase(node, "p", "Running")
+        await node.kubelet.stop()
+        node.api.delete_pod("default", "p", grace_period_s=0)
+        await node.kubelet.start()
+        await node.kubelet.wait_for(has_ended(node, "shared"))
+
+
+async def test_a_pod_waits_for_a_share_and_for_its_claim() -> None:
+    """Ten shares of ten cores are all there are; a claim that does not exist is named."""
+    async with open_dra_node() as (node, _driver):
+        for number in range(11):
+            node.api.create_pod(claiming(f"p{number}", FROM_TEMPLATE))
+        for number in range(10):
+            await wait_phase(node, f"p{number}", "Running")
+        await node.kubelet.wait_for(lambda: "1 cannot allocate all claims" in scheduling(node, "p10"))
+        node.api.create_pod(claiming("other", {"name": "g", "resourceClaimName": "none"}))
+        await node.kubelet.wait_for(lambda: 'resourceclaim "none" not found' in scheduling(node, "other"))
+        node.api.delete_pod("default", "p3")
+        await wait_phase(node, "p10", "Running")
+
+
+def scheduling(node: EmbeddedNode, name: str) -> str:
+    conditions = node.api.pod("default", name)["status"].get("conditions") or ()
+    return next((str(one.get("message")) for one in conditions if one["type"] == "PodScheduled"), "")
+
+
+async def test_a_claim_in_use_is_deleted_with_its_last_pod() -> None:
+    async with open_dra_node() as (node, _driver):
+        node.api.create_pod(claiming("p", SHARED))
+        await wait_phase(node, "p", "Running")
+        node.api.delete("resourceclaims", ("default", "shared"))
+        assert "deletionTimestamp" in claims_of(node)[0]["metadata"]
+        node.api.delete_pod("default", "p")
+        await node.kubelet.wait_for(lambda: not claims_of(node))
+        try:
+            node.api.delete("resourceclaims", ("default", "shared"))
+        except NotFound:
+            return
+        raise AssertionError("it is gone")
+
+
+async def test_the_agent_serves_claims_in_the_sandbox(short_dir: Path) -> None:
+    """The real agent: registered, slice published, claims prepared, limits of two GPUs in one container."""
+    done = await sandbox(
+        "--state-dir", short_dir / "s", "--port", "0", "--dra", "--once", "--format", "json", "--cards", "4"
+    )
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    cards = {one["name"]: [c["cards"] for c in one["containers"]] for one in document["pods"]}
+    assert cards == {"share": [[0], [0]], "whole": [[1]], "two-gpus": [[2, 3]]}
+    assert [card["cores_allocated"] for card in document["node"]["cards"]] == [40, 100, 30, 30]
+    assert [card["memory_mib_allocated"] for card in document["node"]["cards"]] == [8192, 24576, 4096, 4096]
+    assert {card["health"] for card in document["node"]["cards"]} == {"Healthy"}
+    assert document["pods"][0]["containers"][0]["claims"][0]["cores"] == 40
