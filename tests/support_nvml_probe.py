@@ -54,6 +54,7 @@ async def read(driver: NvmlDriver) -> dict[str, Any]:
         "links": [[f"{link.kind.name}{link.nvlinks or ''}" for link in row] for row in inventory.topology.links],
         "tree": render_tree(inventory.topology),
         "driver_version": inventory.driver_version,
+        "cuda_version": inventory.cuda_version,
         "unreadable": inventory.unreadable,
     }
 

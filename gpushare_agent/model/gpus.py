@@ -30,7 +30,8 @@ class Gpu:
 
     `index` is the driver's (NVML) index when the GPU was first seen, and the row in the topology; it does not change
     while the agent runs. `minor` is the n of `/dev/nvidia<n>` and need not equal it. `memory_mib` is the whole GPU's
-    memory. `numa_node` is None where the host reports none, `compute_capability` (major, minor) where the driver does not.
+    memory. `numa_node` is None where the host reports none, `pcie_root` (such as `pci0000:00`) is
+    empty there, `compute_capability` (major, minor) where the driver does not.
     `is_exclusive_process` is the compute mode in which one process alone may open the GPU. `unhealthy_reason` is empty while
     the GPU is healthy.
     An unhealthy GPU of which the driver reported the UUID alone has minor -1 and 0 MiB.
@@ -43,6 +44,7 @@ class Gpu:
     name: str
     memory_mib: int
     numa_node: int | None = None
+    pcie_root: str = ""
     nvlinks: tuple[NvLink, ...] = ()
     compute_capability: tuple[int, int] | None = None
     is_exclusive_process: bool = False
@@ -90,6 +92,8 @@ class GpuInventory:
     gpus: tuple[Gpu, ...]
     topology: Topology
     driver_version: str = ""
+    cuda_version: str = ""
+    """The newest that the driver supports, such as 12.8; empty where it does not report it."""
     unreadable: tuple[tuple[int, str], ...] = field(default=())
 
     def by_uuid(self) -> dict[GpuUuid, Gpu]:

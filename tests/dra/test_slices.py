@@ -60,8 +60,9 @@ def test_a_device_has_both_capacities_with_a_default_of_all_of_them() -> None:
 def test_versions_are_semantic_and_unknown_attributes_absent() -> None:
     found = inventory(1)
     gpus = (replace(found.gpus[0], compute_capability=(8, 9), bus_id="00000000:0A:00.0"),)
-    attributes = devices(replace(found, gpus=gpus, driver_version="580.159.04"))[0]["attributes"]
+    attributes = devices(replace(found, gpus=gpus, driver_version="580.159.04", cuda_version="13.1"))[0]["attributes"]
     assert attributes["driverVersion"] == {"version": "580.159.4"}
+    assert attributes["cudaDriverVersion"] == {"version": "13.1.0"}
     assert attributes["cudaComputeCapability"] == {"version": "8.9.0"}
     assert attributes["architecture"] == {"string": "Ada Lovelace"}
     assert attributes["resource.kubernetes.io/pciBusID"] == {"string": "0000:0a:00.0"}

@@ -90,6 +90,21 @@ async def test_numa_nodes_come_from_the_kernel(library_directory: Path) -> None:
     assert [gpu["numa_node"] for gpu in inventory["gpus"]] == [0, None, 1, None]
 
 
+async def test_pcie_roots_come_from_the_kernel(library_directory: Path) -> None:
+    """The entry of a device is a link to its place below its root; the fake driver supports CUDA 13.1."""
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        (probe.directory / "pci").mkdir()
+        for bus_id, place in (
+            ("0000:3b:00.0", "pci0000:3a/0000:3a:00.0/0000:3b:00.0"),
+            ("0000:af:00.0", "pci0000:ae/x"),
+        ):
+            (target := probe.directory / "devices" / place).mkdir(parents=True)
+            (probe.directory / "pci" / bus_id).symlink_to(target)
+        inventory = await probe.read()
+    assert [gpu["pcie_root"] for gpu in inventory["gpus"]] == ["pci0000:3a", "", "pci0000:ae", ""]
+    assert inventory["cuda_version"] == "13.1"
+
+
 async def test_one_lost_gpu_leaves_the_others_working(library_directory: Path) -> None:
     """A GPU lost between two polls stays in the list, Unhealthy with NVML's reason, its place in the tree unchanged."""
     async with running_probe(library_directory, TWO_PAIRS) as probe:

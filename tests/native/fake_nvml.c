@@ -317,6 +317,12 @@ int nvmlSystemGetDriverVersion(char *answer, unsigned size)
     return driver_error();
 }
 
+int nvmlSystemGetCudaDriverVersion(int *version)
+{
+    *version = 13010;
+    return driver_error();
+}
+
 int nvmlDeviceGetMinorNumber(device_t *device, unsigned *minor)
 {
     card_t card = {0};

@@ -109,6 +109,7 @@ def _attributes(
         "productName": gpu.name,
         "architecture": _architecture(capability),
         "resource.kubernetes.io/pciBusID": _bus_id(gpu.bus_id),
+        "resource.kubernetes.io/pcieRoot": gpu.pcie_root,
         "isolation": policy.isolation,
         "memoryLimitedBy": policy.memory_by,
         "computeLimitedBy": policy.compute_by,
@@ -116,6 +117,7 @@ def _attributes(
     }
     versions = {
         "driverVersion": _version(inventory.driver_version),
+        "cudaDriverVersion": _version(inventory.cuda_version),
         "cudaComputeCapability": f"{capability[0]}.{capability[1]}.0" if capability is not None else "",
     }
     numbers = {"index": gpu.index, "minor": gpu.minor, "numaNode": gpu.numa_node}

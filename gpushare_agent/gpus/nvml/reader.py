@@ -9,6 +9,7 @@ Ampere on); `nvidia-smi -q`, "GPU Recovery Action", shows the same to an operato
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
 
 _MIB = 1024 * 1024
+_PCIE_ROOT = re.compile(r"pci[0-9a-f]{4}:[0-9a-f]{2}")
 _MIG_REASON = "MIG mode is enabled: a GPU divided by MIG cannot be shared here. Disable MIG on it."
 _UNKNOWN_MINOR = -1
 
@@ -120,6 +122,7 @@ class NvmlReader:
                 name=text_of(nvml.nvmlDeviceGetName(handle)),
                 memory_mib=nvml.nvmlDeviceGetMemoryInfo(handle).total // _MIB,
                 numa_node=self._numa_node(bus_id),
+                pcie_root=self._pcie_root(bus_id),
                 compute_capability=(capability[0], capability[1]) if capability is not None else None,
                 is_exclusive_process=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
             )
@@ -147,6 +150,11 @@ class NvmlReader:
             return None
         return node if node >= 0 else None
 
+    def _pcie_root(self, bus_id: str) -> str:
+        """The entry links to the device's place below its root: /sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0."""
+        place = (self._pci_devices / kernel_bus_id(bus_id)).resolve()
+        return next((part for part in place.parts if _PCIE_ROOT.fullmatch(part)), "")
+
     def _inventory(
         self, nvml: Any, seen: dict[GpuUuid, Gpu], found: list[FoundGpu], failures: list[UnnamedGpu]
     ) -> GpuInventory:
@@ -166,11 +174,17 @@ class NvmlReader:
             gpus=tuple(gpus),
             topology=topology,
             driver_version=text_of(self._session.ask("nvmlSystemGetDriverVersion") or ""),
+            cuda_version=_cuda_version(self._session.ask("nvmlSystemGetCudaDriverVersion")),
             unreadable=tuple(sorted(unnamed.items())),
         )
 
     def _answers_for_links(self, gpu: Gpu) -> bool:
         return gpu.uuid in self._answering and gpu.unhealthy_reason != _MIG_REASON
+
+
+def _cuda_version(number: int | None) -> str:
+    """NVML: 1000 times the major version, and 10 times the minor."""
+    return f"{number // 1000}.{number % 1000 // 10}" if number else ""
 
 
 def _unhealthy(gpu: Gpu, reason: str) -> Gpu:
