@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.agent.isolation_side import IsolationSide
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.values import edit_policy
@@ -19,6 +20,7 @@ from gpushare_agent.cluster.kube.client import KubeApi, slices_of_node
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.claims import Claims
 from gpushare_agent.dra.decisions.devices import DevicePolicy, slice_devices
+from gpushare_agent.dra.orphans import Orphans
 from gpushare_agent.dra.outcomes import ClaimOutcomes
 from gpushare_agent.dra.plugin import DeviceHealth, DraPlugin
 from gpushare_agent.dra.registration import SOCKET_NAMES, DraRegistration
@@ -49,6 +51,7 @@ class DraSide:
     plugin: DraPlugin
     publisher: SlicePublisher
     informer: Informer
+    orphans: Orphans
     waker: PodWaker | None
     """None where the settings switch it off."""
 
@@ -81,9 +84,10 @@ class DraSide:
     async def run(self, api: KubeApi) -> NoReturn:
         """What needs the API server, until cancelled."""
         self.claims.attach(api)
-        services: dict[str, Informer | SlicePublisher | PodWaker | None] = {
+        services: dict[str, Informer | SlicePublisher | Orphans | PodWaker | None] = {
             "slice informer": self.informer,
             "slice publisher": self.publisher,
+            "orphaned claims": self.orphans,
             "pod waker": self.waker,
         }
         async with asyncio.TaskGroup() as group:
@@ -145,6 +149,7 @@ def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
         informer=Informer(
             kind="resource slices", watched=slices_of_node(pool, DRIVER), handler=publisher, metrics=state.metrics
         ),
+        orphans=Orphans(claims, state.store, PodProcesses(settings.runtime.cgroup_root)),
         waker=waker,
     )
 

@@ -109,6 +109,7 @@ def _document(claim: PreparedClaim) -> dict[str, Any]:
         "uid": claim.ref.uid,
         "shown_as": claim.shown_as,
         "pod": claim.pod,
+        "users": list(claim.users),
         "isolation": claim.isolation.value,
         "results": [
             {
@@ -159,4 +160,5 @@ def _parsed(raw: Mapping[str, Any]) -> PreparedClaim:
         isolation=IsolationName(raw["isolation"]),
         results=results,
         spec=spec,
+        users=tuple(PodUid(str(uid)) for uid in raw.get("users", ())),
     )

@@ -52,7 +52,7 @@ class PreparedResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedClaim:
     """A claim as it was prepared; it stays so until it is unprepared, whatever the settings become. `pod` is the name of the
-    first that it is reserved for. `spec` is the CDI document."""
+    first that it is reserved for, `users` are the UIDs of all that it was reserved for then. `spec` is the CDI document."""
 
     ref: ClaimRef
     shown_as: str
@@ -60,6 +60,7 @@ class PreparedClaim:
     isolation: IsolationName
     results: tuple[PreparedResult, ...]
     spec: Mapping[str, Any]
+    users: tuple[PodUid, ...] = ()
 
 
 def prepare_claim(
@@ -92,6 +93,7 @@ def prepare_claim(
         isolation=isolation,
         results=tuple(sorted(results, key=lambda one: order[one.request, one.device])),
         spec={"cdiVersion": CDI_VERSION, "kind": CDI_KIND, "devices": devices},
+        users=tuple(uid for _, uid in claim.users),
     )
 
 

@@ -1,0 +1,81 @@
+"""Ends prepared claims of which neither the API server nor the kubelet knows any more.
+
+The kubelet unprepares each claim that it had prepared, also after a restart and after a forced deletion. It does not where
+it has lost its own state: the node was reset, or joined another cluster. A claim is an orphan when its object is gone, no
+pod of the node uses it and no process of a pod that did is running, at two looks in turn.
+
+State owned: the claims that were missing at the last look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, NoReturn, Protocol
+
+import structlog
+
+from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.dra.claims import Claims
+from gpushare_agent.dra.decisions.claim import claim_ref
+from gpushare_agent.dra.decisions.edits import PreparedClaim
+from gpushare_agent.model.errors import AgentError, NotFound
+from gpushare_agent.model.names import PodUid
+
+log = structlog.get_logger(__name__)
+
+PERIOD_S = 60.0
+"""The kubelet's own reconciliation, after which it unprepares what it missed, has the same."""
+GET_TIMEOUT_S = 5.0
+
+
+class ClaimApi(Protocol):
+    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> dict[str, Any]: ...
+
+
+class Processes(Protocol):
+    async def are_running(self, uid: PodUid) -> bool | None: ...
+
+
+class Orphans:
+    """`run` once."""
+
+    def __init__(self, claims: Claims, pods: PodStore, processes: Processes) -> None:
+        self._claims = claims
+        self._pods = pods
+        self._processes = processes
+        self._missing: set[str] = set()
+
+    async def run(self, api: ClaimApi) -> NoReturn:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            await self.look(api)
+
+    async def look(self, api: ClaimApi) -> None:
+        """At each claim once. What cannot be read now is read at the next look."""
+        if not self._pods.is_synced:
+            return
+        missing = set()
+        for uid, claim in list(self._claims.prepared.items()):
+            try:
+                if not await self._is_missing(api, claim):
+                    continue
+                missing.add(uid)
+                if uid in self._missing:
+                    await self._claims.unprepare(claim.ref)
+                    log.warning("claim_orphaned", namespace=claim.ref.namespace, claim=claim.ref.name, claim_uid=uid)
+            except AgentError as e:
+                log.debug("claim_not_looked_at", claim_uid=uid, error=str(e))
+        self._missing = missing
+
+    async def _is_missing(self, api: ClaimApi, claim: PreparedClaim) -> bool:
+        ref = claim.ref
+        if any(pod.namespace == ref.namespace and ref.name in pod.claims.values() for pod in self._pods.pods()):
+            return False
+        try:
+            raw = await api.get_claim(ref.namespace, ref.name, timeout_s=GET_TIMEOUT_S)
+            if claim_ref(raw).uid == ref.uid:
+                return False
+        except NotFound:
+            pass
+        return not any([await self._processes.are_running(user) for user in claim.users])
