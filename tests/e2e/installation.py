@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,15 @@ spec:
 """
 }
 """Isolation hami-core in any overlay, also in the simulated one, which has vcuda."""
+
+
+def with_variables(variables: Mapping[str, str]) -> Object:
+    """A patch: settings of the agent."""
+    container = {"name": "agent", "env": [{"name": name, "value": value} for name, value in variables.items()]}
+    own = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "gpushare-agent"}}
+    patch = {**own, "spec": {"template": {"spec": {"containers": [container]}}}}
+    return {"target": {"kind": "DaemonSet", "name": "gpushare-agent"}, "patch": json.dumps(patch)}
+
 
 SIGNAL_PROGRAM = """
 import os, pathlib, sys

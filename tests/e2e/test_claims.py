@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import Cluster, KubectlError, Object
-from tests.e2e.installation import Installation
+from tests.e2e.installation import Installation, with_variables
 
 pytestmark = pytest.mark.e2e
 CLASS, DRIVER = "gpu.gpushare-agent", "gpushare-agent"
@@ -55,15 +55,8 @@ def claims(installation: Installation) -> Iterator[Installation]:
         installation.cluster.run("get", "resourceslices.v1.resource.k8s.io")
     except KubectlError:
         pytest.skip("this cluster has no resource.k8s.io/v1")
-    env = [
-        {"name": "GPUSHARE_DRA__GPUS", "value": ",".join(map(str, range(CLAIMED)))},
-        {"name": "GPUSHARE_ISOLATIONS_ALLOWED", "value": "none"},
-    ]
-    container = {"name": "agent", "env": env}
-    patch = {"spec": {"template": {"spec": {"containers": [container]}}}}
-    document = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "gpushare-agent"}, **patch}
-    target = {"kind": "DaemonSet", "name": "gpushare-agent"}
-    installation.install(components=["components/dra"], patches=[{"target": target, "patch": json.dumps(document)}])
+    variables = {"GPUSHARE_DRA__GPUS": ",".join(map(str, range(CLAIMED))), "GPUSHARE_ISOLATIONS_ALLOWED": "none"}
+    installation.install(components=["components/dra"], patches=[with_variables(variables)])
     yield installation
 
 

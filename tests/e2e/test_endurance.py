@@ -3,7 +3,8 @@
 Two thirds of the time the agent is killed every ten seconds (SIGKILL); then it lives, and its memory is watched. Meanwhile
 pods are created and deleted, and the kubelet restarts each minute where `--restart-kubelet` says how. Each snapshot must
 show: no device ID in two pods, no GPU over its capacity, no container that sees another GPU than it was given. Nothing is
-left after.
+left after. What the agent remembers on purpose, curves of 15 minutes and the last 500 decisions, is set to little: its
+memory would grow for longer than it is watched.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
@@ -20,7 +22,7 @@ from statistics import median
 import pytest
 
 from tests.e2e.cluster import Cluster, DeadlineError, KubectlError, Object, message_of
-from tests.e2e.installation import CHECKPOINT, SYSTEM, Installation, is_ready
+from tests.e2e.installation import CHECKPOINT, SYSTEM, Installation, is_ready, with_variables
 
 pytestmark = pytest.mark.e2e
 KILL_EVERY_S, RESTART_EVERY_S, LOOK_EVERY_S = 10.0, 60.0, 5.0
@@ -30,6 +32,11 @@ BATCH = 3
 FORCED = 0.1
 """Part of the deletions that do not wait for the containers' end."""
 MEMORY_GROWTH = 1.05
+FORGETFUL = {
+    "GPUSHARE_USAGE__HISTORY_S": "60",
+    "GPUSHARE_USAGE__HISTORY_POINTS": "12",
+    "GPUSHARE_DECISIONS__KEPT": "20",
+}
 LABEL = "app=endurance"
 MANY_LOGS = (f"--max-log-requests={2 * PODS}", "--ignore-errors")
 SHOW_GPUS = "echo gpus=$NVIDIA_VISIBLE_DEVICES; trap 'exit 0' TERM; while :; do sleep 3600 & wait; done"
@@ -70,21 +77,41 @@ class Every:
 
 def test_pods_come_and_go_under_faults(
     cluster: Cluster,
-    installed: Installation,
+    installation: Installation,
     namespace: str,
     request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """No over-commit, no wrong container, nothing left, memory flat."""
-    minutes = request.config.getoption("--endurance")
+    minutes = minutes_of(request)
+    installation.install(patches=[with_variables(FORGETFUL)])
+    with capsys.disabled():
+        endure(cluster, installation, namespace, minutes, pod_of_chance, compare)
+    assert left_on_the_node(installation) == []
+
+
+def minutes_of(request: pytest.FixtureRequest) -> float:
+    minutes: float = request.config.getoption("--endurance")
     if not minutes:
         pytest.skip("takes as long as --endurance MINUTES says")
+    return minutes
+
+
+def endure(
+    cluster: Cluster,
+    installed: Installation,
+    namespace: str,
+    minutes: float,
+    make_pod: Callable[[Cluster, str, random.Random], Object],
+    compare: Callable[[Cluster, Installation, str, Seen], None],
+) -> Seen:
+    """Prints the counts, which it is run for."""
     seen, chance = Seen(), random.Random(13)
     start = time.monotonic()
     until, last_kill = start + minutes * 60, start + minutes * 40
     kill, restart, look = (Every(period_s=period) for period in (KILL_EVERY_S, RESTART_EVERY_S, LOOK_EVERY_S))
     while time.monotonic() < until:
-        churn(cluster, namespace, chance, seen)
+        churn(cluster, namespace, chance, seen, make_pod)
         if time.monotonic() < last_kill and kill.now():
             cluster.wait_for("the agent is killed", lambda: kill_agent(installed))
             seen.kills += 1
@@ -98,17 +125,22 @@ def test_pods_come_and_go_under_faults(
     cluster.delete_pods(namespace)
     installed.wait_ready()
     cluster.wait_for("an empty ledger", lambda: not [key for key in installed.ledger() if key.startswith(namespace)])
-    with capsys.disabled():
-        print(f"\n{seen}")  # noqa: T201 - the counts are what it is run for
+    print(f"\n{seen}")  # noqa: T201 - the counts are what it is run for
     assert not seen.faults
     assert min(seen.kills, seen.snapshots, seen.compared) > minutes
     third = len(seen.resident_mib) // 3
     early, late = (median(part) for part in (seen.resident_mib[:third], seen.resident_mib[-third:]))
-    assert left_on_the_node(installed) == []
     assert late < early * MEMORY_GROWTH, seen.resident_mib
+    return seen
 
 
-def churn(cluster: Cluster, namespace: str, chance: random.Random, seen: Seen) -> None:
+def churn(
+    cluster: Cluster,
+    namespace: str,
+    chance: random.Random,
+    seen: Seen,
+    make_pod: Callable[[Cluster, str, random.Random], Object],
+) -> None:
     """A batch of new pods, and as many of the old ones deleted; rejected ones are counted by the reason."""
     pods = [pod for pod in cluster.pods(namespace).values() if "deletionTimestamp" not in pod["metadata"]]
     failed = [pod for pod in pods if pod["status"].get("phase") == "Failed"]
@@ -119,7 +151,7 @@ def churn(cluster: Cluster, namespace: str, chance: random.Random, seen: Seen) -
         names = [pod["metadata"]["name"] for pod in gone]
         force = ("--force", "--grace-period=0") if chance.random() < FORCED else ()
         cluster.run("delete", "pod", "-n", namespace, "--wait=false", *force, *names)
-    made = [pod_of_chance(cluster, f"endurance-{seen.created + index}", chance) for index in range(BATCH)]
+    made = [make_pod(cluster, f"endurance-{seen.created + index}", chance) for index in range(BATCH)]
     cluster.apply(*made, namespace=namespace)
     seen.created, seen.deleted = seen.created + len(made), seen.deleted + len(gone)
 
@@ -175,17 +207,21 @@ def compare(cluster: Cluster, installed: Installation, namespace: str, seen: See
             name = running.get(entry["PodUID"])
             if name and owners.setdefault((entry["ResourceName"], device), name) != name:
                 seen.faults.append(f"{device} is of {owners[entry['ResourceName'], device]} and of {name}")
-    for gpu in view["cards"]:
-        for unit, used in (("cores", gpu["cores"]), ("memory", gpu["memory"])):
-            most, allocated = used.values()
-            if allocated > most:
-                seen.faults.append(f"{gpu['uuid']}: {allocated} of {most} {unit} allocated")
+    look_for_overcommit(view, seen)
     environments = dict(re.findall(r"^\[pod/(\S+)\] gpus=(\S*)$", shown, flags=re.M))
     for container in environments.keys() & ledger.keys():
         seen.compared += 1
         given = {gpu["uuid"] for gpu in ledger[container]["cards"]}
         if set(environments[container].split(",")) != given:
             seen.faults.append(f"{container} sees {environments[container]}, allocated is {sorted(given)}")
+
+
+def look_for_overcommit(view: Object, seen: Seen) -> None:
+    for gpu in view["cards"]:
+        for unit, used in (("cores", gpu["cores"]), ("memory", gpu["memory"])):
+            most, allocated = used.values()
+            if allocated > most:
+                seen.faults.append(f"{gpu['uuid']}: {allocated} of {most} {unit} allocated")
 
 
 def resident_mib(installed: Installation) -> list[float]:
