@@ -271,3 +271,61 @@ def test_an_agent_writes_slices_of_its_own_node_alone(cluster: Cluster, claims: 
     assert created() == "created\n"
     assert "own node alone" in created(nodeName=f"not-{cluster.node}")
     assert "of driver gpushare-agent alone" in created(driver="gpu.nvidia.com")
+
+
+def taints(cluster: Cluster) -> dict[str, list[Object]]:
+    """Of the published devices that have some."""
+    return {one["name"]: one["taints"] for one in published(cluster) or [] if one.get("taints")}
+
+
+def shown_health(cluster: Cluster, namespace: str, pod: str) -> list[tuple[str, str]]:
+    """Of each claim's device in the pod's status: its health and the reason."""
+    statuses = cluster.pods(namespace)[pod]["status"].get("containerStatuses", [])
+    resources = [one for status in statuses for one in status.get("allocatedResourcesStatus", [])]
+    return [(one["health"], one.get("message", "")) for claim in resources for one in claim.get("resources", [])]
+
+
+def test_a_cordoned_gpu_is_tainted_and_its_pods_say_so(cluster: Cluster, claims: Installation, namespace: str) -> None:
+    """The pod on it goes on, the next one gets another GPU."""
+    uuids = {gpu["index"]: gpu["uuid"] for gpu in claims.view()["cards"]}
+    cluster.apply(template("share", request(cores=20, memory="1Gi")), namespace=namespace)
+    cluster.start(namespace, claiming(cluster, "first", "share"))
+    assert visible(cluster, namespace, "first") == [uuids[0]]
+    claims.exec("gpushare-agent", "cordon", "0", "--reason", "fan replaced")
+    taint = cluster.wait_for("the taint", lambda: taints(cluster))["gpu-0"][0]
+    assert (taint["key"], taint["value"], taint["effect"]) == (f"{DRIVER}/cordoned", "fan-replaced", "NoSchedule")
+    cluster.wait_for(
+        "the health in the pod's status",
+        lambda: [one for one in shown_health(cluster, namespace, "first") if one[0] == "Unhealthy" and "fan" in one[1]],
+    )
+    cluster.start(namespace, claiming(cluster, "second", "share"))
+    assert visible(cluster, namespace, "second") == [uuids[1]] and visible(cluster, namespace, "first") == [uuids[0]]
+    claims.exec("gpushare-agent", "uncordon", "0")
+    cluster.wait_for("no taint", lambda: not taints(cluster))
+    cluster.wait_for(
+        "a healthy GPU in the pod's status",
+        lambda: [one[0] for one in shown_health(cluster, namespace, "first")] == ["Healthy"],
+    )
+    cluster.delete_pods(namespace)
+    wait_ended(cluster, claims)
+
+
+def test_no_execute_evicts_the_pods_of_a_cordoned_gpu(
+    cluster: Cluster, claims: Installation, installation: Installation, namespace: str
+) -> None:
+    """And no other."""
+    variables = {
+        "GPUSHARE_DRA__GPUS": "0,1",
+        "GPUSHARE_ISOLATIONS_ALLOWED": "none",
+        "GPUSHARE_DRA__TAINT_EFFECT": "NoExecute",
+    }
+    installation.install(components=["components/dra"], patches=[with_variables(variables)])
+    cluster.apply(template("big", request(cores=60, memory="1Gi")), namespace=namespace)
+    cluster.start(namespace, claiming(cluster, "one", "big"), claiming(cluster, "two", "big"))
+    gone = visible(cluster, namespace, "one")[0]
+    index = next(gpu["index"] for gpu in claims.view()["cards"] if gpu["uuid"] == gone)
+    claims.exec("gpushare-agent", "cordon", str(index))
+    cluster.wait_for("the eviction", lambda: cluster.pods(namespace).keys() == {"two"})
+    claims.exec("gpushare-agent", "uncordon", str(index))
+    cluster.delete_pods(namespace)
+    wait_ended(cluster, claims)
