@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
@@ -30,6 +30,7 @@ from gpushare_agent.admission.decisions.resize import (
     ResizeReason,
     ResizeRefused,
     WantedSize,
+    claim_refusal,
     decide_resize,
     describe,
     enforced,
@@ -37,6 +38,7 @@ from gpushare_agent.admission.decisions.resize import (
     kept_size,
     mode_refusal,
     parse_resize,
+    shown_name,
     status_text,
     target_of,
     unknown_containers,
@@ -90,20 +92,35 @@ class Observer(Protocol):
 
 
 class ResizeReporter:
-    """To the pod's Events and annotations."""
+    """To the pod's Events and annotations; of a claim, which comes as a pod, to those of the pods that use it. State owned:
+    of each pod its own status and its claims'."""
 
-    def __init__(self, annotations: PodAnnotations, events: PodEvents) -> None:
+    def __init__(
+        self, annotations: PodAnnotations, events: PodEvents, using: Callable[[PodUid], Sequence[Pod]]
+    ) -> None:
         self._annotations = annotations
         self._events = events
+        self._using = using
+        self._parts: dict[PodUid, dict[PodUid, str]] = {}
 
     def resized(self, pod: Pod, detail: str) -> None:
-        self._events.noted(pod, RESIZED, detail)
+        for user in self._using(pod.uid):
+            self._events.noted(user, RESIZED, detail)
 
     def resize_refused(self, pod: Pod, detail: str) -> None:
-        self._events.warned(pod, RESIZE_REFUSED, detail)
+        for user in self._using(pod.uid):
+            self._events.warned(user, RESIZE_REFUSED, detail)
 
     def resize_status(self, pod: Pod, status: str | None) -> None:
-        self._annotations.resize_status(pod, status)
+        for uid in [uid for uid in self._parts if not self._using(uid)]:
+            del self._parts[uid]
+        for user in self._using(pod.uid):
+            parts = self._parts.setdefault(user.uid, {})
+            parts.pop(pod.uid, None)
+            if status is not None:
+                parts[pod.uid] = status
+            text = ";".join(parts[uid] for uid in sorted(parts)) or None
+            self._annotations.resize_status(user, text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +280,9 @@ class ShareResizing:
         if isolation is None:
             return None
         key, known = allocation.key, self._cache.resized.get(allocation.key)
+        siblings = self._cache.of_pod(key.pod_uid) if allocation.claim is not None else ()
         refused = mode_refusal(allocation, wanted, self._policy)
+        refused = refused or claim_refusal(allocation, wanted, siblings, self._policy)
         if refused is not None:
             wanted = kept_size(allocation, known, self._policy)
         if target_of(allocation, wanted) == (known.target if known is not None else allocation.allocated_size):
@@ -386,16 +405,15 @@ class ShareResizing:
         for allocation in allocations:
             key, subject = allocation.key, f"{pod.uid}/{allocation.key.container}"
             share = self._cache.resized.get(key)
+            name = f"{'Container' if allocation.claim is None else 'Claim'} {shown_name(allocation, allocations)}"
             if (refused := found.refused.get(key)) is not None:
-                detail = f"Container {key.container} keeps its share: {refused.detail}"
+                detail = f"{name} keeps its share: {refused.detail}"
                 self._event_once(
                     self._reported_refusals, subject, f"{text} {refused.reason}", pod, detail, is_refusal=True
                 )
             elif key not in found.unenforced and share is not None:
                 self._reported_refusals.is_over(subject)
-                detail = (
-                    f"Container {key.container} has {describe(allocation.size, share.kind, names)} now; allocated were"
-                )
+                detail = f"{name} has {describe(allocation.size, share.kind, names)} now; allocated were"
                 detail = f"{detail} {describe(allocation.allocated_size, share.kind, names)}."
                 self._event_once(self._reported_sizes, subject, detail, pod, detail, is_refusal=False)
 

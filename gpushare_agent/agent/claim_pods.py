@@ -63,6 +63,14 @@ class ClaimPods:
         users = self.users.get(key, ())
         return {ContainerKey(pod.uid, one.name): pod.container_ids.get(one.name, "") for pod, one in users}
 
+    def using(self, uid: PodUid) -> tuple[Pod, ...]:
+        """The pods that use a claim; of a pod's own UID that pod."""
+        if (pod := self._store.get(uid)) is not None:
+            return (pod,)
+        users = self.users
+        found = {pod.uid: pod for one in self._cache.of_pod(uid) for pod, _ in users.get(one.key, ())}
+        return tuple(found[one] for one in sorted(found))
+
     def get(self, uid: PodUid) -> Pod | None:
         return self._store.get(uid) or self._of_claim(uid)
 

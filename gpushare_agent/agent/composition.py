@@ -167,6 +167,7 @@ class _Subscriptions:
             self._dra.changed()
         if any(one is not None and one.claim is not None for one in (old, new)):
             self._kubelet.tables.request_refresh()  # a GPU that becomes free may go back to the device plugins
+            self._kubelet.resizing.changed()
             self._isolation.changed()
             self._shown.expire()
             return

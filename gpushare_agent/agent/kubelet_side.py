@@ -288,12 +288,12 @@ def _build_resizing(state: NodeState, cluster: ClusterSide, isolation: Isolation
     settings = state.settings.resize
     return ShareResizing(
         cache=state.cache,
-        pods=state.store,
+        pods=state.claim_pods,
         inventory=state.gpus,
         policy=ResizePolicy(names=state.names, mode=settings.mode),
         file=ResizeFile(settings.state_file) if settings.state_file is not None else None,
         enforcement=isolation.enforcement(),
-        observer=ResizeReporter(cluster.annotations, cluster.pod_events),
+        observer=ResizeReporter(cluster.annotations, cluster.pod_events, state.claim_pods.using),
         clock=time.monotonic,
     )
 

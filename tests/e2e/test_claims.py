@@ -55,7 +55,11 @@ def claims(installation: Installation) -> Iterator[Installation]:
         installation.cluster.run("get", "resourceslices.v1.resource.k8s.io")
     except KubectlError:
         pytest.skip("this cluster has no resource.k8s.io/v1")
-    variables = {"GPUSHARE_DRA__GPUS": ",".join(map(str, range(CLAIMED))), "GPUSHARE_ISOLATIONS_ALLOWED": "none"}
+    variables = {
+        "GPUSHARE_DRA__GPUS": ",".join(map(str, range(CLAIMED))),
+        "GPUSHARE_ISOLATIONS_ALLOWED": "none",
+        "GPUSHARE_RESIZE__MODE": "within-request",
+    }
     installation.install(components=["components/dra"], patches=[with_variables(variables)])
     yield installation
 
@@ -186,11 +190,21 @@ def test_under_vcuda_the_containers_of_a_claim_are_one_share(
             "-n", namespace, "exec", pod, "-c", container, "--", "gpushare-agent", "vdevice", "-o", "json"
         )
         assert json.loads(text)["pod_uid"] == uid
+    cluster.run("-n", namespace, "annotate", "pod", "one", "gpushare-agent/resize=gpu:cores=4,memory=1")
+    cluster.wait_for("the share has shrunk", lambda: listed() == [4, 256, share[2]])
+
+    def status() -> str:
+        annotations = cluster.pods(namespace)["two"]["metadata"].get("annotations", {})
+        return str(annotations.get("gpushare-agent/resize-status", ""))
+
+    cluster.wait_for("the other pod says so", lambda: status().startswith("shared:cores=4,memory=1,"))
     claims.signal()
     cluster.run("-n", namespace, "delete", "pod", "two", "--wait")
     claims.wait_ready()
     share[2].remove("two-c0")
-    cluster.wait_for("the list without the pod that ended", lambda: listed() == share)
+    cluster.wait_for("the list without the pod that ended", lambda: listed() == [4, 256, share[2]])
+    cluster.run("-n", namespace, "annotate", "pod", "one", "gpushare-agent/resize-")
+    cluster.wait_for("the share as the claim has it", lambda: listed() == share)
     cluster.delete_pods(namespace)
     cluster.wait_for("the directory is gone", lambda: listed() is None)
 

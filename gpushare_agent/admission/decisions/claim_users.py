@@ -8,8 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from gpushare_agent.admission.decisions.resize import ResizeRefused, parse_resize, unknown_containers
 from gpushare_agent.model.allocations import Allocation, ClaimRef, ContainerKey, ShareSize
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, PodUid
+from gpushare_agent.model.names import (
+    CORE_LIMIT_ANNOTATION,
+    ISOLATION_ANNOTATION,
+    RESIZE_ANNOTATION,
+    RESIZE_STATUS_ANNOTATION,
+    PodUid,
+)
 from gpushare_agent.model.pods import ContainerSpec, Pod, PodPhase
 
 
@@ -75,7 +82,7 @@ def claim_as_pod(ref: ClaimRef, allocations: Sequence[Allocation], users: Sequen
     share = allocations[0].claim
     if share is None:
         raise AssertionError("an allocation of no claim is shown as one")
-    annotations = {ISOLATION_ANNOTATION: share.isolation.value}
+    annotations = {ISOLATION_ANNOTATION: share.isolation.value, **_resize_of(allocations, users)}
     if limit := max(one.claim.core_limit for one in allocations if one.claim is not None):
         annotations[CORE_LIMIT_ANNOTATION] = str(limit)
     pods = [pod for pod, _ in users]
@@ -93,4 +100,48 @@ def claim_as_pod(ref: ClaimRef, allocations: Sequence[Allocation], users: Sequen
         is_deleting=bool(pods) and all(pod.is_deleting for pod in pods),
         has_started=any(pod.has_started for pod in pods),
         running=frozenset(key.container for key in keys) if is_running else frozenset(),
+        container_ids=_only_ids(allocations, users),
     )
+
+
+def _only_ids(allocations: Sequence[Allocation], users: Sequence[tuple[Pod, ContainerSpec]]) -> dict[str, str]:
+    """The runtime's ID where a claim of one result has one user: what several containers run as has no ID."""
+    if len(allocations) != 1 or len(users) != 1:
+        return {}
+    (pod, container), key = users[0], allocations[0].key
+    return {key.container: known} if (known := pod.container_ids.get(container.name)) else {}
+
+
+def _resize_of(allocations: Sequence[Allocation], users: Sequence[tuple[Pod, ContainerSpec]]) -> dict[str, str]:
+    """What the pods' annotation asks for the claim, by the names of its allocations; of several pods that have one the
+    first by name counts. One that cannot be read, or names what is neither container nor claim, is handed on: that is
+    reported where it is read."""
+    pods = sorted({pod.uid: pod for pod, _ in users}.values(), key=lambda pod: (pod.name, pod.uid))
+    statuses = [text for pod in pods if (text := pod.annotations.get(RESIZE_STATUS_ANNOTATION))]
+    found = {RESIZE_STATUS_ANNOTATION: statuses[0]} if statuses else {}
+    for pod in pods:
+        if (text := pod.annotations.get(RESIZE_ANNOTATION)) is None:
+            continue
+        if (own := _of_claim(text, pod, allocations)) is not None:
+            return {**found, RESIZE_ANNOTATION: own}
+    return found
+
+
+def _of_claim(text: str, pod: Pod, allocations: Sequence[Allocation]) -> str | None:
+    parsed = parse_resize(text)
+    if isinstance(parsed, ResizeRefused):
+        return text
+    ref = allocations[0].claim.ref if allocations[0].claim is not None else None
+    names = {name for name, claim_name in pod.claims.items() if ref is not None and claim_name == ref.name}
+    entries = text.split(";")
+    found = [entry for entry in entries if entry.partition(":")[0] in unknown_containers(pod, parsed)]
+    for entry in entries:
+        name, _, amounts = entry.partition(":")
+        claim_name, _, request = name.partition("/")
+        if claim_name in names:
+            found += [
+                f"{one.key.container}:{amounts}"
+                for one in allocations
+                if one.claim is not None and request in ("", one.claim.request)
+            ]
+    return ";".join(found) or None

@@ -1,14 +1,16 @@
 """What the annotation `gpushare-agent/resize` asks for, and whether a running share may have it. Pure.
 
     resize    = entry *( ";" entry )                 main:cores=50,memory=24;side:memory=8
-    entry     = container ":" amount *( "," amount )
+    entry     = ( container / claim [ "/" request ] ) ":" amount *( "," amount )
     amount    = ( "cores" / "memory" ) "=" number    number: 1 to 9999999, without a leading zero
 
 `cores` are 1/100 of a GPU, `memory` units of the resource that the container asked for: memory blocks, or GPUShare's units.
-What is not named is as the kubelet allocated it. There is no white space, and no container or amount twice. A tenant may be
-able to write it: it is bounded before it is read.
+A claim is named as in the pod, with one of its requests where it has several. What is not named is as the kubelet allocated
+it. There is no white space, and no container or amount twice. A tenant may be able to write it: it is bounded before it is
+read.
 
-A share stays on its GPU. Whole GPUs and init containers keep what they have.
+A share stays on its GPU. Whole GPUs and init containers keep what they have. A claim's share grows up to what the claim was
+allocated at most: the scheduler counts that, and would give what it counts as free to the next claim.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ MAX_ENTRIES = 32
 _SHOWN_CHARS = 60
 _NAME = r"[0-9a-z](?:[0-9a-z-]{0,61}[0-9a-z])?"
 _AMOUNT = r"(?:cores|memory)=[1-9][0-9]{0,6}"
-_ENTRY = re.compile(rf"({_NAME}):({_AMOUNT}(?:,{_AMOUNT})?)")
+_ENTRY = re.compile(rf"({_NAME}(?:/{_NAME})?):({_AMOUNT}(?:,{_AMOUNT})?)")
 _EXAMPLE = "main:cores=50,memory=24;side:memory=8"
 
 
@@ -93,14 +95,17 @@ def parse_resize(text: str) -> Mapping[str, WantedSize] | ResizeRefused:
 
 
 def unknown_containers(pod: Pod, wanted: Mapping[str, WantedSize]) -> tuple[str, ...]:
-    """The containers that the annotation names and the pod does not have."""
-    return tuple(sorted(wanted.keys() - {container.name for container in pod.containers}))
+    """The names in the annotation that are of no container, and of no claim, of the pod."""
+    known = {container.name for container in pod.containers}
+    return tuple(sorted(name for name in wanted if name not in known and name.partition("/")[0] not in pod.claims))
 
 
 def is_resizable(allocation: Allocation, container: ContainerSpec, names: ResourceNames) -> bool:
-    """A share all of whose devices the kubelet has allocated."""
+    """A share all of whose devices the kubelet has allocated; a claim's has them at once."""
     if allocation.is_whole or allocation.kind is ContainerKind.INIT or not allocation.gpus:
         return False
+    if allocation.claim is not None:
+        return True
     return all(len(allocation.ids(kind)) == names.wanted(container, kind) for kind in names.kinds)
 
 
@@ -128,6 +133,37 @@ def mode_refusal(allocation: Allocation, wanted: WantedSize, policy: ResizePolic
         f" {allocated.memory} of memory (setting resize.mode). Ask for no more, or create the pod anew with a larger"
         " request.",
     )
+
+
+def claim_refusal(
+    allocation: Allocation, wanted: WantedSize, siblings: Iterable[Allocation], policy: ResizePolicy
+) -> ResizeRefused | None:
+    """Why a claim's share cannot have the size; `siblings` are the claim's allocations."""
+    claim, allocated, target = allocation.claim, allocation.allocated_size, target_of(allocation, wanted)
+    if claim is None or target == allocated:
+        return None
+    if sum(one.claim is not None and one.claim.view == claim.view for one in siblings) > 1:
+        why = (
+            "its containers use several of the claim's devices together, and only a share that is used alone is resized"
+        )
+    elif allocated.cores >= CORES_PER_GPU:
+        why = f"it has all {CORES_PER_GPU} cores of its GPU, and only a share of them is resized"
+    elif target.at_least(allocated) != allocated:
+        had = describe(allocated, ResourceKind.VMEMORY, policy.names)
+        why = (
+            f"the scheduler counts what the claim was allocated, {had}, and gives the rest to other claims. Ask for no more,"
+            " or make a claim for more"
+        )
+    else:
+        return None
+    return ResizeRefused(reason=ResizeReason.UNSUPPORTED, detail=f"{why}.")
+
+
+def shown_name(allocation: Allocation, siblings: Collection[Allocation]) -> str:
+    """The container, or the claim, with the request where that has several devices; `siblings` as in `claim_refusal`."""
+    if (claim := allocation.claim) is None:
+        return allocation.key.container
+    return claim.shown_as if len(siblings) == 1 else f"{claim.shown_as}/{claim.request}"
 
 
 def kept_size(allocation: Allocation, known: ResizedShare | None, policy: ResizePolicy) -> WantedSize:
@@ -203,7 +239,7 @@ def describe(size: ShareSize, kind: ResourceKind, names: ResourceNames) -> str:
 
 
 def status_text(
-    allocations: Iterable[Allocation],
+    allocations: Collection[Allocation],
     resized: Mapping[ContainerKey, ResizedShare],
     refused: Mapping[ContainerKey, str],
     unenforced: Collection[ContainerKey],
@@ -231,7 +267,7 @@ def status_text(
             state = "shrinking" if share.booked != share.target else "in-force"
         size = allocation.size
         cores = f"cores={size.cores}," if size.cores else ""
-        entries.append(f"{key.container}:{cores}memory={size.memory},{state}")
+        entries.append(f"{shown_name(allocation, allocations)}:{cores}memory={size.memory},{state}")
     while len(";".join(entries)) >= MAX_CHARS:
         entries.pop()  # the agent reads no more than this of an annotation
     return ";".join(entries) or None

@@ -1,0 +1,163 @@
+"""Live resize of a claim's share: by the annotation of a pod that uses it, up to what the claim was allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.resize import ResizePolicy
+from gpushare_agent.admission.resizing import ResizeReporter, ShareResizing
+from gpushare_agent.agent.claim_pods import ClaimPods
+from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.dra.decisions.booking import allocations_of
+from gpushare_agent.dra.decisions.claim import read_claim
+from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
+from gpushare_agent.isolation import ISOLATIONS, Isolation
+from gpushare_agent.model.allocations import Allocation, ContainerKey, ShareSize
+from gpushare_agent.model.isolation import IsolationName, ResizeMode
+from gpushare_agent.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION, PodUid
+from gpushare_agent.model.pods import Pod
+from tests.support_claims import DRIVER, NODE, RawClaim, edit_policy, raw_claim, result, uid_of, using
+from tests.support_core import NAMES, inventory, pod
+
+KEY = ContainerKey(PodUid(uid_of(1)), "gpu")
+HELD = ShareSize(cores=40, memory=64)
+
+
+class World:
+    """A claim on a node of two GPUs under vcuda, the pods that the test makes, and what these hear."""
+
+    def __init__(self, raw: RawClaim, mode: ResizeMode = ResizeMode.FREE_CAPACITY, users: Sequence[Pod] = ()) -> None:
+        """`users` are the pods that are known when the claim is prepared."""
+        self.store, self.cache = PodStore(), AllocationCache()
+        self.store.replace_all([])
+        self.pods = ClaimPods(self.store, self.cache)
+        gpus = {gpu.index: gpu for gpu in inventory(2).gpus}
+        claim = read_claim(raw, driver=DRIVER, pool=NODE)
+        made = prepare_claim(claim, gpus, users, edit_policy(IsolationName.VCUDA), 256)
+        assert isinstance(made, PreparedClaim)
+        for allocation in allocations_of(made, self.cache, NAMES, 0.0):
+            self.cache.put(allocation)
+        self.statuses: dict[str, str | None] = {}
+        self.events: list[tuple[str, str]] = []
+        self.enforced: list[tuple[ContainerKey, ShareSize]] = []
+        self.resizing = ShareResizing(
+            cache=self.cache,
+            pods=self.pods,
+            inventory=lambda: inventory(2),
+            policy=ResizePolicy(names=NAMES, mode=mode),
+            file=None,
+            enforcement=self,
+            observer=ResizeReporter(self, self, self.pods.using),
+            clock=lambda: 0.0,
+        )
+
+    def pod(self, name: str, *requests: str, claim: str = "g", **annotations: str) -> None:
+        containers = [using(f"c{number}", (claim, request)) for number, request in enumerate(requests or ("",))]
+        text = {RESIZE_ANNOTATION: annotations["resize"]} if "resize" in annotations else {}
+        self.store.upsert(pod(name, *containers, claims={claim: "claim-1"}, annotations=text))
+
+    @property
+    def sizes(self) -> Mapping[str, ShareSize]:
+        return {one.key.container: one.size for one in self.cache}
+
+    # As Enforcement, PodAnnotations and PodEvents:
+
+    def isolation_of(self, pod: Pod) -> Isolation | None:
+        return ISOLATIONS[IsolationName.VCUDA]
+
+    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+        self.enforced.append((allocation.key, allocation.size))
+        return ""
+
+    def resize_status(self, pod: Pod, status: str | None) -> None:
+        self.statuses[pod.name] = status
+        shown = {**pod.annotations, **({RESIZE_STATUS_ANNOTATION: status} if status is not None else {})}
+        if status is None:
+            shown.pop(RESIZE_STATUS_ANNOTATION, None)
+        self.store.upsert(replace(pod, annotations=shown))
+
+    def noted(self, pod: Pod, reason: str, text: str) -> None:
+        self.events.append((pod.name, text))
+
+    warned = noted
+
+
+async def test_a_share_shrinks_and_grows_back_and_every_pod_of_the_claim_hears() -> None:
+    """The claim is named as in the pod that has the annotation."""
+    world = World(raw_claim(result()))
+    world.pod("p", resize="g:cores=10,memory=8")
+    world.pod("q", claim="other")
+    await world.resizing.reconcile()
+    assert world.sizes == {"gpu": ShareSize(cores=10, memory=8)} and world.enforced[-1][0] == KEY
+    assert world.statuses == dict.fromkeys(("p", "q"), "claim-1:cores=10,memory=8,shrinking")
+    assert [name for name, _ in world.events] == ["p", "q"]
+    assert world.events[0][1].startswith(
+        "Claim claim-1 has 10 cores and 8 memory blocks (2048 MiB) now; allocated were"
+    )
+    world.pod("p")
+    await world.resizing.reconcile()
+    assert world.sizes == {"gpu": HELD} and not world.cache.resized
+    await world.resizing.reconcile()
+    assert world.statuses == {"p": None, "q": None}
+
+
+async def test_a_share_does_not_grow_beyond_what_the_scheduler_counts() -> None:
+    """Whatever the GPU has free: it is the next claim's."""
+    world = World(raw_claim(result()))
+    world.pod("p", resize="g:cores=50")
+    await world.resizing.reconcile()
+    assert world.sizes == {"gpu": HELD}
+    assert world.statuses == {"p": "claim-1:cores=40,memory=64,refused=ResizeUnsupported"}
+    assert "the scheduler counts what the claim was allocated, 40 cores and 64 memory blocks" in world.events[0][1]
+
+
+async def test_the_setting_counts_for_claims_too() -> None:
+    world = World(raw_claim(result()), ResizeMode.DISABLED)
+    world.pod("p", resize="g:cores=10")
+    await world.resizing.reconcile()
+    assert world.sizes == {"gpu": HELD} and "setting resize.mode" in world.events[0][1]
+
+
+async def test_a_request_of_several_is_named_with_the_claim() -> None:
+    """Where containers use them one by one; a container that has both has no size of its own."""
+    raw = raw_claim(result("a", 0), result("b", 1))
+    each = pod("p", using("x", ("g", "a")), using("y", ("g", "b")), claims={"g": "claim-1"})
+    world = World(raw, users=[each])
+    world.pod("p", "a", "b", resize="g/b:cores=10")
+    await world.resizing.reconcile()
+    assert world.sizes == {"a": HELD, "b": ShareSize(cores=10, memory=64)}
+    assert world.statuses == {"p": "claim-1/b:cores=10,memory=64,shrinking"}
+    both = World(raw_claim(result("a", 0), result("b", 0)))
+    both.pod("p", resize="g/b:cores=10")
+    await both.resizing.reconcile()
+    assert both.sizes == {"a": HELD, "b": HELD}
+    assert "use several of the claim's devices together" in both.events[0][1]
+
+
+async def test_of_several_pods_that_ask_the_first_by_name_counts() -> None:
+    world = World(raw_claim(result()))
+    world.pod("q", resize="g:cores=20")
+    world.pod("p", resize="g:cores=10")
+    await world.resizing.reconcile()
+    assert world.sizes == {"gpu": ShareSize(cores=10, memory=64)}
+
+
+async def test_what_cannot_be_read_or_names_nothing_is_reported() -> None:
+    """A slip of the pen would otherwise go unseen."""
+    world = World(raw_claim(result()))
+    world.pod("p", resize="g:cores=ten")
+    await world.resizing.reconcile()
+    assert "cannot be read" in world.events[-1][1]
+    world = World(raw_claim(result()))
+    world.pod("p", resize="h:cores=10")
+    await world.resizing.reconcile()
+    assert world.sizes == {"gpu": HELD} and "names a container h, which the pod does not have" in world.events[-1][1]
+
+
+async def test_all_cores_with_a_part_of_the_memory_are_not_resized() -> None:
+    world = World(raw_claim(result(cores=100)))
+    world.pod("p", resize="g:memory=8")
+    await world.resizing.reconcile()
+    assert "all 100 cores of its GPU" in world.events[-1][1] and not world.cache.resized
