@@ -28,13 +28,15 @@ PAUSE_S = 0.2
 
 
 class DeviceTables:
-    """One table for each resource that the node offers. `no_shares` is whether no share can be allocated at all now."""
+    """One table for each resource that the node offers. `inventory` has all GPUs, `offered` those that the device plugins
+    offer: containers may hold IDs of the others. `no_shares` is whether no share can be allocated at all now."""
 
     def __init__(
         self,
         *,
         names: ResourceNames,
         inventory: Callable[[], GpuInventory],
+        offered: Callable[[], GpuInventory],
         cache: AllocationCache,
         ids: DeviceIds,
         no_shares: Callable[[], bool],
@@ -42,6 +44,7 @@ class DeviceTables:
         self.tables: Mapping[ResourceKind, DeviceTable] = {kind: DeviceTable() for kind in names.kinds}
         self._names = names
         self._inventory = inventory
+        self._offered = offered
         self._cache = cache
         self._ids = ids
         self._no_shares = no_shares
@@ -62,9 +65,10 @@ class DeviceTables:
 
     def refresh(self) -> None:
         """Bring every table up to date now."""
-        inventory = self._inventory()
-        if self._ids.add_gpus(gpu.uuid for gpu in inventory.gpus):
-            self._read_again(inventory)
+        known = self._inventory()
+        if self._ids.add_gpus(gpu.uuid for gpu in known.gpus):
+            self._read_again(known)
+        inventory = self._offered()
         ledger = self._cache.ledger(inventory)
         gpus = gpu_accounts(None, ledger, Policy(names=self._names))
         no_shares = self._no_shares()

@@ -240,13 +240,7 @@ def build_kubelet_side(
         clock=time.monotonic,
     )
     starts = _build_starts(state, isolation, checkpoint, outcomes)
-    tables = DeviceTables(
-        names=state.names,
-        inventory=state.plugins_devices,
-        cache=state.cache,
-        ids=ids,
-        no_shares=isolation.has_no_shares,
-    )
+    tables = _build_tables(state, isolation, ids)
     handover, calls = Handover(), QueuedCalls(admission, starts.pre_start)
     return KubeletSide(
         settings=settings,
@@ -266,6 +260,17 @@ def build_kubelet_side(
         lock=ServingLock(settings.kubelet.device_plugin_path),
         handover=handover,
         calls=calls,
+    )
+
+
+def _build_tables(state: NodeState, isolation: IsolationSide, ids: DeviceIds) -> DeviceTables:
+    return DeviceTables(
+        names=state.names,
+        inventory=state.gpus,
+        offered=state.plugins_devices,
+        cache=state.cache,
+        ids=ids,
+        no_shares=isolation.has_no_shares,
     )
 
 

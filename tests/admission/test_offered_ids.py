@@ -46,7 +46,9 @@ async def test_the_table_takes_the_new_text_when_the_container_ends() -> None:
     """Until then it has the old one, and it alone, also when it is allocated anew."""
     gpus = inventory(1)
     uuid, ids, cache = gpus.gpus[0].uuid, DeviceIds(), AllocationCache()
-    tables = DeviceTables(names=NAMES, inventory=lambda: gpus, cache=cache, ids=ids, no_shares=lambda: False)
+    tables = DeviceTables(
+        names=NAMES, inventory=lambda: gpus, offered=lambda: gpus, cache=cache, ids=ids, no_shares=lambda: False
+    )
     cache.subscribe(tables.allocation_changed)
     tables.refresh()
     old = ids.read([f"{uuid}::{n}" for n in range(3)])
@@ -73,7 +75,14 @@ def test_what_containers_hold_of_a_gpu_is_charged_to_it_once_the_driver_shows_it
     away = replace(both, gpus=both.gpus[:1])
     shown, ids, cache = [away], DeviceIds(), AllocationCache()
     uuid = both.gpus[1].uuid
-    tables = DeviceTables(names=NAMES, inventory=lambda: shown[-1], cache=cache, ids=ids, no_shares=lambda: False)
+    tables = DeviceTables(
+        names=NAMES,
+        inventory=lambda: shown[-1],
+        offered=lambda: shown[-1],
+        cache=cache,
+        ids=ids,
+        no_shares=lambda: False,
+    )
     tables.refresh()
     devices = ids.read([f"{key_of(uuid)}-{n}" for n in range(30)])
     share = allocation(
@@ -84,3 +93,21 @@ def test_what_containers_hold_of_a_gpu_is_charged_to_it_once_the_driver_shows_it
     tables.refresh()
     assert (cache.used_cores(), cache.used_blocks()) == ({uuid: 30}, {uuid: 4})
     assert next(iter(cache)).gpus == (uuid,)
+
+
+def test_what_containers_hold_of_a_gpu_that_is_no_longer_offered_stays_on_it() -> None:
+    """A GPU that went over to claims while a pod has a share of it: its IDs are read after a restart as before."""
+    gpus = inventory(1)
+    uuid, ids = gpus.gpus[0].uuid, DeviceIds()
+    none = replace(gpus, gpus=())
+    tables = DeviceTables(
+        names=NAMES,
+        inventory=lambda: gpus,
+        offered=lambda: none,
+        cache=AllocationCache(),
+        ids=ids,
+        no_shares=lambda: False,
+    )
+    tables.refresh()
+    assert ids.read([f"{key_of(uuid)}-7"]) == [device_id(uuid, 7)]
+    assert not tables.tables[ResourceKind.VCORE].devices
