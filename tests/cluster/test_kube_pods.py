@@ -311,3 +311,32 @@ def test_names_of_a_tenants_own_do_not_push_out_what_the_extender_wrote() -> Non
     read = parse_pod(raw_pod(metadata={"annotations": own | reported}))
     assert reported.items() <= read.annotations.items()
     assert len(read.annotations) == 64
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_the_claim_for_extended_resources_is_in_the_status_alone(has_own: bool) -> None:
+    """Each container uses the requests that the status maps to it; a claim of that name in the spec goes first."""
+    own = [{"name": "extended-resources", "resourceClaimName": "mine"}] if has_own else []
+    raw = {
+        "metadata": {"namespace": "n", "name": "p", "uid": "u"},
+        "spec": {"containers": [{"name": "a"}, {"name": "b"}, {"name": "c"}], "resourceClaims": own},
+        "status": {
+            "extendedResourceClaimStatus": {
+                "resourceClaimName": "p-extended-resources-x",
+                "requestMappings": [
+                    {"containerName": "a", "requestName": "container-0-request-0", "resourceName": "nvidia.com/gpu"},
+                    {"containerName": "b", "requestName": "container-1-request-0", "resourceName": "nvidia.com/gpu"},
+                    {"containerName": "c", "requestName": 7},
+                ],
+            }
+        },
+    }
+    read = parse_pod(raw)
+    assert read.claims == {"extended-resources": "mine" if has_own else "p-extended-resources-x"}
+    used = {container.name: container.claims for container in read.containers}
+    expected = {
+        "a": (("extended-resources", "container-0-request-0"),),
+        "b": (("extended-resources", "container-1-request-0"),),
+        "c": (),
+    }
+    assert used == (dict.fromkeys("abc", ()) if has_own else expected)

@@ -54,6 +54,8 @@ _LIMITS = (
 KEPT_ENV = ("compat32", "SUBMITTER", ENV_HAMI_CORE_DISABLE, ENV_HAMI_CORE_POLICY, *_LIMITS)
 _STATIC_UID = re.compile(r"[0-9a-f]{32}")
 """The kubelet's hash of the file. Unlike every UID that the API server gives: no forged mirror pod names another's pod."""
+EXTENDED_CLAIM = "extended-resources"
+"""The name in the pod of the claim that the scheduler made for its extended resources; one of the spec's own goes first."""
 MAX_ANNOTATIONS = 64
 MAX_CONTAINERS = 1000
 """Containers beyond this count only where they ask for something."""
@@ -79,7 +81,8 @@ def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = Non
         raise Corrupt(f"{what}: namespace, name or UID is missing")
     spec = _mapping(raw, "spec", what)
     status = mapping_or_empty(raw.get("status"))
-    containers = tuple(_containers(spec, what, resources))
+    claims = _claims(spec, status)
+    containers = tuple(_with_extended_claim(_containers(spec, what, resources), status, claims))
     is_mirror = MIRROR_ANNOTATION in mapping_or_empty(metadata.get("annotations"))
     statuses = _items_or_none(status, "initContainerStatuses") + _items_or_none(status, "containerStatuses")
     return Pod(
@@ -100,7 +103,7 @@ def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = Non
         has_started=any(_has_started(raw_status) for raw_status in statuses),
         running=frozenset(c.name for c in containers) & frozenset(name for name, _ in _running(statuses)),
         container_ids=_container_ids(containers, statuses),
-        claims=_claims(spec, status),
+        claims=claims,
     )
 
 
@@ -177,14 +180,31 @@ def _requests(raw: Mapping[str, Any], what: str, resources: Collection[str] | No
 
 
 def _claims(spec: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, str]:
-    """Claims that the spec names, and those made from templates, which the status names."""
-    found = [(raw.get("name"), raw.get("resourceClaimName")) for raw in _items_or_none(spec, "resourceClaims")]
+    """Claims that the spec names, and those made from templates or for extended resources, which the status names."""
+    extended = mapping_or_empty(status.get("extendedResourceClaimStatus")).get("resourceClaimName")
+    found: list[tuple[Any, Any]] = [(EXTENDED_CLAIM, extended)] if extended is not None else []
+    found += [(raw.get("name"), raw.get("resourceClaimName")) for raw in _items_or_none(spec, "resourceClaims")]
     if not found:
         return {}
     found += [
         (raw.get("name"), raw.get("resourceClaimName")) for raw in _items_or_none(status, "resourceClaimStatuses")
     ]
     return {name: claim for name, claim in found if isinstance(name, str) and isinstance(claim, str)}
+
+
+def _with_extended_claim(
+    containers: Iterable[ContainerSpec], status: Mapping[str, Any], claims: Mapping[str, str]
+) -> Iterator[ContainerSpec]:
+    """With the requests of the claim that the scheduler made for extended resources, where the pod has one."""
+    extended = mapping_or_empty(status.get("extendedResourceClaimStatus"))
+    if claims.get(EXTENDED_CLAIM) is None or claims[EXTENDED_CLAIM] != extended.get("resourceClaimName"):
+        yield from containers
+        return
+    mappings = _items_or_none(extended, "requestMappings")
+    for container in containers:
+        used = [raw.get("requestName") for raw in mappings if raw.get("containerName") == container.name]
+        own = tuple((EXTENDED_CLAIM, request) for request in used if isinstance(request, str))
+        yield replace(container, claims=container.claims + own) if own else container
 
 
 def _container_claims(raw: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
