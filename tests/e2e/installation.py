@@ -140,9 +140,12 @@ class Installation:
         self.cluster.run("label", "node", self.cluster.node, f"{NODE_LABEL}=enable", "--overwrite")
         self.cluster.run("apply", "-k", str(self.folder))
 
+    def wait_rolled_out(self) -> None:
+        self.cluster.run("-n", SYSTEM, "rollout", "status", "daemonset/gpushare-agent", timeout_s=2 * DEADLINE_S)
+
     def wait_ready(self) -> None:
         """Until the rollout is complete and the node offers the resources."""
-        self.cluster.run("-n", SYSTEM, "rollout", "status", "daemonset/gpushare-agent", timeout_s=2 * DEADLINE_S)
+        self.wait_rolled_out()
         self.cluster.wait_for("the node offers both resources", lambda: all(self.offered().values()))
 
     def offered(self) -> dict[str, int]:

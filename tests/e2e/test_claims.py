@@ -55,13 +55,18 @@ def claims(installation: Installation) -> Iterator[Installation]:
         installation.cluster.run("get", "resourceslices.v1.resource.k8s.io")
     except KubectlError:
         pytest.skip("this cluster has no resource.k8s.io/v1")
+    installation.install(**kustomization(",".join(map(str, range(CLAIMED)))))
+    yield installation
+
+
+def kustomization(gpus: str) -> dict[str, Any]:
+    """With these GPUs for claims."""
     variables = {
-        "GPUSHARE_DRA__GPUS": ",".join(map(str, range(CLAIMED))),
+        "GPUSHARE_DRA__GPUS": gpus,
         "GPUSHARE_ISOLATIONS_ALLOWED": "none",
         "GPUSHARE_RESIZE__MODE": "within-request",
     }
-    installation.install(components=["components/dra"], patches=[with_variables(variables)])
-    yield installation
+    return {"components": ["components/dra", "components/dra-whole-gpus"], "patches": [with_variables(variables)]}
 
 
 def slices(cluster: Cluster) -> list[Object]:
@@ -109,6 +114,54 @@ def test_shares_and_whole_gpus(cluster: Cluster, claims: Installation, namespace
     assert size < 10_000, f"{size} bytes: no device ID is in the pod's status"
     cluster.delete_pods(namespace)
     wait_ended(cluster, claims)
+
+
+def test_whole_gpus_by_an_extended_resource(cluster: Cluster, claims: Installation, namespace: str) -> None:
+    """An ordinary pod without a claim: the scheduler makes it, by the class's name of the resource."""
+    if cluster.node_object()["status"]["allocatable"].get("nvidia.com/gpu", "0") != "0":
+        pytest.skip("another device plugin serves nvidia.com/gpu on this node")
+    containers = [cluster.container(name=name) for name in ("c0", "c1")]
+    for container in containers:
+        container["resources"] = {"limits": {"nvidia.com/gpu": 1}}
+    pod = cluster.pod_of("whole", *containers)
+    pod["metadata"]["annotations"] = {}
+    cluster.start(namespace, pod)
+    seen = [visible(cluster, namespace, "whole", name) for name in ("c0", "c1")]
+    uuids = sorted(gpu["uuid"] for gpu in claims.view()["cards"] if gpu["index"] < CLAIMED)
+    assert sorted(seen[0] + seen[1]) == uuids and sum(booked(claims).values()) == 200
+    cluster.delete_pods(namespace)
+    wait_ended(cluster, claims)
+
+
+def test_a_gpu_in_use_changes_sides_when_it_is_free(
+    cluster: Cluster, installation: Installation, claims: Installation, namespace: str
+) -> None:
+    """Over the rollout that changes the setting: neither front end offers it until then, and its pod runs on."""
+    gpus = len(claims.view()["cards"])
+    cluster.wait_for("the plugins offer the rest", lambda: claims.gpus() == gpus - CLAIMED)
+    cluster.start(namespace, cluster.pod("by-plugin", 40, 4))
+    (held,) = (indexes for _, _, indexes in claims.wait_ledger(namespace, 1).values())
+
+    def offered() -> set[str]:
+        return {one["name"] for one in published(cluster) or ()}
+
+    every = {f"gpu-{index}" for index in range(gpus)}
+    try:
+        installation.start_change(**kustomization("all"))
+        cluster.wait_for("all but the one in use are for claims", lambda: offered() == every - {f"gpu-{held[0]}"})
+        claims.wait_rolled_out()
+        assert next(iter(claims.wait_ledger(namespace, 1).values()))[2] == held
+        cluster.delete_pods(namespace)
+        cluster.wait_for("and that one as well, when it is free", lambda: offered() == every)
+        cluster.apply(template("share", request(cores=40, memory="1Gi")), namespace=namespace)
+        cluster.start(namespace, claiming(cluster, "by-claim", "share"))
+    finally:
+        installation.change(**kustomization(",".join(map(str, range(CLAIMED)))))
+    assert sum(booked(claims).values()) == 40, "it keeps its GPU"
+    cluster.delete_pods(namespace)
+    wait_ended(cluster, claims)
+    cluster.wait_for("two are for claims", lambda: offered() == {f"gpu-{index}" for index in range(CLAIMED)})
+    cluster.wait_for("the plugins offer the rest", lambda: claims.gpus() == gpus - CLAIMED)
 
 
 def test_two_shares_in_one_claim_and_one_claim_in_two_pods(

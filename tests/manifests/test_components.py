@@ -39,6 +39,7 @@ COMPONENTS = {
     "cgroup-v1",
     "display-socket",
     "dra",
+    "dra-whole-gpus",
     "driver-container",
     "driver-limits",
     "gpushare",
