@@ -167,4 +167,5 @@ class Driver:
 
     async def _prepare_host(self, keys: Collection[ContainerKey], name: IsolationName) -> Refused | None:
         self.prepared_keys += keys
+        await asyncio.sleep(0)
         return self.refusal

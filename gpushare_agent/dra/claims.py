@@ -126,11 +126,12 @@ class Claims:
         log.info("claims_restored", claims=len(self._prepared))
 
     async def prepare(self, ref: ClaimRef) -> PreparedClaim | Refused:
-        """Idempotent by UID. Cancelled, nothing is booked."""
+        """Idempotent by UID. Cancelled, nothing is booked, except where the claim was being recorded already: then it is
+        booked until the kubelet asks again, or unprepares it."""
         async with self._lock(ref.uid):
             known = self._prepared.get(ref.uid)
-            if known is not None:
-                await self._in_thread(partial(self._files.write_spec, known), f"writing the CDI spec of {ref.name}")
+            if known is not None:  # its record too: the call before may have been cut off
+                await self._in_thread(partial(self._files.save, known), f"recording claim {ref.name}")
                 return known
             made = await self._prepare(ref, self._clock() + self._wait_s)
             if isinstance(made, PreparedClaim):
@@ -170,13 +171,16 @@ class Claims:
         made = self._decide_and_book(claim)
         if isinstance(made, Refused):
             return made
-        keys = [one.key for one in made.results]
+        keys, is_saving = [one.key for one in made.results], False
         try:
             refused = await self._prepare_host(keys, made.isolation)
             if refused is None:
+                is_saving = True
                 await self._in_thread(partial(self._files.save, made), f"recording claim {ref.name}")
         except BaseException as e:
-            self._release(ref.uid)
+            # Cut off while saving, the record is written all the same and the next agent books it: so it stays booked.
+            if not is_saving or not isinstance(e, asyncio.CancelledError):
+                self._release(ref.uid)
             if isinstance(e, AgentError):
                 return _not_ready(str(e))
             raise

@@ -233,6 +233,21 @@ def test_a_claim_is_named_as_in_its_pod() -> None:
     assert [*names.values()] == ["claim-1", "g", "claim-1", "extended-resources"]
 
 
+async def test_a_call_that_is_cut_off_while_it_records_stays_booked(tmp_path: Path) -> None:
+    """The record is written all the same, and the next agent would book the claim beside whoever got its share."""
+    driver = Driver(tmp_path, raw_claim(result(cores=60)), raw_claim(result(cores=60), number=2))
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(driver.claims.prepare(ref_of()))
+        while not (tmp_path / "cdi").exists():  # written before the record; each turn of the loop looks
+            await asyncio.sleep(0)
+        task.cancel()
+    assert task.cancelled() and driver.cache.used_cores() == {GpuUuid("GPU-0"): 60}
+    assert "GPU 0 still has 60 cores" in await refused(driver, 2)
+    assert (await prepared(driver)).ref == ref_of() and driver.records() == [f"{uid_of(1)}.json"]
+    await driver.claims.unprepare(ref_of())
+    assert not len(driver.cache) and not driver.records()
+
+
 async def test_pods_that_use_the_claim_decide_its_views(tmp_path: Path) -> None:
     driver = Driver(tmp_path, raw_claim(result("a", 0), result("b", 1)))
     driver.pod("p", using("x", ("g", "a")), using("y", ("g", "b")), claims={"g": "claim-1"})
