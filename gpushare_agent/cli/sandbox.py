@@ -152,8 +152,6 @@ def _agent_flags(args: argparse.Namespace, extra: list[str]) -> list[str]:
         flags.append(f"--web.port={args.port or free_port()}")
     if args.dra:
         flags.append("--dra.gpus=all")
-        if load_settings(extra, os.environ).sources["isolation"] == "default":
-            flags.append("--isolation=none")  # of the others none keeps a claim's share without a library or a daemon
     return [*flags, *_implied_gpus(args, extra), *extra]
 
 

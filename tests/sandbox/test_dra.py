@@ -288,7 +288,7 @@ async def test_a_claim_in_use_is_deleted_with_its_last_pod() -> None:
 
 
 async def test_the_agent_serves_claims_in_the_sandbox(short_dir: Path) -> None:
-    """The real agent: registered, slice published, claims prepared, limits of two GPUs in one container."""
+    """The real agent: registered, slice published, claims prepared, limits as the containers read them."""
     done = await sandbox(
         "--state-dir", short_dir / "s", "--port", "0", "--dra", "--once", "--format", "json", "--cards", "4"
     )
@@ -296,7 +296,8 @@ async def test_the_agent_serves_claims_in_the_sandbox(short_dir: Path) -> None:
     document = json.loads(done.out)
     cards = {one["name"]: [c["cards"] for c in one["containers"]] for one in document["pods"]}
     assert cards == {"share": [[0], [0]], "whole": [[1]], "two-gpus": [[2, 3]]}
-    assert [card["cores_allocated"] for card in document["node"]["cards"]] == [40, 100, 30, 30]
-    assert [card["memory_mib_allocated"] for card in document["node"]["cards"]] == [8192, 24576, 4096, 4096]
+    assert [card["cores_allocated"] for card in document["node"]["cards"]] == [40, 100, 100, 100]
+    assert [card["memory_mib_allocated"] for card in document["node"]["cards"]] == [8192, 24576, 24576, 24576]
     assert {card["health"] for card in document["node"]["cards"]} == {"Healthy"}
-    assert document["pods"][0]["containers"][0]["claims"][0]["cores"] == 40
+    main = document["pods"][0]["containers"][0]
+    assert main["claims"][0]["cores"] == 40 and (main["vdevice"]["cores"], main["vdevice"]["memory_mib"]) == (40, 8192)

@@ -119,8 +119,8 @@ class DraManager:
             await asyncio.sleep(self._times.registry_poll_s)
 
     def close(self) -> None:
-        for driver in self._drivers:
-            driver.channel.close()
+        while self._drivers:
+            self._drivers.pop().channel.close()
 
     def is_registered(self, name: str) -> bool:
         return any(driver.name == name for driver in self._drivers)
@@ -181,15 +181,18 @@ class DraManager:
         named = [dra_v1.Claim(namespace=one.namespace, uid=one.uid, name=one.name) for one in claims]
         request = dra_v1.NodePrepareResourcesRequest(claims=named)  # NodeUnprepareResourcesRequest has the same form
         self._calls.append((method, tuple(one.name for one in claims)))
+        channel = driver.channel
         try:
-            return await driver.channel.unary(f"{_DRIVER}/{method}", request, answer, timeout_s=CALL_TIMEOUT_S)
+            return await channel.unary(f"{_DRIVER}/{method}", request, answer, timeout_s=CALL_TIMEOUT_S)
         except RpcFailed as error:
-            if error.status is Status.UNAVAILABLE and not error.is_answer:  # the next call connects anew
-                driver.channel.close()
-                driver.channel = UnixChannel(driver.endpoint)
+            if error.status is Status.UNAVAILABLE and not error.is_answer and driver.channel is channel:
+                driver.channel = UnixChannel(driver.endpoint)  # the next call connects anew
             raise PrepareFailed(f"{method}: {go_error(error.status, error.text)}") from error
         except MalformedMessageError as error:
             raise PrepareFailed(f"{method}: {error}") from error
+        finally:
+            if driver not in self._drivers or driver.channel is not channel:  # it may have connected after its close
+                channel.close()
 
     # --- claims ---
 
@@ -207,6 +210,7 @@ class DraManager:
             record.pods.add(uid)
             if record.prepared_for != self._boot:
                 for driver in dict.fromkeys(str(one["driver"]) for one in results_of(raw)):
+                    record.cdi.setdefault(driver, [])  # it is to unprepare the claim, whatever becomes of this call
                     by_driver.setdefault(driver, []).append(record)
         for driver, claims in by_driver.items():
             await self._prepare(driver, claims)
@@ -272,22 +276,22 @@ class DraManager:
             for record in mine:
                 if record not in last:
                     record.pods.discard(pod_uid)
+                elif not record.cdi:  # of no driver
+                    self._records.pop(record.uid, None)
             ended = [await self._end(driver, claims, pod_uid) for driver, claims in self._by_driver(last).items()]
             return all(ended)
 
     def _by_driver(self, claims: Iterable[ClaimRecord]) -> dict[str, list[ClaimRecord]]:
-        """A claim whose prepare failed is unprepared too: by the driver of its allocation, where that is still known."""
+        """Also claims whose prepare failed."""
         found: dict[str, list[ClaimRecord]] = {}
         for claim in claims:
-            raw = self._api.store.find("resourceclaims", (claim.namespace, claim.name)) or {}
-            drivers = list(claim.cdi) or [str(one["driver"]) for one in results_of(raw)]
-            if not drivers:
-                self._records.pop(claim.uid, None)
-            for driver in dict.fromkeys(drivers):
+            for driver in claim.cdi:
                 found.setdefault(driver, []).append(claim)
         return found
 
     async def _end(self, driver: str, claims: Sequence[ClaimRecord], pod_uid: str) -> bool:
+        for claim in claims:
+            claim.prepared_for = -1  # a call that fails may have ended it all the same
         try:
             answer = await self._call(driver, "NodeUnprepareResources", claims, dra_v1.NodeUnprepareResourcesResponse)
         except PrepareFailed as error:
@@ -298,7 +302,6 @@ class DraManager:
             if ended is None or ended.error:
                 continue
             claim.pods.discard(pod_uid)
-            claim.prepared_for = -1
             if not claim.pods:  # another pod may have come meanwhile
                 self._records.pop(claim.uid, None)
         return all(pod_uid not in claim.pods for claim in claims)
