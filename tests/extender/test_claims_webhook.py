@@ -17,7 +17,12 @@ from gpushare_agent.dra.decisions.claim import ShareConfig, read_config
 from gpushare_agent.extender.claims_webhook import MOST_NEW, ClaimsWebhook
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
 from gpushare_agent.model.errors import Corrupt, Refused
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, PREDICATE_GPU_INDEX_PREFIX
+from gpushare_agent.model.names import (
+    CORE_LIMIT_ANNOTATION,
+    ISOLATION_ANNOTATION,
+    PREDICATE_GPU_INDEX_PREFIX,
+    RESIZE_ANNOTATION,
+)
 from gpushare_agent.model.resources import ResourceNames
 from tests.extender.test_app import DATA, client
 from tests.support_extender import FakeCluster, Raw, fake_cluster, opened_api, running_extender
@@ -130,6 +135,7 @@ def test_what_the_agents_would_refuse_is_refused_at_once(raw: Raw, words: str) -
     ("raw", "words"),
     [
         (pod_of(container("c", 30, 4), annotations={f"{PREDICATE_GPU_INDEX_PREFIX}0": "1"}), "not carried over"),
+        (pod_of(container("c", 30, 4), annotations={RESIZE_ANNOTATION: "c:cores=20"}), "must name the claim"),
         (pod_of(container("c", 30, 4), annotations={CORE_LIMIT_ANNOTATION: "20"}), "below the 30 cores"),
         (pod_of(container("c", 30, 4), annotations={CORE_LIMIT_ANNOTATION: "40"}), "later change"),
         (pod_of(container("c", units=1), annotations={CORE_LIMIT_ANNOTATION: "40"}), "does not count"),

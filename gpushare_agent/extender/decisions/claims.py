@@ -32,6 +32,7 @@ from gpushare_agent.model.names import (
     CORES_PER_GPU,
     GPUSHARE_INDEX_ANNOTATION,
     ISOLATION_ANNOTATION,
+    RESIZE_ANNOTATION,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
@@ -169,6 +170,8 @@ def _whole_blocks_mib(container: ContainerSpec, names: ResourceNames) -> int:
 def _pod_warnings(pod: Pod) -> Iterator[str]:
     if any(name == GPUSHARE_INDEX_ANNOTATION or name.startswith(PREDICATE_PREFIX) for name in pod.annotations):
         yield "annotations with an extender's choice of GPUs are not carried over to claims: the scheduler chooses the GPUs"
+    if RESIZE_ANNOTATION in pod.annotations:
+        yield f"{RESIZE_ANNOTATION} names containers: of a claim's share it must name the claim, such as gpushare-0"
 
 
 def _warnings(
