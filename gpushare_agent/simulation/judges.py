@@ -66,7 +66,9 @@ class SumsJudge:
         self._sums = sums
 
     def choose(self, pod: Pod, shape: Shape, names: Sequence[str]) -> Choice:
-        fitting = self._sums.fitting(names, shape)
+        return self.best_of(self._sums.fitting(names, shape))
+
+    def best_of(self, fitting: Sequence[str]) -> Choice:
         return Choice(fitting, _highest(fitting, self._sums.free_parts(fitting)))
 
     def changed(self, name: str) -> None:

@@ -15,9 +15,9 @@ from gpushare_agent.simulation.workload import Size
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = {Policy.BINPACK: "#0072b2", Policy.SPREAD: "#d55e00", Policy.AGENT_ONLY: "#555555"}
+COLORS = {Policy.BINPACK: "#0072b2", Policy.SPREAD: "#d55e00", Policy.AGENT_ONLY: "#555555", Policy.DRA: "#009e73"}
 """Distinguishable by people who are colour-blind, too (Okabe and Ito)."""
-DASHES = {Policy.BINPACK: "solid", Policy.SPREAD: "dashed", Policy.AGENT_ONLY: "dotted"}
+DASHES = {Policy.BINPACK: "solid", Policy.SPREAD: "dashed", Policy.AGENT_ONLY: "dotted", Policy.DRA: "dashdot"}
 _INCHES = (12.0, 8.0)
 _DOTS_PER_INCH = 110
 _SHOWN_AFTER_ARRIVALS = 1.6

@@ -16,11 +16,10 @@ from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import count
 
-from gpushare_agent.extender.values import Reservation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.simulation.meter import Meter
 from gpushare_agent.simulation.queue import Job, WaitingPods
-from gpushare_agent.simulation.schedulers import NoNode, Scheduler
+from gpushare_agent.simulation.schedulers import NoNode, Placed, Scheduler
 from gpushare_agent.simulation.workload import PodMaker, Shape, Size, Workload
 
 FIRST_RETURN_S, MAX_RETURN_S = 10.0, 360.0
@@ -40,7 +39,7 @@ class _Kind(IntEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Running:
     job: Job
-    reservation: Reservation
+    placed: Placed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,9 +123,9 @@ class Replay:
         heappush(self._events, (at, kind, next(self._order), what))
 
     def _end(self, running: _Running, now: float) -> None:
-        reservation = running.reservation
-        self._scheduler.end(reservation.pod_uid, running.job.arrival.shape, reservation.node)
-        self._meter.changed(reservation.node)
+        placed = running.placed
+        self._scheduler.end(placed.pod_uid, running.job.arrival.shape, placed.node)
+        self._meter.changed(placed.node)
         for job in self._waiting.firsts():
             self._retry(job.arrival.shape, now)
 
@@ -155,12 +154,12 @@ class Replay:
         job.found_no_node(now)
         self._waiting.add(job)
 
-    def _start(self, job: Job, placed: Reservation | Refused, now: float) -> None:
+    def _start(self, job: Job, placed: Placed | Refused, now: float) -> None:
         """The pod is on a node: it runs, or the agent has refused it."""
-        if isinstance(placed, Reservation):
+        if isinstance(placed, Placed):
             self._meter.changed(placed.node)
             self._tally.waited_s[job.arrival.shape.size].append(now - job.arrival.at_s)
-            self._later(now + job.arrival.duration_s, _Kind.END, _Running(job=job, reservation=placed))
+            self._later(now + job.arrival.duration_s, _Kind.END, _Running(job=job, placed=placed))
             return
         self._tally.refusals[placed.reason] += 1
         self._tally.refused_pods += job.refusals == 0

@@ -35,10 +35,6 @@ class NodeSums:
         free_cores, free_blocks, (cores, blocks, _) = self._cores, self._blocks, shape
         return [name for name in names if free_cores[name] >= cores and free_blocks[name] >= blocks]
 
-    def fits_empty(self, name: str, shape: Shape) -> bool:
-        cores, blocks = self._total[name]
-        return cores >= shape.cores and blocks >= shape.blocks
-
     def free_parts(self, names: Sequence[str]) -> list[float]:
         """0 to 1 each, the mean of both resources: what kube-scheduler's LeastAllocated prefers."""
         return list(map(self._free_part.__getitem__, names))

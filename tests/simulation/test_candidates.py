@@ -11,7 +11,7 @@ from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.values import ClusterPolicy, Reservation
 from gpushare_agent.simulation.candidates import Ring
 from gpushare_agent.simulation.judges import ExtenderJudge
-from gpushare_agent.simulation.schedulers import NoNode, Policy, nodes_per_try
+from gpushare_agent.simulation.schedulers import NoNode, Placed, Policy, nodes_per_try
 from gpushare_agent.simulation.workload import PodMaker, Shape
 from tests.support_simulation import NAMES, cluster_of, scheduler_of
 
@@ -82,7 +82,7 @@ def test_no_node_means_that_the_extender_would_refuse_every_node(
     state = ClusterState(policy=ClusterPolicy(names=NAMES))
     for node in cluster.nodes:
         state.put_node(node, 0.0)
-    running: list[tuple[Reservation, Shape]] = []
+    running: list[tuple[Placed, Shape]] = []
     for number, (shape, is_end, which) in enumerate(steps):
         if is_end and running:
             reservation, ended = running.pop(which % len(running))
@@ -93,11 +93,11 @@ def test_no_node_means_that_the_extender_would_refuse_every_node(
         fitting = state.filter(pod, None).fitting
         placed = scheduler.place(pod, shape, 0.0)
         assert isinstance(placed, NoNode) == (not fitting)
-        if isinstance(placed, Reservation):
+        if isinstance(placed, Placed):
             assert placed.node in fitting
             mirrored = state.reserve(pod, placed.node, 0.0)
             assert isinstance(mirrored, Reservation)
-            assert mirrored.plan == placed.plan
+            assert state.gpus(placed.node) == scheduler.gpus(placed.node)
             running.append((placed, shape))
 
 

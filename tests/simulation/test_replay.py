@@ -11,7 +11,7 @@ from gpushare_agent.simulation.schedulers import NoNode, Policy
 from gpushare_agent.simulation.workload import Arrival, Shape, Size, Workload
 from tests.support_simulation import GPU_BLOCKS, arrival, cluster_of, replay, waited, workload_of
 
-EXTENDERS = [Policy.BINPACK, Policy.SPREAD]
+KNOWING_GPUS = [Policy.BINPACK, Policy.SPREAD, Policy.DRA]
 HALVES = (arrival(0, 50, 100, name="a"), arrival(0, 50, 100, name="b"))
 
 
@@ -25,8 +25,8 @@ def test_who_finds_room_starts_at_once(policy: Policy) -> None:
     assert not result.tally.refusals
 
 
-@pytest.mark.parametrize("policy", EXTENDERS)
-def test_with_the_extender_a_whole_gpu_waits_for_two_halves(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", KNOWING_GPUS)
+def test_with_the_extender_or_by_a_claim_a_whole_gpu_waits_for_two_halves(policy: Policy) -> None:
     """50 free on each of two GPUs: the pod starts when they end, and nobody is refused."""
     result = replay(cluster_of(2), workload_of(*HALVES, arrival(1, 100, 10)), policy, share_policy="spread")
     assert waited(result) == [0, 0, 99]
@@ -52,7 +52,7 @@ def test_a_job_whose_pods_are_always_refused_gives_up() -> None:
     assert result.tally.refusals == {RefusalReason.NOT_ENOUGH_MEMORY: 7}
 
 
-@pytest.mark.parametrize("policy", EXTENDERS)
+@pytest.mark.parametrize("policy", KNOWING_GPUS)
 def test_what_no_node_could_ever_serve_is_reported_so_and_holds_nobody_up(policy: Policy) -> None:
     """A share larger than every GPU, more GPUs than a node has, and a number of cores that is neither."""
     impossible = [
