@@ -225,7 +225,15 @@ class IsolationNode:
             "metadata": {"name": name, **pod},
             "spec": {"containers": [main]},
         }
-        self.ask("apply", pods=[manifest])
+        self.create(manifest)
+
+    def create(self, *manifests: dict[str, Any]) -> None:
+        """Pods, and the claims and templates that they name before them; returns when the pods run."""
+        self.ask("apply", pods=list(manifests))
+        for name in [one["metadata"]["name"] for one in manifests if one["kind"] == "Pod"]:
+            self._wait_running(name)
+
+    def _wait_running(self, name: str) -> None:
         self.wait_until(lambda: self.pod(name)["phase"] != "Pending", f"pod {name} running")
         pod = self.pod(name)
         assert pod["phase"] == "Running", f"{pod['reason']}: {pod['message']}"
@@ -261,8 +269,9 @@ class IsolationNode:
         [found] = [pod for pod in self.status()["pods"] if pod["name"] == name]
         return dict(found)
 
-    def container(self, name: str) -> dict[str, Any]:
-        [found] = self.pod(name)["containers"]
+    def container(self, pod: str, name: str = "") -> dict[str, Any]:
+        """The only one, where none is named."""
+        [found] = [one for one in self.pod(pod)["containers"] if name in ("", one["name"])]
         return dict(found)
 
     def status(self) -> dict[str, Any]:
@@ -302,20 +311,23 @@ class IsolationNode:
         version: int = 12080,
         uid: int = 0,
         env: Mapping[str, str] | None = None,
+        container: str = "",
     ) -> Program:
         """gpu_program with these actions, as user `uid`. `env` is what the pod's manifest would set over the answered
-        one.
+        one; `container` is named where the pod has several.
         """
         program = "gpu_program_linked" if way == "link" else "gpu_program"
-        return self.start_command(pod, [f"/opt/programs/{program}", way, str(version), *actions], uid=uid, env=env)
+        command = [f"/opt/programs/{program}", way, str(version), *actions]
+        return self.start_command(pod, command, uid=uid, env=env, named=container)
 
     def start_command(
-        self, pod: str, command: Sequence[str], *, uid: int = 0, env: Mapping[str, str] | None = None
+        self, pod: str, command: Sequence[str], *, uid: int = 0, env: Mapping[str, str] | None = None, named: str = ""
     ) -> Program:
-        container = self.container(pod)
+        container = self.container(pod, named)
         spec = {
             **{"pod": pod, "container": container["name"], "control": str(self.state / "control.sock")},
             **{"mounts": container["mounts"], "devices": container["devices"], "uid": uid, "env": dict(env or {})},
+            **(self._claimed() if container["claims"] else {}),
             **{"root": str(self.directory / "root"), "state": str(self.directory / "gpu")},
             **{"proc_driver": str(self.directory / "proc"), "programs": str(self.built.programs)},
             "libraries": str(self.directory / "driver"),
@@ -325,6 +337,26 @@ class IsolationNode:
         program = Program(words, scratch)
         self.programs.append(program)
         return program
+
+    def _claimed(self) -> dict[str, list[dict[str, Any]]]:
+        """What CDI adds to the containers of the node's only claim."""
+        [path] = (self.state / "cdi").glob("gpushare-agent-claim-*.json")
+        edits = [device["containerEdits"] for device in json.loads(path.read_text())["devices"]]
+        mounts = {
+            mount["containerPath"]: {
+                "host_path": mount["hostPath"],
+                "container_path": mount["containerPath"],
+                "read_only": "ro" in mount["options"],
+            }
+            for one in edits
+            for mount in one["mounts"]
+        }
+        nodes = {
+            node["path"]: {"host_path": node["hostPath"], "container_path": node["path"]}
+            for one in edits
+            for node in one["deviceNodes"]
+        }
+        return {"mounts": list(mounts.values()), "devices": list(nodes.values())}
 
     def run(self, pod: str, *actions: str, timeout_s: float = DEADLINE_S, **how: Any) -> Outcome:
         """As `start`, to its end."""

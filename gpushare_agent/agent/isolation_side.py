@@ -160,9 +160,14 @@ class IsolationSide:
             is_whole=allocation.is_whole,
             module=self.kernel_module,
             has_driver_limit=self.has_driver_limit(allocation.key),
-            has_library=container is None or not opts_out(container, config),
+            has_library=(container is None or not opts_out(container, config)) and not self._is_shared(allocation),
             has_core_limit=not lifts_cores(container, config),
         )
+
+    def _is_shared(self, allocation: Allocation) -> bool:
+        """By containers that run: HAMi-core mistakes their processes for each other's. Such a claim is refused where they
+        are known when it is prepared; a pod that comes later is not."""
+        return sum(map(bool, (self.store.sharers(allocation.key) or {}).values())) > 1
 
     def has_driver_limit(self, key: ContainerKey) -> bool:
         """False where the container was found to run without it."""

@@ -91,8 +91,30 @@ def test_containers_that_name_a_request_each_get_that_one_alone() -> None:
 
 
 def test_one_claim_in_two_pods_and_a_container_without_it() -> None:
-    made = prepared(raw_claim(result()), user("p", "", ""), user("q", ""), pod("other", using("c")))
-    assert limits(env_of(made)) == {"CUDA_DEVICE_MEMORY_LIMIT_0": "16384m", "CUDA_DEVICE_SM_LIMIT_0": "40"}
+    pods = (user("p", "", ""), user("q", ""), pod("other", using("c")))
+    made = prepared(raw_claim(result()), *pods, policy=edit_policy(IsolationName.MPS))
+    assert env_of(made)["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=16384M"
+
+
+def kinds(*names: ContainerKind) -> Pod:
+    """Containers of these kinds, which use the claim as a whole."""
+    containers = [replace(using(f"c{n}", ("g", "")), kind=kind) for n, kind in enumerate(names)]
+    return pod("p", *containers, claims={"g": "claim-1"})
+
+
+def test_hami_core_limits_one_container_at_a_time() -> None:
+    """It knows processes by their PIDs in the container: of several they are taken for each other's."""
+    init, sidecar, main = ContainerKind.INIT, ContainerKind.SIDECAR, ContainerKind.MAIN
+    prepared(raw_claim(result()), kinds(init, init, main))
+    for wrong in (kinds(main, main), kinds(sidecar, main), kinds(init, sidecar)):
+        refused = prepare(raw_claim(result()), wrong)
+        assert isinstance(refused, Refused) and "containers c0 and c1 share it" in refused.detail
+        prepared(raw_claim(whole()), wrong)
+        prepared(raw_claim(result()), wrong, policy=edit_policy(IsolationName.VCUDA))
+    refused = prepare(raw_claim(result(), users=["p", "q"]), user("p", ""), user("q", ""))
+    assert isinstance(refused, Refused) and "several pods share it" in refused.detail
+    part = prepare(raw_claim(result(cores=100)), kinds(main, main))
+    assert isinstance(part, Refused), "all cores and a part of the memory are a share"
 
 
 def test_containers_whose_requests_overlap_are_refused() -> None:
@@ -207,7 +229,7 @@ def test_under_vcuda_the_containers_of_a_view_have_one_directory() -> None:
     assert [one.view for one in each.results] == ["a", "b"]
 
 
-def drivers(*, by_agent: bool, name: IsolationName = IsolationName.HAMI_CORE_DRIVER) -> EditPolicy:
+def drivers(*, by_agent: bool, name: IsolationName = IsolationName.DRIVER) -> EditPolicy:
     policy = edit_policy(name)
     return replace(policy, config=replace(policy.config, is_memory_limited_by_agent=by_agent))
 
