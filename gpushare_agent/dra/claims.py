@@ -23,7 +23,7 @@ from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.decisions.booking import allocations_of, shortage
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, read_claim
-from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
+from gpushare_agent.dra.decisions.edits import PreparedClaim, conflict, prepare_claim
 from gpushare_agent.dra.outcomes import ClaimOutcomes
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import wait_for
@@ -223,6 +223,8 @@ class Claims:
         made = prepare_claim(claim, gpus, pods, self._policy(), self._names.memory_block_mib)
         if isinstance(made, Refused):
             return made
+        if why := conflict(made, self._prepared.values(), pods):
+            return _invalid(why)
         if why := self._unavailable_reason(made.isolation):
             return _not_ready(f"isolation {made.isolation}: {why}")
         if why := shortage(made, self._cache, inventory.by_uuid(), self._names):

@@ -13,8 +13,9 @@ import pytest
 from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import GpuUuid
-from tests.support_claims import Driver, raw_claim, ref_of, result, uid_of, using, whole
+from tests.support_claims import Driver, edit_policy, raw_claim, ref_of, result, uid_of, using, whole
 from tests.support_extender import eventually
 
 
@@ -254,3 +255,22 @@ async def test_pods_that_use_the_claim_decide_its_views(tmp_path: Path) -> None:
     made = await prepared(driver)
     visible = [[pair for pair in one["containerEdits"]["env"] if "VISIBLE" in pair] for one in made.spec["devices"]]
     assert sorted(visible) == [["NVIDIA_VISIBLE_DEVICES=GPU-0"], ["NVIDIA_VISIBLE_DEVICES=GPU-1"]]
+
+
+@pytest.mark.parametrize("isolation", [IsolationName.HAMI_CORE, IsolationName.VCUDA, IsolationName.MPS])
+async def test_two_claims_of_one_container_are_refused_where_one_would_undo_the_other(
+    tmp_path: Path, isolation: IsolationName
+) -> None:
+    """Of one variable, and of one mount point, the last claim's counts. Containers with a claim each are not concerned."""
+    names = {"g": "claim-1", "h": "claim-2"}
+    both, each = (
+        Driver(tmp_path / place, raw_claim(result(index=0)), raw_claim(result(index=1), number=2))
+        for place in ("both", "each")
+    )
+    both.pod("p", using("x", ("g", ""), ("h", "")), claims=names)
+    each.pod("p", using("x", ("g", "")), using("y", ("h", "")), claims=names)
+    for driver in (both, each):
+        driver.policy = edit_policy(isolation)
+        await prepared(driver)
+    assert "container x of pod p uses the claim claim-1 too" in await refused(both, 2)
+    await prepared(each, 2)

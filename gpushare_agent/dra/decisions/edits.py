@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.dra.decisions.claim import CONFIG_KIND, AllocatedClaim, ClaimResult
+from gpushare_agent.dra.decisions.claim import AllocatedClaim, ClaimResult
+from gpushare_agent.dra.decisions.sharing import not_shared
 from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationRequest, Preparation
 from gpushare_agent.isolation.decisions.device_lists import DeviceListRequest, device_edits
 from gpushare_agent.model.allocations import ClaimRef, ContainerEdits, ContainerKey, merged
@@ -71,7 +72,7 @@ def prepare_claim(
     if isinstance(isolation, Refused):
         return isolation
     has_shares = any(not _is_whole(result, gpus[result.index], block_mib) for result in claim.results)
-    if has_shares and (refused := _not_shared(claim, isolation, pods, policy)):
+    if has_shares and (refused := not_shared(claim, isolation, pods, policy)):
         return refused
     views = _views(claim, pods)
     if isinstance(views, Refused):
@@ -101,6 +102,34 @@ def prepare_claim(
 def preparations(claim: PreparedClaim) -> tuple[Preparation, ...]:
     """What the host needs before a container of the claim starts."""
     return ISOLATIONS[claim.isolation].preparations
+
+
+def conflict(made: PreparedClaim, others: Iterable[PreparedClaim], pods: Iterable[Pod]) -> str:
+    """Why a container cannot use the claim beside another one, empty where each can: of one variable, or of one path, the
+    runtime takes the last claim's, and the other's limits or GPUs are lost."""
+    beside = {other.ref.name: other for other in others if other.ref.namespace == made.ref.namespace}
+    for pod in pods:
+        for container in pod.containers:
+            used = {pod.claims.get(name, "") for name, _ in container.claims}
+            for name in sorted(used - {made.ref.name}) if made.ref.name in used else ():
+                clash = _edited(made).items() ^ _edited(beside[name]).items() if name in beside else ()
+                common = sorted({what for what, _ in clash if what in _edited(made) and what in _edited(beside[name])})
+                if common:
+                    return (
+                        f"container {container.name} of pod {pod.name} uses the claim {name} too, and has one {common[0]}"
+                        " for both. Ask for all of a container's GPUs by requests of one claim"
+                    )
+    return ""
+
+
+def _edited(claim: PreparedClaim) -> dict[str, str]:
+    """Its variables, and what it mounts where."""
+    found: dict[str, str] = {}
+    for device in claim.spec["devices"]:
+        edits = device["containerEdits"]
+        found |= dict(pair.split("=", 1) for pair in edits.get("env", ()))
+        found |= {mount["containerPath"]: mount["hostPath"] for mount in edits.get("mounts", ())}
+    return found
 
 
 def cdi_name(result: ClaimResult, ref: ClaimRef) -> str:
@@ -224,62 +253,6 @@ def _isolation(claim: AllocatedClaim, policy: EditPolicy) -> IsolationName | Ref
     if text and text not in allowed:
         return _refused(f"its isolation is {text[:40]!r}, and this node allows {', '.join(allowed)}. Name one of these")
     return IsolationName(text) if text else policy.isolation
-
-
-def _not_shared(
-    claim: AllocatedClaim, isolation: IsolationName, pods: Sequence[Pod], policy: EditPolicy
-) -> Refused | None:
-    """Why those who use a share together cannot have it under the isolation; None where they can."""
-    together = next(filter(None, (_together(claim, pod) for pod in pods)), [])
-    cure = f"choose another isolation ({CONFIG_KIND}.isolation)"
-    if IsolationName.HAMI_CORE in isolation.parts and (together or len({uid for _, uid in claim.users}) > 1):
-        who = f"containers {' and '.join(together)}" if together else "several pods"
-        return _refused(
-            f"{who} share it, and HAMi-core knows processes by the numbers that they have in their own container: those of"
-            " several would be taken for each other, and hang. Make a claim, or a request of it, for each container, or"
-            f" {cure}"
-        )
-    if IsolationName.DRIVER in isolation.parts:
-        return _without_cgroup(claim, isolation, pods, together, policy)
-    return None
-
-
-def _together(claim: AllocatedClaim, pod: Pod) -> list[str]:
-    """Containers that use one request of the claim at the same time: init containers run one by one, before the others but
-    beside the sidecars."""
-    names = {name for name, claim_name in pod.claims.items() if claim_name == claim.ref.name}
-    used: dict[str, list[ContainerSpec]] = {}
-    for container in pod.containers:
-        for request in {request for name, request in container.claims if name in names}:
-            used.setdefault(request, []).append(container)
-    for users in used.values():
-        has_sidecar = any(one.kind is ContainerKind.SIDECAR for one in users)
-        found = [one.name for one in users if has_sidecar or one.kind is not ContainerKind.INIT]
-        if len(found) > 1:
-            return sorted(found)
-    return []
-
-
-def _without_cgroup(
-    claim: AllocatedClaim, isolation: IsolationName, pods: Sequence[Pod], together: Sequence[str], policy: EditPolicy
-) -> Refused | None:
-    """The driver limits cgroups: all that use a share must be in one, a pod's or, where NVIDIA's toolkit sets the limits, a
-    container's."""
-    cure = f"choose another isolation ({CONFIG_KIND}.isolation)"
-    if claim.owner is None or any(uid != claim.owner for _, uid in claim.users):
-        return _refused(
-            f"isolation {isolation} limits the memory of cgroups, and pods that share a claim have none in common: make the"
-            f" claim for one pod, by a ResourceClaimTemplate, or {cure}"
-        )
-    if all(pod.uid != claim.owner for pod in pods):
-        return Refused(reason=RefusalReason.NOT_READY, detail=f"pod {claim.owner} is not known yet: it is tried again.")
-    if not together or policy.config.is_memory_limited_by_agent:
-        return None
-    return _refused(
-        f"containers {' and '.join(together)} share it, and NVIDIA's toolkit, which sets the limits of isolation {isolation}"
-        f" on this node, would give each all of its memory: let one container use it, {cure}, or have the agent set the"
-        " limits (driver_limits.set_by_agent)"
-    )
 
 
 def _views(claim: AllocatedClaim, pods: Iterable[Pod]) -> list[frozenset[str]] | Refused:
