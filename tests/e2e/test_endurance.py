@@ -56,6 +56,8 @@ class Seen:
     compared: int = 0
     """Containers whose environment was compared with the kubelet's records."""
     rejected: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    """Of each kind of rejection the first, whole."""
     faults: list[str] = field(default_factory=list)
     resident_mib: list[float] = field(default_factory=list)
     """Of the agent that is not killed any more, once for each snapshot."""
@@ -144,7 +146,10 @@ def churn(
     """A batch of new pods, and as many of the old ones deleted; rejected ones are counted by the reason."""
     pods = [pod for pod in cluster.pods(namespace).values() if "deletionTimestamp" not in pod["metadata"]]
     failed = [pod for pod in pods if pod["status"].get("phase") == "Failed"]
-    seen.rejected.update(re.sub(r"[0-9]+|GPU-\S+|endurance-\S+", "N", message_of(pod))[:120] for pod in failed)
+    for pod in failed:
+        kind = re.sub(r"[0-9]+|GPU-\S+|endurance-\S+", "N", message_of(pod))[:120]
+        seen.rejected[kind] += 1
+        seen.examples.setdefault(kind, message_of(pod))
     living = sorted((pod for pod in pods if pod not in failed), key=lambda pod: pod["metadata"]["creationTimestamp"])
     gone = failed + chance.sample(living, min(BATCH, max(0, len(living) + BATCH - PODS)))
     if gone:
