@@ -2,9 +2,9 @@
 
 The kubelet unprepares each claim that it had prepared, also after a restart and after a forced deletion. It does not where
 it has lost its own state: the node was reset, or joined another cluster. A claim is an orphan when its object is gone, no
-pod of the node uses it and no process of a pod that did is running, at two looks in turn.
+pod of the node uses it and its pods are known to have no process, at two looks in turn.
 
-State owned: the claims that were missing at the last look.
+State owned: the claims that were missing at the last look, and the pods seen to use a claim since it was prepared.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Orphans:
         self._pods = pods
         self._processes = processes
         self._missing: set[str] = set()
+        self._users: dict[str, set[PodUid]] = {}
 
     async def run(self, api: ClaimApi) -> NoReturn:
         """Until cancelled."""
@@ -56,7 +57,9 @@ class Orphans:
         if not self._pods.is_synced:
             return
         missing = set()
-        for uid, claim in list(self._claims.prepared.items()):
+        prepared = dict(self._claims.prepared)
+        self._users = {uid: self._users.get(uid, set(claim.users)) for uid, claim in prepared.items()}
+        for uid, claim in prepared.items():
             try:
                 if not await self._is_missing(api, claim):
                     continue
@@ -69,8 +72,12 @@ class Orphans:
         self._missing = missing
 
     async def _is_missing(self, api: ClaimApi, claim: PreparedClaim) -> bool:
-        ref = claim.ref
-        if any(pod.namespace == ref.namespace and ref.name in pod.claims.values() for pod in self._pods.pods()):
+        ref, users = claim.ref, self._users[claim.ref.uid]
+        using = {
+            pod.uid for pod in self._pods.pods() if pod.namespace == ref.namespace and ref.name in pod.claims.values()
+        }
+        if using:
+            users |= using
             return False
         try:
             raw = await api.get_claim(ref.namespace, ref.name, timeout_s=GET_TIMEOUT_S)
@@ -78,4 +85,4 @@ class Orphans:
                 return False
         except NotFound:
             pass
-        return not any([await self._processes.are_running(user) for user in claim.users])
+        return bool(users) and all([await self._processes.are_running(user) is False for user in users])

@@ -126,13 +126,13 @@ class SlicePublisher(Handler):
         return isinstance(spec, dict) and spec.get("devices") == devices and spec.get("nodeName") == self._node_name
 
     async def _write(self, api: SliceApi, seen: Mapping[str, Any] | None, devices: list[dict[str, Any]]) -> None:
+        if seen is None:
+            metadata: dict[str, Any] = {"ownerReferences": [await self._owner(api)]}
+        else:
+            metadata = {name: seen.get("metadata", {}).get(name) for name in ("resourceVersion", "ownerReferences")}
+        document = self._document(metadata, devices)
         try:
-            if seen is None:
-                written = await api.create_slice(self._document({"ownerReferences": [await self._owner(api)]}, devices))
-            else:
-                metadata = seen.get("metadata", {})
-                kept = {name: metadata.get(name) for name in ("resourceVersion", "ownerReferences")}
-                written = await api.replace_slice(self.name, self._document(kept, devices))
+            written = await (api.create_slice(document) if seen is None else api.replace_slice(self.name, document))
         except (Conflict, NotFound) as e:  # the watch has, or will have, what is there: compare again then
             log.debug("slice_changed_meanwhile", error=str(e))
             return

@@ -200,10 +200,13 @@ def _with_extended_claim(
     if claims.get(EXTENDED_CLAIM) is None or claims[EXTENDED_CLAIM] != extended.get("resourceClaimName"):
         yield from containers
         return
-    mappings = _items_or_none(extended, "requestMappings")
+    used: dict[str, list[tuple[str, str]]] = {}
+    for raw in _items_or_none(extended, "requestMappings"):
+        name, request = raw.get("containerName"), raw.get("requestName")
+        if isinstance(name, str) and isinstance(request, str):
+            used.setdefault(name, []).append((EXTENDED_CLAIM, request))
     for container in containers:
-        used = [raw.get("requestName") for raw in mappings if raw.get("containerName") == container.name]
-        own = tuple((EXTENDED_CLAIM, request) for request in used if isinstance(request, str))
+        own = tuple(used.get(container.name, ()))
         yield replace(container, claims=container.claims + own) if own else container
 
 
