@@ -126,6 +126,12 @@ class Driver:
         self.unavailable = ""
         self.wait_s = wait_s
         self.claims = self.new_claims()
+        users: dict[str, list[str]] = {}
+        for claim in claims:
+            for user in claim["status"]["reservedFor"]:
+                users.setdefault(user["name"], []).append(claim["metadata"]["name"])
+        for name, own in users.items():
+            self.pod(name, using("main", *((one, "") for one in own)), claims={one: one for one in own})
 
     def new_claims(self) -> Claims:
         """As another process of the agent would make them: over the same files, with a ledger of its own."""

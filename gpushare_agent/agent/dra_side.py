@@ -20,11 +20,11 @@ from gpushare_agent.cluster.kube.client import KubeApi, slices_of_node
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.claims import Claims
 from gpushare_agent.dra.decisions.devices import DevicePolicy, slice_devices
-from gpushare_agent.dra.orphans import Orphans
 from gpushare_agent.dra.outcomes import ClaimOutcomes
 from gpushare_agent.dra.plugin import DeviceHealth, DraPlugin
 from gpushare_agent.dra.registration import SOCKET_NAMES, DraRegistration
 from gpushare_agent.dra.slices import SlicePublisher
+from gpushare_agent.dra.stale_claims import StaleClaims
 from gpushare_agent.dra.wake_pods import PodWaker
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.decisions.kept import kept
@@ -51,7 +51,7 @@ class DraSide:
     plugin: DraPlugin
     publisher: SlicePublisher
     informer: Informer
-    orphans: Orphans
+    stale_claims: StaleClaims
     waker: PodWaker | None
     """None where the settings switch it off."""
 
@@ -84,10 +84,10 @@ class DraSide:
     async def run(self, api: KubeApi) -> NoReturn:
         """What needs the API server, until cancelled."""
         self.claims.attach(api)
-        services: dict[str, Informer | SlicePublisher | Orphans | PodWaker | None] = {
+        services: dict[str, Informer | SlicePublisher | StaleClaims | PodWaker | None] = {
             "slice informer": self.informer,
             "slice publisher": self.publisher,
-            "orphaned claims": self.orphans,
+            "stale claims": self.stale_claims,
             "pod waker": self.waker,
         }
         async with asyncio.TaskGroup() as group:
@@ -149,7 +149,7 @@ def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
         informer=Informer(
             kind="resource slices", watched=slices_of_node(pool, DRIVER), handler=publisher, metrics=state.metrics
         ),
-        orphans=Orphans(claims, state.store, PodProcesses(settings.runtime.cgroup_root)),
+        stale_claims=StaleClaims(claims, state.store, PodProcesses(settings.runtime.cgroup_root)),
         waker=waker,
     )
 

@@ -11,7 +11,8 @@ allocation cache.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -39,6 +40,8 @@ log = structlog.get_logger(__name__)
 
 GET_TIMEOUT_S = 5.0
 FILES_TIMEOUT_S = 5.0
+PODS_TIMEOUT_S = 2.0
+"""For the claim's pods, which the kubelet may know before this agent does; then the claim is read again."""
 POLL_S = 1.0
 """While waiting: the API server, the inventory and the isolation report no change here."""
 
@@ -48,7 +51,10 @@ class ClaimApi(Protocol):
 
 
 class Pods(Protocol):
+    version: int
+
     def get(self, uid: PodUid) -> Pod | None: ...
+    async def wait_change(self, since: int) -> int: ...
 
 
 class Claims:
@@ -168,7 +174,10 @@ class Claims:
         claim = await self._read(ref)
         if isinstance(claim, Refused):
             return claim
-        made = self._decide_and_book(claim)
+        pods = await self._pods_of(claim)
+        if isinstance(pods, Refused):
+            return pods
+        made = self._decide_and_book(claim, pods)
         if isinstance(made, Refused):
             return made
         keys, is_saving = [one.key for one in made.results], False
@@ -206,7 +215,21 @@ class Claims:
             return _invalid("another claim has its name now")
         return claim
 
-    def _decide_and_book(self, claim: AllocatedClaim) -> PreparedClaim | Refused:
+    async def _pods_of(self, claim: AllocatedClaim) -> list[Pod] | Refused:
+        """All for which it is reserved: which of its requests a container gets is in the pods alone."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PODS_TIMEOUT_S):
+                while True:
+                    version = self._pods.version
+                    pods = [pod for _, uid in claim.users if (pod := self._pods.get(uid)) is not None]
+                    if len(pods) == len(claim.users) and all(claim.ref.name in pod.claims.values() for pod in pods):
+                        return pods
+                    await self._pods.wait_change(version)
+        known = {pod.uid for pod in pods}
+        missing = next((name for name, uid in claim.users if uid not in known), pods[0].name if pods else "")
+        return _not_ready(f"the agent does not know pod {missing} with its claims yet")
+
+    def _decide_and_book(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> PreparedClaim | Refused:
         """No await in here: two claims cannot be given the same share."""
         inventory = self._inventory()
         gpus = {gpu.index: gpu for gpu in inventory.gpus}
@@ -219,7 +242,6 @@ class Claims:
                 return _not_ready(
                     f"{result.device} is not offered to claims on node {self._pool} now (setting dra.gpus)"
                 )
-        pods = [pod for _, uid in claim.users if (pod := self._pods.get(uid)) is not None]
         made = prepare_claim(claim, gpus, pods, self._policy(), self._names.memory_block_mib)
         if isinstance(made, Refused):
             return made

@@ -205,7 +205,7 @@ async def test_a_claim_that_no_call_will_change_is_answered(tmp_path: Path) -> N
 
 
 async def test_outcomes_are_counted_and_explained_once(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, raw_claim(result(cores=80)), raw_claim(result(cores=60), number=2))
+    driver = Driver(tmp_path, raw_claim(result(cores=80)), raw_claim(result(cores=60), number=2, users=("q",)))
     driver.pod("p", using("x", ("g", "")), claims={"g": "claim-1"})
     driver.pod("q", using("x", ("mine", "")), claims={"mine": "claim-2"})
     await prepared(driver)
@@ -250,9 +250,18 @@ async def test_a_call_that_is_cut_off_while_it_records_stays_booked(tmp_path: Pa
 
 
 async def test_pods_that_use_the_claim_decide_its_views(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, raw_claim(result("a", 0), result("b", 1)))
-    driver.pod("p", using("x", ("g", "a")), using("y", ("g", "b")), claims={"g": "claim-1"})
-    made = await prepared(driver)
+    """The kubelet may know a pod, or that it has the claim, before the agent does: then the call waits."""
+    driver = Driver(tmp_path, raw_claim(result("a", 0), result("b", 1)), wait_s=30)
+    driver.store.replace_all([])
+    containers = using("x", ("g", "a")), using("y", ("g", "b"))
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(prepared(driver))
+        await eventually(lambda: driver.api.gets == 1)
+        driver.pod("p", *containers, claims={})
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        driver.pod("p", *containers, claims={"g": "claim-1"})
+    made = waiting.result()
     visible = [[pair for pair in one["containerEdits"]["env"] if "VISIBLE" in pair] for one in made.spec["devices"]]
     assert sorted(visible) == [["NVIDIA_VISIBLE_DEVICES=GPU-0"], ["NVIDIA_VISIBLE_DEVICES=GPU-1"]]
 

@@ -25,7 +25,7 @@ from tests.e2e.cluster import Cluster, DeadlineError, KubectlError, Object, mess
 from tests.e2e.installation import CHECKPOINT, SYSTEM, Installation, is_ready, with_variables
 
 pytestmark = pytest.mark.e2e
-KILL_EVERY_S, RESTART_EVERY_S, LOOK_EVERY_S = 10.0, 60.0, 5.0
+KILL_EVERY_S, RESTART_EVERY_S, COMPARE_EVERY_S = 10.0, 60.0, 5.0
 PODS = 24
 """At a time, at most: about what eight GPUs hold of the requests below."""
 BATCH = 3
@@ -111,7 +111,7 @@ def endure(
     seen, chance = Seen(), random.Random(13)
     start = time.monotonic()
     until, last_kill = start + minutes * 60, start + minutes * 40
-    kill, restart, look = (Every(period_s=period) for period in (KILL_EVERY_S, RESTART_EVERY_S, LOOK_EVERY_S))
+    kill, restart, compare_now = (Every(period_s=period) for period in (KILL_EVERY_S, RESTART_EVERY_S, COMPARE_EVERY_S))
     while time.monotonic() < until:
         churn(cluster, namespace, chance, seen, make_pod)
         if time.monotonic() < last_kill and kill.now():
@@ -120,7 +120,7 @@ def endure(
         if cluster.hooks["restart-kubelet"] and restart.now():
             cluster.hook("restart-kubelet")
             seen.kubelet_restarts += 1
-        if look.now():
+        if compare_now.now():
             compare(cluster, installed, namespace, seen)
             if time.monotonic() > last_kill + 60:
                 seen.resident_mib += resident_mib(installed)
@@ -212,7 +212,7 @@ def compare(cluster: Cluster, installed: Installation, namespace: str, seen: See
             name = running.get(entry["PodUID"])
             if name and owners.setdefault((entry["ResourceName"], device), name) != name:
                 seen.faults.append(f"{device} is of {owners[entry['ResourceName'], device]} and of {name}")
-    look_for_overcommit(view, seen)
+    check_capacity(view, seen)
     environments = dict(re.findall(r"^\[pod/(\S+)\] gpus=(\S*)$", shown, flags=re.M))
     for container in environments.keys() & ledger.keys():
         seen.compared += 1
@@ -221,7 +221,7 @@ def compare(cluster: Cluster, installed: Installation, namespace: str, seen: See
             seen.faults.append(f"{container} sees {environments[container]}, allocated is {sorted(given)}")
 
 
-def look_for_overcommit(view: Object, seen: Seen) -> None:
+def check_capacity(view: Object, seen: Seen) -> None:
     for gpu in view["cards"]:
         for unit, used in (("cores", gpu["cores"]), ("memory", gpu["memory"])):
             most, allocated = used.values()

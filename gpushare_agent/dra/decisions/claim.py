@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gpushare_agent.cluster.kube.pods import EXTENDED_CLAIM
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.dra.decisions.devices import device_index
 from gpushare_agent.model.allocations import ClaimRef
@@ -107,7 +108,7 @@ def _shown_as(raw: Mapping[str, Any], ref: ClaimRef) -> str:
     """Stable over the pods of a StatefulSet: the names of claims that are made for a pod end at random."""
     annotations = _object(_object(raw, "metadata"), "annotations")
     if annotations.get(EXTENDED_RESOURCE_ANNOTATION) == "true":
-        return "extended-resources"
+        return EXTENDED_CLAIM
     name = annotations.get(POD_CLAIM_ANNOTATION)
     return name if isinstance(name, str) and _NAME.fullmatch(name) else ref.name
 

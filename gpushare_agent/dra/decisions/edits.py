@@ -67,7 +67,7 @@ class PreparedClaim:
 def prepare_claim(
     claim: AllocatedClaim, gpus: Mapping[int, Gpu], pods: Sequence[Pod], policy: EditPolicy, block_mib: int
 ) -> PreparedClaim | Refused:
-    """`gpus` by index has every GPU of the claim; `pods` are those of its users that are known."""
+    """`gpus` by index has every GPU of the claim; `pods` are those that it is reserved for."""
     isolation = _isolation(claim, policy)
     if isinstance(isolation, Refused):
         return isolation

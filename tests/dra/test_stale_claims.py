@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpushare_agent.dra.orphans import Orphans
+from gpushare_agent.dra.stale_claims import StaleClaims
 from gpushare_agent.model.names import PodUid
 from tests.support_claims import Driver, raw_claim, ref_of, result, uid_of, using
 
@@ -20,59 +20,59 @@ class Running:
         return uid in self.uids if self.is_shown else None
 
 
-async def node(directory: Path) -> tuple[Driver, Orphans, Running]:
+async def node(directory: Path) -> tuple[Driver, StaleClaims, Running]:
     """A claim that was prepared for the pod p."""
     driver, running = Driver(directory, raw_claim(result())), Running()
     await driver.claims.prepare(ref_of())
     driver.store.replace_all([])
-    return driver, Orphans(driver.claims, driver.store, running), running
+    return driver, StaleClaims(driver.claims, driver.store, running), running
 
 
-async def test_a_claim_that_is_gone_is_ended_at_the_second_look(tmp_path: Path) -> None:
+async def test_a_claim_that_is_gone_is_ended_at_the_second_poll(tmp_path: Path) -> None:
     """Of another agent's process, too: the record has the pods."""
     driver, _, running = await node(tmp_path)
     driver.claims = driver.new_claims()
     await driver.claims.restore()
-    orphans = Orphans(driver.claims, driver.store, running)
+    stale = StaleClaims(driver.claims, driver.store, running)
     driver.api.claims.clear()
-    await orphans.look(driver.api)
+    await stale.poll(driver.api)
     assert driver.claims.prepared.keys() == {uid_of(1)}
-    await orphans.look(driver.api)
+    await stale.poll(driver.api)
     assert not driver.claims.prepared and not len(driver.cache) and not driver.records() and not driver.specs()
 
 
 async def test_a_claim_of_the_same_name_is_another(tmp_path: Path) -> None:
-    driver, orphans, _ = await node(tmp_path)
+    driver, stale, _ = await node(tmp_path)
     driver.api.claims["claim-1"] = raw_claim(result(), number=1)
     driver.api.claims["claim-1"]["metadata"]["uid"] = uid_of(9)
-    await orphans.look(driver.api)
-    await orphans.look(driver.api)
+    await stale.poll(driver.api)
+    await stale.poll(driver.api)
     assert not driver.claims.prepared
 
 
 async def test_a_claim_that_is_used_stays(tmp_path: Path) -> None:
     """It exists; a pod of the node names it; a process of its pod runs, though the pod was deleted by force, also
     of one that came after the claim was prepared; the host does not show processes."""
-    driver, orphans, running = await node(tmp_path)
+    driver, stale, running = await node(tmp_path)
     claim = driver.api.claims.pop("claim-1")
-    await orphans.look(driver.api)
+    await stale.poll(driver.api)
     driver.api.claims["claim-1"] = claim
-    await orphans.look(driver.api)
+    await stale.poll(driver.api)
     driver.api.claims.clear()
     driver.pod("late", using("x", ("g", "")), claims={"g": "claim-1"})
-    await orphans.look(driver.api)
+    await stale.poll(driver.api)
     driver.store.remove(PodUid("uid-late"))
     for one in ("uid-p", "uid-late"):
         running.uids = {one}
-        await orphans.look(driver.api)
-        await orphans.look(driver.api)
+        await stale.poll(driver.api)
+        await stale.poll(driver.api)
         assert driver.claims.prepared.keys() == {uid_of(1)}
     running.uids.clear()
     running.is_shown = False
-    await orphans.look(driver.api)
-    await orphans.look(driver.api)
+    await stale.poll(driver.api)
+    await stale.poll(driver.api)
     assert driver.claims.prepared.keys() == {uid_of(1)}
     running.is_shown = True
-    await orphans.look(driver.api)
-    await orphans.look(driver.api)
+    await stale.poll(driver.api)
+    await stale.poll(driver.api)
     assert not driver.claims.prepared

@@ -1,10 +1,10 @@
 """Ends prepared claims of which neither the API server nor the kubelet knows any more.
 
 The kubelet unprepares each claim that it had prepared, also after a restart and after a forced deletion. It does not where
-it has lost its own state: the node was reset, or joined another cluster. A claim is an orphan when its object is gone, no
-pod of the node uses it and its pods are known to have no process, at two looks in turn.
+it has lost its own state: the node was reset, or joined another cluster. A claim is stale when its object is gone, no
+pod of the node uses it and its pods are known to have no process, at two polls in turn.
 
-State owned: the claims that were missing at the last look, and the pods seen to use a claim since it was prepared.
+State owned: the claims that were missing at the last poll, and the pods seen to use a claim since it was prepared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Processes(Protocol):
     async def are_running(self, uid: PodUid) -> bool | None: ...
 
 
-class Orphans:
+class StaleClaims:
     """`run` once."""
 
     def __init__(self, claims: Claims, pods: PodStore, processes: Processes) -> None:
@@ -50,10 +50,10 @@ class Orphans:
         """Until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            await self.look(api)
+            await self.poll(api)
 
-    async def look(self, api: ClaimApi) -> None:
-        """At each claim once. What cannot be read now is read at the next look."""
+    async def poll(self, api: ClaimApi) -> None:
+        """Each claim once. What cannot be read now is read at the next poll."""
         if not self._pods.is_synced:
             return
         missing = set()
@@ -66,9 +66,11 @@ class Orphans:
                 missing.add(uid)
                 if uid in self._missing:
                     await self._claims.unprepare(claim.ref)
-                    log.warning("claim_orphaned", namespace=claim.ref.namespace, claim=claim.ref.name, claim_uid=uid)
+                    log.warning(
+                        "stale_claim_released", namespace=claim.ref.namespace, claim=claim.ref.name, claim_uid=uid
+                    )
             except AgentError as e:
-                log.debug("claim_not_looked_at", claim_uid=uid, error=str(e))
+                log.debug("claim_not_polled", claim_uid=uid, error=str(e))
         self._missing = missing
 
     async def _is_missing(self, api: ClaimApi, claim: PreparedClaim) -> bool:
