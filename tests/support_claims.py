@@ -131,7 +131,7 @@ class Driver:
             for user in claim["status"]["reservedFor"]:
                 users.setdefault(user["name"], []).append(claim["metadata"]["name"])
         for name, own in users.items():
-            self.pod(name, using("main", *((one, "") for one in own)), claims={one: one for one in own})
+            self.pod(name, *(using(one, (one, "")) for one in own), claims={one: one for one in own})
 
     def new_claims(self) -> Claims:
         """As another process of the agent would make them: over the same files, with a ledger of its own."""

@@ -216,18 +216,19 @@ class Claims:
         return claim
 
     async def _pods_of(self, claim: AllocatedClaim) -> list[Pod] | Refused:
-        """All for which it is reserved: which of its requests a container gets is in the pods alone."""
+        """For which it is reserved: which of its requests a container gets is in the pods alone. One may never get here, so
+        after a while those that are known will do, as for a pod that joins the claim later."""
+        pods: list[Pod] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(PODS_TIMEOUT_S):
                 while True:
                     version = self._pods.version
-                    pods = [pod for _, uid in claim.users if (pod := self._pods.get(uid)) is not None]
-                    if len(pods) == len(claim.users) and all(claim.ref.name in pod.claims.values() for pod in pods):
+                    found = [pod for _, uid in claim.users if (pod := self._pods.get(uid)) is not None]
+                    pods = [pod for pod in found if claim.ref.name in pod.claims.values()]
+                    if len(pods) == len(claim.users):
                         return pods
                     await self._pods.wait_change(version)
-        known = {pod.uid for pod in pods}
-        missing = next((name for name, uid in claim.users if uid not in known), pods[0].name if pods else "")
-        return _not_ready(f"the agent does not know pod {missing} with its claims yet")
+        return pods or _not_ready("the agent does not know the claim's pod yet")
 
     def _decide_and_book(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> PreparedClaim | Refused:
         """No await in here: two claims cannot be given the same share."""

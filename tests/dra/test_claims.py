@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from gpushare_agent.dra import claims as claims_module
 from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import GpuUuid, PodUid
 from tests.support_claims import Driver, edit_policy, raw_claim, ref_of, result, uid_of, using, whole
 from tests.support_extender import eventually
 
@@ -247,6 +248,17 @@ async def test_a_call_that_is_cut_off_while_it_records_stays_booked(tmp_path: Pa
     assert (await prepared(driver)).ref == ref_of() and driver.records() == [f"{uid_of(1)}.json"]
     await driver.claims.unprepare(ref_of())
     assert not len(driver.cache) and not driver.records()
+
+
+async def test_a_pod_that_never_comes_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims_module, "PODS_TIMEOUT_S", 0.01)
+    driver = Driver(tmp_path, raw_claim(result(), users=("p", "q")))
+    driver.policy = edit_policy(IsolationName.NONE)
+    driver.store.remove(PodUid("uid-q"))
+    await prepared(driver)
+    driver = Driver(tmp_path / "other", raw_claim(result()))
+    driver.store.replace_all([])
+    assert "does not know the claim's pod yet" in await refused(driver)
 
 
 async def test_pods_that_use_the_claim_decide_its_views(tmp_path: Path) -> None:
