@@ -340,6 +340,9 @@ def test_the_claims_webhook_reaches_every_replica() -> None:
     (patch,), (service,) = documents(f"{folder}/setting.yaml"), documents(f"{folder}/service.yaml")
     template = merged(deployment(), patch)["spec"]["template"]
     assert settings_with(template["spec"]["containers"][0]).extender.claims_webhook == "open"
+    pause_s = template["spec"]["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    ending_s = extender_settings().extender.bind_timeout_s + 1
+    assert pause_s + ending_s < template["spec"]["terminationGracePeriodSeconds"]
     assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     (served,) = service["spec"]["ports"]
     assert served["targetPort"] in {port["name"] for port in pod_spec()["containers"][0]["ports"]}
