@@ -154,6 +154,7 @@ class Driver:
             ),
             clock=time.monotonic,
             wait_s=self.wait_s,
+            pods_timeout_s=0.5,
         )
         made.attach(self.api)
         self.cache.subscribe(lambda _old, _new: made.changed())

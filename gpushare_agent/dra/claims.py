@@ -40,8 +40,6 @@ log = structlog.get_logger(__name__)
 
 GET_TIMEOUT_S = 5.0
 FILES_TIMEOUT_S = 5.0
-PODS_TIMEOUT_S = 2.0
-"""For the claim's pods, which the kubelet may know before this agent does; then the claim is read again."""
 POLL_S = 1.0
 """While waiting: the API server, the inventory and the isolation report no change here."""
 
@@ -77,6 +75,7 @@ class Claims:
         outcomes: ClaimOutcomes,
         clock: Callable[[], float],
         wait_s: float,
+        pods_timeout_s: float = 2.0,
     ) -> None:
         self._driver = driver
         self._pool = pool
@@ -92,6 +91,7 @@ class Claims:
         self._outcomes = outcomes
         self._clock = clock
         self._wait_s = wait_s
+        self._pods_timeout_s = pods_timeout_s
         self._api: ClaimApi | None = None
         self._prepared: dict[str, PreparedClaim] = {}
         self._refusals: dict[str, Refused] = {}
@@ -220,7 +220,7 @@ class Claims:
         after a while those that are known will do, as for a pod that joins the claim later."""
         pods: list[Pod] = []
         with suppress(TimeoutError):
-            async with asyncio.timeout(PODS_TIMEOUT_S):
+            async with asyncio.timeout(self._pods_timeout_s):
                 while True:
                     version = self._pods.version
                     found = [pod for _, uid in claim.users if (pod := self._pods.get(uid)) is not None]

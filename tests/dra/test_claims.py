@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.dra import claims as claims_module
 from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -250,8 +249,7 @@ async def test_a_call_that_is_cut_off_while_it_records_stays_booked(tmp_path: Pa
     assert not len(driver.cache) and not driver.records()
 
 
-async def test_a_pod_that_never_comes_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims_module, "PODS_TIMEOUT_S", 0.01)
+async def test_a_pod_that_never_comes_holds_up_no_other(tmp_path: Path) -> None:
     driver = Driver(tmp_path, raw_claim(result(), users=("p", "q")))
     driver.policy = edit_policy(IsolationName.NONE)
     driver.store.remove(PodUid("uid-q"))

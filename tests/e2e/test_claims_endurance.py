@@ -100,6 +100,7 @@ def compare(cluster: Cluster, installed: Installation, namespace: str, seen: See
     try:
         view = installed.view()
         claims = cluster.read(f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims")["items"]
+        pods = cluster.pods(namespace)
         shown = cluster.run("logs", "-n", namespace, "-l", LABEL, "-c", "main-0", "--prefix", "--tail=1", *MANY_LOGS)
     except (KubectlError, DeadlineError):  # the agent was killed meanwhile
         return
@@ -113,8 +114,9 @@ def compare(cluster: Cluster, installed: Installation, namespace: str, seen: See
         for user in claim["status"].get("reservedFor", [])
     }
     environments = dict(re.findall(r"^\[pod/(\S+)/main-0\] gpus=(\S*)$", shown, flags=re.M))
-    for pod in environments.keys() & by_pod.keys():
+    for pod in environments.keys() & by_pod.keys() & pods.keys():
         seen.compared += 1
-        visible, given = set(environments[pod].split(",")), by_pod[pod]
-        if visible not in (given.keys(), {uuid for uuid, request in given.items() if request == "a"}):
-            seen.faults.append(f"{pod} sees {environments[pod]}, its claim has {given}")
+        [use] = pods[pod]["spec"]["containers"][0]["resources"]["claims"]
+        given = {uuid for uuid, request in by_pod[pod].items() if use.get("request", request) == request}
+        if set(environments[pod].split(",")) != given:
+            seen.faults.append(f"{pod} sees {environments[pod]}, its claim gives it {sorted(given)}")
