@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.agent.claim_pods import ClaimPods
+from gpushare_agent.agent.composition import build
+from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.isolation.decisions.kept import Keeper
 from gpushare_agent.model.allocations import Allocation, ClaimShare, ContainerKey
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.settings.settings import load_settings
 from tests.support_claims import ref_of, uid_of, using
 from tests.support_core import pod
 
@@ -88,3 +93,20 @@ def test_the_sharers_of_a_claim_are_its_containers_with_their_ids() -> None:
     x, y = (ContainerKey(PodUid("uid-one"), name) for name in "xy")
     assert pods.sharers(KEY_A) == {x: "c" * 64, y: ""} and pods.sharers(KEY_B) == {y: ""}
     assert pods.sharers(x) is None
+
+
+async def test_what_hami_core_keeps_ends_where_a_second_container_runs_on_the_claim(tmp_path: Path) -> None:
+    """Of a pod that joined it after it was prepared: no call of the kubelet could refuse that."""
+    flags = ["--driver=simulated", "--isolation=hami-core", f"--hami-core.directory={tmp_path}", "--node-name=node"]
+    settings = load_settings(flags, {}).settings
+    state = (agent := build(settings, open_driver(settings))).state
+    one = booked(KEY_A, 0)
+    assert one.claim is not None
+    state.cache.put(replace(one, claim=replace(one.claim, isolation=IsolationName.HAMI_CORE)))
+    keepers = []
+    for name in ("one", "two"):
+        ids = {"x": name[0].encode().hex()[0] * 64}
+        state.store.upsert(pod(name, using("x", ("g", "a")), claims={"g": "claim-1"}, container_ids=ids))
+        found = agent.isolation.kept(state.cache.view()[KEY_A])
+        keepers.append(found.memory_by if found is not None else None)
+    assert keepers == [Keeper.HAMI_CORE, Keeper.NOBODY]
