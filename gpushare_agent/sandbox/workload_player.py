@@ -20,7 +20,7 @@ from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORES_PER_GPU
-from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, annotation_number, containers_of
+from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, RawObject, annotation_number, containers_of
 from gpushare_agent.sandbox.report.claims import ClaimedShare, shares_of_container
 from gpushare_agent.sandbox.report.document import ReportedNode, container_processes, gpus_of
 from gpushare_agent.sandbox.runtime.containers import Container
@@ -102,7 +102,7 @@ class WorkloadPlayer:
         if not gpus:
             return None
         wanted = next((spec.requests for spec in containers_of(pod) if spec.name == run.name), {})
-        share, memory_bytes = self._claimed(claims) if claims else self._share(wanted, gpus)
+        share, memory_bytes = self._claimed(pod, claims) if claims else self._share(wanted, gpus)
         annotations: dict[str, Any] = pod["metadata"].get("annotations") or {}
         return PlayedContainer(
             name=f"{run.pod_namespace}/{run.pod_name}/{run.name}",
@@ -122,11 +122,14 @@ class WorkloadPlayer:
         found = [records[name].ids for name in names if name in records]
         return list(found[0]) if found else []
 
-    def _claimed(self, claims: Sequence[ClaimedShare]) -> tuple[float, int]:
-        """As `_share`, of the smallest of its claims' shares. One that asks for no cores has the part of its memory."""
+    def _claimed(self, pod: RawObject, claims: Sequence[ClaimedShare]) -> tuple[float, int]:
+        """As `_share`, of the smallest of its claims' shares. One that asks for no cores has the part of its memory. The
+        containers of the pod that use a claim have equal parts of it."""
+        all_shares = [shares_of_container(self._shown.node, pod, spec.name) for spec in containers_of(pod)]
+        users = sum(not set(claims).isdisjoint(shares) for shares in all_shares)
         least = min(claims, key=lambda one: one.memory_mib)
         parts = [one.cores / CORES_PER_GPU or one.memory_mib / self._shown.gpus[one.gpu].memory_mib for one in claims]
-        return min(parts), least.memory_mib * _MIB
+        return min(parts) / users, least.memory_mib * _MIB // users
 
     def _share(self, wanted: Mapping[str, int], gpus: list[Gpu]) -> tuple[float, int]:
         """Of each of its GPUs: the part of the GPU, and the bytes of memory."""

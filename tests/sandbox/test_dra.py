@@ -300,4 +300,5 @@ async def test_the_agent_serves_claims_in_the_sandbox(short_dir: Path) -> None:
     assert [card["memory_mib_allocated"] for card in document["node"]["cards"]] == [8192, 24576, 24576, 24576]
     assert {card["health"] for card in document["node"]["cards"]} == {"Healthy"}
     main = document["pods"][0]["containers"][0]
+    assert sum(one["used"]["cores"] for one in document["pods"][0]["containers"] if one["used"]) <= 40
     assert main["claims"][0]["cores"] == 40 and (main["vdevice"]["cores"], main["vdevice"]["memory_mib"]) == (40, 8192)

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import structlog
 from grpclib import Status
@@ -100,7 +101,7 @@ class DraManager:
         self._drivers: list[_Driver] = []
         self._absent: dict[str, float] = {}
         """When a driver without a connection was last seen, by name."""
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     # --- drivers ---
 
@@ -269,7 +270,8 @@ class DraManager:
             await self._try_unprepare(uid)
 
     async def _try_unprepare(self, pod_uid: str) -> bool:
-        lock = self._locks.setdefault(pod_uid, asyncio.Lock())
+        lock = self._locks.get(pod_uid) or asyncio.Lock()
+        self._locks[pod_uid] = lock
         async with lock:
             mine = [record for record in self._records.values() if pod_uid in record.pods]
             last = [record for record in mine if record.pods == {pod_uid}]
