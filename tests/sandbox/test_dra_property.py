@@ -119,23 +119,22 @@ class World:
         await self.driver.claims.unprepare(ref_of(0))
 
     async def _watch(self, publisher: SlicePublisher) -> None:
-        """As the informers: the node's slice and its pods."""
-        api, known, is_listed = self.node.api, dict[str, Any](), False
+        """As the informers, which miss no change: the node's slices and its pods."""
+        api = self.node.api
+        version = api.version
+        for raw in api.store.all("resourceslices"):
+            publisher.put(raw)
+        publisher.list_ended((), (), str(version))
         while True:
-            seen = api.signal.count
-            slices = {raw["metadata"]["name"]: raw for raw in api.store.all("resourceslices")}
-            for name in known.keys() - slices.keys():
-                publisher.remove(name)
-            for name in [name for name, raw in slices.items() if known.get(name) != raw]:
-                publisher.put(slices[name])
-            known = slices
-            if not is_listed:
-                publisher.list_ended(tuple(slices), (), "1")
-                is_listed = True
             for raw in api.pods():
                 if raw["spec"].get("nodeName"):
                     self.driver.store.upsert(parse_pod(raw))
-            await api.signal.wait(seen)
+            for change in api.store.changes_since(version):
+                version = change.version
+                if change.resource == "resourceslices":
+                    raw = change.after or change.before or {}
+                    publisher.put(raw) if change.after is not None else publisher.remove(raw["metadata"]["name"])
+            await api.wait_change(version)
 
     def front_ends(self) -> FrontEnds:
         return front_ends(self.chosen, self.driver.inventory.gpus, self.driver.cache)
