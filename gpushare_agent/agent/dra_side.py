@@ -114,7 +114,7 @@ def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
         inventory=state.gpus,
         claimable=lambda: state.front_ends.claimable,
         pods=state.store,
-        policy=edit_policy(settings, state.names, isolation.volumes),
+        policy=edit_policy(settings, state.names, isolation.volumes, isolation.kernel_module),
         names=state.names,
         files=ClaimFiles(settings.dra.record_directory, settings.dra.cdi_directory),
         prepare_host=prepare_host,

@@ -21,6 +21,7 @@ from gpushare_agent.isolation.driver_volume.directory import installed_driver_ve
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.model.errors import Rejected, StartupError
+from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.runtime.cri import RuntimeClient, runtime_endpoints
@@ -70,7 +71,10 @@ def driver_volumes(settings: Settings) -> Mapping[VolumeName, DriverVolume]:
 
 
 def edit_policy(
-    settings: Settings, names: ResourceNames, volumes: Mapping[VolumeName, DriverVolume]
+    settings: Settings,
+    names: ResourceNames,
+    volumes: Mapping[VolumeName, DriverVolume],
+    module: KernelModule | None = None,
 ) -> Callable[[], EditPolicy]:
     """The driver directory is mounted where volume.conf says it is."""
     shared, whole = volumes.get(VolumeName.SHARED), volumes.get(VolumeName.ORIGIN)
@@ -97,6 +101,7 @@ def edit_policy(
             has_gpu_nodes=is_real or settings.simulated.device_nodes,
         ),
         cdi_kind=settings.cdi.kind,
+        kernel_module=module,
     )
     nodes = ControlNodes(CONTROL_NODES)
     if not is_real:

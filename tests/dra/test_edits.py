@@ -13,6 +13,7 @@ from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
 from gpushare_agent.isolation import GpuShare, IsolationRequest
 from gpushare_agent.isolation.decisions.hami_core import edit_hami_core
 from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
@@ -111,15 +112,31 @@ def test_hami_core_limits_one_container_at_a_time() -> None:
         assert isinstance(refused, Refused) and "containers c0 and c1 share it" in refused.detail
         prepared(raw_claim(whole()), wrong)
         prepared(raw_claim(result()), wrong, policy=edit_policy(IsolationName.VCUDA))
+    refused = prepare(raw_claim(result()), user("p", "", "gpu"))
+    assert isinstance(refused, Refused), "one by the claim as a whole, one by its only request"
     refused = prepare(raw_claim(result(), users=["p", "q"]), user("p", ""), user("q", ""))
     assert isinstance(refused, Refused) and "several pods share it" in refused.detail
     part = prepare(raw_claim(result(cores=100)), kinds(main, main))
     assert isinstance(part, Refused), "all cores and a part of the memory are a share"
 
 
+def test_vcuda_limits_one_container_where_the_driver_lists_no_other_processes() -> None:
+    """NVIDIA's open kernel modules from 515; until then, and with the proprietary one, it lists all of the host."""
+    vcuda = edit_policy(IsolationName.VCUDA)
+    for version, is_open, can_share in (
+        ("510.47.03", True, True),
+        ("580.65.06", False, True),
+        ("580.65.06", True, False),
+    ):
+        policy = replace(vcuda, kernel_module=KernelModule(version=version, is_open=is_open))
+        made = prepare(raw_claim(result()), user("p", "", ""), policy=policy)
+        assert isinstance(made, Refused) is not can_share, made
+        prepared(raw_claim(result()), user("p", ""), policy=policy)
+
+
 def test_containers_whose_requests_overlap_are_refused() -> None:
     """One has both GPUs, the other the second alone: no set of variables fits both."""
-    made = prepare(raw_claim(result("a", 0), result("b", 1)), user("p", "", "b"))
+    made = prepare(raw_claim(result("a", 0), result("b", 1)), user("p", "", "b"), policy=edit_policy(IsolationName.MPS))
     assert isinstance(made, Refused) and "p/c0 and p/c1" in made.detail
 
 

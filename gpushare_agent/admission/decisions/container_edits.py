@@ -14,7 +14,7 @@ from gpushare_agent.isolation.decisions.device_lists import DeviceListRequest, N
 from gpushare_agent.isolation.decisions.vcuda import core_limit
 from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.gpus import Gpu, KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.model.names import (
     CORES_PER_GPU,
@@ -43,6 +43,8 @@ class EditPolicy:
     strategies: tuple[DeviceListStrategy, ...] = (DeviceListStrategy.ENVVAR, DeviceListStrategy.DEVICE_NODES)
     devices: NodeDevices = field(default_factory=NodeDevices)
     cdi_kind: str = "nvidia.com/gpu"
+    kernel_module: KernelModule | None = None
+    """NVIDIA's, None for simulated GPUs and where it cannot be read."""
 
 
 def edits_for(pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: EditPolicy) -> ContainerEdits | Refused:

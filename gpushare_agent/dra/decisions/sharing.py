@@ -2,7 +2,7 @@
 
 | isolation | its limits are kept for |
 |---|---|
-| vcuda | all processes that are listed: any containers and pods |
+| vcuda | all processes, of any containers and pods; those of one container under the open kernel modules from 515 |
 | mps | each process |
 | driver | a cgroup: a container, and where the agent sets the limits a pod |
 | hami-core | the processes of one PID namespace: a container |
@@ -25,11 +25,19 @@ def not_shared(
     """Why those who use a share together cannot have it under the isolation; None where they can."""
     together = next(filter(None, (_together(claim, pod) for pod in pods)), [])
     cure = f"choose another isolation ({CONFIG_KIND}.isolation)"
-    if IsolationName.HAMI_CORE in isolation.parts and (together or len({uid for _, uid in claim.users}) > 1):
-        who = f"containers {' and '.join(together)}" if together else "several pods"
+    who = f"containers {' and '.join(together)}" if together else "several pods"
+    is_shared = bool(together) or len({uid for _, uid in claim.users}) > 1
+    if IsolationName.HAMI_CORE in isolation.parts and is_shared:
         return _refused(
             f"{who} share it, and HAMi-core knows processes by the numbers that they have in their own container: those of"
             " several would be taken for each other, and hang. Make a claim, or a request of it, for each container, or"
+            f" {cure}"
+        )
+    module = policy.kernel_module
+    if isolation is IsolationName.VCUDA and is_shared and module is not None and module.lists_namespace_pids:
+        return _refused(
+            f"{who} share it, and the open kernel module {module.version} lists to a process those of its own container"
+            " alone, so vcuda would give each all of the memory: make a claim, or a request of it, for each container, or"
             f" {cure}"
         )
     if IsolationName.DRIVER in isolation.parts:
@@ -38,12 +46,14 @@ def not_shared(
 
 
 def _together(claim: AllocatedClaim, pod: Pod) -> list[str]:
-    """Containers that use one request of the claim at the same time: init containers run one by one, before the others but
-    beside the sidecars."""
+    """Containers that use one request of the claim at the same time, by its name or by the claim as a whole: init containers
+    run one by one, before the others but beside the sidecars."""
     names = {name for name, claim_name in pod.claims.items() if claim_name == claim.ref.name}
+    every = {result.request.partition("/")[0] for result in claim.results}
     used: dict[str, list[ContainerSpec]] = {}
     for container in pod.containers:
-        for request in {request for name, request in container.claims if name in names}:
+        named = {request for name, request in container.claims if name in names}
+        for request in every if "" in named else named:
             used.setdefault(request, []).append(container)
     for users in used.values():
         has_sidecar = any(one.kind is ContainerKind.SIDECAR for one in users)
