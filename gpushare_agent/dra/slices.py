@@ -77,6 +77,8 @@ class SlicePublisher(Handler):
 
     def list_ended(self, keys: Any, missing: Any, version: str) -> None:
         super().list_ended(keys, missing, version)
+        for name in self._seen.keys() - set(keys):  # written here, and deleted before the informer knew it
+            del self._seen[name]
         self._is_listed = True
         self._has_changed.set()
 

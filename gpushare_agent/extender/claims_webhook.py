@@ -31,6 +31,10 @@ API_VERSION = "admission.k8s.io/v1"
 MANAGED_BY = "gpushare-agent-extender"
 API_TIMEOUT_S = 2.0
 """Of all requests for one pod."""
+MAX_TEMPLATES = 32
+"""Of one pod: each takes a request to the API server, for whoever can reach the webhook."""
+PODS_AT_ONCE = 8
+"""With requests to the API server under way: the extender's binds share its connections."""
 MOST_NEW = 100
 NEW_PER_S = 1.0
 """Templates created at once, and later. API servers show no certificate unless they are configured to, so others may call
@@ -63,6 +67,7 @@ class ClaimsWebhook:
         self._clock = clock
         self._may_create = float(MOST_NEW)
         self._counted_at = clock()
+        self._turns = asyncio.Semaphore(PODS_AT_ONCE)
 
     async def mutate(self, content: bytes) -> tuple[bytes, str]:
         """The AdmissionReview with the answer, and its outcome: ok or error.
@@ -77,8 +82,12 @@ class ClaimsWebhook:
             return _answer(review, denied=str(e), code=422), "error"
         if isinstance(found, Refused):
             return _answer(review, denied=found.detail, code=422), "error"
+        if len(found.templates) > MAX_TEMPLATES:
+            kinds = len(found.templates)
+            text = f"its containers ask for {kinds} different shares: at most {MAX_TEMPLATES} are turned into claims"
+            return _answer(review, denied=text, code=422), "error"
         try:
-            async with asyncio.timeout(API_TIMEOUT_S):
+            async with asyncio.timeout(API_TIMEOUT_S), self._turns:
                 for template in found.templates:
                     await self._ensure(review, template)
         except TimeoutError:
@@ -134,6 +143,7 @@ def parse_review(content: bytes) -> Generator[None, None, Review]:
     for field in reader.fields():
         if field != "request" or reader.next_char() != "{":
             top[field] = reader.part()
+            yield
             continue
         for name in reader.fields():
             request[name] = reader.part()

@@ -13,7 +13,8 @@ A verb's request, in the order of the checks:
 | a body that is compressed, in chunks or too long, by its headers | 415, 411, 413 (kit/http_server.py) |
 | no client certificate where one is asked for | 403, before the body is read |
 | this replica does not decide | 503, before the body is read and again after it; the connection ends |
-| LONG_AT_ONCE bodies above SHORT_BYTES are being read | 503 |
+| a webhook's body above MAX_REVIEW_BYTES | 413, before it is read |
+| as many bodies above SHORT_BYTES as may be are being read, of the verbs and of the webhook each | 503 |
 | the body does not come within `body_s`, or not to its end | 408, 400 |
 | the body is no request of this verb | the verb's own error |
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -66,6 +68,10 @@ SHORT_BYTES = 512 * 1024
 """The names of 10,000 nodes."""
 LONG_AT_ONCE = 8
 """A bound on memory. A scheduler has one filter call under way, so its own requests do not reach it."""
+LONG_REVIEWS_AT_ONCE = 4
+"""Of the webhook, which may be open to whoever reaches it, so that they take none of the scheduler's."""
+MAX_REVIEW_BYTES = 3 * 1024 * 1024
+"""An API server stores a pod of at most 1.5 MiB."""
 _JSON = "application/json"
 _UNKNOWN_CLIENT = "show a client certificate of the authorities in extender.client_ca\n"
 
@@ -144,6 +150,15 @@ class ExtenderVerbs:
         return _Result(preemption_result(self._extender.preempt(args), args.violations))
 
 
+@dataclass(slots=True)
+class _LongBodies:
+    """Those above SHORT_BYTES that are being read."""
+
+    at_once: int
+    most_bytes: int = sys.maxsize
+    reading: int = 0
+
+
 class WebhookVerb:
     """`mutate` as a verb of the server. `needs_certificate`: as the scheduler's verbs do."""
 
@@ -181,7 +196,8 @@ class ExtenderWeb:
         self._warm = warm
         self._pages = pages
         self._webhook = webhook
-        self._long_bodies = 0
+        self._long_bodies = _LongBodies(LONG_AT_ONCE)
+        self._long_reviews = _LongBodies(LONG_REVIEWS_AT_ONCE, MAX_REVIEW_BYTES)
         self._is_listening = asyncio.Event()
         self.bound_port = 0
 
@@ -229,7 +245,8 @@ class ExtenderWeb:
         webhook = self._webhook
         of_webhook = []
         if webhook is not None:
-            answer = self._verb("mutate", webhook.mutate, is_open=not webhook.needs_certificate, ready=lambda: ())
+            is_open = not webhook.needs_certificate
+            answer = self._verb("mutate", webhook.mutate, self._long_reviews, is_open=is_open, ready=lambda: ())
             of_webhook = [web.post("/mutate-pods", answer)]
         return [
             *of_webhook,
@@ -247,10 +264,16 @@ class ExtenderWeb:
         ]
 
     def _verb(
-        self, name: str, verb: Verb, *, is_open: bool = False, ready: Callable[[], Sequence[str]] | None = None
+        self,
+        name: str,
+        verb: Verb,
+        long_bodies: _LongBodies | None = None,
+        *,
+        is_open: bool = False,
+        ready: Callable[[], Sequence[str]] | None = None,
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         """`is_open`: for clients without a certificate too. `ready`: in the place of the server's own."""
-        not_ready = ready or self._ready
+        not_ready, bound = ready or self._ready, long_bodies or self._long_bodies
 
         async def answer(request: web.Request) -> web.Response:
             if not is_open and not self._is_known(request):
@@ -258,7 +281,7 @@ class ExtenderWeb:
             if reasons := not_ready():  # before the body, which may be long
                 return self._unready(name, reasons)
             try:
-                content = await self._body(request)
+                content = await self._body(request, bound)
             except UnreadError as e:
                 self._metrics.request(name, "bad", 0.0)
                 unread = web.Response(status=e.status, text=f"{e}\n")
@@ -274,17 +297,20 @@ class ExtenderWeb:
 
         return answer
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _body(self, request: web.Request, bound: _LongBodies) -> bytes:
         """The whole body. Raises UnreadError."""
-        if (request.content_length or 0) <= SHORT_BYTES:
+        length = request.content_length or 0
+        if length <= SHORT_BYTES:
             return await self._content(request)
-        if self._long_bodies >= LONG_AT_ONCE:
-            raise UnreadError(503, f"{LONG_AT_ONCE} long requests are being read already; try again")
-        self._long_bodies += 1
+        if length > bound.most_bytes:
+            raise UnreadError(413, f"a request of {length} bytes; at most {bound.most_bytes} are read here")
+        if bound.reading >= bound.at_once:
+            raise UnreadError(503, f"{bound.at_once} long requests are being read already; try again")
+        bound.reading += 1
         try:
             return await self._content(request)
         finally:
-            self._long_bodies -= 1
+            bound.reading -= 1
 
     async def _content(self, request: web.Request) -> bytes:
         try:

@@ -19,18 +19,23 @@ from gpushare_agent.extender.app import GC_THRESHOLDS
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.debug import MOST_NODES, StatePages
+from gpushare_agent.extender.decisions.claims import convert_pod
 from gpushare_agent.extender.http import (
     LONG_AT_ONCE,
+    LONG_REVIEWS_AT_ONCE,
+    MAX_REVIEW_BYTES,
     SHORT_BYTES,
     ExtenderVerbs,
     ExtenderWeb,
     ListenConfig,
     WebhookVerb,
 )
+from gpushare_agent.extender.json_reader import PART_CHARS
 from gpushare_agent.extender.messages import BindArgs, NodesArgs, PreemptArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.tls import Tls
 from gpushare_agent.kit.http_server import HttpLimits
+from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.resources import ResourceNames
 from tests.support_http import Peer, loop_time_s
 from tests.support_kube import DEADLINE_S, running
@@ -295,11 +300,38 @@ class NoTemplates:
 
 
 def _big_pod() -> bytes:
-    """As large as the API server stores one, and every container asks for something that is refused."""
-    limits = {"limits": {"tencent.com/vcuda-core": "1"}}
+    """As large as one value of a request may be, and its last container asks for something that is refused."""
+    limits = [{"limits": {"tencent.com/vcuda-core": "1", "tencent.com/vcuda-memory": "1"}} for _ in range(240)]
+    del limits[-1]["limits"]["tencent.com/vcuda-memory"]
     env = [{"name": f"n{number}", "value": "x" * 40} for number in range(60)]
-    containers = [{"name": f"c{n}", "env": env, "resources": limits} for n in range(250)]
+    containers = [{"name": f"c{n}", "env": env, "resources": limits[n]} for n in range(240)]
+    assert isinstance(convert_pod({"spec": {"containers": containers}}, ResourceNames()), Refused)
     return json.dumps({"metadata": {}, "spec": {"containers": containers}}).encode()
+
+
+async def test_reviews_take_no_place_of_the_schedulers_requests(peers: list[Peer]) -> None:
+    """The webhook may be open to whoever reaches it. A body longer than a pod can be is not read at all."""
+
+    async def review(length: int, body: bytes = b"{") -> Peer:
+        peers.append(peer := await Peer.open(port))
+        peer.send(post_bytes(body, length=length).replace(b"/scheduler/filter", b"/mutate-pods", 1))
+        return peer
+
+    webhook = WebhookVerb(ClaimsWebhook(api=NoTemplates(), names=ResourceNames()), needs_certificate=False)
+    async with served(webhook=webhook) as port:
+        assert (await (await review(MAX_REVIEW_BYTES + 1)).answer())[0] == 413
+        for _ in range(LONG_REVIEWS_AT_ONCE):
+            await review(SHORT_BYTES + 1)
+        status = 0
+        while status != 503:  # until all of them have begun
+            status = (await (await review(SHORT_BYTES + 1, b" " * (SHORT_BYTES + 1))).answer())[0]
+        peers.append(await Peer.open(port))
+        post(peers[-1], FILTER.ljust(SHORT_BYTES + 1))
+        assert (await peers[-1].answer())[0] == 200
+
+
+def test_the_big_pod_is_read() -> None:
+    assert PART_CHARS * 0.9 < len(_big_pod()) < PART_CHARS
 
 
 @pytest.mark.usefixtures("collector_of_the_extender")

@@ -25,7 +25,7 @@ from gpushare_agent.cluster.kube.pods import PREDICATE_PREFIX, mapping_or_empty,
 from gpushare_agent.dra.decisions.claim import CONFIG_API_VERSION, CONFIG_KIND
 from gpushare_agent.dra.decisions.devices import quantity
 from gpushare_agent.isolation.decisions.vcuda import core_limit
-from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import (
     CORE_LIMIT_ANNOTATION,
@@ -120,7 +120,10 @@ def convert_pod(raw: Mapping[str, Any], names: ResourceNames) -> Conversion | Re
         warnings += _warnings(container, template, pod.annotations, names)
     claims = _claims(asking, templates, warnings)
     spec = raw["spec"]
-    taken = {str(one.get("name")) for one in spec.get("resourceClaims") or ()}
+    own_claims = spec.get("resourceClaims") or []
+    if not isinstance(own_claims, list) or not all(isinstance(one, Mapping) for one in own_claims):
+        raise Corrupt("spec.resourceClaims is no list of objects")
+    taken = {str(one.get("name")) for one in own_claims}
     if used := sorted(taken.intersection(claims.values())):
         return _refused(f"the pod has a claim named {used[0]}, as this webhook names its own: give yours another name")
     own = {claim: templates[container] for container, claim in claims.items()}

@@ -94,7 +94,10 @@ class PodClaims:
         classes = {raw["metadata"]["name"]: raw for raw in self._api.store.all("deviceclasses")}
         pending = [claim for claim in claims if not (claim.get("status") or {}).get("allocation")]
         devices = read_devices(self._api.store.all("resourceslices"), node)
-        wanted = [read_wanted(claim["spec"], classes) for claim in pending]
+        try:
+            wanted = [read_wanted(claim["spec"], classes) for claim in pending]
+        except (AttributeError, KeyError, TypeError, ValueError) as e:  # a real API server refuses such a claim
+            raise Rejected(f"a ResourceClaim is not of resource.k8s.io/v1: {e!r}") from e
         shares = allocate(wanted, devices, used_of(self._api.store.all("resourceclaims"))) if pending else []
         if shares is None:
             return False
