@@ -30,6 +30,7 @@ from gpushare_agent.admission.decisions.resize import (
     ResizeReason,
     ResizeRefused,
     WantedSize,
+    bounded_status,
     claim_refusal,
     decide_resize,
     describe,
@@ -119,8 +120,8 @@ class ResizeReporter:
             parts.pop(pod.uid, None)
             if status is not None:
                 parts[pod.uid] = status
-            text = ";".join(parts[uid] for uid in sorted(parts)) or None
-            self._annotations.resize_status(user, text)
+            entries = [entry for uid in sorted(parts) for entry in parts[uid].split(";")]
+            self._annotations.resize_status(user, bounded_status(entries))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ HELD = ShareSize(cores=40, memory=64)
 
 
 class World:
-    """A claim on a node of two GPUs under vcuda, the pods that the test makes, and what these hear."""
+    """A claim on a node of two GPUs under vcuda, the pods that the test makes, and what is reported to these."""
 
     def __init__(self, raw: RawClaim, mode: ResizeMode = ResizeMode.FREE_CAPACITY, users: Sequence[Pod] = ()) -> None:
         """`users` are the pods that are known when the claim is prepared."""
@@ -84,7 +84,7 @@ class World:
     warned = noted
 
 
-async def test_a_share_shrinks_and_grows_back_and_every_pod_of_the_claim_hears() -> None:
+async def test_a_share_shrinks_and_grows_back_and_every_pod_of_the_claim_is_informed() -> None:
     """The claim is named as in the pod that has the annotation."""
     world = World(raw_claim(result()))
     world.pod("p", resize="g:cores=10,memory=8")
@@ -154,6 +154,11 @@ async def test_what_cannot_be_read_or_names_nothing_is_reported() -> None:
     world.pod("p", resize="h:cores=10")
     await world.resizing.reconcile()
     assert world.sizes == {"gpu": HELD} and "names a container h, which the pod does not have" in world.events[-1][1]
+    world = World(raw_claim(result()))
+    world.pod("p", resize="gpu:cores=10")
+    await world.resizing.reconcile()
+    assert world.sizes == {"gpu": HELD}, "the request's name without the claim's is none of the pod's"
+    assert "which the pod does not have" in world.events[-1][1]
 
 
 async def test_all_cores_with_a_part_of_the_memory_are_not_resized() -> None:

@@ -249,6 +249,23 @@ async def test_a_call_that_is_cut_off_while_it_records_stays_booked(tmp_path: Pa
     assert not len(driver.cache) and not driver.records()
 
 
+async def test_two_claims_of_one_container_are_compared_by_the_requests_that_it_names(tmp_path: Path) -> None:
+    """The runtime takes the last value of a variable: of whole GPUs by two claims the first would be lost."""
+    a_b, c = raw_claim(whole("a", 0), whole("b", 1)), raw_claim(whole("c", 2), number=2)
+    names = {"one": "claim-1", "two": "claim-2"}
+    for uses, is_refused in (
+        ([using("x", ("one", "a"), ("two", "c")), using("y", ("one", "b"))], True),
+        ([using("x", ("one", "a")), using("y", ("one", "b")), using("z", ("two", "c"))], False),
+    ):
+        driver = Driver(tmp_path / str(is_refused), a_b, c, gpus=3)
+        driver.pod("p", *uses, claims=names)
+        await prepared(driver)
+        made = await driver.claims.prepare(ref_of(2))
+        assert isinstance(made, Refused) is is_refused, made
+        if isinstance(made, Refused):
+            assert "container x of pod p uses the claim claim-1 too" in made.detail
+
+
 async def test_a_pod_that_never_comes_holds_up_no_other(tmp_path: Path) -> None:
     driver = Driver(tmp_path, raw_claim(result(), users=("p", "q")))
     driver.policy = edit_policy(IsolationName.NONE)

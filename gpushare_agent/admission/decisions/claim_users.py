@@ -134,7 +134,10 @@ def _of_claim(text: str, pod: Pod, allocations: Sequence[Allocation]) -> str | N
     ref = allocations[0].claim.ref if allocations[0].claim is not None else None
     names = {name for name, claim_name in pod.claims.items() if ref is not None and claim_name == ref.name}
     entries = text.split(";")
-    found = [entry for entry in entries if entry.partition(":")[0] in unknown_containers(pod, parsed)]
+    results = {one.key.container for one in allocations}
+    unknown = [entry for entry in entries if entry.partition(":")[0] in unknown_containers(pod, parsed)]
+    # A container that the pod does not have is no result of the claim, though one has its name.
+    found = [f"pod/{entry}" if entry.partition(":")[0] in results else entry for entry in unknown]
     for entry in entries:
         name, _, amounts = entry.partition(":")
         claim_name, _, request = name.partition("/")

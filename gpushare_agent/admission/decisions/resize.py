@@ -268,8 +268,13 @@ def status_text(
         size = allocation.size
         cores = f"cores={size.cores}," if size.cores else ""
         entries.append(f"{shown_name(allocation, allocations)}:{cores}memory={size.memory},{state}")
+    return bounded_status(entries)
+
+
+def bounded_status(entries: list[str]) -> str | None:
+    """As many whole entries as the agent reads of an annotation; None without any."""
     while len(";".join(entries)) >= MAX_CHARS:
-        entries.pop()  # the agent reads no more than this of an annotation
+        entries.pop()
     return ";".join(entries) or None
 
 

@@ -11,7 +11,7 @@ plugins, also one of a ConfigMap or of the image. So each variable that could li
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,22 +110,27 @@ def conflict(made: PreparedClaim, others: Iterable[PreparedClaim], pods: Iterabl
     beside = {other.ref.name: other for other in others if other.ref.namespace == made.ref.namespace}
     for pod in pods:
         for container in pod.containers:
-            used = {pod.claims.get(name, "") for name, _ in container.claims}
-            for name in sorted(used - {made.ref.name}) if made.ref.name in used else ():
-                clash = _edited(made).items() ^ _edited(beside[name]).items() if name in beside else ()
-                common = sorted({what for what, _ in clash if what in _edited(made) and what in _edited(beside[name])})
-                if common:
+            used: dict[str, set[str]] = {}
+            for name, request in container.claims:
+                used.setdefault(pod.claims.get(name, ""), set()).add(request)
+            own = _edited(made, used.get(made.ref.name, set()))
+            for name in sorted(used.keys() & beside.keys() - {made.ref.name}):
+                others_edits = _edited(beside[name], used[name])
+                if both := sorted(what for what in own.keys() & others_edits.keys() if own[what] != others_edits[what]):
                     return (
-                        f"container {container.name} of pod {pod.name} uses the claim {name} too, and has one {common[0]}"
+                        f"container {container.name} of pod {pod.name} uses the claim {name} too, and has one {both[0]}"
                         " for both. Ask for all of a container's GPUs by requests of one claim"
                     )
     return ""
 
 
-def _edited(claim: PreparedClaim) -> dict[str, str]:
-    """Its variables, and what it mounts where."""
+def _edited(claim: PreparedClaim, requests: Collection[str]) -> dict[str, str]:
+    """The variables of a container that names these requests, the empty one for all, and what is mounted in it where."""
+    names = {name for one in claim.results if {"", _main(one.request)} & set(requests) for name in one.cdi_devices}
     found: dict[str, str] = {}
     for device in claim.spec["devices"]:
+        if f"{CDI_KIND}={device['name']}" not in names:
+            continue
         edits = device["containerEdits"]
         found |= dict(pair.split("=", 1) for pair in edits.get("env", ()))
         found |= {mount["containerPath"]: mount["hostPath"] for mount in edits.get("mounts", ())}
