@@ -19,6 +19,7 @@ from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import KubeApi, slices_of_node
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.claims import Claims
+from gpushare_agent.dra.decisions.claim import DRIVER
 from gpushare_agent.dra.decisions.devices import DevicePolicy, slice_devices
 from gpushare_agent.dra.outcomes import ClaimOutcomes
 from gpushare_agent.dra.plugin import DeviceHealth, DraPlugin
@@ -37,8 +38,6 @@ from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.settings.settings import Settings
 
 LEAVE_S = 5.0
-DRIVER = "gpushare-agent"
-"""The driver's name, the domain of its attributes, and the prefix of its sockets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

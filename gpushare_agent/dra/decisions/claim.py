@@ -22,6 +22,8 @@ from gpushare_agent.model.allocations import ClaimRef
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 
+DRIVER = "gpushare-agent"
+"""The driver's name, the domain of its attributes, and the prefix of its sockets."""
 CONFIG_API_VERSION = "gpushare-agent/v1alpha1"
 CONFIG_KIND = "ShareConfig"
 POD_CLAIM_ANNOTATION = "resource.kubernetes.io/pod-claim-name"

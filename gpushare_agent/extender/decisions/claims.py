@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpushare_agent.cluster.kube.pods import PREDICATE_PREFIX, mapping_or_empty, parse_pod
-from gpushare_agent.dra.decisions.claim import CONFIG_API_VERSION, CONFIG_KIND
+from gpushare_agent.dra.decisions.claim import CONFIG_API_VERSION, CONFIG_KIND, DRIVER, MAX_RESULTS
 from gpushare_agent.dra.decisions.devices import quantity
 from gpushare_agent.isolation.decisions.vcuda import core_limit
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
@@ -38,11 +38,8 @@ from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement import validate_request
 
-DRIVER = "gpushare-agent"
 DEVICE_CLASS = f"gpu.{DRIVER}"
 REQUEST = "gpu"
-MAX_GPUS = 32
-"""resource.k8s.io's own limit of devices in one claim."""
 _ISOLATIONS = frozenset(IsolationName) - {IsolationName.AUTO}
 
 
@@ -159,8 +156,8 @@ def _template(container: ContainerSpec, annotations: Mapping[str, str], names: R
         memory_mib = blocks * names.memory_block_mib
         return Template(cores=cores, memory_mib=memory_mib, isolation=isolation, core_limit=ceiling)
     count = cores // CORES_PER_GPU
-    if count > MAX_GPUS:
-        return _refused(f"{count} GPUs are more than the {MAX_GPUS} that one claim can have")
+    if count > MAX_RESULTS:
+        return _refused(f"{count} GPUs are more than the {MAX_RESULTS} that one claim can have")
     least_mib = -(-blocks // count) * names.memory_block_mib
     return Template(count=count, memory_mib=least_mib, isolation=isolation)
 

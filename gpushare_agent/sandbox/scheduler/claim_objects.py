@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from gpushare_agent.cluster.kube.quantities import whole_number
+from gpushare_agent.dra.decisions.claim import MAX_RESULTS
 from gpushare_agent.model.errors import Corrupt, Rejected
 from gpushare_agent.sandbox.pod_manifest import RawObject, timestamp
 from gpushare_agent.sandbox.scheduler.allocation import (
@@ -26,8 +27,6 @@ from gpushare_agent.sandbox.scheduler.allocation import (
 )
 from gpushare_agent.sandbox.scheduler.selectors import DeviceView, SelectorFailed, parse_selector, version
 
-MAX_COUNT = 32
-"""resource.k8s.io's own limit of devices in one claim."""
 _UNITS = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 
 
@@ -121,8 +120,8 @@ def _option(name: str, raw: Mapping[str, Any], classes: Mapping[str, RawObject])
         for number, one in enumerate(spec.get("selectors") or ())
     ]
     count = int(raw.get("count") or 1)
-    if not 0 < count <= MAX_COUNT:
-        raise Rejected(f"request {name}: count must be from 1 to {MAX_COUNT}")
+    if not 0 < count <= MAX_RESULTS:
+        raise Rejected(f"request {name}: count must be from 1 to {MAX_RESULTS}")
     asked = (raw.get("capacity") or {}).get("requests") or {}
     return Option(
         name=name,

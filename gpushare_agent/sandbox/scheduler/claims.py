@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from gpushare_agent.dra.decisions.claim import MAX_USERS, POD_CLAIM_ANNOTATION
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, timestamp
@@ -24,10 +25,7 @@ from gpushare_agent.sandbox.scheduler.claim_objects import (
     used_of,
 )
 
-POD_CLAIM_ANNOTATION = "resource.kubernetes.io/pod-claim-name"
 NO_FIT = "cannot allocate all claims"
-MAX_USERS = 256
-"""resource.k8s.io's own limit of status.reservedFor."""
 _SUFFIX_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 
 
