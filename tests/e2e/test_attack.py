@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
@@ -12,6 +13,16 @@ from tests.e2e.cluster import Cluster, KubectlError, Object
 from tests.e2e.installation import SYSTEM, Installation
 
 pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(autouse=True)
+def _same_process(cluster: Cluster, installed: Installation) -> Iterator[None]:
+    """The agent of the beginning is there at the end; an earlier test may have killed one."""
+    agent = installed.agent()
+    before = restarts(cluster, agent)
+    yield
+    assert restarts(cluster, agent) == before
+
 
 FLOOD = r"""
 import socket, struct
@@ -64,7 +75,6 @@ def test_floods_of_a_vdevice_socket_neither_keep_others_out_nor_fill_the_log(
     text = cluster.run("logs", agent, "-n", SYSTEM, "-c", "agent", f"--since-time={began_at}")
     of_servers = [line for line in text.splitlines() if "gpushare_agent.kit" in line or "isolation.vcuda" in line]
     assert len(of_servers) < 20
-    assert restarts(cluster, agent) == 0
 
 
 def inside(cluster: Cluster, namespace: str, pod: str, *command: str, stdin: str | None = None) -> str:
@@ -125,11 +135,9 @@ def test_port_5678_answers_each_request_by_its_headers_and_a_probe_beside_connec
     """From a tenant's pod, which may read it: methods, bodies, lines and paths that it should not send; then idle ones, half
     requests and streams, more than the port has places for."""
     cluster.start(namespace, cluster.pod_of("client", cluster.container(image=installed.image)))
-    agent = installed.agent()
-    address = cluster.pods(SYSTEM)[agent]["status"]["podIP"]
+    address = cluster.pods(SYSTEM)[installed.agent()]["status"]["podIP"]
     answers = json.loads(inside(cluster, namespace, "client", "python", "-", address, stdin=REQUESTS))
     assert {name: got for name, (got, _) in answers.items()} == {name: wanted for name, (_, wanted) in answers.items()}
-    assert restarts(cluster, agent) == 0
 
 
 @pytest.mark.parametrize(
@@ -163,7 +171,6 @@ def test_annotations_that_are_no_values_change_nothing(
     assert set(failed) == {"odd-1"}
     assert "tencent.com/gpu-isolation" in failed["odd-1"]
     assert len(failed["odd-1"]) < 1000
-    assert restarts(cluster, installed.agent()) == 0
 
 
 def test_names_as_long_as_kubernetes_has_them_get_their_share(
