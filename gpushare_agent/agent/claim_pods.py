@@ -49,6 +49,11 @@ class ClaimPods:
         """The runtime's IDs and the pods of the containers that use a claim's allocation; None where an ID is not known."""
         return [(pod.container_ids.get(container.name), pod.uid) for pod, container in self.users.get(key, ())]
 
+    def running(self) -> dict[ContainerKey, str]:
+        """Of each claim's allocation that one container runs with: the runtime's ID of it."""
+        found = {key: {one for one, _ in self.containers_of(key) if one is not None} for key in self.users}
+        return {key: next(iter(ids)) for key, ids in found.items() if len(ids) == 1}
+
     def shares(self) -> Mapping[ContainerKey, Allocation]:
         """What isolations keep: each container's allocation, and for each view of a claim one; valid until the next
         change."""

@@ -339,7 +339,8 @@ def _driver_limits(
 
 def _private_caches(state: NodeState) -> PrivateCaches:
     files = hami_core_files(state.settings)
-    return PrivateCaches(files=files, allocations=state.cache.view, pods=state.store)
+    running = state.claim_pods.running
+    return PrivateCaches(files=files, allocations=state.cache.view, pods=state.store, running_claims=running)
 
 
 def _region_limits(state: NodeState) -> RegionLimits:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import Cluster, KubectlError, Object
-from tests.e2e.installation import HAMI_CORE, Installation, with_variables
+from tests.e2e.installation import HAMI_CORE, Installation, is_ready, with_variables
 
 pytestmark = pytest.mark.e2e
 CLASS, DRIVER = "gpu.gpushare-agent", "gpushare-agent"
@@ -422,5 +422,35 @@ def test_no_variable_lifts_a_claims_limits(cluster: Cluster, claims: Installatio
         "GPU_CORE_UTILIZATION_POLICY": "default",
     }
     assert {name: env[name] for name in expected} == expected
+    cluster.delete_pods(namespace)
+    wait_ended(cluster, claims)
+
+
+def test_a_container_that_starts_again_has_another_file_under_hami_core(
+    cluster: Cluster, installation: Installation, claims: Installation, namespace: str
+) -> None:
+    """Nothing calls the agent before such a start; what the last one's processes used must not count."""
+    variables = {"GPUSHARE_DRA__GPUS": "0,1"}
+    installation.install(components=["components/dra"], patches=[HAMI_CORE, with_variables(variables)])
+    share = template("share", request(cores=20, memory="1Gi"))
+    del share["spec"]["spec"]["devices"]["config"]
+    pod = claiming(cluster, "again", "share")
+    cluster.apply(share, namespace=namespace)
+    cluster.start(namespace, pod)
+
+    def run(shell: str) -> str:
+        return cluster.run("-n", namespace, "exec", "again", "-c", "c0", "--", "sh", "-c", shell).strip()
+
+    run("echo old > $CUDA_DEVICE_MEMORY_SHARED_CACHE")
+    files = "ls /etc/gpu-manager/hami-core/containers/*/gpu"
+    cluster.wait_for("the file is the container's own", lambda: len(installation.exec("sh", "-c", files).split()) == 2)
+    assert run("cat $CUDA_DEVICE_MEMORY_SHARED_CACHE") == "old"
+    run("kill 1")
+
+    def restarts() -> int:
+        return sum(one["restartCount"] for one in cluster.pods(namespace)["again"]["status"]["containerStatuses"])
+
+    cluster.wait_for("it runs again", lambda: restarts() == 1 and is_ready(cluster.pods(namespace)["again"]))
+    assert run("cat $CUDA_DEVICE_MEMORY_SHARED_CACHE") == ""
     cluster.delete_pods(namespace)
     wait_ended(cluster, claims)

@@ -18,7 +18,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from tests.support_agent import poll_until
 from tests.support_core import allocation, container, ids, pod
-from tests.support_hami_core import INSIDE, fake_library
+from tests.support_hami_core import INSIDE, fake_library, region_file
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 WHOLE = PodUid("22222222-2222-3333-4444-555555555555")
@@ -260,3 +260,48 @@ async def test_a_start_that_overtakes_the_file_made_ahead_leaves_none_behind(sho
         assert await caches.prepare([KEY]) is None
         assert files.prepared == 3
         await stop_task(task)
+
+
+async def test_a_claims_container_that_starts_again_finds_an_empty_file(tmp_path: Path) -> None:
+    """The one that runs keeps its own, which the agent goes on reading; also over a restart of the agent."""
+    world = World(tmp_path)
+    running: dict[ContainerKey, str] = {}
+    cycles = 0
+
+    def running_claims() -> dict[ContainerKey, str]:
+        nonlocal cycles
+        cycles += 1
+        return running
+
+    async def agent_lives() -> None:
+        nonlocal cycles
+        cycles = 0
+        caches = PrivateCaches(
+            files=world.files,
+            allocations=lambda: world.allocations,
+            pods=world,
+            running_claims=running_claims,
+            cleanup_period_s=0.005,
+        )
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(forever("private caches", caches.run), name="private caches")
+            await poll_until(lambda: cycles >= 3, "two whole cycles")
+            await stop_task(task)
+
+    world.files.prepare(KEY)
+    first = world.cache.stat().st_ino
+    world.cache.write_bytes(region_file(slots=((41, 0, 7),)))
+    running[KEY] = "a" * 64
+    for _ in range(2):
+        await agent_lives()
+        with world.files.opened_region(KEY) as region:
+            assert region is not None and world.cache.stat().st_size == 0
+        kept = world.cache.with_name(f"cuda.cache.{running[KEY]}")
+        assert sorted(world.cache.parent.iterdir()) == [world.cache, kept] and kept.stat().st_ino == first
+    second = world.cache.stat().st_ino
+    running[KEY] = "b" * 64
+    await agent_lives()
+    kept = world.cache.with_name(f"cuda.cache.{running[KEY]}")
+    assert sorted(world.cache.parent.iterdir()) == [world.cache, kept] and kept.stat().st_ino == second
+    with world.files.opened_region(KEY) as region:
+        assert region is None, "that of the second start, in which no process has called cuInit"

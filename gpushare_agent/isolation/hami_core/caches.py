@@ -8,7 +8,11 @@ The file of a container that was allocated now is made at once, while the kubele
 and processors are busy, and PreStartContainer, which the container's start waits for, finds it there. One such file serves
 one start; each later one gets another.
 
-State owned: which library was installed last, the failure that was logged last, and the files that are made ahead.
+A claim's container is started again without a call of the kubelet: there each container that runs gets its file to itself,
+within seconds of its start, and the next start finds another.
+
+State owned: which library was installed last, the failure that was logged last, the files that are made ahead, and the
+claims' containers that have theirs.
 """
 
 from __future__ import annotations
@@ -52,11 +56,15 @@ class PrivateCaches:
         files: HamiCoreFiles,
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
         pods: Pods,
+        running_claims: Callable[[], Mapping[ContainerKey, str]] = dict,
         cleanup_period_s: float = CLEANUP_PERIOD_S,
     ) -> None:
+        """`running_claims`: of each claim's share that one container runs with, the runtime's ID of it."""
         self._files = files
         self._allocations = allocations
         self._pods = pods
+        self._running_claims = running_claims
+        self._kept: dict[ContainerKey, str] = {}
         self._cleanup_period_s = cleanup_period_s
         self._thread = DaemonThread("private-caches", advice="Check the disk of the setting hami_core.directory.")
         self._failure = ReportOnce()
@@ -110,8 +118,23 @@ class PrivateCaches:
             group.create_task(forever("private caches ahead", self._make_ahead), name="private caches ahead")
             while True:
                 if self._pods.is_synced:
+                    await self._keep_started()
                     await self._remove_stale_and_report()
                 await asyncio.sleep(self._cleanup_period_s)
+
+    async def _keep_started(self) -> None:
+        running = self._running_claims()
+        for key, container_id in running.items():
+            if self._kept.get(key) == container_id:
+                continue
+            keep = partial(self._files.keep_started, key, container_id)
+            try:
+                await self._in_thread(keep, f"keeping the cache of {key.container}")
+            except AgentError as e:
+                log.debug("private_cache_not_kept", pod_uid=key.pod_uid, container=key.container, error=str(e))
+            else:
+                self._kept[key] = container_id
+        self._kept = {key: known for key, known in self._kept.items() if key in running}
 
     async def _make_ahead(self) -> NoReturn:
         while True:

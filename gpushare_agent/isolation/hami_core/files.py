@@ -3,6 +3,7 @@
     <directory>/libvgpu.so                                     the library, copied from where the setting names it
     <directory>/ld.so.preload                                  the library's path in the container; mounted read-only
     <directory>/containers/<pod uid>/<container>/<container>.cache    mounted read-write, for that container alone
+    … of a claim also <container>.cache.<container ID>                 that of the container that runs; see `keep_started`
 
 Both are written whole under another name and renamed. A container's mount is of the file that had the name when it started:
 running containers keep their library until they end, the kernel keeps the file for them, and a container that starts again
@@ -28,7 +29,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from gpushare_agent.isolation.decisions.vdevice_format import is_pod_uid, require_nameable
@@ -41,6 +42,7 @@ from gpushare_agent.kit.directories import (
     opened,
     remove_tree,
     replace_file,
+    status_of,
 )
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, StartupError, Unavailable
@@ -58,6 +60,7 @@ _CURE = (
     "This image was built without HAMi-core: build it with its source (docs/isolation.md), mount a libvgpu.so at the path"
     " that --hami-core.library names, or choose another isolation"
 )
+_FRESH = ".new"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -136,11 +139,25 @@ class HamiCoreFiles:
             ):
                 for name in names_in(directory):
                     remove_tree(directory, name)
-                file = os.open(path.name, _NEW_FILE, CACHE_MODE, dir_fd=directory)
-                try:
-                    os.fchmod(file, CACHE_MODE)  # whatever the umask says
-                finally:
-                    os.close(file)
+                _make_empty(directory, path.name)
+
+    def keep_started(self, key: ContainerKey, container_id: str) -> None:
+        """Of a claim's container that has started: it keeps its file, under a name with its ID, and the next start finds an
+        empty one. No call of the kubelet comes before a start of it. Nothing where that was done, or nothing was prepared.
+        Raises Rejected, Unavailable."""
+        path = self.cache_file(key)
+        kept, fresh = f"{path.name}.{container_id}", f"{path.name}{_FRESH}"
+        with suppress(NotFound), self._step("replacing", path), self._opened_directory(key) as directory:
+            own = status_of(directory, path.name)
+            known = status_of(directory, kept)
+            if own is None or (known is not None and known.st_ino != own.st_ino):
+                return
+            for name in names_in(directory):
+                if name != path.name:
+                    remove_tree(directory, name)
+            _make_empty(directory, fresh)
+            os.link(path.name, kept, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+            os.replace(fresh, path.name, src_dir_fd=directory, dst_dir_fd=directory)
 
     @contextmanager
     def opened_region(self, key: ContainerKey) -> Iterator[Region | None]:
@@ -155,10 +172,9 @@ class HamiCoreFiles:
         path = self.cache_file(key)
         with ExitStack() as stack:
             with self._step("opening", path):
-                containers = stack.enter_context(self._open_containers(make=False))
-                pod = stack.enter_context(opened(key.pod_uid, containers, DIRECTORY))
-                directory = stack.enter_context(opened(key.container, pod, DIRECTORY))
-            yield stack.enter_context(opened_region(path.name, directory))
+                directory = stack.enter_context(self._opened_directory(key))
+                kept = [name for name in names_in(directory) if name not in (path.name, f"{path.name}{_FRESH}")]
+            yield stack.enter_context(opened_region(kept[0] if kept else path.name, directory))
 
     def remove_pod(self, uid: PodUid) -> bool:
         """Removes all of a pod; whether there was anything. A link is removed, not what it leads to. Raises Rejected for no
@@ -184,6 +200,15 @@ class HamiCoreFiles:
                 return tuple(PodUid(name) for name in names_in(containers) if is_pod_uid(name))
         except NotFound:
             return ()
+
+    @contextmanager
+    def _opened_directory(self, key: ContainerKey) -> Iterator[int]:
+        with (
+            self._open_containers(make=False) as containers,
+            opened(key.pod_uid, containers, DIRECTORY) as pod,
+            opened(key.container, pod, DIRECTORY) as directory,
+        ):
+            yield directory
 
     @contextmanager
     def _open_containers(self, *, make: bool, library: bytes | None = None) -> Iterator[int]:
@@ -243,3 +268,11 @@ class HamiCoreFiles:
                 else "check that the agent may write there (setting hami_core.directory)"
             )
             raise Unavailable(f"{verb} {path} failed: {e.strerror or e}; it is tried again: {remedy}") from e
+
+
+def _make_empty(directory: int, name: str) -> None:
+    file = os.open(name, _NEW_FILE, CACHE_MODE, dir_fd=directory)
+    try:
+        os.fchmod(file, CACHE_MODE)  # whatever the umask says
+    finally:
+        os.close(file)
