@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import yaml
 
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.names import GpuUuid, split_device_id
-from tests.e2e.cluster import CORE, DEADLINE_S, MEMORY, Cluster, KubectlError, Object, read_unix
+from tests.e2e.cluster import CORE, DEADLINE_S, MEMORY, Cluster, KubectlError, Object, Right, read_unix
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 UNINSTALL = MANIFESTS.parent / "docs/guide/uninstall.md"
@@ -255,6 +256,13 @@ class Installation:
             gpus = found.setdefault(entry["PodUID"], {}).setdefault(entry["ResourceName"], [])
             gpus += [one[0] if one else "" for one in split]
         return found
+
+
+def rights_of_component(folder: str) -> set[Right]:
+    """What the roles of a component grant, which an earlier test of the run may have used."""
+    roles = yaml.safe_load_all((MANIFESTS / folder / "rbac.yaml").read_text(encoding="utf-8"))
+    rules = [rule for role in roles for rule in role.get("rules", ())]
+    return {right for rule in rules for right in itertools.product(rule["verbs"], rule["resources"])}
 
 
 def is_ready(pod: Object) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.cluster import Cluster, Object, Right, audited
-from tests.e2e.installation import SYSTEM, Installation
+from tests.e2e.installation import SYSTEM, Installation, rights_of_component
 
 pytestmark = pytest.mark.e2e
 USER = f"system:serviceaccount:{SYSTEM}:gpushare-agent"
@@ -85,7 +85,7 @@ def test_what_the_agent_asks_of_the_api_server_is_what_it_may(
         cluster.run("delete", "replicaset", "refused", "-n", namespace)
     used, forbidden = audited(log, USER)
     assert not forbidden
-    assert used <= granted(cluster) | EVERYBODYS
+    assert used <= granted(cluster) | EVERYBODYS | rights_of_component("components/dra")
 
 
 EVERYBODYS = {("create", "selfsubjectaccessreviews")}
