@@ -445,7 +445,7 @@ def test_a_container_that_starts_again_has_another_file_under_hami_core(
     files = "ls /etc/gpu-manager/hami-core/containers/*/gpu"
     cluster.wait_for("the file is the container's own", lambda: len(installation.exec("sh", "-c", files).split()) == 2)
     assert run("cat $CUDA_DEVICE_MEMORY_SHARED_CACHE") == "old"
-    run("kill 1")
+    run("(sleep 1; kill 1) >/dev/null 2>&1 &")  # after this call, which the end of the container would cut off
 
     def restarts() -> int:
         return sum(one["restartCount"] for one in cluster.pods(namespace)["again"]["status"]["containerStatuses"])
