@@ -74,7 +74,7 @@ def test_pods_with_claims_come_and_go_under_faults(
     with capsys.disabled():
         seen = endure(cluster, claiming, namespace, minutes, pod_with_claim, compare)
     assert not seen.rejected
-    assert left_on_the_node(claiming) == []
+    cluster.wait_for("no file is left on the node", lambda: left_on_the_node(claiming) == [])
     assert claiming.exec("sh", "-c", f"ls -d {FILES} 2>/dev/null || true").split() == []
 
 

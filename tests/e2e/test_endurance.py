@@ -89,7 +89,7 @@ def test_pods_come_and_go_under_faults(
     installation.install(patches=[with_variables(FORGETFUL)])
     with capsys.disabled():
         endure(cluster, installation, namespace, minutes, pod_of_chance, compare)
-    assert left_on_the_node(installation) == []
+    cluster.wait_for("no file is left on the node", lambda: left_on_the_node(installation) == [])
 
 
 def minutes_of(request: pytest.FixtureRequest) -> float:
