@@ -42,14 +42,19 @@ class NodeState:
     @property
     def front_ends(self) -> FrontEnds:
         """Which GPUs are the device plugins', and which are claims'."""
-        if not self.has_claims:
+        if not self._are_some_others:
             return FrontEnds()
-        return front_ends(self.settings.dra.gpus, self.gpus().gpus, self.cache)
+        return front_ends(self.settings.dra.gpus, self.gpus().gpus, self.cache, self.settings.excluded_gpus)
 
     def plugins_gpus(self) -> GpuInventory:
         """As admission sees them."""
-        return plugins_inventory(self.gpus(), self.front_ends) if self.has_claims else self.gpus()
+        return plugins_inventory(self.gpus(), self.front_ends) if self._are_some_others else self.gpus()
 
     def plugins_devices(self) -> GpuInventory:
         """As the device plugins offer them."""
-        return plugins_devices(self.gpus(), self.front_ends) if self.has_claims else self.gpus()
+        return plugins_devices(self.gpus(), self.front_ends) if self._are_some_others else self.gpus()
+
+    @property
+    def _are_some_others(self) -> bool:
+        """GPUs may be other than the device plugins'."""
+        return self.has_claims or bool(self.settings.excluded_gpus)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fnmatch import fnmatchcase
 
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology import Topology
@@ -54,6 +56,11 @@ class Gpu:
     @property
     def is_healthy(self) -> bool:
         return self.health is Health.HEALTHY
+
+    def is_selected(self, selectors: Iterable[str]) -> bool:
+        """Whether a setting names it: by `all`, its index, its UUID, or its model, which may be a glob pattern."""
+        own = ("all", str(self.index), self.uuid)
+        return any(selector in own or fnmatchcase(self.name, selector) for selector in selectors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

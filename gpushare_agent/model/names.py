@@ -22,6 +22,13 @@ VCORE_SOCKET = "vcore"
 VMEMORY_SOCKET = "vmemory"
 GPU_MEM_SOCKET = "gpumem"
 
+NVIDIA_GPU_RESOURCE = "nvidia.com/gpu"
+NVIDIA_MIG_PREFIX = "nvidia.com/mig-"
+SHARED_SUFFIX = ".shared"
+"""After the name of a resource of replicas, with NVIDIA's renameByDefault."""
+MAX_REPLICAS = 1000
+"""Of one GPU."""
+
 CORES_PER_GPU = 100
 """One vcore unit is 1/100 of a GPU's compute."""
 MEMORY_BLOCK_MIB = 256

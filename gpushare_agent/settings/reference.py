@@ -21,6 +21,8 @@ from gpushare_agent.settings.tree import ALIASES, Settings
 
 ENVIRONMENT_PREFIX = "GPUSHARE_"
 _ROOT_TITLE = "The node."
+TEXTS = "a comma list"
+"""What a list of texts takes; its validators say more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,8 @@ def _kind(annotation: Any, metadata: Sequence[Any], *, is_duration: bool) -> Kin
         return Kind(placeholder="|".join(choices), allowed=f"one of {shown}", choices=choices)
     if annotation is bool:
         return Kind(placeholder="true|false", allowed="true or false", choices=("true", "false"))
+    if annotation == bool | None:
+        return Kind(placeholder="true|false", allowed="true, false or empty", choices=("true", "false"))
     if annotation is int:
         return Kind(placeholder="N", allowed=f"a whole number{_bounds(metadata)}")
     if annotation is float and is_duration:
@@ -135,6 +139,8 @@ def _list_kind(item: Any) -> Kind:
         return Kind(placeholder="NAME[,NAME…]", allowed=f"a comma list of {', '.join(words)}", choices=words)
     if plain is Path:
         return Kind(placeholder="PATH[,PATH…]", allowed="a path, or a comma list of them")
+    if plain is str:
+        return Kind(placeholder="TEXT[,TEXT…]", allowed=TEXTS)
     bounds = [limit for part in metadata for limit in (part.metadata if isinstance(part, FieldInfo) else [part])]
     return Kind(placeholder="N[,N…]", allowed=f"a whole number{_bounds(bounds)}, or a comma list of them")
 

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gpushare_agent.model.errors import AgentError
-from gpushare_agent.settings.reference import Key, all_keys
+from gpushare_agent.settings.reference import TEXTS, Key, all_keys
 from gpushare_agent.settings.sources import Layer, RawSetting, read_file, read_flags, read_variables
 from gpushare_agent.settings.tree import Settings
 
@@ -94,7 +94,7 @@ def _problem(location: tuple[int | str, ...], message: str, raw: Mapping[str, Ra
     key = _key_at(parts)
     reason = message.removeprefix("Value error, ")
     if key is None:
-        name = ".".join(parts)
+        name = ".".join(parts) or "settings"
         places = sorted({found.source for key_name, found in raw.items() if key_name.startswith(name + ".")})
         return f"{name}: {reason} (set by {', '.join(places) or 'default'})"
     found = raw.get(key.name, RawSetting(value=key.default, source="default"))
@@ -109,6 +109,8 @@ def _problem(location: tuple[int | str, ...], message: str, raw: Mapping[str, Ra
 
 def _allowed(key: Key, reason: str) -> str:
     """The words of a validator of the field, which say more than the type; else the type's."""
+    if key.kind.allowed == TEXTS:
+        return reason
     return (
         reason.removeprefix("is no ")
         if reason.startswith(("is no node name", "is no CDI kind")) or "resource name" in reason

@@ -26,6 +26,7 @@ from gpushare_agent.settings.isolation import (
     VirtualManagerSettings,
 )
 from gpushare_agent.settings.kubelet import KubeletSettings, RuntimeSettings
+from gpushare_agent.settings.nvidia import NvidiaSettings
 from gpushare_agent.settings.observation import (
     ControlSettings,
     DebugSettings,
@@ -100,6 +101,12 @@ class Settings(BaseModel):
         description="How containers get their GPUs' devices, comma list (docs/device-lists.md): envvar, volume-mounts,"
         " device-nodes, cdi-annotations, cdi-cri.",
     )
+    excluded_gpus: Annotated[tuple[str, ...], BeforeValidator(comma_list)] = Field(
+        default=(),
+        description="GPUs that the agent offers to nobody, by no resource and no ResourceClaim, comma list: indexes, UUIDs,"
+        " models' names, which may be glob patterns such as *T400*. One in use is offered no more, and its containers stay."
+        " Empty: none.",
+    )
     fail_on_init_error: bool = Field(
         default=True,
         description="Exit when the driver cannot be read at start. false: stay, offer no device, retry every 30 s.",
@@ -141,6 +148,7 @@ class Settings(BaseModel):
     driver_limits: DriverLimitsSettings = DriverLimitsSettings()
     cdi: CdiSettings = CdiSettings()
     gpushare: GpushareSettings = GpushareSettings()
+    nvidia: NvidiaSettings = NvidiaSettings()
     dra: DraSettings = DraSettings()
     runtime: RuntimeSettings = RuntimeSettings()
     web: WebSettings = WebSettings()
@@ -176,6 +184,13 @@ class Settings(BaseModel):
         shared, count = self.gpushare.resource, self.gpushare.count_resource
         if len({self.resources.vcore, self.resources.vmemory, shared, count}) < 4:
             raise ValueError("the names of gpushare and of resources must all differ")
+        return self
+
+    @model_validator(mode="after")
+    def _nvidia_names_are_its_own(self) -> Self:
+        others = {self.resources.vcore, self.resources.vmemory, self.gpushare.resource, self.gpushare.count_resource}
+        if self.nvidia.enabled and (taken := sorted(others.intersection(self.nvidia.resource_names))):
+            raise ValueError(f"nvidia and another section both have the resource {taken[0]}")
         return self
 
     @field_validator("node_name")

@@ -52,7 +52,7 @@ def _no_boolean(value: object) -> object:
 
 def comma_list(value: object) -> object:
     if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(","))
+        return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -85,9 +85,11 @@ def matches(pattern: re.Pattern[str], problem: str) -> AfterValidator:
 _RESOURCE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 MAX_RESOURCE_NAME_CHARS = 127
 """Kubernetes allows longer ones; the scanner of the kubelet's answers (kit/wire_scan.py) reads a one-byte length."""
+MAX_NVIDIA_RESOURCE_NAME_CHARS = 63
+"""Of NVIDIA's plugin, prefix included: api/config/v1/consts.go of k8s-device-plugin v0.20.0."""
 
 
-def _resource_name(value: str) -> str:
+def check_resource_name(value: str) -> str:
     """A qualified name. Raises ValueError."""
     if not _RESOURCE_NAME.fullmatch(value):
         raise ValueError("is no resource name such as tencent.com/vcuda-core")
@@ -99,7 +101,7 @@ def _resource_name(value: str) -> str:
     return value
 
 
-def _empty_is_none(value: object) -> object:
+def empty_is_none(value: object) -> object:
     return None if value == "" else value
 
 
@@ -110,8 +112,8 @@ def _no_empty_path(value: object) -> object:
     return value
 
 
-ResourceName = Annotated[str, AfterValidator(_resource_name)]
+ResourceName = Annotated[str, AfterValidator(check_resource_name)]
 Seconds = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(parse_duration)]
 Count = Annotated[int, BeforeValidator(_no_boolean)]
-OptionalPath = Annotated[Path | None, BeforeValidator(_empty_is_none)]
+OptionalPath = Annotated[Path | None, BeforeValidator(empty_is_none)]
 GivenPath = Annotated[Path, BeforeValidator(_no_empty_path)]

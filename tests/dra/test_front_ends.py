@@ -68,3 +68,11 @@ def test_admission_sees_every_gpu_in_its_place_with_the_reason() -> None:
     seen = plugins_inventory(GPUS, front_ends(("0",), GPUS.gpus, []))
     assert [gpu.is_healthy for gpu in seen.gpus] == [False, True, True, True]
     assert "dra.gpus" in seen.by_uuid()[GpuUuid("GPU-0")].unhealthy_reason
+
+
+@pytest.mark.parametrize("excluded", ["2", "GPU-2", "Te*"])
+def test_an_excluded_gpu_is_nobodys(excluded: str) -> None:
+    """By index, UUID or model, also where the setting dra.gpus names it."""
+    found = front_ends(("all",), GPUS.gpus, [], (excluded,))
+    assert "GPU-2" not in found.claimable and "GPU-2" not in plugins(found)
+    assert "excluded_gpus" in dict(found.not_plugins)[GpuUuid("GPU-2")]

@@ -13,8 +13,6 @@ from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
 
-ALL = "all"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontEnds:
@@ -24,26 +22,25 @@ class FrontEnds:
     not_plugins: tuple[tuple[GpuUuid, str], ...] = ()
 
 
-def front_ends(chosen: Collection[str], gpus: Iterable[Gpu], allocations: Iterable[Allocation]) -> FrontEnds:
-    """`chosen` is the setting dra.gpus."""
+def front_ends(
+    chosen: Collection[str], gpus: Iterable[Gpu], allocations: Iterable[Allocation], excluded: Collection[str] = ()
+) -> FrontEnds:
+    """`chosen` is the setting dra.gpus, `excluded` the setting excluded_gpus."""
     by_claims: set[GpuUuid] = set()
     by_plugins: set[GpuUuid] = set()
     for allocation in allocations:
         (by_plugins if allocation.claim is None else by_claims).update(allocation.gpus)
     claimable, not_plugins = set(), []
     for gpu in gpus:
-        if is_chosen(gpu, chosen):
+        if gpu.is_selected(excluded):
+            not_plugins.append((gpu.uuid, "it is excluded (setting excluded_gpus)"))
+        elif gpu.is_selected(chosen):
             not_plugins.append((gpu.uuid, "it is offered by ResourceClaims alone (setting dra.gpus)"))
             if gpu.uuid not in by_plugins:
                 claimable.add(gpu.uuid)
         elif gpu.uuid in by_claims:
             not_plugins.append((gpu.uuid, "ResourceClaims still use it; the device plugins get it when they end"))
     return FrontEnds(claimable=frozenset(claimable), not_plugins=tuple(not_plugins))
-
-
-def is_chosen(gpu: Gpu, chosen: Collection[str]) -> bool:
-    """By all, index, UUID, or the model's name."""
-    return bool(chosen) and not {ALL, str(gpu.index), gpu.uuid, gpu.name}.isdisjoint(chosen)
 
 
 def plugins_inventory(inventory: GpuInventory, found: FrontEnds) -> GpuInventory:
