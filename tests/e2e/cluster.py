@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -247,13 +247,17 @@ def read_unix(socket_path: Path, path: str) -> bytes:
     return body
 
 
-def audited(log: Path, user: str) -> tuple[set[Right], list[str]]:
-    """What the user asked of the API server, by its audit log, and which of it was forbidden."""
+def audited(log: Path, user: str, pods: Collection[str] | None = None) -> tuple[set[Right], list[str]]:
+    """What the user asked of the API server, by its audit log, and which of it was forbidden; `pods`: to these pods of a
+    service account. One of an earlier installation may have outlived its RoleBinding."""
     used: set[Right] = set()
     forbidden: list[str] = []
     for line in log.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         if entry["user"]["username"] != user or "objectRef" not in entry:
+            continue
+        names = entry["user"].get("extra", {}).get("authentication.kubernetes.io/pod-name", [])
+        if pods is not None and not set(pods).intersection(names):
             continue
         target = entry["objectRef"]
         resource = "/".join(filter(None, (target["resource"], target.get("subresource"))))

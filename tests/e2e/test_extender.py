@@ -186,10 +186,11 @@ def test_what_they_ask_of_the_api_server_is_what_they_may(
     }
     account = f"system:serviceaccount:{SYSTEM}:{NAME}"
     cluster.wait_for(f"each of {sorted(granted)} is used", lambda: granted <= audited(log, account)[0])
-    used, forbidden = audited(log, account)
+    pods = cluster.pods(SYSTEM).keys()
+    used, forbidden = audited(log, account, pods)
     assert not forbidden
     assert used <= granted | rights_of_component("extender/components/claims-webhook")
-    used, forbidden = audited(log, f"system:serviceaccount:{SYSTEM}:{SCHEDULER}")
+    used, forbidden = audited(log, f"system:serviceaccount:{SYSTEM}:{SCHEDULER}", pods)
     assert not forbidden
     assert used >= {(verb, "leases") for verb in ("create", "get", "update")}
 
