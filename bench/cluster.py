@@ -65,13 +65,13 @@ class SampleCluster:
             whole = cores >= 100
             counts = [100, 0, 0, 1] if whole else [cores, blocks]
             allocated[_uid(name, which)] = {str(gpu): counts for gpu in taken}
-        counts = {VCORE_RESOURCE: str(100 * GPUS), VMEMORY_RESOURCE: str(BLOCKS * GPUS)}
+        capacity = {VCORE_RESOURCE: str(100 * GPUS), VMEMORY_RESOURCE: str(BLOCKS * GPUS)}
         annotations = {
             GPUS_ANNOTATION: json.dumps({"schema": 1, "memory_block_mib": 256, "cards": gpus}),
             ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "held": allocated}),
         }
         metadata = {"name": name, "uid": name, "resourceVersion": "1", "labels": {}, "annotations": annotations}
-        return {"metadata": metadata, "status": {"capacity": counts, "allocatable": counts}}
+        return {"metadata": metadata, "status": {"capacity": capacity, "allocatable": capacity}}
 
     def raw_bound_pod(self, number: int) -> dict[str, Any]:
         node, which = self.names[number // PODS_PER_NODE], number % PODS_PER_NODE

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from bench.containers import Containers
 from bench.http2 import dial
@@ -18,6 +19,7 @@ from bench.pods import CONTAINER, NAMESPACE, BenchPod, bench_pod
 from bench.results import Row, row
 from gpushare_agent.isolation.decisions.vdevice_format import decode_config, decode_pids
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
+from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.isolation.vcuda.server import METHOD
@@ -144,7 +146,7 @@ async def round_rows(state: Path, runs: int) -> list[Row]:
     uids = [PodUid(f"00000000-0000-4000-8000-{number:012d}") for number in range(_SHARES)]
     world = _World(uids, containers)
     cgroups = Cgroups(state / "cgroup")
-    processes = ContainerProcesses(world, cgroups, clock=time.monotonic)
+    processes = ContainerProcesses(cast(ContainerIds, world), cgroups, clock=time.monotonic)
     manager = VirtualManager(
         files=VDeviceFiles(state / "vm"),
         allocations=lambda: world.allocations,
@@ -220,6 +222,9 @@ class _World:
 
     def get(self, _uid: PodUid) -> Pod | None:
         return None
+
+    def sharers(self, _key: ContainerKey) -> None:
+        """No claims here."""
 
     async def running(self) -> Mapping[ContainerKey, str]:
         return {key: self._containers.id_of(key.pod_uid) for key in self.allocations}
