@@ -33,7 +33,7 @@ from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind
 
 RELEASE_WAIT_S = 0.5
@@ -150,6 +150,23 @@ class Admission:
                 return self._carry_out(pending, ids)
             repeated = self._answer_again(kind, ids)
             return repeated if repeated is not None else self._refuse(None, kind, _without_plan(kind, ids))
+
+    def is_between_admissions(self) -> bool:
+        """No Allocate is due, and the pod that was under admission has all that it asks for, or was refused."""
+        uid = self._pending.pod
+        pod = self._pods.get(uid) if uid is not None else None
+        if self._pending.is_due(self._clock()):
+            return False
+        return pod is None or pod.uid in self._refused_pods or not self._is_lacking(pod)
+
+    def _is_lacking(self, pod: Pod) -> bool:
+        names = self._policy.names
+        has = {container.name: self._cache.get(ContainerKey(pod.uid, container.name)) for container in pod.containers}
+        return any(
+            names.wanted(container, kind) and ((found := has[container.name]) is None or not found.ids(kind))
+            for container in pod.containers
+            for kind in names.kinds
+        )
 
     def kubelet_restarted(self) -> None:
         """No Allocate will come for what was planned before, and a pod refused just before may be admitted anew."""

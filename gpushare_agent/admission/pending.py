@@ -61,6 +61,15 @@ class PendingAdmissions:
         """
         return self._take([p for p in self._plans if p.kind is kind and p.size == size])
 
+    def is_due(self, now: float) -> bool:
+        """An Allocate is still to come for a plan."""
+        return any(plan.planned_at > now - PLAN_LIFETIME_S for plan in self._plans)
+
+    @property
+    def pod(self) -> PodUid | None:
+        """The pod that was under admission last."""
+        return self._pod
+
     def begin(self, uid: PodUid) -> None:
         """A call for this pod: the admission of any other pod is over."""
         if self._pod != uid:
@@ -113,6 +122,10 @@ class RefusedPods:
 
     def clear(self) -> None:
         self._uids.clear()
+
+    def take_over(self, earlier: RefusedPods) -> None:
+        """What an earlier life of the agent refused."""
+        self._uids |= earlier._uids
 
 
 def _planned_ids(plan: PendingPlan) -> set[str] | None:

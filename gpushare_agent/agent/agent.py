@@ -4,7 +4,9 @@ Start: read the GPUs, rebuild the allocation cache from the kubelet's records, s
 libraries are loaded (the Kubernetes client alone costs a third of a second) and the API server, the web endpoints and the
 periodic work begin. One TaskGroup holds everything; a task that ends unexpectedly ends the process with its error.
 
-SIGHUP reads the settings again, tries them, and starts a new life with them between two admissions.
+SIGHUP reads the settings again, tries them, and starts a new life with them between two admissions, in the same process. The
+sockets and registrations of resources that stay are left to it: the kubelet's streams go on, and its calls wait meanwhile. A
+life that does not get as far as to answer the kubelet is followed by one with the settings before.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import structlog
@@ -28,6 +30,7 @@ from gpushare_agent.kit.process import raise_open_files_limit, sd_notify
 from gpushare_agent.kit.supervision import forever, start_tasks
 from gpushare_agent.kubelet.handover import remove_stale_sockets
 from gpushare_agent.model.errors import AgentError
+from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.settings.settings import Settings, SettingsError
 
 log = structlog.get_logger(__name__)
@@ -50,7 +53,9 @@ class _Next:
     settings: NodeSettings
     is_newcomer: bool = True
     earlier: NodeAgent | None = None
-    """The life before a reload, whose metrics and states count on."""
+    """The life before a reload: its sockets, metrics and states go on."""
+    fallback: NodeSettings | None = None
+    """Of the life that follows if this one does not start."""
 
 
 class _Ended(Exception):  # noqa: N818 - not an error
@@ -99,25 +104,46 @@ async def run(settings: Settings, *, reload: Callable[[], Settings]) -> int:
     log.debug("open_files", most=soft, hard=hard)
     signals = _Signals()
     try:
-        upcoming: _Next | None = _Next(settings=await resolve_isolation(settings))
-        while upcoming is not None:
-            agent = _build(upcoming.settings, upcoming.earlier)
-            if upcoming.earlier is not None:
-                agent.take_over(upcoming.earlier)
-            upcoming = await _run_until_signal(agent, upcoming, reload, signals)
+        await _run_lives(_Next(settings=await resolve_isolation(settings)), reload, signals)
         return 0
     finally:
         signals.close()
 
 
+async def _run_lives(this: _Next, reload: Callable[[], Settings], signals: _Signals) -> None:
+    """One after another, until none follows."""
+    agent: NodeAgent | None = None
+    try:
+        while True:
+            try:
+                agent = _build(this.settings, this.earlier)
+                upcoming = await _run_until_signal(agent, this, reload, signals)
+            except AgentError as e:
+                if agent is None or this.fallback is None or not agent.kubelet.registrar.is_kept:
+                    raise
+                log.error("settings_not_applied", error=str(e), then="those before are in force again")
+                upcoming = replace(this, settings=this.fallback, earlier=agent, fallback=None)
+            if upcoming is None:
+                return
+            this = upcoming
+    finally:
+        if agent is not None:
+            await agent.kubelet.end()
+
+
 def _build(node: NodeSettings, earlier: NodeAgent | None = None) -> NodeAgent:
-    """`earlier` is the life before a reload, whose metrics count on. Raises StartupError."""
-    return build(
-        node.settings,
-        open_driver(node.settings),
-        metrics=earlier.state.metrics if earlier is not None else None,
-        isolation_reason=node.isolation_reason,
-    )
+    """`earlier` is the life before a reload, with which it goes on. Raises StartupError."""
+    driver = open_driver(node.settings)
+    agent = build(node.settings, driver, earlier=earlier, isolation_reason=node.isolation_reason)
+    if earlier is not None:
+        agent.take_over(earlier)
+    return agent
+
+
+def _try(node: NodeSettings, gpus: GpuInventory) -> None:
+    """What can be known beforehand of a life with these settings: the files that they name, and whether the kubelet can
+    receive the lists. Raises StartupError."""
+    _build(node).gpus.check_sizes(gpus)
 
 
 async def _run_until_signal(
@@ -154,15 +180,15 @@ async def _obey(agent: NodeAgent, current: NodeSettings, reload: Callable[[], Se
             raise _Ended(_Next(settings=current, is_newcomer=False))
         try:
             settings = await resolve_isolation(reload())
-            # Files that the settings name are read here: a bad one changes nothing.
-            _build(settings)
+            _try(settings, agent.state.gpus())
         except AgentError as e:
             problems = list(e.problems) if isinstance(e, SettingsError) else [str(e)]
             log.error("settings_not_reloaded", problems=problems, then="the old ones stay in force")
             continue
-        await agent.kubelet.wait_idle()
+        await agent.kubelet.pause()
         log.info("restarting_with_new_settings")
-        raise _Ended(_Next(settings=settings, earlier=agent))
+        is_newcomer = not agent.kubelet.stands_by
+        raise _Ended(_Next(settings=settings, is_newcomer=is_newcomer, earlier=agent, fallback=current))
 
 
 async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
@@ -178,17 +204,23 @@ async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
             await web.bind()
             find_configuration(agent.state.settings.kubeconfig, os.environ)
             is_first = is_newcomer and kubelet.lock.try_acquire()
-            if is_first:
+            is_next_life = is_first and kubelet.is_next_life
+            if is_next_life:
+                start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
+                await agent.gpus.offer(await agent.gpus.read())
+            elif is_first:
                 await agent.gpus.offer(await agent.gpus.read())
                 start_tasks(group, kubelet.registration())
             else:
                 await _succeed(agent, group, is_newcomer=is_newcomer)
             await agent.isolation.start()
             await kubelet.recover()
+            if is_next_life:
+                start_tasks(group, kubelet.registration())
             if agent.dra is not None:
                 await agent.dra.start()
             await _serve(agent, group)
-            if is_first:
+            if is_first and not is_next_life:
                 await kubelet.wait_registered()
                 start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
             agent.cluster.may_write.set()
@@ -196,8 +228,8 @@ async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
                 start_tasks(group, tasks)
             group.create_task(_announce(agent), name="announce readiness")
     finally:
-        await kubelet.registrar.close()
-        kubelet.lock.release()
+        if not kubelet.registrar.is_kept:
+            await kubelet.end()
         web.close()
         agent.kubelet.pod_resources.close()
         agent.isolation.runtime.close()

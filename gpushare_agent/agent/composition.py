@@ -56,22 +56,24 @@ class NodeAgent:
 
     def take_over(self, earlier: NodeAgent) -> None:
         """What the life before the reload knew and no file keeps."""
+        self.kubelet.go_on_from(earlier.kubelet)
         self.state.inventory.take_over(earlier.state.inventory)
         self.state.decisions.take_over(earlier.state.decisions)
         self.observability.usage_history.take_over(earlier.observability.usage_history)
 
 
 def build(
-    settings: Settings, driver: NodeDriver, *, metrics: AgentMetrics | None = None, isolation_reason: str = ""
+    settings: Settings, driver: NodeDriver, *, earlier: NodeAgent | None = None, isolation_reason: str = ""
 ) -> NodeAgent:
-    """The sides, joined but not started. `metrics` are those of an earlier life, which count on; `isolation_reason` is
-    why the isolation was chosen, where the setting was auto. Raises StartupError."""
+    """The sides, joined but not started. They go on with the metrics and the kubelet's queue of an `earlier` life;
+    `take_over` is to follow. `isolation_reason` is why the isolation was chosen, where the setting was auto. Raises
+    StartupError."""
     store, cache = PodStore(), AllocationCache()
     state = NodeState(
         settings=settings,
         isolation_reason=isolation_reason,
         names=resource_names(settings),
-        metrics=metrics.begin_anew() if metrics is not None else AgentMetrics(),
+        metrics=earlier.state.metrics.begin_anew() if earlier is not None else AgentMetrics(),
         inventory=GpuInventoryState(health_policy(settings)),
         store=store,
         cache=cache,
@@ -82,7 +84,7 @@ def build(
     facts = build_kubelet_facts(settings)
     cluster = build_cluster_side(state, facts)
     isolation = build_isolation_side(state, cluster.pod_events, driver)
-    kubelet = build_kubelet_side(state, facts, cluster, isolation)
+    kubelet = build_kubelet_side(state, facts, cluster, isolation, earlier.kubelet if earlier is not None else None)
     dra = _build_dra_side(state, isolation)
     cluster.further["dynamic resource allocation"] = dra
 

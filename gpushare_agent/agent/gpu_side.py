@@ -66,9 +66,13 @@ class GpuSide:
                 f"none of the {len(found.unreadable)} GPUs can be read (GPU {index}: {reason}). Look at nvidia-smi and "
                 "the kernel log on this node; --fail-on-init-error=false keeps the agent waiting for them"
             )
+        self.check_sizes(found)
+        return found
+
+    def check_sizes(self, found: GpuInventory) -> None:
+        """Raises StartupError: the kubelet cannot receive the lists of these GPUs' devices."""
         check_size(found, self.names.vmemory, self.names.memory_block_mib)
         check_unit_size(found, self.names)
-        return found
 
     async def offer(self, found: GpuInventory | None) -> None:
         """What `read` found, after what was remembered of the GPUs: a cordoned one is never offered."""

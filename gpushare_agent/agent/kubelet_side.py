@@ -59,7 +59,8 @@ log = structlog.get_logger(__name__)
 
 REGISTER_FIRST_S = 1.0
 """How long the slow libraries wait for the first registration: a kubelet that is down must not keep the rest away."""
-IDLE_WAIT_S = 2.0
+PAUSE_WAIT_S = 10.0
+"""How long a reload waits for a moment between two admissions. Only PreStartContainer waits meanwhile; it has 20 s."""
 HANDOVER_WAIT_S = 90.0
 """How long an agent waits for a moment between two admissions before it hands over: a burst of 100 pods takes the kubelet
 30 s, 46 s on a busy machine. terminationGracePeriodSeconds of manifests/base is a little longer."""
@@ -94,15 +95,41 @@ class KubeletSide:
     lock: ServingLock
     handover: Handover
     calls: QueuedCalls
+    starts: ContainerStarts
     stands_by: bool = False
     """Another agent serves, and this one waits until it leaves: nothing is wrong with it."""
+    is_next_life: bool = False
+    """It goes on with what another life serves to the kubelet."""
+
+    def go_on_from(self, earlier: KubeletSide) -> None:
+        """Go on with what an earlier life kept: with its lock, its sockets, and the kubelet's calls that wait there."""
+        self.registrar.take_over(earlier.registrar)
+        self.registrar.is_kept = True  # until this life answers: one that fails before leaves them to the next
+        if self.settings.kubelet.device_plugin_path == earlier.settings.kubelet.device_plugin_path:
+            self.lock = earlier.lock
+        else:
+            earlier.lock.release()
+        self.facts.take_over(earlier.facts)
+        self.refused_pods.take_over(earlier.refused_pods)
+        self.is_next_life = True
 
     async def recover(self) -> None:
+        """The ledger, from the kubelet's records. From then on this life answers the kubelet."""
         resized = await self.resizing.load()
         containers = await self.garbage.recover()
         self.resizing.restore(resized)
-        self.calls.open()
+        self.tables.refresh()
+        self.registrar.renew()
+        self.calls.open(self.admission, self.starts.pre_start)
+        self.registrar.is_kept = False
+        for resource in filter(self.registrar.is_registered, self.names.names):
+            self.first_registration.registered(resource)
         log.info("allocations_recovered", containers=containers)
+
+    async def end(self) -> None:
+        """Ends the service to the kubelet. Of a life whose sockets another one has taken over none is left."""
+        await self.registrar.close()
+        self.lock.release()
 
     async def follow(self, *, is_newcomer: bool) -> bool:
         """One attempt to become the agent that serves: asks the one that does, if it is alive. True: register now, then
@@ -130,6 +157,7 @@ class KubeletSide:
     async def leave(self) -> None:
         """Where a successor waits: ends the service to the kubelet in a moment between two admissions, and answers the
         successor, which registers then."""
+        self.registrar.is_kept = False
         if not self.handover.successors:
             return
         with suppress(TimeoutError):
@@ -167,14 +195,18 @@ class KubeletSide:
         if not await wait_for(self.first_registration.done, REGISTER_FIRST_S):
             log.warning("kubelet_not_there_yet", directory=str(self.settings.kubelet.device_plugin_path))
 
-    async def wait_idle(self) -> None:
-        """Lets an admission that is under way end, so that its Allocate meets the plan that it follows."""
+    async def pause(self) -> None:
+        """From a moment between two admissions on the kubelet's calls wait for the next life of the agent, to which all that
+        this one serves to the kubelet is left. What it answered is then in the kubelet's records."""
         try:
-            async with asyncio.timeout(IDLE_WAIT_S):
+            async with asyncio.timeout(PAUSE_WAIT_S):
+                await self.calls.close_between(self.admission.is_between_admissions)
                 async with self.gate.quiet():
-                    return
+                    pass
         except TimeoutError:
-            return
+            log.warning("admissions_not_paused", waited_s=PAUSE_WAIT_S, then="the settings change during an admission")
+        self.calls.close()
+        self.registrar.is_kept = True
 
     def not_ready(self) -> list[str]:
         if self.stands_by:
@@ -208,9 +240,13 @@ def build_kubelet_facts(settings: Settings) -> KubeletFacts:
 
 
 def build_kubelet_side(
-    state: NodeState, facts: KubeletFacts, cluster: ClusterSide, isolation: IsolationSide
+    state: NodeState,
+    facts: KubeletFacts,
+    cluster: ClusterSide,
+    isolation: IsolationSide,
+    earlier: KubeletSide | None = None,
 ) -> KubeletSide:
-    """Joined, not started."""
+    """Joined, not started. The sockets of new resources have the handover and the queue of the `earlier` life."""
     settings = state.settings
     ids = DeviceIds()
     pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket, ids)
@@ -241,7 +277,8 @@ def build_kubelet_side(
     )
     starts = _build_starts(state, isolation, checkpoint, outcomes)
     tables = _build_tables(state, isolation, ids)
-    handover, calls = Handover(), QueuedCalls(admission, starts.pre_start)
+    handover = earlier.handover if earlier is not None else Handover()
+    calls = earlier.calls if earlier is not None else QueuedCalls()
     return KubeletSide(
         settings=settings,
         names=state.names,
@@ -260,6 +297,7 @@ def build_kubelet_side(
         lock=ServingLock(settings.kubelet.device_plugin_path),
         handover=handover,
         calls=calls,
+        starts=starts,
     )
 
 

@@ -108,6 +108,13 @@ class DevicePlugin:
         """The number of ListAndWatch streams; the kubelet uses the plugin only while it has one."""
         return len(self._waits)
 
+    def continue_as(self, other: DevicePlugin) -> None:
+        """Serves what `other` was made for, of the same resource and options: the streams stay, and send its devices."""
+        table, self._table = self._table, other._table
+        self._handler, self._pre_start = other._handler, other._pre_start
+        self._metrics, self._ids = other._metrics, other._ids
+        table.wake()
+
     def end_streams(self) -> None:
         """Ends every open ListAndWatch stream with status OK. Later streams are not affected."""
         now = asyncio.get_running_loop().time()
@@ -136,20 +143,25 @@ class DevicePlugin:
 
     async def _serve_list(self, stream: Stream[Any, Any]) -> None:
         await _request(stream)
-        seen = -1
         try:
             async with asyncio.timeout(None) as wait:
                 self._waits[stream] = wait
                 self.on_streams_changed()
                 while True:
-                    seen = await self._table.wait_change(seen)
-                    await stream.send_message(self._table.encode())
-                    log.debug("device_list_sent", resource=self.resource, version=seen)
+                    await self._send_lists(stream, self._table)
         except TimeoutError:
             return  # end_streams(): grpclib ends the stream with status OK
         finally:
             self._waits.pop(stream, None)
             self.on_streams_changed()
+
+    async def _send_lists(self, stream: Stream[Any, Any], table: DeviceTable) -> None:
+        """Until another table is in its place."""
+        seen = await table.wait_change(-1)
+        while table is self._table:
+            await stream.send_message(table.encode())
+            log.debug("device_list_sent", resource=self.resource, version=seen)
+            seen = await table.wait_change(seen)
 
     async def _serve_preferred(self, stream: Stream[Any, Any]) -> None:
         containers: list[PreferredContainer] = await _request(stream)

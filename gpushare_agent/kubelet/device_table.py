@@ -71,14 +71,18 @@ class DeviceTable:
         }
         self._rows = rows
         self._encoded = b"".join(self._frames.values())
-        self._version += 1
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.wake()
         return True
 
     def encode(self) -> bytes:
         """The whole ListAndWatchResponse."""
         return self._encoded
+
+    def wake(self) -> None:
+        """Wakes every waiter, of a table in whose place another one is served now."""
+        self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def wait_change(self, seen: int) -> int:
         """Waits until the version is another than `seen` and returns it; several changes at once are one."""

@@ -61,6 +61,12 @@ class KubeletFacts:
         """As in the Node object, empty while unknown."""
         return self._text
 
+    def take_over(self, earlier: KubeletFacts) -> None:
+        """What an earlier life of the agent read: admissions need not wait until it is read again."""
+        if earlier._is_known.is_set():
+            self._version, self._text = earlier._version, earlier._text
+            self._is_known.set()
+
     def age_s(self) -> float | None:
         """Seconds since the kubelet created its socket, None where there is none."""
         try:

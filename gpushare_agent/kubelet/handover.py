@@ -28,6 +28,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,20 +165,43 @@ class Handover:
             self._successors.remove(successor)
 
 
-class QueuedCalls:
-    """An admission handler before another one: the kubelet's calls wait until `open`, for the ledger of an agent that has
-    just taken over is not there yet, and are counted."""
+@dataclass(frozen=True, slots=True)
+class _Served:
+    handler: AdmissionHandler
+    pre_start: PreStart
 
-    def __init__(self, handler: AdmissionHandler, pre_start: PreStart) -> None:
-        self._handler = handler
-        self._pre_start = pre_start
-        self._is_open = asyncio.Event()
-        self._calls = 0
+
+class QueuedCalls:
+    """An admission handler before another one: the kubelet's calls wait until `open`, and again once it is closed, for the
+    ledger of an agent that has just taken over, or of its next life, is not there yet. Each waits within its own bound.
+
+    State owned: who is asked, None while calls wait; how many calls there are and how many of them are under way."""
+
+    def __init__(self) -> None:
+        self._served: _Served | None = None
+        self._is_between: Callable[[], bool] | None = None
+        self._calls = self._under_way = 0
+        self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(self) -> None:
-        self._is_open.set()
+    def open(self, handler: AdmissionHandler, pre_start: PreStart) -> None:
+        """Those that wait go on, with these."""
+        self._served, self._is_between = _Served(handler, pre_start), None
+        self._notify()
+
+    def close(self) -> None:
+        """Calls wait from now on; those under way go on."""
+        self._served = None
+        self._notify()
+
+    async def close_between(self, is_between: Callable[[], bool]) -> None:
+        """Closes in the step that ends a call after which none is under way and `is_between` is true: of a burst no other
+        moment is between two admissions. PreStartContainer, which belongs to none, waits at once."""
+        self._is_between = is_between
+        self._close_if_between()
+        while self._served is not None:
+            await self._changed.wait()
 
     async def wait_idle(self) -> None:
         """Until no call is under way."""
@@ -186,28 +210,42 @@ class QueuedCalls:
     async def preferred(
         self, resource: str, available: Sequence[DeviceId], must_include: Sequence[DeviceId], size: int
     ) -> Sequence[str]:
-        async with self._counted():
-            return await self._handler.preferred(resource, available, must_include, size)
+        async with self._counted() as served:
+            return await served.handler.preferred(resource, available, must_include, size)
 
     async def allocate(self, resource: str, ids: Sequence[DeviceId]) -> ContainerEdits | Refused:
-        async with self._counted():
-            return await self._handler.allocate(resource, ids)
+        async with self._counted() as served:
+            return await served.handler.allocate(resource, ids)
 
     async def pre_start(self, resource: str, ids: Sequence[DeviceId]) -> Refused | None:
-        async with self._counted():
-            return await self._pre_start(resource, ids)
+        async with self._counted(is_start=True) as served:
+            return await served.pre_start(resource, ids)
 
     @asynccontextmanager
-    async def _counted(self) -> AsyncIterator[None]:
+    async def _counted(self, *, is_start: bool = False) -> AsyncIterator[_Served]:
         self._calls += 1
         self._idle.clear()
         try:
-            await self._is_open.wait()
-            yield
+            while (served := self._served) is None or (is_start and self._is_between is not None):
+                await self._changed.wait()
+            self._under_way += 1
+            try:
+                yield served
+            finally:
+                self._under_way -= 1
+                self._close_if_between()
         finally:
             self._calls -= 1
             if not self._calls:
                 self._idle.set()
+
+    def _close_if_between(self) -> None:
+        if self._is_between is not None and not self._under_way and self._is_between():
+            self.close()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 async def ask_for_handover(directory: Path, method: str, *, timeout_s: float) -> bool:

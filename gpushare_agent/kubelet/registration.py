@@ -5,6 +5,8 @@ now has accepted the registration, and it follows ListAndWatch. Events of the di
 only wake the loop. A kubelet that starts removes every socket without notice and rejects pods for good about a second
 later, so a lost socket is served and registered again within milliseconds.
 
+The agent's next life (SIGHUP) takes servers and registrations over: `take_over`.
+
 State owned: the kubelet's socket as last seen, and per resource the kubelet with which it is registered.
 """
 
@@ -84,6 +86,10 @@ class Registrar:
             )
             for endpoint in endpoints
         ]
+        self.is_kept = False
+        """The servers outlive `run`, for another registrar to take over."""
+        self._renewed: list[tuple[ResourceRegistrar, PluginEndpoint]] = []
+        self._removed: list[ResourceRegistrar] = []
 
     def subscribe(self, *, on_registered: Callable[[str], None], on_kubelet_restart: Callable[[], None]) -> None:
         """`on_registered` is called with the resource after each registration, `on_kubelet_restart` when another kubelet
@@ -94,6 +100,28 @@ class Registrar:
         """The kubelet that runs now has accepted this resource and follows its ListAndWatch."""
         return any(one.endpoint.resource == resource and one.is_registered for one in self._resources)
 
+    def take_over(self, earlier: Registrar) -> None:
+        """Goes on with the servers and registrations of `earlier`, whose `run` has ended and which has none from now on.
+        Of a resource that both have, with the same options, the kubelet notices nothing; it is served as before until
+        `renew`. Those of which this registrar has none end once it runs."""
+        kept = {one.endpoint.resource: one for one in earlier._resources}
+        is_same_directory = self._directory == earlier._directory
+        for position, one in enumerate(self._resources):
+            old = kept.get(one.endpoint.resource)
+            if is_same_directory and old is not None and old.endpoint.plugin.options == one.endpoint.plugin.options:
+                self._resources[position] = old.reporting_to(self._registered)
+                self._renewed.append((old, one.endpoint))
+        left = [one for one in earlier._resources if one not in self._resources]
+        self._removed = [*earlier._removed, *left]
+        self._registered_kubelet = earlier._registered_kubelet if is_same_directory else None
+        earlier._resources, earlier._removed, earlier._renewed = [], [], []
+
+    def renew(self) -> None:
+        """The resources that were taken over are served by this registrar's own plugins from now on."""
+        for old, endpoint in self._renewed:
+            old.endpoint.plugin.continue_as(endpoint.plugin)
+        self._renewed = []
+
     async def serve(self) -> None:
         """Serves the sockets before `run` registers them. Raises Unavailable."""
         for one in self._resources:
@@ -103,33 +131,35 @@ class Registrar:
     async def leave(self, successors: Callable[[], int]) -> None:
         """Ends the streams for good, and waits until the kubelet has disconnected: before that it would disconnect whoever
         registers next. `successors` is how many of the connections are not the kubelet's."""
-        for one in self._resources:
+        for one in self._all:
             one.leave()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
-                while sum(one.endpoint.connections for one in self._resources) > successors():  # noqa: ASYNC110 - some ms
+                while sum(one.endpoint.connections for one in self._all) > successors():  # noqa: ASYNC110 - some ms
                     await asyncio.sleep(0.001)
 
     async def run(self) -> NoReturn:
-        """Runs until it is cancelled; then ends the streams, closes, and removes the sockets, within 2 s."""
+        """Runs until it is cancelled; then, if not `is_kept`, ends the streams and removes the sockets, within 2 s."""
         self._poll()
         try:
+            await _close(self._removed)
+            self._removed = []
             async with asyncio.TaskGroup() as tasks:
                 for one in self._resources:
                     tasks.create_task(one.run(), name=f"register-{one.endpoint.resource}")
                 tasks.create_task(self._watch(), name="watch-device-plugin-directory")
         finally:
-            await self.close()
+            if not self.is_kept:
+                await self.close()
         raise AssertionError("a registrar's tasks do not return")
 
     async def close(self) -> None:
-        """What `serve` began, where `run` did not follow."""
-        try:
-            async with asyncio.timeout(_STOP_S), asyncio.TaskGroup() as tasks:
-                for one in self._resources:
-                    tasks.create_task(one.close(), name=f"stop-{one.endpoint.resource}")
-        except TimeoutError:
-            log.warning("device_plugins_cut_off", timeout_s=_STOP_S)
+        """What `serve` began, where `run` did not follow, and what was kept."""
+        await _close(self._all)
+
+    @property
+    def _all(self) -> list[ResourceRegistrar]:
+        return [*self._resources, *self._removed]
 
     async def _watch(self) -> NoReturn:
         async with open_directory_watch(self._directory, poll_s=self._poll_s) as watch:
@@ -195,6 +225,11 @@ class ResourceRegistrar:
         self._wake = asyncio.Event()
         self._attempt: asyncio.Task[Unavailable | Rejected | None] | None = None
         endpoint.plugin.on_streams_changed = self._streams_changed
+
+    def reporting_to(self, on_registered: Callable[[str, FileIdentity], None]) -> ResourceRegistrar:
+        """This one, for another registrar."""
+        self._on_registered = on_registered
+        return self
 
     @property
     def is_registered(self) -> bool:
@@ -334,6 +369,15 @@ class ResourceRegistrar:
         self._wake.set()
         if self._attempt is not None:
             self._attempt.cancel()
+
+
+async def _close(resources: Sequence[ResourceRegistrar]) -> None:
+    try:
+        async with asyncio.timeout(_STOP_S), asyncio.TaskGroup() as tasks:
+            for one in resources:
+                tasks.create_task(one.close(), name=f"stop-{one.endpoint.resource}")
+    except TimeoutError:
+        log.warning("device_plugins_cut_off", timeout_s=_STOP_S)
 
 
 def _now() -> float:

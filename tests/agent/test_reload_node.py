@@ -1,4 +1,4 @@
-"""What an agent that reads its settings again (SIGHUP) still knows: what it counted, what it decided, what was used."""
+"""An agent that reads its settings again (SIGHUP): what it still knows, and that the kubelet notices nothing else."""
 
 from __future__ import annotations
 
@@ -8,9 +8,28 @@ from typing import Any
 
 from aiohttp import ClientSession
 
+from gpushare_agent.agent.agent import live
+from gpushare_agent.agent.composition import build
+from gpushare_agent.agent.gpu_side import open_driver
+from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.sandbox.node import EmbeddedNode
-from tests.support_agent import DEADLINE_S, log_lines, open_child, poll_until, wait_registered, wait_running
-from tests.support_sandbox import container, open_test_node, pod
+from gpushare_agent.settings.settings import load_settings
+from tests.support_agent import (
+    BLOCKS,
+    CORES,
+    DEADLINE_S,
+    arguments,
+    assert_nothing_shared,
+    log_lines,
+    open_agent,
+    open_child,
+    poll_until,
+    wait_running,
+    wait_until,
+)
+from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod
+
+GPU_MEM = "aliyun.com/gpu-mem"
 
 ADMITTED = 'gpushare_admissions_total{outcome="allocated",reason="",resource="tencent.com/vcuda-core"}'
 
@@ -30,6 +49,19 @@ async def _admitted(url: str) -> list[str]:
     return [line for line in (await _get(f"{url}/metrics")).splitlines() if line.startswith(ADMITTED)]
 
 
+async def _recovered(node: EmbeddedNode, lives: int) -> None:
+    await poll_until(lambda: len(log_lines(node, "allocations_recovered")) >= lives, "the next life answers")
+
+
+def _sockets(node: EmbeddedNode) -> list[str]:
+    return sorted(path.name for path in node.paths.device_plugin_path.glob("*-*.sock"))
+
+
+def _registered(node: EmbeddedNode) -> list[str]:
+    """The resources, once for each registration: a stream that is cut is followed by another one."""
+    return [line["resource"] for line in log_lines(node, "device_plugin_registered")]
+
+
 async def test_a_reload_keeps_counters_decisions_and_history() -> None:
     """Counters do not go back, numbers of decisions go on, and the curves have the points from before."""
     async with open_test_node() as node, open_child(node, "--sample-period-s=0.1") as child:
@@ -42,12 +74,87 @@ async def test_a_reload_keeps_counters_decisions_and_history() -> None:
             await asyncio.sleep(0.05)
         child.send_signal(signal.SIGHUP)
         url = await _life(node, 2)
-        # The kubelet may not have seen the end of the first life's streams yet: what it shows counts once both came anew.
-        await poll_until(lambda: len(log_lines(node, "device_plugin_registered")) >= 4, "both registered again")
-        await wait_registered(node)
+        await _recovered(node, 2)
         assert await _admitted(url) == admitted
         assert (await _get(f"{url}/api/v1/history?only=cards"))["at"] >= history["at"]
         node.api.create_pod(pod("after", container(cores=30, blocks=10)))
         await wait_running(node, "before", "after")
         found = (await _get(f"{url}/api/v1/decisions"))["decisions"]
         assert [(one["number"], one["pod"]) for one in found] == [(2, "after"), (1, "before")]
+
+
+async def test_a_reload_cuts_no_stream_of_a_resource_that_stays() -> None:
+    """The new units come over the streams that are there; a resource that is new registers, one that is removed leaves."""
+    with_gpu_mem, without = "gpushare: {enabled: true}\n", "resources: {memory_block_mib: 512}\n"
+    async with open_test_node() as node:
+        path = node.paths.state / "settings.yaml"
+        path.write_text("simulated: {cards: 2}\n")
+        async with open_child(node, f"--config={path}") as child:
+            sockets = _sockets(node)
+            path.write_text("simulated: {cards: 2}\n" + with_gpu_mem)
+            child.send_signal(signal.SIGHUP)
+            await wait_until(node, lambda: node.kubelet.capacity().get(GPU_MEM, (0, 0))[1], "the new resource")
+            assert set(sockets) < set(_sockets(node))
+            path.write_text("simulated: {cards: 2}\n" + without)
+            child.send_signal(signal.SIGHUP)
+            wanted = {CORE: (2 * CORES, 2 * CORES), MEMORY: (BLOCKS, BLOCKS)}
+            await wait_until(node, lambda: wanted.items() <= node.kubelet.capacity().items(), "the new blocks")
+            await wait_until(node, lambda: not node.kubelet.capacity()[GPU_MEM][1], "the end of the removed resource")
+            await poll_until(lambda: _sockets(node) == sockets, "its socket removed")
+            assert sorted(_registered(node)) == sorted([CORE, MEMORY, GPU_MEM])
+            node.api.create_pod(pod("after", container(cores=50, blocks=BLOCKS // 4)))
+            await wait_running(node, "after")
+
+
+async def test_reloads_in_a_burst_reject_no_pod() -> None:
+    """Each waits for a moment between two admissions, of which a burst has no other than the end of one."""
+    names = [f"burst-{number}" for number in range(24)]
+    async with open_test_node() as node, open_child(node) as child:
+        for name in names:
+            node.api.create_pod(pod(name, container(cores=5, blocks=2), container("second", cores=2, blocks=1)))
+        for life in range(2, 5):
+            child.send_signal(signal.SIGHUP)
+            await _recovered(node, life)
+        await wait_running(node, *names)
+        assert sorted(_registered(node)) == [CORE, MEMORY]
+        assert not log_lines(node, "admissions_not_paused")
+        assert_nothing_shared(node)
+
+
+async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_settings() -> None:
+    """A pod that comes between two lives asks for a resource by the size of its unit that the second has."""
+    async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as first:
+        await first.parts.kubelet.pause()
+        await stop_task(first.task)
+        node.api.create_pod(pod("between", container(cores=50, blocks=20)))
+        await wait_until(node, lambda: node.kubelet.log.open_calls, "the kubelet asks")
+        settings = load_settings(
+            arguments(node, "--simulated.cards=2", "--resources.memory-block-mib=512"), {}
+        ).settings
+        second = build(settings, open_driver(settings), earlier=first.parts)
+        second.take_over(first.parts)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(live(second))
+            await wait_running(node, "between")
+            (allocation,) = second.state.cache
+            assert len(allocation.vmemory_ids) == 20 and second.state.cache.used_cores() == {allocation.gpus[0]: 50}
+            await wait_until(node, lambda: node.kubelet.capacity()[MEMORY][1] == BLOCKS, "blocks of 512 MiB")
+            assert not [call for call in node.kubelet.log.calls if call.error]
+            await stop_task(task)
+        assert not _sockets(node)
+
+
+async def test_settings_with_which_no_life_starts_are_followed_by_those_before() -> None:
+    """An address that is not this host's: the streams go on, and the web port is there again."""
+    async with open_test_node() as node:
+        path = node.paths.state / "settings.yaml"
+        path.write_text("web: {addr: 127.0.0.1}\n")
+        async with open_child(node, f"--config={path}") as child:
+            path.write_text("web: {addr: 203.0.113.1}\n")
+            child.send_signal(signal.SIGHUP)
+            await _recovered(node, 2)
+            assert [line["then"] for line in log_lines(node, "settings_not_applied")]
+            assert "gpushare" in await _get(f"{await _life(node, 2)}/metrics")
+            node.api.create_pod(pod("after", container(cores=30, blocks=10)))
+            await wait_running(node, "after")
+            assert sorted(_registered(node)) == [CORE, MEMORY]

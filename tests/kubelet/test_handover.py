@@ -158,7 +158,7 @@ def test_stale_sockets_are_removed_and_no_others(monkeypatch: pytest.MonkeyPatch
 async def test_calls_are_held_until_the_ledger_is_there_and_counted() -> None:
     """All three of them; without a call the wait for idleness returns at once."""
     handler = FakeAdmission()
-    calls = QueuedCalls(handler, handler.pre_start)
+    calls = QueuedCalls()
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
         await calls.wait_idle()
         preferred = tasks.create_task(calls.preferred("r", ["a", "b"], [], 1))
@@ -168,6 +168,33 @@ async def test_calls_are_held_until_the_ledger_is_there_and_counted() -> None:
         idle = tasks.create_task(calls.wait_idle())
         await asyncio.sleep(0)
         assert not handler.calls.events and not idle.done()
-        calls.open()
+        calls.open(handler, handler.pre_start)
         assert (await preferred, await allocated, await started) == (["a"], ContainerEdits(), None)
         await idle
+
+
+async def test_calls_close_in_the_step_that_ends_an_admission() -> None:
+    """The next call waits, although it came before anybody could have run in between, and the next handler answers it."""
+    first, second = FakeAdmission(), FakeAdmission()
+    calls = QueuedCalls()
+    calls.open(first, first.pre_start)
+    allocated = ("allocate", "r", ["a"])
+
+    async def admit() -> None:
+        await calls.preferred("r", ["a"], [], 1)
+        await calls.allocate("r", ["a"])
+        await calls.preferred("r", ["b"], [], 1)
+
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
+        await calls.preferred("r", ["a"], [], 1)
+        closed = tasks.create_task(calls.close_between(lambda: allocated in first.calls.events))
+        await asyncio.sleep(0)
+        started = tasks.create_task(calls.pre_start("r", ["c"]))
+        admitted = tasks.create_task(admit())
+        await closed
+        await asyncio.sleep(0)
+        assert first.calls.events[-1] == allocated and not admitted.done() and not started.done()
+        calls.open(second, second.pre_start)
+        await admitted
+        await started
+    assert sorted(event[0] for event in second.calls.events) == ["pre_start", "preferred"]
