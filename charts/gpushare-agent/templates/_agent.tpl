@@ -1,0 +1,74 @@
+{{- /* All objects of the node agents, as JSON under Kind/name: the base and the chosen components, then what the values change. */ -}}
+{{- define "gpushare-agent.agent" -}}
+{{- include "gpushare-agent.refusals" . -}}
+{{- $root := . -}}
+{{- $values := .Values -}}
+{{- $objects := dict -}}
+{{- range $folder := splitList "\n" (include "gpushare-agent.folders" .) -}}
+  {{- include "gpushare-agent.build" (dict "root" $root "folder" $folder "objects" $objects) -}}
+{{- end -}}
+{{- range $key := list (printf "Namespace/%s" .Release.Namespace) "ConfigMap/gpushare-agent-check" -}}
+  {{- $_ := unset $objects $key -}} {{- /* Helm makes the one; the other is for the Job of manifests/check */ -}}
+{{- end -}}
+
+{{- $agent := get $objects "DaemonSet/gpushare-agent" -}}
+{{- $pod := $agent.spec.template.spec -}}
+{{- $container := first $pod.containers -}}
+{{- include "gpushare-agent.refuse-overridden" (dict "settings" $values.settings "container" $container) -}}
+{{- include "gpushare-agent.set-image" (dict "root" . "pod" $pod) -}}
+{{- include "gpushare-agent.set-nodes" (dict "root" . "pod" $pod) -}}
+{{- $_ := set $agent.spec "updateStrategy" (eq $values.updateStrategy.type "OnDelete" | ternary (dict "type" "OnDelete") $values.updateStrategy) -}}
+{{- $_ := set $container "resources" $values.resources -}}
+
+{{- $variables := list -}}
+{{- if not (has $values.isolation (list "hami-core" "vcuda" "mps" "none")) -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_ISOLATION" "value" $values.isolation) -}}
+{{- end -}}
+{{- with include "gpushare-agent.strategies" . -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_DEVICE_LIST_STRATEGY" "value" .) -}}
+{{- end -}}
+{{- if $values.simulated.enabled -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_SIMULATED__CARDS" "value" (toString $values.simulated.gpus)) -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_SIMULATED__CARD_MEMORY_MIB" "value" (toString $values.simulated.memoryMiB)) -}}
+{{- end -}}
+{{- if $values.dra.enabled -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_DRA__GPUS" "value" (join "," $values.dra.gpus)) -}}
+{{- end -}}
+{{- $own := list (dict "name" $container.name "env" $variables) (dict "name" $container.name "env" $values.env) -}}
+{{- range $patch := $own -}}
+  {{- if $patch.env }}{{ include "gpushare-agent.merge" (dict "into" $pod "patch" (dict "containers" (list $patch))) }}{{ end -}}
+{{- end -}}
+
+{{- if $values.runtimeSocket.enabled -}}
+  {{- $directory := $values.runtimeSocket.directory -}}
+  {{- range $one := $container.volumeMounts -}}
+    {{- if eq $one.name "runtime-socket" }}{{ $_ := set $one "mountPath" $directory }}{{ end -}}
+  {{- end -}}
+  {{- range $one := $pod.volumes -}}
+    {{- if eq $one.name "runtime-socket" }}{{ $_ := set $one.hostPath "path" $directory }}{{ end -}}
+  {{- end -}}
+{{- end -}}
+{{- with get $objects "DeviceClass/whole.gpushare-agent" -}}
+  {{- $_ := set .spec "extendedResourceName" $values.dra.wholeGpus.resourceName -}}
+{{- end -}}
+{{- with get $objects "NetworkPolicy/gpushare-agent" -}}
+  {{- $labels := (first (first .spec.ingress).from).namespaceSelector.matchLabels -}}
+  {{- $_ := set $labels "kubernetes.io/metadata.name" $values.networkPolicy.prometheusNamespace -}}
+{{- end -}}
+{{- range $kind := list "PodMonitor" "PrometheusRule" -}}
+  {{- with get $objects (printf "%s/gpushare-agent" $kind) -}}
+    {{- include "gpushare-agent.merge" (dict "into" .metadata "patch" (dict "labels" $values.prometheusOperator.labels)) -}}
+  {{- end -}}
+{{- end -}}
+
+{{- $data := (get $objects "ConfigMap/gpushare-agent").data -}}
+{{- $settings := get $data "settings.yaml" | fromYaml -}}
+{{- include "gpushare-agent.merge" (dict "into" $settings "patch" (dict "log" (dict "level" $values.logLevel))) -}}
+{{- include "gpushare-agent.merge" (dict "into" $settings "patch" $values.settings) -}}
+{{- $_ := set $data "settings.yaml" (toYaml $settings) -}}
+{{- $metadata := $agent.spec.template.metadata -}}
+{{- $annotations := merge (dict "checksum/settings" (toYaml $data | sha256sum)) $values.podAnnotations ($metadata.annotations | default dict) -}}
+{{- $_ := set $metadata "annotations" $annotations -}}
+{{- $_ := set $metadata "labels" (merge (deepCopy $metadata.labels) $values.podLabels) -}}
+{{- toJson $objects -}}
+{{- end -}}

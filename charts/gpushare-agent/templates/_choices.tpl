@@ -1,0 +1,120 @@
+{{- /* The kustomize folders that the values choose, in kustomize's order, one a line. */ -}}
+{{- define "gpushare-agent.folders" -}}
+{{- $values := .Values -}}
+{{- $first := first (splitList "+" $values.isolation) -}}
+{{- $components := list -}}
+{{- if not $values.simulated.enabled -}}
+  {{- if has $first (list "vcuda" "mps") }}{{ $components = append $components $first }}{{ end -}}
+  {{- if eq $first "none" }}{{ $components = append $components "isolation-none" }}{{ end -}}
+{{- end -}}
+{{- if $values.driverLimits.setByAgent }}{{ $components = append $components "driver-limits" }}{{ end -}}
+{{- if $values.vcuda.driverContainer }}{{ $components = append $components "driver-container" }}{{ end -}}
+{{- if $values.vcuda.pruneDriverVolume }}{{ $components = append $components "prune-driver-volume" }}{{ end -}}
+{{- if contains "cdi-" (include "gpushare-agent.strategies" .) }}{{ $components = append $components "cdi" }}{{ end -}}
+{{- if $values.dra.enabled }}{{ $components = append $components "dra" }}{{ end -}}
+{{- if $values.dra.wholeGpus.enabled }}{{ $components = append $components "dra-whole-gpus" }}{{ end -}}
+{{- if $values.gpuMem.enabled }}{{ $components = append $components "gpushare" }}{{ end -}}
+{{- if $values.staticPods.enabled }}{{ $components = append $components "static-pods" }}{{ end -}}
+{{- if $values.staticPods.selfSignedKubelet }}{{ $components = append $components "static-pods-self-signed" }}{{ end -}}
+{{- if $values.networkPolicy.enabled }}{{ $components = append $components "network-policy" }}{{ end -}}
+{{- if $values.prometheusOperator.enabled }}{{ $components = append $components "prometheus-operator" }}{{ end -}}
+{{- if $values.displaySocket.enabled }}{{ $components = append $components "display-socket" }}{{ end -}}
+{{- if $values.runtimeSocket.enabled }}{{ $components = append $components "runtime-socket" }}{{ end -}}
+{{- if $values.wholeKubeletDirectory }}{{ $components = append $components "whole-kubelet-directory" }}{{ end -}}
+{{- if not $values.cleanupRejectedPods }}{{ $components = append $components "without-cleanup" }}{{ end -}}
+{{- if not $values.nodeFacts }}{{ $components = append $components "without-node-facts" }}{{ end -}}
+{{- if kindIs "bool" $values.hostPID }}{{ $components = append $components (ternary "cgroup-v1" "without-host-pid" $values.hostPID) }}{{ end -}}
+manifests/{{ ternary "overlays/simulated" "base" $values.simulated.enabled }}
+{{- range $components }}
+manifests/components/{{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "gpushare-agent.strategies" -}}
+{{- kindIs "slice" .Values.deviceListStrategy | ternary .Values.deviceListStrategy (list .Values.deviceListStrategy) | join "," -}}
+{{- end -}}
+
+{{- /* Combinations that no node could run, refused before anything is installed. */ -}}
+{{- define "gpushare-agent.refusals" -}}
+{{- $values := .Values -}}
+{{- $vcuda := or (eq $values.isolation "vcuda") $values.simulated.enabled -}}
+{{- if and $values.simulated.enabled (not (has $values.isolation (list "hami-core" "vcuda"))) -}}
+  {{- fail "simulated GPUs have isolation vcuda: leave `isolation` out" -}}
+{{- end -}}
+{{- if and (or $values.vcuda.driverContainer $values.vcuda.pruneDriverVolume) (or $values.simulated.enabled (ne $values.isolation "vcuda")) -}}
+  {{- fail "vcuda.driverContainer and vcuda.pruneDriverVolume are for `isolation: vcuda`" -}}
+{{- end -}}
+{{- if and $values.driverLimits.setByAgent (not (has "driver" (splitList "+" $values.isolation))) -}}
+  {{- fail "driverLimits.setByAgent needs `isolation: hami-core+driver`, `mps+driver` or `driver`" -}}
+{{- end -}}
+{{- if and $vcuda (kindIs "bool" $values.hostPID) (not $values.hostPID) -}}
+  {{- fail "isolation vcuda counts by the host's PIDs: not with `hostPID: false`" -}}
+{{- end -}}
+{{- if and $values.dra.wholeGpus.enabled (not $values.dra.enabled) -}}
+  {{- fail "dra.wholeGpus.enabled needs `dra.enabled: true`" -}}
+{{- end -}}
+{{- if and $values.staticPods.selfSignedKubelet (not $values.staticPods.enabled) -}}
+  {{- fail "staticPods.selfSignedKubelet needs `staticPods.enabled: true`" -}}
+{{- end -}}
+{{- if and (or $values.extender.scheduler.enabled $values.extender.claimsWebhook.enabled $values.extender.networkPolicy.enabled) (not $values.extender.enabled) -}}
+  {{- fail "extender.scheduler, extender.claimsWebhook and extender.networkPolicy need `extender.enabled: true`" -}}
+{{- end -}}
+{{- if and $values.extender.enabled (not $values.nodeFacts) -}}
+  {{- fail "the extender knows GPUs by the nodes' annotations: not with `nodeFacts: false`" -}}
+{{- end -}}
+{{- if and $values.extender.claimsWebhook.enabled (not $values.extender.tls.enabled) -}}
+  {{- fail "an API server asks a webhook by TLS alone: extender.claimsWebhook needs `extender.tls.enabled: true`" -}}
+{{- end -}}
+{{- $owned := dict "isolation" "isolation" "driver" "simulated.enabled" "device_list_strategy" "deviceListStrategy" -}}
+{{- range $setting, $value := $owned -}}
+  {{- if hasKey $values.settings $setting }}{{ fail (printf "settings.%s: use the value `%s`, which brings the mounts that it needs" $setting $value) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* A setting that a variable of the manifests overrides would do nothing. Arguments: settings, container. */ -}}
+{{- define "gpushare-agent.refuse-overridden" -}}
+{{- $settings := .settings -}}
+{{- range $one := .container.env -}}
+  {{- if hasPrefix "GPUSHARE_" $one.name -}}
+    {{- $path := splitList "__" (lower (trimPrefix "GPUSHARE_" $one.name)) -}}
+    {{- $section := get $settings (first $path) -}}
+    {{- if and (eq (len $path) 2) (kindIs "map" $section) -}}
+      {{- if hasKey $section (last $path) -}}
+        {{- fail (printf "settings.%s has no effect: another value sets the variable %s, which goes before the file" (join "." $path) $one.name) -}}
+      {{- end -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "gpushare-agent.image" -}}
+{{- $tag := .Values.image.tag | default .Chart.AppVersion -}}
+{{- if .Values.image.digest }}{{ printf "%s@%s" .Values.image.repository .Values.image.digest }}{{ else }}{{ printf "%s:%s" .Values.image.repository $tag }}{{ end -}}
+{{- end -}}
+
+{{- /* The agent's image in a pod, of every container that has it. Arguments: root, pod. */ -}}
+{{- define "gpushare-agent.set-image" -}}
+{{- $root := .root -}}
+{{- range $container := concat (.pod.initContainers | default list) .pod.containers -}}
+  {{- if eq $container.image "gpushare-agent" -}}
+    {{- $_ := set $container "image" (include "gpushare-agent.image" $root) -}}
+    {{- $_ := set $container "imagePullPolicy" $root.Values.image.pullPolicy -}}
+  {{- end -}}
+{{- end -}}
+{{- with $root.Values.imagePullSecrets }}{{ $_ := set $.pod "imagePullSecrets" . }}{{ end -}}
+{{- end -}}
+
+{{- /* Where a pod of each GPU node runs. Arguments: root, pod. */ -}}
+{{- define "gpushare-agent.set-nodes" -}}
+{{- $values := .root.Values -}}
+{{- $pod := .pod -}}
+{{- $_ := set $pod "nodeSelector" $values.nodeSelector -}}
+{{- $_ := set $pod "tolerations" $values.tolerations -}}
+{{- with $values.affinity }}{{ $_ := set $pod "affinity" . }}{{ end -}}
+{{- if $values.priorityClassName -}}
+  {{- $_ := set $pod "priorityClassName" $values.priorityClassName -}}
+{{- else }}{{ $_ := unset $pod "priorityClassName" }}{{ end -}}
+{{- if and $values.runtimeClassName (not $values.simulated.enabled) -}}
+  {{- $_ := set $pod "runtimeClassName" $values.runtimeClassName -}}
+{{- else }}{{ $_ := unset $pod "runtimeClassName" }}{{ end -}}
+{{- end -}}

@@ -1,0 +1,110 @@
+{{- /*
+What the chart installs is read from the kustomize folders at manifests/, so that nothing is written twice: a value chooses
+folders (_choices.tpl), and these templates do with them what kustomize does. They know what these folders use: resources,
+components, patches by path, configMapGenerator. Tests compare the result with kustomize's.
+*/ -}}
+
+{{- /* A file's text, for the release's namespace. Arguments: root, file. */ -}}
+{{- define "gpushare-agent.read" -}}
+{{- $text := .root.Files.Get .file -}}
+{{- if not $text }}{{ fail (printf "%s is not in the chart" .file) }}{{ end -}}
+{{- replace "gpushare-system" .root.Release.Namespace $text -}}
+{{- end -}}
+
+{{- /* The objects of a kustomization or component into .objects, under Kind/name. Arguments: root, folder, objects. */ -}}
+{{- define "gpushare-agent.build" -}}
+{{- $root := .root -}}
+{{- $folder := .folder -}}
+{{- $objects := .objects -}}
+{{- $own := include "gpushare-agent.read" (dict "root" $root "file" (printf "%s/kustomization.yaml" $folder)) | fromYaml -}}
+{{- range $name := $own.resources -}}
+  {{- if hasSuffix ".yaml" $name -}}
+    {{- include "gpushare-agent.file" (dict "root" $root "file" (printf "%s/%s" $folder $name) "objects" $objects) -}}
+  {{- else -}}
+    {{- include "gpushare-agent.build" (dict "root" $root "folder" (clean (printf "%s/%s" $folder $name)) "objects" $objects) -}}
+  {{- end -}}
+{{- end -}}
+{{- range $one := $own.configMapGenerator -}}
+  {{- $data := dict -}}
+  {{- range $file := $one.files -}}
+    {{- $_ := set $data $file (include "gpushare-agent.read" (dict "root" $root "file" (printf "%s/%s" $folder $file))) -}}
+  {{- end -}}
+  {{- $metadata := dict "name" $one.name "namespace" $root.Release.Namespace -}}
+  {{- $_ := set $objects (printf "ConfigMap/%s" $one.name) (dict "apiVersion" "v1" "kind" "ConfigMap" "metadata" $metadata "data" $data) -}}
+{{- end -}}
+{{- range $name := $own.components -}}
+  {{- include "gpushare-agent.build" (dict "root" $root "folder" (clean (printf "%s/%s" $folder $name)) "objects" $objects) -}}
+{{- end -}}
+{{- range $patch := $own.patches -}}
+  {{- include "gpushare-agent.file" (dict "root" $root "file" (printf "%s/%s" $folder $patch.path) "objects" $objects) -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* A file's objects: an object that is there already is patched. Arguments: root, file, objects. */ -}}
+{{- define "gpushare-agent.file" -}}
+{{- $objects := .objects -}}
+{{- $file := .file -}}
+{{- range $text := splitList "\n---\n" (include "gpushare-agent.read" (dict "root" .root "file" $file)) -}}
+  {{- $one := fromYaml $text -}}
+  {{- if hasKey $one "Error" }}{{ fail (printf "%s: %s" $file $one.Error) }}{{ end -}}
+  {{- $key := printf "%s/%s" $one.kind $one.metadata.name -}}
+  {{- if eq (get $one "$patch") "delete" -}}
+    {{- $_ := unset $objects $key -}}
+  {{- else if hasKey $objects $key -}}
+    {{- include "gpushare-agent.merge" (dict "into" (get $objects $key) "patch" $one) -}}
+  {{- else -}}
+    {{- $_ := set $objects $key $one -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /*
+A strategic merge of a map: null removes a key, maps are merged, lists of objects by name (volumeMounts by mountPath), where
+`$patch: delete` removes one; any other value replaces the old one. Arguments: into, patch.
+*/ -}}
+{{- define "gpushare-agent.merge" -}}
+{{- $into := .into -}}
+{{- range $key, $value := .patch -}}
+  {{- $old := get $into $key -}}
+  {{- if kindIs "invalid" $value -}}
+    {{- $_ := unset $into $key -}}
+  {{- else if and (kindIs "map" $value) (kindIs "map" $old) -}}
+    {{- include "gpushare-agent.merge" (dict "into" $old "patch" $value) -}}
+  {{- else if and (kindIs "slice" $value) (kindIs "slice" $old) (kindIs "map" (first $value)) -}}
+    {{- $by := ternary "mountPath" "name" (eq $key "volumeMounts") -}}
+    {{- $patches := dict -}}
+    {{- range $one := $value }}{{ $_ := set $patches (get $one $by) $one }}{{ end -}}
+    {{- $items := list -}}
+    {{- range $item := $old -}}
+      {{- $patch := get $patches (get $item $by) -}}
+      {{- $_ := unset $patches (get $item $by) -}}
+      {{- if not $patch -}}
+        {{- $items = append $items $item -}}
+      {{- else if ne (get $patch "$patch") "delete" -}}
+        {{- include "gpushare-agent.merge" (dict "into" $item "patch" $patch) -}}
+        {{- $items = append $items $item -}}
+      {{- end -}}
+    {{- end -}}
+    {{- range $one := $value -}}
+      {{- if hasKey $patches (get $one $by) }}{{ $items = append $items $one }}{{ end -}}
+    {{- end -}}
+    {{- $_ := set $into $key $items -}}
+  {{- else -}}
+    {{- $_ := set $into $key $value -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* The objects as YAML, with Helm's labels. A pod template gets none: it would start every pod anew at each version of the
+chart. Arguments: root, objects. */ -}}
+{{- define "gpushare-agent.show" -}}
+{{- $root := .root -}}
+{{- range $key, $object := .objects }}
+---
+{{- $labels := dict "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version) }}
+{{- $_ := set $labels "app.kubernetes.io/managed-by" $root.Release.Service }}
+{{- $_ := set $labels "app.kubernetes.io/instance" $root.Release.Name }}
+{{- include "gpushare-agent.merge" (dict "into" $object "patch" (dict "metadata" (dict "labels" $labels))) }}
+{{ toYaml $object }}
+{{- end }}
+{{- end -}}

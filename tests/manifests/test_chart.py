@@ -1,0 +1,272 @@
+"""The Helm chart installs what kustomize does for the same choices, and refuses values that are misspelt or do not fit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from gpushare_agent import __version__
+from tests.support_chart import CHART, NAMESPACE, Objects, chart_objects, helm, kustomize_objects, template
+from tests.support_manifests import MANIFESTS
+
+Values = dict[str, Any]
+ON = {"enabled": True}
+SCHEDULER = {"scheduler": {"enabled": True, "image": {"tag": "v1.33.4"}}}
+
+CASES: dict[str, tuple[Values, list[str], list[str]]] = {
+    "base": ({}, ["base"], []),
+    "simulated": ({"simulated": ON}, ["overlays/simulated"], []),
+    "vcuda": ({"isolation": "vcuda"}, ["base"], ["vcuda"]),
+    "mps": ({"isolation": "mps", "mpsDaemon": {"enabled": False}}, ["base"], ["mps"]),
+    "mps-daemon": ({"isolation": "mps"}, ["base", "mps-daemon"], ["mps"]),
+    "none": ({"isolation": "none"}, ["base"], ["isolation-none"]),
+    "cgroup-v1": ({"isolation": "none", "hostPID": True}, ["base"], ["isolation-none", "cgroup-v1"]),
+    "without-host-pid": ({"hostPID": False}, ["base"], ["without-host-pid"]),
+    "driver-limits": (
+        {"isolation": "hami-core+driver", "driverLimits": {"setByAgent": True}},
+        ["base"],
+        ["driver-limits"],
+    ),
+    "driver-container": (
+        {"isolation": "vcuda", "vcuda": {"driverContainer": True, "pruneDriverVolume": True}},
+        ["base"],
+        ["vcuda", "driver-container", "prune-driver-volume"],
+    ),
+    "cdi": ({"deviceListStrategy": "cdi-cri"}, ["base"], ["cdi"]),
+    "dra": ({"dra": ON}, ["base"], ["dra"]),
+    "dra-whole-gpus": ({"dra": {"enabled": True, "wholeGpus": ON}}, ["base"], ["dra", "dra-whole-gpus"]),
+    "gpushare": ({"gpuMem": ON}, ["base"], ["gpushare"]),
+    "static-pods": (
+        {"staticPods": {"enabled": True, "selfSignedKubelet": True}},
+        ["base"],
+        ["static-pods", "static-pods-self-signed"],
+    ),
+    "access": (
+        {"cleanupRejectedPods": False, "nodeFacts": False, "networkPolicy": ON},
+        ["base"],
+        ["without-cleanup", "without-node-facts", "network-policy"],
+    ),
+    "sockets": (
+        {"displaySocket": ON, "runtimeSocket": ON, "wholeKubeletDirectory": True},
+        ["base"],
+        ["display-socket", "runtime-socket", "whole-kubelet-directory"],
+    ),
+    "monitoring": ({"prometheusOperator": ON}, ["base"], ["prometheus-operator"]),
+    "resize": ({"resizePolicy": ON}, ["base", "resize"], []),
+    "extender": ({"extender": ON}, ["base", "extender"], []),
+    "extender-all": (
+        {"extender": {"enabled": True, "claimsWebhook": ON, "networkPolicy": ON, **SCHEDULER}},
+        ["base", "extender", "extender/second-scheduler"],
+        ["../extender/components/claims-webhook", "../extender/components/network-policy"],
+    ),
+    "extender-without-tls": (
+        {"extender": {"enabled": True, "tls": {"enabled": False}}},
+        ["base", "extender"],
+        ["../extender/components/without-tls"],
+    ),
+}
+"""Values, and the same choice as `resources:` and `components:` (below manifests/components) of a kustomization."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_chart_installs_what_kustomize_does(name: str, tmp_path: Path) -> None:
+    """Objects, roles, specs and settings; Helm's labels and the names of ConfigMaps aside."""
+    values, resources, components = CASES[name]
+    expected = kustomize_objects(tmp_path, *resources, components=[f"components/{one}" for one in components])
+    found = chart_objects(values, tmp_path)
+    del found["Job", "gpushare-check"]
+    assert found["ConfigMap", "gpushare-agent"]["data"]["settings.yaml"]["log"].pop("level") == "info"
+    assert found.keys() == expected.keys()
+    for key, one in expected.items():
+        assert found[key] == one, key
+
+
+def test_helm_test_runs_the_check_of_the_manifests(tmp_path: Path) -> None:
+    """As a hook, on any node of the agents and not on a named one."""
+    agent = _pod(chart_objects({}, tmp_path)["DaemonSet", "gpushare-agent"])
+    job = chart_objects({}, tmp_path)["Job", "gpushare-check"]
+    assert job["metadata"].pop("annotations")["helm.sh/hook"] == "test"
+    assert _pod(job).pop("nodeSelector") == agent["nodeSelector"]
+    (expected,) = _job_of_check(tmp_path)
+    assert _pod(expected).pop("nodeName")
+    for volume in _pod(expected)["volumes"]:
+        if "configMap" in volume:
+            volume["configMap"]["name"] = "gpushare-agent"
+    assert job == expected
+
+
+def _job_of_check(folder: Path) -> list[dict[str, Any]]:
+    objects = kustomize_objects(folder, "base", "check")
+    return [one for (kind, _), one in objects.items() if kind == "Job"]
+
+
+def _pod(one: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = one["spec"]["template"]["spec"]
+    return found
+
+
+def test_the_check_has_the_variables_and_mounts_of_the_agent(tmp_path: Path) -> None:
+    """Whatever is chosen: it is the agent's own pod with another command."""
+    objects = chart_objects({"simulated": ON, "env": [{"name": "GPUSHARE_X", "value": "1"}]}, tmp_path)
+    (agent,), (check,) = (
+        _pod(objects[key])["containers"] for key in (("DaemonSet", "gpushare-agent"), ("Job", "gpushare-check"))
+    )
+    assert check["command"] == ["gpushare-agent", "check"]
+    assert {key: agent[key] for key in ("env", "image", "volumeMounts")}.items() <= check.items()
+
+
+def test_the_values_reach_their_places(tmp_path: Path) -> None:
+    """Those that are no component's."""
+    toleration = {"key": "nvidia.com/gpu", "operator": "Exists"}
+    values: Values = {
+        "image": {"repository": "example.test/agent", "tag": "9", "pullPolicy": "Always"},
+        "imagePullSecrets": [{"name": "pull"}],
+        "isolation": "mps+driver",
+        "deviceListStrategy": ["cdi-annotations", "device-nodes"],
+        "dra": {"enabled": True, "gpus": ["0", "1"], "wholeGpus": {"enabled": True, "resourceName": "a.test/gpu"}},
+        "runtimeSocket": {"enabled": True, "directory": "/run/crio"},
+        "logLevel": "debug",
+        "settings": {
+            "placement": {"share_policy": "spread"},
+            "web": {"addr": "::"},
+            "resources": {"vcore": "a.test/c"},
+        },
+        "env": [{"name": "GPUSHARE_ISOLATION", "value": "auto"}],
+        "networkPolicy": {"enabled": True, "prometheusNamespace": "metrics"},
+        "prometheusOperator": {"enabled": True, "labels": {"release": "prometheus"}},
+        "tolerations": [toleration],
+        "runtimeClassName": "",
+        "updateStrategy": {"type": "OnDelete"},
+        "podAnnotations": {"a": "b"},
+        "gpuMem": ON,
+        "extender": {"enabled": True, "tls": {"enabled": False}, "settings": {"log": {"level": "debug"}}, **SCHEDULER},
+    }
+    objects = chart_objects(values, tmp_path)
+    agent = objects["DaemonSet", "gpushare-agent"]
+    (container,) = _pod(agent)["containers"]
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    assert (container["image"], container["imagePullPolicy"]) == ("example.test/agent:9", "Always")
+    assert variables["GPUSHARE_ISOLATION"] == "auto", "what the user sets goes before all"
+    assert variables["GPUSHARE_DEVICE_LIST_STRATEGY"] == "cdi-annotations,device-nodes"
+    assert variables["GPUSHARE_DRA__GPUS"] == "0,1"
+    assert {"/var/run/cdi", "/run/crio", "/run/gpushare-mps"} <= {one["mountPath"] for one in container["volumeMounts"]}
+    assert "/run/crio" in [one.get("hostPath", {}).get("path") for one in _pod(agent)["volumes"]]
+    assert agent["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    assert agent["spec"]["template"]["metadata"]["annotations"] == {"a": "b"}
+    for kind in ("gpushare-agent", "gpushare-mps"):
+        pod = _pod(objects["DaemonSet", kind])
+        assert (pod["tolerations"], pod["imagePullSecrets"]) == ([toleration], [{"name": "pull"}])
+        assert "runtimeClassName" not in pod
+    settings = objects["ConfigMap", "gpushare-agent"]["data"]["settings.yaml"]
+    assert (settings["web"], settings["log"]) == ({"addr": "::"}, {"format": "json", "level": "debug"})
+    assert objects["DeviceClass", "whole.gpushare-agent"]["spec"]["extendedResourceName"] == "a.test/gpu"
+    assert "metrics" in json.dumps(objects["NetworkPolicy", "gpushare-agent"]["spec"])
+    for kind in ("PodMonitor", "PrometheusRule"):
+        assert objects[kind, "gpushare-agent"]["metadata"]["labels"]["release"] == "prometheus"
+    _extender_counts_as_the_agents(objects)
+
+
+def _extender_counts_as_the_agents(objects: Objects) -> None:
+    """It has their settings, and its scheduler asks it about the same resources, without TLS."""
+    settings = objects["ConfigMap", "gpushare-agent-extender-settings"]["data"]["settings.yaml"]
+    assert settings["placement"] == {"share_policy": "spread"}
+    assert (settings["gpushare"], settings["resources"]) == (ON, {"vcore": "a.test/c"})
+    assert settings["log"] == {"format": "json", "level": "debug"}
+    (asked,) = objects["ConfigMap", "gpushare-scheduler-settings"]["data"]["scheduler.yaml"]["extenders"]
+    assert asked["urlPrefix"].startswith("http://") and "tlsConfig" not in asked
+    assert "aliyun.com/gpu-mem" in [one["name"] for one in asked["managedResources"]]
+    pod = _pod(objects["Deployment", "gpushare-scheduler"])
+    assert [one["name"] for one in pod["volumes"]] == ["settings"]
+    assert pod["containers"][0]["image"] == "registry.k8s.io/kube-scheduler:v1.33.4"
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"isolaton": "none"}, "isolaton"),
+        ({"image": {"tga": "1"}}, "tga"),
+        ({"extender": {"scheduler": {"replica": 1}}}, "replica"),
+        ({"isolation": "hamicore"}, "isolation"),
+        ({"dra": {"gpus": "all"}}, "dra.gpus"),
+        ({"tolerations": [{"operater": "Exists"}]}, "operater"),
+        ({"settings": {"isolation": "mps"}}, "use the value `isolation`"),
+        ({"displaySocket": ON, "settings": {"display": {"socket": "/x"}}}, "settings.display.socket has no effect"),
+        ({"simulated": ON, "isolation": "mps"}, "leave `isolation` out"),
+        ({"simulated": ON, "hostPID": False}, "not with `hostPID: false`"),
+        ({"vcuda": {"driverContainer": True}}, "isolation: vcuda"),
+        ({"driverLimits": {"setByAgent": True}}, "hami-core+driver"),
+        ({"dra": {"wholeGpus": ON}}, "dra.enabled"),
+        ({"staticPods": {"selfSignedKubelet": True}}, "staticPods.enabled"),
+        ({"extender": {"claimsWebhook": ON}}, "extender.enabled"),
+        ({"extender": ON, "nodeFacts": False}, "nodeFacts"),
+        ({"extender": {"enabled": True, "claimsWebhook": ON, "tls": {"enabled": False}}}, "extender.tls.enabled"),
+    ],
+)
+def test_values_that_are_misspelt_or_do_not_fit_are_refused_by_name(values: Values, named: str, tmp_path: Path) -> None:
+    """Before anything is installed."""
+    done = template(values, tmp_path)
+    assert done.returncode != 0
+    assert named in done.stderr
+
+
+def test_the_chart_may_be_installed_in_any_namespace(tmp_path: Path) -> None:
+    """The policies name the service accounts of the release's namespace."""
+    values = {"dra": ON, "isolation": "mps", "resizePolicy": ON, "networkPolicy": ON, "prometheusOperator": ON}
+    values |= {"extender": {"enabled": True, "claimsWebhook": ON, "networkPolicy": ON, **SCHEDULER}}
+    done = template(values, tmp_path, namespace="gpus")
+    assert done.returncode == 0, done.stderr
+    assert "system:serviceaccount:gpus:gpushare-agent-extender" in done.stdout
+    left = [line for line in done.stdout.splitlines() if NAMESPACE in line]
+    assert [line for line in left if "kubectl -n gpushare-system" not in line] == [], "but for an alert's advice"
+
+
+def test_lint_finds_nothing() -> None:
+    """But that there is no icon."""
+    done = helm("lint", CHART, "--strict")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith(("[WARNING]", "[ERROR]"))] == []
+
+
+def test_every_value_has_a_default_and_a_place_in_the_schema() -> None:
+    """So a name is in both or in none."""
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    jsonschema.Draft7Validator.check_schema(schema)
+    jsonschema.Draft7Validator(schema).validate(values)
+    assert schema["properties"].pop("global") == {"type": "object"}, "Helm's own"
+    _same_names(schema, values, schema["definitions"])
+
+
+def _same_names(schema: Values, values: Values, definitions: Values) -> None:
+    """Free and Kubernetes' own maps are values as a whole."""
+    assert schema["additionalProperties"] is False
+    assert schema["properties"].keys() == values.keys()
+    for name, below in schema["properties"].items():
+        is_kubernetes = "$ref" in below or name in ("affinity", "updateStrategy")
+        if below.get("properties") and not is_kubernetes:
+            _same_names(below, values[name], definitions)
+
+
+def test_the_readme_has_the_table_of_values() -> None:
+    """Made from the comments of values.yaml; each has a default that the table shows."""
+    path = CHART.parent / "values_table.py"
+    spec = importlib.util.spec_from_file_location("values_table", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = (CHART / "README.md").read_text(encoding="utf-8")
+    assert module.readme_with_table(text) == text, "python3 charts/values_table.py --write"
+
+
+def test_the_chart_has_the_projects_version() -> None:
+    """In its own spelling, for a chart's version is a semantic one: 2.0.0a1 is 2.0.0-alpha.1."""
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert chart["appVersion"] == __version__
+    assert chart["version"].replace("-alpha.", "a").replace("-beta.", "b").replace("-rc.", "rc") == __version__
+    assert (CHART / "manifests").resolve() == MANIFESTS.resolve()
