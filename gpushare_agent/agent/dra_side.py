@@ -126,7 +126,7 @@ def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
     )
     waker = None
     if settings.dra.wake_pods:
-        waker = PodWaker(driver=DRIVER, pool=pool, pod=state.store.get, is_answered=claims.is_answered)
+        waker = PodWaker(driver=DRIVER, pool=pool, pod=state.store.get, claims=claims)
     health, plugin = DeviceHealth(lambda: state.gpus().gpus, pool), DraPlugin(claims, ready, pool)
     publisher = SlicePublisher(
         driver=DRIVER, node_name=pool, wanted=lambda: _devices(state, isolation, mine()) if ready.is_set() else None

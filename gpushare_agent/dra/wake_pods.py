@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol
 import structlog
 
 from gpushare_agent.dra.decisions.claim import read_claim
+from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound
 from gpushare_agent.model.names import PodUid
@@ -35,6 +36,12 @@ MOST_S = 30.0
 PER_SECOND = 20.0
 POLL_S = 0.5
 GET_TIMEOUT_S = 5.0
+
+
+class Claims(Protocol):
+    @property
+    def prepared(self) -> Mapping[str, PreparedClaim]: ...
+    def is_answered(self, uid: str) -> bool: ...
 
 
 class WakeApi(Protocol):
@@ -59,13 +66,13 @@ class PodWaker:
         driver: str,
         pool: str,
         pod: Callable[[PodUid], Pod | None],
-        is_answered: Callable[[str], bool],
+        claims: Claims,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver = driver
         self._pool = pool
         self._pod = pod
-        self._is_answered = is_answered
+        self._claims = claims
         self._clock = clock
         self._waiting: dict[PodUid, _Waiting] = {}
         self._has_waiting = asyncio.Event()
@@ -108,14 +115,16 @@ class PodWaker:
             log.debug("pod_not_woken", namespace=pod.namespace, pod=pod.name, error=str(e))
 
     async def _needs_call(self, api: WakeApi, pod: Pod) -> bool:
-        """A claim of another driver alone is none of ours to hurry."""
-        for name in sorted(set(pod.claims.values())):
+        """A claim of another driver alone is none of ours to hurry. One that is prepared for the pod is not read: of a burst
+        most pods start long after their claims are prepared."""
+        prepared = {one.ref.name for one in self._claims.prepared.values() if pod.uid in one.users}
+        for name in sorted(set(pod.claims.values()) - prepared):
             raw = await api.get_claim(pod.namespace, name, timeout_s=GET_TIMEOUT_S)
             try:
                 claim = read_claim(raw, driver=self._driver, pool=self._pool)
             except Corrupt:
                 continue
-            if not self._is_answered(claim.ref.uid):
+            if not self._claims.is_answered(claim.ref.uid):
                 return True
         return False
 
