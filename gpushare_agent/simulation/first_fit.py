@@ -6,7 +6,7 @@ here that takes no time. Of the nodes where a claim fits, the score is as withou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 from gpushare_agent.extender.values import ClusterNode
@@ -74,9 +74,8 @@ class FirstFit:
 
     def _add(self, name: str, shares: Sequence[Share], sign: int) -> None:
         for share in shares:
-            consumed: Mapping[str, int] = share.consumed or {}
-            device = self._used[name].setdefault(share.device.key, dict.fromkeys(consumed, 0))
-            for capacity, amount in consumed.items():
+            device = self._used[name].setdefault(share.device.key, dict.fromkeys(share.consumed, 0))
+            for capacity, amount in share.consumed.items():
                 device[capacity] += sign * amount
 
     def _device(self, node: ClusterNode, index: int) -> Device:
@@ -88,7 +87,6 @@ class FirstFit:
                 _CORES: Capacity(value=CORES_PER_GPU, default=CORES_PER_GPU, steps=(0, CORES_PER_GPU, 1)),
                 _MEMORY: Capacity(value=blocks, default=blocks, steps=(1, blocks, 1)),
             },
-            is_shareable=True,
         )
 
 

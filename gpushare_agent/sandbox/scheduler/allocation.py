@@ -22,12 +22,11 @@ Used = Mapping[DeviceKey, Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Whole numbers. `steps` are (least, most, step) of a range, `values` what alone can be asked."""
+    """Whole numbers. `steps` are (least, most, step) of what can be asked, None for anything."""
 
     value: int
     default: int
     steps: tuple[int, int, int] | None = None
-    values: tuple[int, ...] = ()
     is_binary: bool = False
     """Written with Ki, Mi, Gi."""
 
@@ -35,8 +34,6 @@ class Capacity:
         """None where the policy has nothing so large."""
         if asked is None:
             return self.default
-        if self.values:
-            return min((value for value in self.values if value >= asked), default=None)
         if self.steps is None:
             return asked
         least, most, step = self.steps
@@ -52,7 +49,6 @@ class Device:
     view: DeviceView
     capacity: Mapping[str, Capacity] = field(default_factory=dict)
     taints: tuple[Mapping[str, Any], ...] = ()
-    is_shareable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +85,11 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A result. `consumed` is None of a device that is not shareable."""
+    """A result: what it consumes of each capacity of the device."""
 
     request: str
     device: Device
-    consumed: Mapping[str, int] | None
+    consumed: Mapping[str, int]
     tolerations: tuple[Mapping[str, Any], ...] = ()
 
 
@@ -150,13 +146,7 @@ class _Search:
             tolerates(option.tolerations, taint) for taint in device.taints
         ):
             return None
-        picked = [share.consumed or {} for _, share in self.picked if share.device.key == device.key]
-        if not device.is_shareable:
-            has_room = not picked and device.key not in self._used
-            is_large_enough = all(device.capacity[name].value >= amount for name, amount in asked.items())
-            if not has_room or not is_large_enough:
-                return None
-            return Share(request=option.name, device=device, consumed=None, tolerations=option.tolerations)
+        picked = [share.consumed for _, share in self.picked if share.device.key == device.key]
         taken = [self._used.get(device.key, {}), *picked]
         consumed: dict[str, int] = {}
         for name, capacity in device.capacity.items():

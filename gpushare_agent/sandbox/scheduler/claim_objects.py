@@ -1,7 +1,7 @@
 """ResourceClaims, DeviceClasses and ResourceSlices as the API server has them, read into the values of allocation.py. Pure.
 
-What the sandbox does not do as a real scheduler is refused with a sentence: admin access, counters that devices share, and
-slices of other than single nodes, which no driver of this project publishes. Format: resource.k8s.io/v1.
+Devices are read as this project's driver publishes them: in slices of one node, each shareable, a capacity's policy a range.
+Admin access is refused with a sentence. Format: resource.k8s.io/v1.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ def _device(raw: Mapping[str, Any], driver: str, pool: str) -> Device:
         view=DeviceView(driver=driver, attributes=attributes, capacity=sizes),
         capacity=capacity,
         taints=tuple(raw.get("taints") or ()),
-        is_shareable=bool(raw.get("allowMultipleAllocations")),
     )
 
 
@@ -78,7 +77,6 @@ def _capacity(raw: Mapping[str, Any]) -> Capacity:
         value=value,
         default=_number(policy.get("default", value)),
         steps=steps,
-        values=tuple(map(_number, policy.get("validValues") or ())),
         is_binary=str(raw["value"]).endswith("i"),
     )
 
@@ -207,8 +205,6 @@ def _result(share: Share) -> dict[str, Any]:
     result: dict[str, Any] = {"request": share.request, "driver": driver, "pool": pool, "device": device}
     if share.tolerations:
         result["tolerations"] = list(share.tolerations)
-    if share.consumed is None:
-        return result
     amounts = {
         name.removeprefix(f"{driver}/"): _quantity(amount, is_binary=share.device.capacity[name].is_binary)
         for name, amount in share.consumed.items()
