@@ -1,4 +1,4 @@
-"""Prepared claims: books them in the ledger, prepares the host, writes their CDI specs, and ends them.
+"""Prepared claims: enters them in the ledger, prepares the host, writes their CDI specs, and ends them.
 
 An error costs the pod 60 to 90 s, for the kubelet tries again only then: what will come soon is waited for inside the call,
 `wait_s` at most. The record is written last and before the answer, so whatever is recorded is whole, and a call that is
@@ -118,8 +118,8 @@ class Claims:
         return self._prepared
 
     async def restore(self) -> None:
-        """Books what an earlier agent has recorded, and puts back specs that a reboot has removed. Raises Unavailable: the
-        records cannot be read."""
+        """Enters in the ledger what an earlier agent has recorded, and puts back specs that a reboot has removed. Raises
+        Unavailable: the records cannot be read."""
         for claim in await self._in_thread(self._files.load, "reading the claims' records"):
             self._book(claim)
             try:
@@ -187,7 +187,7 @@ class Claims:
                 is_saving = True
                 await self._in_thread(partial(self._files.save, made), f"recording claim {ref.name}")
         except BaseException as e:
-            # Cut off while saving, the record is written all the same and the next agent books it: so it stays booked.
+            # Cut off while saving, the record is written all the same and the next agent reads it: so it stays booked.
             if not is_saving or not isinstance(e, asyncio.CancelledError):
                 self._release(ref.uid)
             if isinstance(e, AgentError):

@@ -2,7 +2,7 @@
 
 Kubelet, scheduler and API server are the sandbox's; the agent's claims, records, CDI specs, slice and sockets are the real
 ones, in this process. Its kill is a cancellation that lets the files be as they are; the next agent has nothing else. The
-device plugins are their ledger entries: admission decides and books in one step, as here.
+device plugins are their ledger entries: admission decides and commits in one step, as here.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ kubelet's file dra_manager_state does.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +66,9 @@ class ClaimRecord:
 
 ClaimRecords = dict[str, ClaimRecord]
 """By claim UID."""
+DraCalls = deque[tuple[str, tuple[str, ...]]]
+"""The last calls to drivers: method, claims' names."""
+MAX_DRA_CALLS = 1000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +81,7 @@ class _Driver:
 
 
 class DraManager:
-    """One per start of the kubelet; `boot` numbers the starts. `calls` notes each call: method, claims' names."""
+    """One per start of the kubelet; `boot` numbers the starts."""
 
     def __init__(
         self,
@@ -88,7 +92,7 @@ class DraManager:
         records: ClaimRecords,
         boot: int,
         times: KubeletTimes,
-        calls: list[tuple[str, tuple[str, ...]]],
+        calls: DraCalls,
     ) -> None:
         self._registry = registry
         self._node_name = node_name

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import stat
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from gpushare_agent.sandbox.kubelet.boot import KubeletBoot
 from gpushare_agent.sandbox.kubelet.calls import CallLog
 from gpushare_agent.sandbox.kubelet.device_manager import DeviceManager
 from gpushare_agent.sandbox.kubelet.device_records import CHECKPOINT_NAME, DeviceRecord
-from gpushare_agent.sandbox.kubelet.dra_manager import ClaimRecords, DraManager
+from gpushare_agent.sandbox.kubelet.dra_manager import MAX_DRA_CALLS, ClaimRecords, DraCalls, DraManager
 from gpushare_agent.sandbox.kubelet.pod_worker import KnownPod
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
 from gpushare_agent.sandbox.state_directory import NodePaths
@@ -57,8 +58,7 @@ class EmbeddedKubelet:
         self._times = times or KubeletTimes()
         self.claims: ClaimRecords = {}
         """Prepared claims, over all starts."""
-        self.dra_calls: list[tuple[str, tuple[str, ...]]] = []
-        """Calls to DRA drivers: method, claims' names."""
+        self.dra_calls: DraCalls = deque(maxlen=MAX_DRA_CALLS)
         self._boots = 0
         for path in (paths.device_plugin_path, paths.pod_resources_socket.parent, paths.plugin_registry):
             path.mkdir(parents=True, exist_ok=True)

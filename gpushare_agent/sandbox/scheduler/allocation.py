@@ -120,7 +120,7 @@ class _Search:
 
     def _option(self, position: int, number: int, option: Option) -> bool:
         suitable = [device for device in self._devices if option.selects(device)]
-        if option.count is None:  # all that have room, as measured
+        if option.count is None:  # all that have enough free, as measured
             suitable = [device for device in suitable if self._share(device, option) is not None]
         count = len(suitable) if option.count is None else option.count
         return count > 0 and self._pick(position, number, option, suitable, count)
@@ -140,7 +140,7 @@ class _Search:
         return False
 
     def _share(self, device: Device, option: Option) -> Share | None:
-        """None where the device has no room."""
+        """None where the device has not so much free."""
         asked = {name if "/" in name else f"{device.key[0]}/{name}": amount for name, amount in option.asked.items()}
         if not asked.keys() <= device.capacity.keys() or not all(
             tolerates(option.tolerations, taint) for taint in device.taints
