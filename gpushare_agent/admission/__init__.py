@@ -9,5 +9,5 @@ API server, and refuses in doubt. decisions/ is pure.
 
 Others import: admission, allocation_cache, container_starts, decision_log, decisions.annotations, decisions.claim_users,
 decisions.container_edits, decisions.ledger, decisions.resize, decisions.reuse, device_tables, garbage_collection,
-identification, outcomes, pending, pod_processes, rejected_pods, resize_file, resizing.
+identification, outcomes, pending, pod_processes, rejected_pods, resize_file, resize_reports, resizing.
 """

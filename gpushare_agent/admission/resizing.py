@@ -9,16 +9,17 @@ starts one. In a round, in this order:
 4. Let the isolations enforce it, again in each new container: it begins with what Allocate answered.
 5. Book less where what was given back is neither in use nor can be used. Then once more from 1: others may grow into it.
 
-State owned: what is in the file, what is enforced since when, what was reported. The sizes themselves belong to the
-allocation cache. The annotation's grammar and every decision: decisions/resize.py. Who may write it: docs/resize.md.
+State owned: what is in the file, and what is enforced since when. The sizes themselves belong to the allocation cache, what
+was reported to resize_reports.py. The annotation's grammar and every decision: decisions/resize.py. Who may write it:
+docs/resize.md.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import structlog
@@ -30,30 +31,25 @@ from gpushare_agent.admission.decisions.resize import (
     ResizeReason,
     ResizeRefused,
     WantedSize,
-    bounded_status,
     claim_refusal,
     decide_resize,
-    describe,
     enforced,
     is_resizable,
     kept_size,
     mode_refusal,
     parse_resize,
-    shown_name,
-    status_text,
     target_of,
     unknown_containers,
 )
 from gpushare_agent.admission.resize_file import MAX_SHARES, ResizeFile
-from gpushare_agent.cluster.events import PodEvents
-from gpushare_agent.cluster.pod_annotations import PodAnnotations
+from gpushare_agent.admission.resize_reports import FindsPods, Observer, ResizeReports, ResizeRound
 from gpushare_agent.isolation import Isolation
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION, PodUid
+from gpushare_agent.model.names import RESIZE_ANNOTATION
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.usage import UsageRound
 
@@ -65,17 +61,11 @@ PAUSE_S = 0.5
 """Between two rounds in any case: each may write the file."""
 SETTLED_S = 1.0
 """An allocation that a library allowed a moment before its limit was lowered is in the driver's numbers after that."""
-EVENT_PAUSE_S = 5.0
-"""Between two Events of one pod: who may write an annotation may write it often."""
-MAX_REPORTED = 1024
-RESIZED = "ShareResized"
-RESIZE_REFUSED = "ShareResizeRefused"
 
 
-class Pods(Protocol):
+class Pods(FindsPods, Protocol):
     @property
     def is_synced(self) -> bool: ...
-    def get(self, uid: PodUid) -> Pod | None: ...
 
 
 class Enforcement(Protocol):
@@ -86,44 +76,6 @@ class Enforcement(Protocol):
         """Make the share's limits what they are to be. Why they are not (yet), empty where they are. Raises AgentError."""
 
 
-class Observer(Protocol):
-    def resized(self, pod: Pod, detail: str) -> None: ...
-    def resize_refused(self, pod: Pod, detail: str) -> None: ...
-    def resize_status(self, pod: Pod, status: str | None) -> None: ...
-
-
-class ResizeReporter:
-    """To the pod's Events and annotations; of a claim, which comes as a pod, to those of the pods that use it. State owned:
-    of each pod its own status and its claims'."""
-
-    def __init__(
-        self, annotations: PodAnnotations, events: PodEvents, using: Callable[[PodUid], Sequence[Pod]]
-    ) -> None:
-        self._annotations = annotations
-        self._events = events
-        self._using = using
-        self._parts: dict[PodUid, dict[PodUid, str]] = {}
-
-    def resized(self, pod: Pod, detail: str) -> None:
-        for user in self._using(pod.uid):
-            self._events.noted(user, RESIZED, detail)
-
-    def resize_refused(self, pod: Pod, detail: str) -> None:
-        for user in self._using(pod.uid):
-            self._events.warned(user, RESIZE_REFUSED, detail)
-
-    def resize_status(self, pod: Pod, status: str | None) -> None:
-        for uid in [uid for uid in self._parts if not self._using(uid)]:
-            del self._parts[uid]
-        for user in self._using(pod.uid):
-            parts = self._parts.setdefault(user.uid, {})
-            parts.pop(pod.uid, None)
-            if status is not None:
-                parts[pod.uid] = status
-            entries = [entry for uid in sorted(parts) for entry in parts[uid].split(";")]
-            self._annotations.resize_status(user, bounded_status(entries))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Enforced:
     """What the isolation enforces in which container, and since when, in seconds since the epoch."""
@@ -131,16 +83,6 @@ class _Enforced:
     target: ShareSize
     instance: str
     since: float
-
-
-@dataclass(slots=True)
-class _Round:
-    """What one round found: why shares keep their sizes, which are not enforced yet, and containers that annotations name
-    and their pods do not have."""
-
-    refused: dict[ContainerKey, ResizeRefused] = field(default_factory=dict)
-    unknown: dict[PodUid, str] = field(default_factory=dict)
-    unenforced: dict[ContainerKey, str] = field(default_factory=dict)
 
 
 class ShareResizing:
@@ -166,8 +108,6 @@ class ShareResizing:
         self._policy = policy
         self._file = file
         self._enforcement = enforcement
-        self._observer = observer
-        self._clock = clock
         self._wall_clock = wall_clock
         self._saved: Mapping[ContainerKey, ResizedShare] = {}
         self._usage: UsageRound | None = None
@@ -176,9 +116,7 @@ class ShareResizing:
         self._is_due = asyncio.Event()
         self._has_refused = False
         self._save_failure = ReportOnce()
-        self._reported_refusals = ReportOnce(MAX_REPORTED)
-        self._reported_sizes = ReportOnce(MAX_REPORTED)
-        self._reported_at: dict[PodUid, float] = {}
+        self._reports = ResizeReports(cache=cache, pods=pods, policy=policy, observer=observer, clock=clock)
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
         """For UsageSampling.subscribe."""
@@ -225,7 +163,7 @@ class ShareResizing:
     async def reconcile(self) -> None:
         """One round. A share that cannot be enforced does not stop the others."""
         self._forget_gone()
-        found = _Round()
+        found = ResizeRound()
         for _ in range(2):
             found = self._decide()
             await self._save_and_grant()
@@ -234,7 +172,7 @@ class ShareResizing:
         await self._save_and_grant()
         self._has_refused = bool(found.refused or found.unknown)
         if self._pods.is_synced:
-            self._report(found)
+            self._reports.report(found)
 
     # --- 1: decide ---
 
@@ -249,9 +187,9 @@ class ShareResizing:
             if pod is None or pod.is_terminal:
                 self._cache.forget_resized(key)
 
-    def _decide(self) -> _Round:
+    def _decide(self) -> ResizeRound:
         """Books every change that may be; why the others may not. Shares that shrink come first, others may grow then."""
-        found = _Round()
+        found = ResizeRound()
         candidates: list[tuple[Allocation, Pod, WantedSize]] = []
         for allocation in self._cache:
             pod = self._pods.get(allocation.key.pod_uid)
@@ -325,7 +263,7 @@ class ShareResizing:
 
     # --- 4 and 5: enforce, and book less ---
 
-    async def _enforce(self, found: _Round) -> bool:
+    async def _enforce(self, found: ResizeRound) -> bool:
         """Whether less is booked than before. What is enforced in the container that runs now, and booked as it is, is left
         alone."""
         is_less = False
@@ -376,62 +314,6 @@ class ShareResizing:
         if gpu is None or gpu.processes is None or use is None or use.memory_bytes is None:
             return False
         return use.memory_bytes <= (share.target.memory * self._policy.names.unit_mib(share.kind)) << 20
-
-    # --- reports ---
-
-    def _report(self, found: _Round) -> None:
-        uids = {key.pod_uid for key in (*self._cache.resized, *found.refused)} | found.unknown.keys()
-        for uid in [uid for uid in self._reported_at if self._pods.get(uid) is None]:
-            del self._reported_at[uid]
-        for uid in sorted(uids):
-            if (pod := self._pods.get(uid)) is not None:
-                self._report_pod(pod, found)
-        self._remove_status(uids)
-
-    def _report_pod(self, pod: Pod, found: _Round) -> None:
-        """The status always; an Event for each refusal and each size, once, and not too often."""
-        names = self._policy.names
-        text = pod.annotations.get(RESIZE_ANNOTATION, "")
-        allocations = self._cache.of_pod(pod.uid)
-        status = status_text(
-            allocations, self._cache.resized, {key: one.reason for key, one in found.refused.items()}, found.unenforced
-        )
-        if pod.annotations.get(RESIZE_STATUS_ANNOTATION) != status:
-            self._observer.resize_status(pod, status)
-        if self._clock() - self._reported_at.get(pod.uid, float("-inf")) < EVENT_PAUSE_S:
-            return
-        if (unknown := found.unknown.get(pod.uid)) is not None:
-            detail = f"{RESIZE_ANNOTATION} names a container {unknown}, which the pod does not have."
-            self._event_once(self._reported_refusals, f"{pod.uid}/", text, pod, detail, is_refusal=True)
-        for allocation in allocations:
-            key, subject = allocation.key, f"{pod.uid}/{allocation.key.container}"
-            share = self._cache.resized.get(key)
-            name = f"{'Container' if allocation.claim is None else 'Claim'} {shown_name(allocation, allocations)}"
-            if (refused := found.refused.get(key)) is not None:
-                detail = f"{name} keeps its share: {refused.detail}"
-                self._event_once(
-                    self._reported_refusals, subject, f"{text} {refused.reason}", pod, detail, is_refusal=True
-                )
-            elif key not in found.unenforced and share is not None:
-                self._reported_refusals.is_over(subject)
-                detail = f"{name} has {describe(allocation.size, share.kind, names)} now; allocated were"
-                detail = f"{detail} {describe(allocation.allocated_size, share.kind, names)}."
-                self._event_once(self._reported_sizes, subject, detail, pod, detail, is_refusal=False)
-
-    def _event_once(
-        self, reported: ReportOnce, subject: str, what: str, pod: Pod, detail: str, *, is_refusal: bool
-    ) -> None:
-        if not reported.is_new(what, subject):
-            return
-        self._reported_at[pod.uid] = self._clock()
-        (self._observer.resize_refused if is_refusal else self._observer.resized)(pod, detail)
-
-    def _remove_status(self, present: set[PodUid]) -> None:
-        for allocation in self._cache:
-            uid = allocation.key.pod_uid
-            pod = self._pods.get(uid) if uid not in present else None
-            if pod is not None and RESIZE_STATUS_ANNOTATION in pod.annotations:
-                self._observer.resize_status(pod, None)
 
 
 def _grows(candidate: tuple[Allocation, Pod, WantedSize]) -> tuple[bool, ContainerKey]:

@@ -22,7 +22,8 @@ from gpushare_agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.admission.pending import RefusedPods
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.admission.resize_file import ResizeFile
-from gpushare_agent.admission.resizing import ResizeReporter, ShareResizing
+from gpushare_agent.admission.resize_reports import ResizeReporter
+from gpushare_agent.admission.resizing import ShareResizing
 from gpushare_agent.agent.cluster_side import ClusterSide
 from gpushare_agent.agent.isolation_side import IsolationSide
 from gpushare_agent.agent.state import NodeState
