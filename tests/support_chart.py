@@ -23,13 +23,13 @@ ORDERED_BY = {"env": "name", "volumes": "name", "volumeMounts": "mountPath"}
 Objects = dict[tuple[str, str], dict[str, Any]]
 
 
-def helm(*arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def helm(*arguments: str | Path, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Helm of the variable HELM or of the PATH. Skips the test where there is none."""
     program = os.environ.get("HELM") or shutil.which("helm")
     if not program:
         pytest.skip("helm is not installed, and the variable HELM names none")
     command = [program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, input=stdin)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def template(values: dict[str, Any], folder: Path, namespace: str = NAMESPACE) -> subprocess.CompletedProcess[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.cluster import Cluster, KubectlError, Object
 from tests.e2e.installation import Installation
+from tests.e2e.release import open_release
 
 pytestmark = pytest.mark.e2e
 PAGE = Path(__file__).parents[2] / "docs/guide/uninstall.md"
@@ -19,9 +21,23 @@ def test_after_the_removal_only_what_the_guide_names_is_left(
     cluster: Cluster, installation: Installation, installed: Installation, namespace: str
 ) -> None:
     """Of objects, of the node's labels and annotations, and of files on the node. A pod with a share runs on."""
+    _nothing_else_is_left(cluster, installation, namespace, installation.remove)
+
+
+def test_after_the_removal_of_a_release_only_what_the_guide_names_is_left(
+    cluster: Cluster, installation: Installation, namespace: str, tmp_path: Path
+) -> None:
+    """Likewise with Helm."""
+    with open_release(cluster, installation, tmp_path) as release:
+        _nothing_else_is_left(cluster, installation, namespace, release.remove)
+
+
+def _nothing_else_is_left(
+    cluster: Cluster, installation: Installation, namespace: str, remove: Callable[[], None]
+) -> None:
     cluster.start(namespace, cluster.pod("share", 30, 4))
     container = _container(cluster, namespace)
-    installation.remove()
+    remove()
     assert _objects(cluster, namespace) == []
     node = cluster.node_object()["metadata"]
     assert not [key for key in {**node.get("labels", {}), **node.get("annotations", {})} if OURS.search(key)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import pytest
 
@@ -26,14 +27,14 @@ def _agents(cluster: Cluster) -> list[Object]:
     return cluster.items("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/name=gpushare-agent")
 
 
-def _without_rejection(cluster: Cluster, installed: Installation, namespace: str, *verbs: str) -> None:
-    """A burst of pods during the rollouts: all run, and the ledger has each of them."""
+def without_rejection(cluster: Cluster, installed: Installation, namespace: str, *changes: Callable[[], None]) -> None:
+    """A burst of pods during the rollouts that `changes` begin: all run, and the ledger has each of them."""
     cluster.wait_for("the agent has been Ready for some time", lambda: all(map(_is_settled, _agents(cluster))))
     names = [f"burst-{number}" for number in range(PODS)]
     half = PODS // 2
     cluster.apply(*(cluster.pod(name, 5, 2) for name in names[:half]), namespace=namespace)
-    for verb in verbs:
-        _rollout(cluster, verb)
+    for change in changes:
+        change()
     cluster.apply(*(cluster.pod(name, 5, 2) for name in names[half:]), namespace=namespace)
     installed.wait_ready()
     cluster.wait_phase(namespace, *names)
@@ -56,7 +57,7 @@ def test_a_rolling_update_during_a_burst_rejects_no_pod(
 ) -> None:
     """The new agent takes over from the old one while both run."""
     before = {pod["metadata"]["name"] for pod in _agents(cluster)}
-    _without_rejection(cluster, installed, namespace, "restart")
+    without_rejection(cluster, installed, namespace, partial(_rollout, cluster, "restart"))
     assert before.isdisjoint(pod["metadata"]["name"] for pod in _agents(cluster))
 
 
@@ -64,7 +65,9 @@ def test_an_update_that_is_taken_back_at_once_rejects_no_pod(
     cluster: Cluster, installed: Installation, namespace: str
 ) -> None:
     """The rollback finds an agent that stands by, or starts another one."""
-    _without_rejection(cluster, installed, namespace, "restart", "undo")
+    without_rejection(
+        cluster, installed, namespace, *(partial(_rollout, cluster, verb) for verb in ("restart", "undo"))
+    )
 
 
 def test_a_version_that_does_not_start_leaves_the_old_one_serving(

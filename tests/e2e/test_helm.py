@@ -1,0 +1,43 @@
+"""The chart on a cluster: installed, tested and upgraded with Helm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import Cluster
+from tests.e2e.installation import SYSTEM, Installation
+from tests.e2e.release import Release, open_release
+from tests.e2e.test_upgrade import without_rejection
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def release(cluster: Cluster, installation: Installation, tmp_path: Path) -> Iterator[Release]:
+    """In the place of the run's own installation."""
+    with open_release(cluster, installation, tmp_path) as release:
+        yield release
+
+
+def test_a_release_serves_shares_and_passes_its_own_test(
+    cluster: Cluster, installation: Installation, release: Release, namespace: str
+) -> None:
+    """`helm test` checks the node with the agent's own rights and mounts."""
+    cluster.start(namespace, cluster.pod("share", 40, 8))
+    ((cores, _, gpus),) = installation.wait_ledger(namespace, 1).values()
+    assert (cores, len(gpus)) == (40, 1)
+    assert "errors 0" in release.test()
+
+
+def test_an_upgrade_with_a_changed_value_rejects_no_pod(
+    cluster: Cluster, installation: Installation, release: Release, namespace: str
+) -> None:
+    """The changed settings roll the DaemonSet, and the agents hand over in the middle of a burst."""
+    before = set(installation.agents())
+    without_rejection(cluster, installation, namespace, lambda: release.upgrade(logLevel="debug"))
+    assert before.isdisjoint(installation.agents())
+    text = cluster.get("configmap", "gpushare-agent", "-n", SYSTEM)["data"]["settings.yaml"]
+    assert "level: debug" in text
