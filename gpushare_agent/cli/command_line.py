@@ -60,9 +60,13 @@ class Invocation:
         Raises:
             SettingsError: with every mistake.
         """
-        settings = self.load().settings
-        setup_logging(log_level or settings.log.level, settings.log.format)
-        return settings
+        return self.load_with_logs(log_level).settings
+
+    def load_with_logs(self, log_level: str | None = None) -> LoadedSettings:
+        """The same, with the sources."""
+        loaded = self.load()
+        setup_logging(log_level or loaded.settings.log.level, loaded.settings.log.format)
+        return loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from gpushare_agent.cli.command_line import (
 )
 from gpushare_agent.cli.node_commands import NODE_COMMANDS
 from gpushare_agent.cli.view_commands import view_commands
-from gpushare_agent.settings.foreign_variables import foreign_variables
+from gpushare_agent.settings.settings import LoadedSettings
 
 log = structlog.get_logger(__name__)
 
@@ -43,12 +43,21 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 
 
 def _run(call: Invocation) -> int:
-    settings = call.settings()
-    for name, instead in foreign_variables(call.environ).items():
-        log.warning("variable_without_effect", variable=name, instead=instead)
+    loaded = call.load_with_logs()
+    _log_foreign_keys(loaded)
     from gpushare_agent.agent.agent import run as run_agent
 
-    return run_app(run_agent(settings, reload=call.settings))
+    return run_app(run_agent(loaded.settings, reload=call.settings))
+
+
+def _log_foreign_keys(loaded: LoadedSettings) -> None:
+    """What became of the configuration of NVIDIA's plugin and of gpu-manager's variables: once, at the start."""
+    for key in loaded.foreign:
+        is_lost, text = loaded.outcome(key)
+        if is_lost:
+            log.warning("foreign_setting_without_effect", key=key.name, value=key.value, source=key.source, reason=text)
+        else:
+            log.info("foreign_setting_read", key=key.name, value=key.value, source=key.source, becomes=text)
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:

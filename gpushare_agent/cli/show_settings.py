@@ -11,18 +11,21 @@ from typing import Any, Literal
 
 from gpushare_agent.settings.reference import all_keys, markdown, text_of
 from gpushare_agent.settings.settings import NODE_NAME_SOURCES, LoadedSettings
+from gpushare_agent.settings.sources import ForeignKey
 
 
 def render(loaded: LoadedSettings, output: Literal["table", "json", "yaml", "markdown"]) -> str:
     """The text for `gpushare-agent config`, with its last line end."""
     match output:
         case "table":
-            return _table(loaded)
+            return _table(_settings_rows(loaded)) + (("\n" + _table(_foreign_rows(loaded))) if loaded.foreign else "")
         case "json":
             values = _plain_values(loaded)
-            document = {
+            document: dict[str, Any] = {
                 name: {"value": value, "source": loaded.sources[name]} for name, value in sorted(values.items())
             }
+            if loaded.foreign:
+                document["foreign"] = [_outcome(loaded, key) for key in loaded.foreign]
             return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
         case "yaml":
             return _yaml(loaded)
@@ -40,14 +43,31 @@ def _plain_values(loaded: LoadedSettings) -> dict[str, Any]:
     return found
 
 
-def _table(loaded: LoadedSettings) -> str:
-    rows = [("SETTING", "VALUE", "FROM")]
-    rows += [
-        (key.name, text_of(attrgetter(key.name)(loaded.settings)) or "-", loaded.sources[key.name])
-        for key in all_keys()
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}\n" for name, value, source in rows)
+def _outcome(loaded: LoadedSettings, key: ForeignKey) -> dict[str, Any]:
+    is_lost, text = loaded.outcome(key)
+    return {"key": key.name, "value": key.value, "source": key.source, "honoured": not is_lost, "becomes": text}
+
+
+def _settings_rows(loaded: LoadedSettings) -> list[tuple[str, ...]]:
+    values = ((key.name, text_of(attrgetter(key.name)(loaded.settings)) or "-") for key in all_keys())
+    return [("SETTING", "VALUE", "FROM"), *((name, value, loaded.sources[name]) for name, value in values)]
+
+
+def _foreign_rows(loaded: LoadedSettings) -> list[tuple[str, ...]]:
+    """The keys of NVIDIA's plugin and of gpu-manager."""
+    rows: list[tuple[str, ...]] = [("THEIR KEY", "VALUE", "FROM", "HERE")]
+    for key in loaded.foreign:
+        is_lost, text = loaded.outcome(key)
+        rows.append((key.name, key.value or "-", key.source, f"without effect: {text}" if is_lost else text))
+    return rows
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return "".join(
+        "  ".join([*(f"{text:<{width}}" for text, width in zip(row, widths, strict=False)), row[-1]]) + "\n"
+        for row in rows
+    )
 
 
 def _yaml(loaded: LoadedSettings) -> str:
@@ -65,4 +85,5 @@ def _yaml(loaded: LoadedSettings) -> str:
             lines.append(f"{section}:")
         value = json.dumps(values[key.name], ensure_ascii=False)
         lines.append(f"{'  ' if dot else ''}{leaf}: {value}  # {loaded.sources[key.name]}")
+    lines += ["# " + "; ".join(row) for row in _foreign_rows(loaded)] if loaded.foreign else []
     return "\n".join(lines) + "\n"

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from gpushare_agent.model.names import MAX_REPLICAS, NVIDIA_GPU_RESOURCE, SHARED_SUFFIX
 from gpushare_agent.settings.values import (
     MAX_NVIDIA_RESOURCE_NAME_CHARS,
+    OptionalPath,
     ResourceName,
     Section,
     check_resource_name,
@@ -55,6 +56,11 @@ class NvidiaSettings(Section):
     enabled: bool = Field(
         default=False,
         description="Offer them. false: nothing here is used, and NVIDIA's own device plugin may run for other GPUs.",
+    )
+    config: OptionalPath = Field(
+        default=None,
+        description="Configuration file of NVIDIA's device plugin (version: v1, YAML or JSON), whose variables"
+        " and flags are read too (docs/migration-nvidia.md). Settings of this agent win over it. Empty: none.",
     )
     resource: NvidiaName = Field(
         default=NVIDIA_GPU_RESOURCE, description="Resource whose unit is a GPU, or a replica of one. NVIDIA's name."

@@ -15,14 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from gpushare_agent.model.errors import AgentError
-from gpushare_agent.settings.reference import TEXTS, Key, all_keys
-from gpushare_agent.settings.sources import Layer, RawSetting, read_file, read_flags, read_variables
+from gpushare_agent.settings.gpu_manager import read_gpu_manager
+from gpushare_agent.settings.nvidia_plugin import read_nvidia, read_nvidia_file
+from gpushare_agent.settings.reference import TEXTS, Key, all_keys, text_of
+from gpushare_agent.settings.sources import ForeignKey, Layer, RawSetting, read_file, read_flags, read_variables
 from gpushare_agent.settings.tree import Settings
 
 NODE_NAME_SOURCES = ("variable NODE_NAME", "host name")
@@ -41,10 +44,24 @@ class SettingsError(AgentError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedSettings:
-    """The tree, and for every dotted key where its value came from ("flag --driver", "default", …)."""
+    """The tree, and for every dotted key where its value came from ("flag --driver", "default", …). `foreign` are the keys
+    of NVIDIA's plugin and of gpu-manager that were found, with what became of them."""
 
     settings: Settings
     sources: Mapping[str, str]
+    foreign: Sequence[ForeignKey] = ()
+
+    def outcome(self, key: ForeignKey) -> tuple[bool, str]:
+        """Whether something that the key asks for is not so, and what it sets or why it sets nothing."""
+        if not key.settings:
+            return key.is_lost, key.reason
+        actual = {name: text_of(attrgetter(name)(self.settings)) for name in key.settings}
+        others = [name for name, value in key.settings.items() if actual[name] != value]
+        texts = [
+            f"{name}={actual[name]} of {self.sources[name]} is in effect" if name in others else f"{name}={value}"
+            for name, value in key.settings.items()
+        ]
+        return bool(others), ", ".join(texts)
 
 
 def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> LoadedSettings:
@@ -53,10 +70,10 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> LoadedSett
     Raises:
         SettingsError: with every mistake found.
     """
-    layers = [read_flags(argv), read_variables(environ)]
-    path = next((layer.values["config"] for layer in layers if "config" in layer.values), None)
-    if path is not None and path.value:
+    layers = [read_flags(argv), read_variables(environ), read_gpu_manager(environ)]
+    if path := _path("config", layers):
         layers.append(read_file(Path(str(path.value)), path.source))
+    layers.append(_nvidia_layer(layers, environ))
     raw = _merge(layers, environ)
     problems = [problem for layer in layers for problem in layer.problems]
     try:
@@ -66,7 +83,22 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> LoadedSett
     if problems:
         raise SettingsError(list(dict.fromkeys(problems)))
     sources = {key.name: raw[key.name].source if key.name in raw else "default" for key in all_keys()}
-    return LoadedSettings(settings=settings, sources=sources)
+    foreign = tuple(key for layer in layers for key in layer.foreign)
+    return LoadedSettings(settings=settings, sources=sources, foreign=foreign)
+
+
+def _path(key: str, layers: Sequence[Layer]) -> RawSetting | None:
+    """The file that the first of the layers names, if it names one."""
+    path = next((layer.values[key] for layer in layers if key in layer.values), None)
+    return path if path and path.value else None
+
+
+def _nvidia_layer(layers: Sequence[Layer], environ: Mapping[str, str]) -> Layer:
+    """The configuration of NVIDIA's plugin: the last layer, for our own settings win."""
+    flags = {name: raw for layer in reversed(layers) for name, raw in layer.theirs.items()}
+    path = _path("nvidia.config", [*layers, read_nvidia(flags, environ, None)])
+    file = read_nvidia_file(Path(str(path.value)), path.source) if path else None
+    return read_nvidia(flags, environ, file)
 
 
 def _merge(layers: Sequence[Layer], environ: Mapping[str, str]) -> dict[str, RawSetting]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from gpushare_agent.settings.nvidia_options import options_by_flag
 from gpushare_agent.settings.reference import ENVIRONMENT_PREFIX, Key, all_keys
 
 _BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
@@ -40,12 +41,31 @@ class RawSetting:
     source: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignKey:
+    """A key, variable or flag of NVIDIA's plugin or of gpu-manager, and what became of it.
+
+    `settings` are ours that it gives a value, as text. Without any, `reason` says why it changes nothing; `is_lost` where it
+    asked for something that is not so here.
+    """
+
+    name: str
+    value: str
+    source: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    reason: str = ""
+    is_lost: bool = False
+
+
 @dataclass(slots=True, kw_only=True)
 class Layer:
-    """The settings of one place, and the mistakes there."""
+    """The settings of one place, and the mistakes there. `theirs` are values of NVIDIA's plugin by option's name, not yet
+    mapped; `foreign` what became of another program's keys."""
 
     values: dict[str, RawSetting] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    theirs: dict[str, RawSetting] = field(default_factory=dict)
+    foreign: list[ForeignKey] = field(default_factory=list)
 
 
 @cache
@@ -53,7 +73,8 @@ def _by_flag() -> dict[str, Key]:
     return {name: key for key in all_keys() for name in key.flag_names}
 
 
-def _nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The known name that is most like it, as the end of a message; empty where none is."""
     found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     return f" (did you mean {prefix}{found[0]}?)" if found else ""
 
@@ -92,12 +113,25 @@ def split_flags(argv: Sequence[str], leave: frozenset[str] = frozenset()) -> tup
     return settings, others
 
 
+def flag_words(argv: Sequence[str]) -> Iterator[tuple[Sequence[str], str, str | None]]:
+    """Each flag's words, its name without dashes, its value if any; for another word the name is empty."""
+    for words, _, value in _tokens(argv, frozenset()):
+        name = words[0].partition("=")[0]
+        yield words, name[2:].replace("_", "-") if name.startswith("--") else "", value
+
+
 def read_flags(argv: Sequence[str]) -> Layer:
-    """`--flag=value`, `--flag value`, `--flag` for true. Of a flag given twice the last counts, as in gpu-manager."""
+    """`--flag=value`, `--flag value`, `--flag` for true. Of a flag given twice the last counts, as in gpu-manager.
+
+    Flags of NVIDIA's plugin go into `theirs`, unless a setting has the same name.
+    """
     layer = Layer()
     for words, key, value in _tokens(argv, frozenset()):
         name = words[0].partition("=")[0]
-        if key is None:
+        option = options_by_flag().get(name[2:]) if key is None and name.startswith("--") else None
+        if option is not None:
+            layer.theirs[option.name] = RawSetting(value="true" if value is None else value, source=f"flag {name}")
+        elif key is None:
             layer.problems.append(_unknown_token(words[0], _by_flag()))
         elif value is None and not key.is_boolean:
             layer.problems.append(f"flag {name} needs a value: {name}=… (variable {key.variable})")
@@ -113,7 +147,7 @@ def _unknown_token(token: str, known: Mapping[str, Key]) -> str:
     hint = _FORMER_FLAGS.get(name)
     if hint is not None:
         return f"flag --{name} is unknown; {hint}"
-    return f"flag --{name} is unknown{_nearest(name, known, '--')}; --help lists all flags"
+    return f"flag --{name} is unknown{nearest(name, known, '--')}; --help lists all flags"
 
 
 def read_variables(environ: Mapping[str, str]) -> Layer:
@@ -128,7 +162,7 @@ def read_variables(environ: Mapping[str, str]) -> Layer:
             layer.values[key.name] = RawSetting(value=environ[name], source=f"variable {name}")
         elif name not in _OF_COMMANDS and not _is_service_link(name, environ[name]):
             layer.problems.append(
-                f"variable {name} is unknown{_nearest(name, known)}; docs/settings.md lists all variables"
+                f"variable {name} is unknown{nearest(name, known)}; docs/settings.md lists all variables"
             )
     return layer
 
@@ -137,19 +171,25 @@ def _is_service_link(name: str, value: str) -> bool:
     return bool(_SERVICE_LINK.fullmatch(name)) or (name.endswith("_PORT") and "://" in value)
 
 
-def read_file(path: Path, named_by: str) -> Layer:
-    """A YAML file; `named_by` is the place that names it, for the messages."""
-    layer = Layer()
+def read_bounded(path: Path, named_by: str) -> bytes | str:
+    """The file's content, or the mistake."""
     try:
         with path.open("rb") as file:
             content = file.read(_FILE_LIMIT_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        layer.problems.append(f"{named_by}: cannot read the settings file {path}: {reason}; give an existing YAML file")
-        return layer
+        return f"{named_by}: cannot read the settings file {path}: {reason}; give an existing YAML file"
     if len(content) > _FILE_LIMIT_BYTES:
-        layer.problems.append(f"{named_by}: the settings file {path} is larger than 1 MiB; this is no settings file")
-        return layer
+        return f"{named_by}: the settings file {path} is larger than 1 MiB; this is no settings file"
+    return content
+
+
+def read_file(path: Path, named_by: str) -> Layer:
+    """A YAML file; `named_by` is the place that names it, for the messages."""
+    content = read_bounded(path, named_by)
+    if isinstance(content, str):
+        return Layer(problems=[content])
+    layer = Layer()
 
     from gpushare_agent.settings.yaml import UnreadableYaml, parse_yaml  # imported only where there is a file
 
@@ -182,5 +222,5 @@ def _flatten(tree: Mapping[object, object], prefix: str, path: Path, layer: Laye
             )
         else:
             layer.problems.append(
-                f"file {path}: key {name} is unknown{_nearest(name, known | sections)}; see docs/settings.md"
+                f"file {path}: key {name} is unknown{nearest(name, known | sections)}; see docs/settings.md"
             )
