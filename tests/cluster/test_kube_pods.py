@@ -315,7 +315,8 @@ def test_names_of_a_tenants_own_do_not_push_out_what_the_extender_wrote() -> Non
 
 @pytest.mark.parametrize("has_own", [False, True])
 def test_the_claim_for_extended_resources_is_in_the_status_alone(has_own: bool) -> None:
-    """Each container uses the requests that the status maps to it; a claim of that name in the spec goes first."""
+    """Each container uses the requests that the status maps to it, also beside a claim of that name in the spec: else no pod
+    would be known to use it, and it would never be prepared."""
     own = [{"name": "extended-resources", "resourceClaimName": "mine"}] if has_own else []
     raw = {
         "metadata": {"namespace": "n", "name": "p", "uid": "u"},
@@ -332,11 +333,12 @@ def test_the_claim_for_extended_resources_is_in_the_status_alone(has_own: bool) 
         },
     }
     read = parse_pod(raw)
-    assert read.claims == {"extended-resources": "mine" if has_own else "p-extended-resources-x"}
+    name = "extended-resources." if has_own else "extended-resources"
+    assert read.claims == {one["name"]: one["resourceClaimName"] for one in own} | {name: "p-extended-resources-x"}
     used = {container.name: container.claims for container in read.containers}
     expected = {
-        "a": (("extended-resources", "container-0-request-0"),),
-        "b": (("extended-resources", "container-1-request-0"),),
+        "a": ((name, "container-0-request-0"),),
+        "b": ((name, "container-1-request-0"),),
         "c": (),
     }
-    assert used == (dict.fromkeys("abc", ()) if has_own else expected)
+    assert used == expected

@@ -55,7 +55,9 @@ KEPT_ENV = ("compat32", "SUBMITTER", ENV_HAMI_CORE_DISABLE, ENV_HAMI_CORE_POLICY
 _STATIC_UID = re.compile(r"[0-9a-f]{32}")
 """The kubelet's hash of the file. Unlike every UID that the API server gives: no forged mirror pod names another's pod."""
 EXTENDED_CLAIM = "extended-resources"
-"""The name in the pod of the claim that the scheduler made for its extended resources; one of the spec's own goes first."""
+"""The name in the pod of the claim that the scheduler made for its extended resources."""
+_EXTENDED_CLAIM_BESIDE = f"{EXTENDED_CLAIM}."
+"""The same where the spec has a claim of that name: no claim of a spec can be named so."""
 MAX_ANNOTATIONS = 64
 MAX_CONTAINERS = 1000
 """Containers beyond this count only where they ask for something."""
@@ -181,9 +183,12 @@ def _requests(raw: Mapping[str, Any], what: str, resources: Collection[str] | No
 
 def _claims(spec: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, str]:
     """Claims that the spec names, and those made from templates or for extended resources, which the status names."""
+    own = _items_or_none(spec, "resourceClaims")
+    found = [(raw.get("name"), raw.get("resourceClaimName")) for raw in own]
     extended = mapping_or_empty(status.get("extendedResourceClaimStatus")).get("resourceClaimName")
-    found: list[tuple[Any, Any]] = [(EXTENDED_CLAIM, extended)] if extended is not None else []
-    found += [(raw.get("name"), raw.get("resourceClaimName")) for raw in _items_or_none(spec, "resourceClaims")]
+    if extended is not None:
+        is_taken = any(raw.get("name") == EXTENDED_CLAIM for raw in own)
+        found.append((_EXTENDED_CLAIM_BESIDE if is_taken else EXTENDED_CLAIM, extended))
     if not found:
         return {}
     found += [
@@ -197,14 +202,15 @@ def _with_extended_claim(
 ) -> Iterator[ContainerSpec]:
     """With the requests of the claim that the scheduler made for extended resources, where the pod has one."""
     extended = mapping_or_empty(status.get("extendedResourceClaimStatus"))
-    if claims.get(EXTENDED_CLAIM) is None or claims[EXTENDED_CLAIM] != extended.get("resourceClaimName"):
+    name_in_pod = _EXTENDED_CLAIM_BESIDE if _EXTENDED_CLAIM_BESIDE in claims else EXTENDED_CLAIM
+    if claims.get(name_in_pod) is None or claims[name_in_pod] != extended.get("resourceClaimName"):
         yield from containers
         return
     used: dict[str, list[tuple[str, str]]] = {}
     for raw in _items_or_none(extended, "requestMappings"):
         name, request = raw.get("containerName"), raw.get("requestName")
         if isinstance(name, str) and isinstance(request, str):
-            used.setdefault(name, []).append((EXTENDED_CLAIM, request))
+            used.setdefault(name, []).append((name_in_pod, request))
     for container in containers:
         own = tuple(used.get(container.name, ()))
         yield replace(container, claims=container.claims + own) if own else container
