@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import structlog
@@ -17,7 +18,6 @@ from gpushare_agent.dra.claims import Claims
 from gpushare_agent.dra.decisions.claim import checked_ref
 from gpushare_agent.dra.decisions.devices import device_name
 from gpushare_agent.dra.decisions.edits import PreparedClaim
-from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import ClaimRef
 from gpushare_agent.model.errors import AgentError, Corrupt, Refused
 from gpushare_agent.model.gpus import Gpu
@@ -96,7 +96,7 @@ class DraPlugin(dra_v1.DraPluginBase):
 
 
 class DeviceHealth(v1alpha1.DraResourceHealthBase):
-    """Reports every GPU of the node at once, at each change, and each 10 s."""
+    """Reports every GPU of the node at once, when one is another than before, and each 10 s."""
 
     def __init__(self, gpus: Callable[[], Sequence[Gpu]], pool: str) -> None:
         self._gpus = gpus
@@ -104,6 +104,7 @@ class DeviceHealth(v1alpha1.DraResourceHealthBase):
         self._has_changed: set[asyncio.Event] = set()
 
     def changed(self) -> None:
+        """A GPU, perhaps: in a burst of claims each allocation comes here, and none changes a GPU's health."""
         for event in self._has_changed:
             event.set()
 
@@ -114,9 +115,13 @@ class DeviceHealth(v1alpha1.DraResourceHealthBase):
         self._has_changed.add(event)
         try:
             while True:
-                event.clear()
-                yield v1alpha1.NodeWatchResourcesResponse(devices=[self._health(gpu) for gpu in self._gpus()])
-                await wait_for(event, HEALTH_PERIOD_S)
+                gpus = self._gpus()
+                yield v1alpha1.NodeWatchResourcesResponse(devices=[self._health(gpu) for gpu in gpus])
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(HEALTH_PERIOD_S):
+                        while self._gpus() == gpus:
+                            await event.wait()
+                            event.clear()
         finally:
             self._has_changed.discard(event)
 

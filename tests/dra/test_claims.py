@@ -59,7 +59,10 @@ async def test_concurrent_calls_for_one_claim_book_it_once(tmp_path: Path) -> No
 
 
 async def test_unknown_claims_end_with_success(tmp_path: Path) -> None:
-    await Driver(tmp_path).claims.unprepare(ref_of(7))
+    driver = Driver(tmp_path, raw_claim(result()))
+    made = await prepared(driver)
+    await driver.claims.unprepare(ref_of(7))
+    assert driver.claims.prepared == {uid_of(1): made} and driver.records() == [f"{uid_of(1)}.json"]
 
 
 async def test_another_agent_takes_over_what_is_recorded(tmp_path: Path) -> None:

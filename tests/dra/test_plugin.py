@@ -159,6 +159,25 @@ async def test_health_is_reported_at_once_and_at_each_change(short_dir: Path) ->
     assert (second.devices[1].health, second.devices[1].message) == (v1alpha1.HealthStatus.UNHEALTHY, "Xid 79")
 
 
+async def test_a_claim_that_is_booked_sends_no_report_of_health(short_dir: Path) -> None:
+    """In a burst the kubelet would get two for each claim, of all GPUs."""
+    driver = Driver(short_dir)
+    health = DeviceHealth(lambda: driver.inventory.gpus, NODE)
+    messages = health.node_watch_resources(v1alpha1.NodeWatchResourcesRequest())
+    await anext(messages)
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(anext(messages))
+        for _ in range(10):
+            health.changed()
+            await asyncio.sleep(0)
+        assert not following.done()
+        first, *others = driver.inventory.gpus
+        driver.inventory = replace(driver.inventory, gpus=(replace(first, health=Health.UNHEALTHY), *others))
+        health.changed()
+    assert following.result().devices[0].health is v1alpha1.HealthStatus.UNHEALTHY
+    await messages.aclose()  # type: ignore[attr-defined]
+
+
 async def test_a_socket_that_is_removed_comes_back(short_dir: Path) -> None:
     """A kubelet that starts cleans its directories."""
     served = Served(short_dir, Driver(short_dir))
@@ -166,9 +185,11 @@ async def test_a_socket_that_is_removed_comes_back(short_dir: Path) -> None:
         (socket,) = served.registry.iterdir()
         socket.unlink()
         await eventually(socket.exists)
-        (served.plugins / "dra-0a0a0a0a.sock").unlink()
+        endpoint = served.plugins / "dra-0a0a0a0a.sock"
+        endpoint.unlink()
         socket.unlink()
-        await eventually(lambda: socket.exists() and (served.plugins / "dra-0a0a0a0a.sock").exists())
+        await eventually(lambda: socket.exists() and endpoint.exists())
+        assert socket.is_socket() and endpoint.is_socket()
 
 
 async def test_an_agent_that_leaves_is_not_found_by_the_kubelet_any_more(short_dir: Path) -> None:

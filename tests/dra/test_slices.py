@@ -254,6 +254,7 @@ async def test_an_api_server_that_refuses_is_asked_again(monkeypatch: pytest.Mon
         await eventually(lambda: published.api.writes >= 3)
         published.api.error = None
         await eventually(lambda: published.spec is not None)
+    assert published.spec is not None and [one["name"] for one in published.spec["devices"]] == ["gpu-0"]
 
 
 async def test_slices_of_other_names_are_removed() -> None:
