@@ -11,18 +11,21 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.hints import predicted_gpus
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, offer_accounts
+from gpushare_agent.admission.decisions.offered_devices import unit_ids
 from gpushare_agent.admission.decisions.plan import Plan, check, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import (
     CORES_PER_GPU,
+    DeviceId,
     GpuUuid,
     device_id,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind
+from gpushare_agent.model.units import terms_of
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.placement.topology_tree import build_topology
@@ -91,15 +94,20 @@ class Node:
             for kind, ids in self._taken.items():
                 ids -= allocation.ids(kind)
 
+    def _every(self, target: Target, kind: ResourceKind) -> list[DeviceId]:
+        names = self.policy.names
+        if kind is not ResourceKind.GPU:
+            return [device_id(gpu.uuid, n) for gpu in self.found.gpus for n in range(names.units(gpu, kind))]
+        by_gpu = unit_ids(self.found.gpus, names.name_in(target.container, kind), names, ())
+        return [device for ids in by_gpu.values() for device in ids]
+
     def _allocate(self, target: Target, kind: ResourceKind, reusable: set[str]) -> Refused | None:
         count = self.policy.names.wanted(target.container, kind)
         chosen = self._random.sample(sorted(reusable), min(count, len(reusable)))
         planned: tuple[GpuUuid, ...] = ()
         ledger = self.cache.ledger(self.found, without=target.key)
         if len(chosen) < count:
-            every = [
-                device_id(gpu.uuid, n) for gpu in self.found.gpus for n in range(self.policy.names.units(gpu, kind))
-            ]
+            every = self._every(target, kind)
             available = [device for device in every if device not in self._taken[kind]]
             if len(available) < count - len(chosen):
                 return Refused(reason=RefusalReason.NOT_ENOUGH_CORES, detail="the kubelet has too few")
@@ -133,7 +141,10 @@ class Node:
                 vcore_ids=old.vcore_ids if old is not None else frozenset(),
                 vmemory_ids=old.vmemory_ids if old is not None else frozenset(),
                 gpu_mem_ids=old.gpu_mem_ids if old is not None else frozenset(),
-                is_whole=self.policy.names.wanted(target.container, ResourceKind.VCORE) >= CORES_PER_GPU,
+                is_whole=self.policy.names.wanted(target.container, ResourceKind.VCORE) >= CORES_PER_GPU
+                if kind is not ResourceKind.GPU
+                else all(terms_of(device).is_whole for device in chosen),
+                gpu_resource=self.policy.names.name_in(target.container, kind),
             ).with_ids(kind, frozenset(chosen))  # type: ignore[arg-type]
         )
         return None

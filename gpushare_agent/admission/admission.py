@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import Protocol
+from typing import Protocol, cast
 
 import structlog
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions import plan as decide
-from gpushare_agent.admission.decisions.container_edits import EditPolicy, choose_isolation, edits_for
+from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for, isolation_of
 from gpushare_agent.admission.decisions.explain import Explanation, explain
 from gpushare_agent.admission.decisions.hints import hinted_gpus
 from gpushare_agent.admission.decisions.identity import Call, Target
@@ -31,10 +31,11 @@ from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
-from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.isolation import IsolationName, Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.model.units import GpuUnits, terms_of, units_of
 
 RELEASE_WAIT_S = 0.5
 """How long a GetPreferredAllocation waits in all for allocations of pods that are ending."""
@@ -49,7 +50,7 @@ _CURED_BY_A_RELEASE = frozenset(
 )
 
 
-_EditsQuestion = tuple[Target, tuple[Gpu, ...], EditPolicy]
+_EditsQuestion = tuple[Target, tuple[Gpu, ...], EditPolicy, GpuUnits | None]
 
 
 class AdmissionGate(Protocol):
@@ -109,14 +110,14 @@ class Admission:
         kind = self._policy.names.kind_of(resource)
         async with self._gate.preferring() as inside:
             found = await self._identification.identify(
-                Call(kind=kind, size=size, must_include=frozenset(must_include)), inside
+                Call(resource=resource, kind=kind, size=size, must_include=frozenset(must_include)), inside
             )
             if isinstance(found, Refused):
-                plan = PendingPlan(kind=kind, size=size, target=None, outcome=found, planned_at=self._clock())
+                plan = PendingPlan(resource=resource, size=size, target=None, outcome=found, planned_at=self._clock())
                 self._pending.add(plan)
                 return list(must_include)
             offer = Offer(kind=kind, available=available, must_include=must_include, size=size)
-            outcome = self._plan(found, offer)
+            outcome = self._plan(found, resource, offer)
             started_at = self._clock()
             while (
                 isinstance(outcome, Refused)
@@ -124,7 +125,7 @@ class Admission:
                 and self._clock() - started_at < RELEASE_WAIT_S
                 and await self._wait_for_release()  # one was released; several pods may be ending at once
             ):
-                outcome = self._plan(found, offer)
+                outcome = self._plan(found, resource, offer)
         return outcome.ids if isinstance(outcome, Plan) else list(must_include)
 
     async def allocate(self, resource: str, ids: Sequence[str]) -> ContainerEdits | Refused:
@@ -140,16 +141,20 @@ class Admission:
         """
         kind = self._policy.names.kind_of(resource)
         with self._gate.allocating():
-            pending = self._pending.take_exact(kind, ids)
+            pending = self._pending.take_exact(resource, ids)
             if pending is None:
-                successor = self._identification.successor(kind, ids)
+                successor = self._identification.successor(resource, ids)
                 if successor is not None:
                     return self._allocate(successor, kind, ids, self._initial_gpus(successor.pod.uid))
-                pending = self._pending.take_of_size(kind, len(set(ids)))
+                pending = self._pending.take_of_size(resource, len(set(ids)))
             if pending is not None:
-                return self._carry_out(pending, ids)
+                return self._carry_out(pending, kind, ids)
             repeated = self._answer_again(kind, ids)
-            return repeated if repeated is not None else self._refuse(None, kind, _without_plan(kind, ids))
+            if repeated is not None:
+                return repeated
+            refused = _without_plan(resource, ids)
+            self._observer.refused(None, resource, refused, None)
+            return refused
 
     def is_between_admissions(self) -> bool:
         """No Allocate is due, and the pod that was under admission has all that it asks for, or was refused."""
@@ -173,13 +178,13 @@ class Admission:
         self._refused_pods.clear()
         self._pending.clear()
 
-    def _plan(self, target: Target, offer: Offer) -> Plan | Refused:
+    def _plan(self, target: Target, resource: str, offer: Offer) -> Plan | Refused:
         """Choose GPU and IDs, and keep the outcome for the Allocate."""
         self._pending.begin(target.pod.uid)
         ledger = self._cache.ledger(self._inventory(), without=target.key)
         free = free_ids(target, offer.kind, offer.available, ledger)
         if len(free) < len(offer.available):
-            self._observer.taken_ids_offered(offer.kind, len(offer.available) - len(free))
+            self._observer.taken_ids_offered(resource, len(offer.available) - len(free))
         is_gpu_mem = self._policy.names.wanted(target.container, ResourceKind.GPU_MEM) > 0
         hint = hinted_gpus(target.pod.annotations, target.container, self._node_name, is_gpu_mem=is_gpu_mem)
         gpus = offer_accounts(target, offer, free, ledger, self._policy)
@@ -190,19 +195,22 @@ class Admission:
             outcome = self._obstacle(target, outcome, ledger) or outcome
         why = explain(target, offer, ledger, self._policy, hint, gpus, outcome)
         plan = PendingPlan(
-            kind=offer.kind, size=offer.size, target=target, outcome=outcome, planned_at=self._clock(), why=why
+            resource=resource, size=offer.size, target=target, outcome=outcome, planned_at=self._clock(), why=why
         )
         self._pending.add(plan)
         return outcome
 
     def _obstacle(self, target: Target, plan: Plan, ledger: Ledger) -> Refused | None:
         """Why the isolation cannot carry the plan out: known now, the admission ends before anything is allocated."""
-        edits = self._edits(target, plan.gpus, ledger.inventory.by_uuid())
+        edits = self._edits(target, plan.gpus, plan.ids, ledger.inventory.by_uuid())
         if isinstance(edits, Refused):
             return edits
+        is_unit = self._policy.names.wanted(target.container, ResourceKind.GPU) > 0
+        units = units_of(plan.ids) if is_unit else None
         is_share = self._policy.names.wanted(target.container, ResourceKind.VCORE) < CORES_PER_GPU
-        policy = self._edit_policy()
-        name = choose_isolation(target.pod.annotations, policy.isolation, policy.allowed)
+        if units is not None:
+            is_share = units.sharing in (Sharing.MPS, Sharing.SHARES)
+        name = isolation_of(target.pod.annotations, units, self._edit_policy())
         if not is_share or isinstance(name, Refused):
             return None
         reason = self._isolation_unavailable_reason(name)
@@ -215,11 +223,11 @@ class Admission:
             "pod again once this is cured.",
         )
 
-    def _carry_out(self, pending: PendingPlan, ids: Sequence[str]) -> ContainerEdits | Refused:
+    def _carry_out(self, pending: PendingPlan, kind: ResourceKind, ids: Sequence[str]) -> ContainerEdits | Refused:
         if pending.target is None or isinstance(pending.outcome, Refused):
-            outcome = pending.outcome if isinstance(pending.outcome, Refused) else _without_plan(pending.kind, ids)
-            return self._refuse(pending.target, pending.kind, outcome, pending.why)
-        return self._allocate(pending.target, pending.kind, ids, pending.outcome.gpus, pending.why)
+            outcome = pending.outcome if isinstance(pending.outcome, Refused) else _without_plan(pending.resource, ids)
+            return self._refuse(pending.target, pending.resource, outcome, pending.why)
+        return self._allocate(pending.target, kind, ids, pending.outcome.gpus, pending.why)
 
     def _allocate(
         self,
@@ -238,22 +246,23 @@ class Admission:
         What the container gets is answered with the resource that binds its GPU, cores or GPUShare's memory.
         """
         _bind_to_log(target)
+        resource = self._policy.names.name_in(target.container, kind)
         pod = self._pods.get(target.pod.uid)
         if pod is None or pod.is_terminal:
-            return self._refuse(target, kind, _deleted(target))
+            return self._refuse(target, resource, _deleted(target))
         ledger = self._cache.ledger(self._inventory(), without=target.key)
         gpus = decide.check(target, kind, ids, ledger, self._policy, planned)
         if isinstance(gpus, Refused):
-            return self._refuse(target, kind, gpus, why)
-        edits = self._edits(target, gpus, ledger.inventory.by_uuid())
+            return self._refuse(target, resource, gpus, why)
+        edits = self._edits(target, gpus, ids, ledger.inventory.by_uuid())
         if isinstance(edits, Refused):
-            return self._refuse(target, kind, edits, why)
+            return self._refuse(target, resource, edits, why)
         is_first = self._cache.get(target.key) is None
         allocation = self._allocation(target, kind, ids, gpus)
         self._cache.put(allocation)
         self._pending.add_allocated(target.key)
         self._prepare_ahead(target.key)
-        self._observer.allocated(target, allocation, kind, why if is_first else None)
+        self._observer.allocated(target, allocation, resource, why if is_first else None)
         return edits if kind.binds_gpu else ContainerEdits()
 
     def _allocation(
@@ -269,19 +278,27 @@ class Admission:
             gpus=gpus,
             vcore_ids=old.vcore_ids if old is not None else frozenset(),
             vmemory_ids=old.vmemory_ids if old is not None else frozenset(),
-            is_whole=self._policy.names.wanted(target.container, ResourceKind.VCORE) >= CORES_PER_GPU,
+            is_whole=self._policy.names.wanted(target.container, ResourceKind.VCORE) >= CORES_PER_GPU
+            if kind is not ResourceKind.GPU
+            else all(terms_of(device).is_whole for device in ids),
             allocated_at=self._clock(),
+            gpu_resource=self._policy.names.name_in(target.container, kind) if kind is ResourceKind.GPU else "",
         ).with_ids(kind, frozenset(DeviceId(device) for device in ids))
 
-    def _edits(self, target: Target, gpus: Sequence[GpuUuid], known: Mapping[GpuUuid, Gpu]) -> ContainerEdits | Refused:
-        """The calls of one container ask for the same thing up to four times, so the last answer is kept."""
-        question = (target, tuple(known[gpu] for gpu in gpus), self._edit_policy())
+    def _edits(
+        self, target: Target, gpus: Sequence[GpuUuid], ids: Sequence[str], known: Mapping[GpuUuid, Gpu]
+    ) -> ContainerEdits | Refused:
+        """The calls of one container ask for the same thing up to four times, so the last answer is kept. `ids` count where
+        they are units under NVIDIA's names."""
+        is_unit = self._policy.names.wanted(target.container, ResourceKind.GPU) > 0
+        units = units_of(cast(Sequence[DeviceId], ids)) if is_unit else None
+        question = (target, tuple(known[gpu] for gpu in gpus), self._edit_policy(), units)
         if self._last_edits is None or self._last_edits[0] != question:
             self._last_edits = question, edits_for(target.pod, target.container, *question[1:])
         return self._last_edits[1]
 
     def _refuse(
-        self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None = None
+        self, target: Target | None, resource: str, refused: Refused, why: Explanation | None = None
     ) -> Refused:
         """Release what this admission has allocated to the pod: the kubelet frees all of it, and calls for none of it."""
         if target is not None:
@@ -290,7 +307,7 @@ class Admission:
                 self._cache.release(key)
             if not target.pod.has_started and self._pods.get(target.pod.uid) is not None:
                 self._refused_pods.add(target.pod.uid)
-        self._observer.refused(target, kind, refused, why)
+        self._observer.refused(target, resource, refused, why)
         return refused
 
     def _answer_again(self, kind: ResourceKind, ids: Sequence[str]) -> ContainerEdits | Refused | None:
@@ -308,7 +325,7 @@ class Admission:
             return ContainerEdits()
         known = self._inventory().by_uuid()
         target = Target(pod=pod, container=container)
-        return self._edits(target, [gpu for gpu in allocation.gpus if gpu in known], known)
+        return self._edits(target, [gpu for gpu in allocation.gpus if gpu in known], ids, known)
 
     def _initial_gpus(self, uid: PodUid) -> tuple[GpuUuid, ...]:
         return next((a.gpus for a in self._cache.of_pod(uid) if a.kind is ContainerKind.INIT and a.gpus), ())
@@ -328,10 +345,10 @@ def _deleted(target: Target) -> Refused:
     )
 
 
-def _without_plan(kind: ResourceKind, ids: Sequence[str]) -> Refused:
+def _without_plan(resource: str, ids: Sequence[str]) -> Refused:
     return Refused(
         reason=RefusalReason.NOT_READY,
-        detail=f"{len(ids)} {kind} units were allocated without asking for a preference first, and they are no init "
+        detail=f"{len(ids)} units of {resource} were allocated without asking for a preference first, and they are no init "
         "container's of a known pod. This happens when the agent restarts during a pod's admission. Nothing was "
         "allocated. Create the pod again.",
     )

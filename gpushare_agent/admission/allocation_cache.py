@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from fractions import Fraction
 from typing import TypeVar
 
 from gpushare_agent.admission.decisions.ledger import Ledger
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
+from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid, gpu_of
 from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.model.units import terms_of
 
 K = TypeVar("K", GpuUuid, DeviceId)
 
@@ -37,6 +39,7 @@ class AllocationCache:
         self._holders: dict[ResourceKind, dict[DeviceId, frozenset[ContainerKey]]] = {kind: {} for kind in ResourceKind}
         self._on_gpu: dict[ResourceKind, dict[GpuUuid, int]] = {kind: {} for kind in ResourceKind if kind.binds_gpu}
         self._charges: dict[GpuUuid, dict[DeviceId, int]] = {}
+        self._parts: dict[GpuUuid, Fraction] = {}
         self._resized: dict[ContainerKey, ResizedShare] = {}
         self._on_change: list[Callable[[Allocation | None, Allocation | None], None]] = []
         self.version = 0
@@ -89,7 +92,7 @@ class AllocationCache:
                 others = holders.get(device)
                 holders[device] = own if others is None else others | own
                 if others is None and kind.binds_gpu:
-                    _add(self._on_gpu[kind], _gpu(device), 1)
+                    self._count(kind, device, 1)
         self._charge(allocation, 1)
         self._changed(old, allocation)
 
@@ -155,7 +158,7 @@ class AllocationCache:
         left_out = self._allocations.get(without) if without is not None else None
         for device in left_out.ids(kind) if left_out is not None else ():
             if len(self._holders[kind][device]) == 1:
-                _add(used, _gpu(device), -1)
+                _add(used, gpu_of(device), -1)
         return used
 
     def used_blocks(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
@@ -177,6 +180,7 @@ class AllocationCache:
             used_cores=self.used_cores(without=without),
             used_blocks=self.used_blocks(without=without),
             used_gpu_mem=self.used_gpu_mem(without=without),
+            used_parts=self.used_parts(without=without) if self._parts else {},
             holders=self._holders,
             allocations=self._allocations,
         )
@@ -239,6 +243,24 @@ class AllocationCache:
             new = self._allocations[key] = replace(allocation, granted=granted)
         self._changed(allocation, new)
 
+    def _count(self, kind: ResourceKind, device: DeviceId, by: int) -> None:
+        gpu = gpu_of(device)
+        _add(self._on_gpu[kind], gpu, by)
+        if kind is ResourceKind.GPU:
+            part = self._parts.get(gpu, Fraction(0)) + by * terms_of(device).part
+            self._parts[gpu] = part
+            if not part:
+                del self._parts[gpu]
+
+    def used_parts(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, Fraction]:
+        """Of each GPU that units under NVIDIA's names have, less what only `without` has."""
+        used = dict(self._parts)
+        left_out = self._allocations.get(without) if without is not None else None
+        for device in left_out.gpu_ids if left_out is not None else ():
+            if len(self._holders[ResourceKind.GPU][device]) == 1:
+                used[gpu_of(device)] -= terms_of(device).part
+        return {gpu: part for gpu, part in used.items() if part}
+
     def _charge(self, allocation: Allocation, by: int) -> None:
         gpu = _charged_gpu(allocation)
         if gpu is None:
@@ -266,7 +288,7 @@ class AllocationCache:
                     continue
                 del holders[device]
                 if kind.binds_gpu:
-                    _add(self._on_gpu[kind], _gpu(device), -1)
+                    self._count(kind, device, -1)
         self._charge(old, -1)
         return old
 
@@ -278,10 +300,6 @@ class AllocationCache:
 
 def _ids(allocation: Allocation) -> tuple[tuple[ResourceKind, frozenset[DeviceId]], ...]:
     return tuple((kind, allocation.ids(kind)) for kind in ResourceKind)
-
-
-def _gpu(device: DeviceId) -> GpuUuid:
-    return GpuUuid(device.partition("::")[0])
 
 
 def _is_of(share: ResizedShare, allocation: Allocation) -> bool:

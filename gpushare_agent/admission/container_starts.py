@@ -57,7 +57,7 @@ class ContainerStarts:
         if refused is None:
             refused = await self._prepare(self._containers_with(kind, wanted))
         if refused is not None:
-            self._observer.start_refused(self._last_target(self._containers_with(kind, wanted)), kind, refused)
+            self._observer.start_refused(self._last_target(self._containers_with(kind, wanted)), resource, refused)
         return refused
 
     async def _adopt(self, kind: ResourceKind, wanted: frozenset[DeviceId]) -> Refused | None:

@@ -8,28 +8,30 @@ does no harm: the admission decides by the cache itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
-from gpushare_agent.admission.decisions.offered_devices import offered_ids, withheld
+from gpushare_agent.admission.decisions.ledger import Ledger, Policy, gpu_accounts
+from gpushare_agent.admission.decisions.offered_devices import offered_ids, unit_ids, withheld, withheld_units
 from gpushare_agent.admission.decisions.recovery import gpus_of
 from gpushare_agent.kubelet.device_ids import DeviceIds
-from gpushare_agent.kubelet.device_table import DeviceTable, device_rows
-from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.kubelet.device_table import DeviceRow, DeviceTable, device_rows
+from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import has_kubelet_text
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.placement import GpuAccount
 
 PAUSE_S = 0.2
 """Many allocations in a row make one ListAndWatch message."""
 
 
 class DeviceTables:
-    """One table for each resource that the node offers. `inventory` has all GPUs, `offered` those that the device plugins
-    offer: containers may hold IDs of the others. `no_shares` is whether no share can be allocated at all now."""
+    """One table for each resource that the node offers, by its name. `inventory` has all GPUs, `offered` those that the
+    device plugins offer: containers may hold IDs of the others. `no_shares` is whether no share can be allocated at all now,
+    `no_replicas` whether no replica of a GPU."""
 
     def __init__(
         self,
@@ -40,14 +42,16 @@ class DeviceTables:
         cache: AllocationCache,
         ids: DeviceIds,
         no_shares: Callable[[], bool],
+        no_replicas: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.tables: Mapping[ResourceKind, DeviceTable] = {kind: DeviceTable() for kind in names.kinds}
+        self.tables: Mapping[str, DeviceTable] = {name: DeviceTable() for name in names.names}
         self._names = names
         self._inventory = inventory
         self._offered = offered
         self._cache = cache
         self._ids = ids
         self._no_shares = no_shares
+        self._no_replicas = no_replicas
         self._is_behind = asyncio.Event()
         self._has_lent = False
         self._has_earlier_ids = False
@@ -55,7 +59,9 @@ class DeviceTables:
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
         """For AllocationCache.subscribe. The lists depend on what is allocated for GPUShare's resource, for shares that have
         grown, and for containers that hold IDs as an earlier agent named them."""
-        depends = self._names.gpu_mem or self._cache.resized or self._has_lent or self._has_earlier_ids
+        depends = (
+            self._names.gpu_mem or self._names.gpu or self._cache.resized or self._has_lent or self._has_earlier_ids
+        )
         if depends or (new is not None and any(has_kubelet_text(new.ids(kind)) for kind in self._names.kinds)):
             self._is_behind.set()
 
@@ -66,6 +72,9 @@ class DeviceTables:
     def refresh(self) -> None:
         """Bring every table up to date now."""
         known = self._inventory()
+        if self._names.gpu:
+            served = {gpu.uuid: self._names.nvidia.served(gpu) for gpu in known.gpus}
+            self._ids.expect_units({uuid: found.terms for uuid, found in served.items() if found is not None})
         if self._ids.add_gpus(gpu.uuid for gpu in known.gpus):
             self._read_again(known)
         inventory = self._offered()
@@ -73,23 +82,39 @@ class DeviceTables:
         gpus = gpu_accounts(None, ledger, Policy(names=self._names))
         no_shares = self._no_shares()
         self._has_lent = False
-        for kind, table in self.tables.items():
+        for resource, table in self.tables.items():
+            kind = self._names.kind_of(resource)
+            if kind is ResourceKind.GPU:
+                table.set_devices(self._unit_rows(resource, inventory, ledger, gpus))
+                continue
             lent, holders = self._cache.lent(kind), ledger.holders[kind]
             ids = offered_ids({gpu.uuid: self._names.units(gpu, kind) for gpu in inventory.gpus}, holders)
             kept_back = withheld(kind, gpus, ids, ledger.holders, self._names, no_shares=no_shares, lent=lent)
             self._has_lent = self._has_lent or bool(lent)
             table.set_devices(device_rows(inventory, ids, self._ids, kept_back))
-        self._has_earlier_ids = any(has_kubelet_text(ledger.holders[kind]) for kind in self.tables)
+        self._has_earlier_ids = any(has_kubelet_text(ledger.holders[kind]) for kind in self._names.kinds)
+
+    def _unit_rows(
+        self, resource: str, inventory: GpuInventory, ledger: Ledger, gpus: Sequence[GpuAccount]
+    ) -> list[DeviceRow]:
+        holders = ledger.holders[ResourceKind.GPU]
+        held = [device for device, keys in holders.items() if self._resource_of(keys) == resource]
+        ids = unit_ids(inventory.gpus, resource, self._names, held)
+        kept_back = withheld_units(gpus, ids, holders, no_replicas=self._no_replicas())
+        return device_rows(inventory, ids, self._ids, kept_back)
+
+    def _resource_of(self, keys: Collection[ContainerKey]) -> str:
+        return next((found.gpu_resource for key in keys if (found := self._cache.get(key)) is not None), "")
 
     def _read_again(self, inventory: GpuInventory) -> None:
         """Containers may hold IDs of GPUs that were not there when the kubelet's records were read."""
         for allocation in list(self._cache):
             found = allocation
-            for kind in self._names.kinds:
+            for kind in ResourceKind:
                 texts = [self._ids.write(device) for device in allocation.ids(kind)]
                 found = found.with_ids(kind, frozenset(self._ids.read(texts)))
             if found != allocation:
-                gpus = gpus_of(found.vcore_ids or found.gpu_mem_ids, inventory)
+                gpus = gpus_of(found.bound_ids, inventory)
                 self._cache.put(replace(found, gpus=gpus or allocation.gpus))
 
     async def run(self) -> NoReturn:

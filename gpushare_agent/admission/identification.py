@@ -28,7 +28,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, RefusalReason, Refused, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import ResourceNames
 
 log = structlog.get_logger(__name__)
 
@@ -120,11 +120,11 @@ class Identification:
         self._clock = clock
         self._timeouts = timeouts
         self._on_identified = on_identified
-        self._explained: dict[ResourceKind, dict[PodUid, _Explained]] = {}
+        self._explained: dict[str, dict[PodUid, _Explained]] = {}
 
-    def successor(self, kind: ResourceKind, ids: Sequence[str]) -> Target | None:
+    def successor(self, resource: str, ids: Sequence[str]) -> Target | None:
         """The container of an Allocate without a GetPreferredAllocation: its IDs are an init container's."""
-        return successor_of(ids, kind, self._pods.get, self._known())
+        return successor_of(ids, resource, self._pods.get, self._known())
 
     async def identify(self, call: Call, inside: InsideLister) -> Target | Refused:
         """The container of the call, or a refusal with the reason. Never raises for outside faults."""
@@ -166,7 +166,7 @@ class Identification:
             if self._clock() - lookup.started_at >= self._timeouts.poll_again_s:
                 doubt = "several" if result.candidates else "none"
                 log.warning("pod_not_identified", doubt=doubt, candidates=_texts(result))
-                return _refusal(result, call, self._names, lookup.unverifiable)
+                return _refusal(result, call, lookup.unverifiable)
             lookup.verified.clear()
             lookup.is_first_poll = False
             await self._pause()
@@ -214,9 +214,9 @@ class Identification:
     def _not_explained(self, call: Call, listed: Sequence[ListedDevices], known: Known) -> list[ListedDevices]:
         """Less the pods that are known to have everything of the resource, most of a node: nothing of them has changed since
         they were found to be such. Static pods stay, for their files may have changed."""
-        before, now = self._explained.get(call.kind, {}), dict[PodUid, _Explained]()
-        self._explained[call.kind] = now
-        resource, allocations, left = known.names.name(call.kind), known.allocations, []
+        before, now = self._explained.get(call.resource, {}), dict[PodUid, _Explained]()
+        self._explained[call.resource] = now
+        resource, allocations, left = call.resource, known.allocations, []
         for entry in listed:
             pod = known.pods.get((entry.namespace, entry.name))
             if pod is None or pod.is_static:
@@ -303,7 +303,10 @@ class _Unlisted:
     def count_by_container(self, resource: str) -> Mapping[str, int]:
         kind = self._known.names.kind(resource)
         found = {c.name: self._known.allocations.get(ContainerKey(self._pod.uid, c.name)) for c in self._pod.containers}
-        return {name: len(a.ids(kind)) for name, a in found.items() if a is not None and kind is not None}
+        asks = {c.name for c in self._pod.containers if c.requests.get(resource)}
+        return {
+            name: len(a.ids(kind)) for name, a in found.items() if a is not None and kind is not None and name in asks
+        }
 
 
 def _method(listed: Sequence[ListedDevices], lookup: _Lookup) -> str:
@@ -331,10 +334,8 @@ def _texts(result: Unresolved) -> list[str]:
     return sorted(f"{s.pod.namespace}/{s.pod.name}/{s.container.name}" for s in result.candidates)
 
 
-def _refusal(
-    result: Unresolved, call: Call, names: ResourceNames, unverifiable: Mapping[tuple[str, str], str]
-) -> Refused:
-    resource = names.name(call.kind)
+def _refusal(result: Unresolved, call: Call, unverifiable: Mapping[tuple[str, str], str]) -> Refused:
+    resource = call.resource
     if result.candidates:
         return Refused(
             reason=RefusalReason.POD_AMBIGUOUS,

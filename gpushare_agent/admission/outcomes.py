@@ -20,7 +20,6 @@ from gpushare_agent.model.decision_records import DecisionRecord, Outcome
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 _GPU_BY_GPU = " GPU by GPU: "
 
@@ -40,7 +39,6 @@ class OutcomeReporter:
         metrics: CountsAdmissions,
         events: PodEvents,
         inventory: Callable[[], GpuInventory],
-        names: ResourceNames,
         decisions: DecisionLog,
         wall_clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -48,32 +46,31 @@ class OutcomeReporter:
         self._metrics = metrics
         self._events = events
         self._inventory = inventory
-        self._names = names
         self._decisions = decisions
 
-    def allocated(self, target: Target, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
+    def allocated(self, target: Target, allocation: Allocation, resource: str, why: Explanation | None) -> None:
         """`why` is None where nothing was decided now: an init container's IDs are passed on, or a further resource of a
         container is added to those that it has."""
-        self._metrics.admission(self._names.name(kind), "allocated", "")
+        self._metrics.admission(resource, "allocated", "")
         if why is not None:
-            self._record(target, kind, why=with_gpus(why, allocation.gpus), refused=None, gpus=allocation.gpus)
+            self._record(target, resource, why=with_gpus(why, allocation.gpus), refused=None, gpus=allocation.gpus)
 
-    def refused(self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
-        self._metrics.admission(self._names.name(kind), "refused", refused.reason.value)
+    def refused(self, target: Target | None, resource: str, refused: Refused, why: Explanation | None) -> None:
+        self._metrics.admission(resource, "refused", refused.reason.value)
         why = with_gpus(why, ()) if why is not None else None
-        self._record(target, kind, why=why, refused=refused, gpus=())
+        self._record(target, resource, why=why, refused=refused, gpus=())
         if target is not None:
             self._events.refused(target.pod, _with_verdicts(refused, why))
 
-    def start_refused(self, target: Target | None, kind: ResourceKind, refused: Refused) -> None:
-        self._record(target, kind, why=None, refused=refused, gpus=())
+    def start_refused(self, target: Target | None, resource: str, refused: Refused) -> None:
+        self._record(target, resource, why=None, refused=refused, gpus=())
         if target is not None:
             self._events.refused(target.pod, refused)
 
     def _record(
         self,
         target: Target | None,
-        kind: ResourceKind,
+        resource: str,
         *,
         why: Explanation | None,
         refused: Refused | None,
@@ -88,7 +85,7 @@ class OutcomeReporter:
                 pod=target.pod.name if target is not None else "",
                 pod_uid=target.pod.uid if target is not None else "",
                 container=target.container.name if target is not None else "",
-                resource=self._names.name(kind),
+                resource=resource,
                 outcome=Outcome.ALLOCATED if refused is None else Outcome.REFUSED,
                 reason=refused.reason.value if refused is not None else "",
                 explanation=refused.detail if refused is not None else why.why if why is not None else "",
@@ -99,8 +96,8 @@ class OutcomeReporter:
             )
         )
 
-    def taken_ids_offered(self, kind: ResourceKind, count: int) -> None:
-        self._metrics.taken_ids_offered(self._names.name(kind), count)
+    def taken_ids_offered(self, resource: str, count: int) -> None:
+        self._metrics.taken_ids_offered(resource, count)
 
 
 def _with_verdicts(refused: Refused, why: Explanation | None) -> Refused:

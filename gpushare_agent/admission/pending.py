@@ -12,7 +12,6 @@ from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceKind
 
 PLAN_LIFETIME_S = 15.0
 """An Allocate follows its GetPreferredAllocation within milliseconds; an older plan is of a kubelet that stopped."""
@@ -23,7 +22,7 @@ class PendingPlan:
     """The outcome of a GetPreferredAllocation whose Allocate has not come yet. `target` is None where the container could
     not be identified; `outcome` then is the refusal."""
 
-    kind: ResourceKind
+    resource: str
     size: int
     target: Target | None
     outcome: Plan | Refused
@@ -46,20 +45,22 @@ class PendingAdmissions:
     def add(self, plan: PendingPlan) -> None:
         """In place of an earlier plan for the same container and resource; plans whose Allocate never came are dropped."""
         oldest_at = plan.planned_at - PLAN_LIFETIME_S
-        self._plans = [p for p in self._plans if p.planned_at > oldest_at and (p.kind, p.key) != (plan.kind, plan.key)]
+        self._plans = [
+            p for p in self._plans if p.planned_at > oldest_at and (p.resource, p.key) != (plan.resource, plan.key)
+        ]
         self._plans.append(plan)
 
-    def take_exact(self, kind: ResourceKind, ids: Sequence[str]) -> PendingPlan | None:
+    def take_exact(self, resource: str, ids: Sequence[str]) -> PendingPlan | None:
         """The newest plan for exactly these IDs. It is pending no more."""
         wanted = set(ids)
-        return self._take([p for p in self._plans if p.kind is kind and _planned_ids(p) == wanted])
+        return self._take([p for p in self._plans if p.resource == resource and _planned_ids(p) == wanted])
 
-    def take_of_size(self, kind: ResourceKind, size: int) -> PendingPlan | None:
+    def take_of_size(self, resource: str, size: int) -> PendingPlan | None:
         """The newest plan for so many IDs, for a kubelet that chose others. It is pending no more.
 
         Admissions are serial: several plans are pending only while a container restarts beside an admission.
         """
-        return self._take([p for p in self._plans if p.kind is kind and p.size == size])
+        return self._take([p for p in self._plans if p.resource == resource and p.size == size])
 
     def is_due(self, now: float) -> bool:
         """An Allocate is still to come for a plan."""

@@ -44,7 +44,7 @@ from gpushare_agent.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Refused, Unavailable
 from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName, Sharing
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.observability.node_snapshot import IsolationFacts
@@ -148,9 +148,19 @@ class IsolationSide:
         pod = self.store.get(uid)
         return _chosen(self.settings, pod.annotations) if pod is not None else None
 
+    def isolation_of(self, allocation: Allocation) -> IsolationName | None:
+        """The pod's; of replicas of GPUs under NVIDIA's names by what limits those."""
+        match allocation.sharing:
+            case Sharing.TIME_SLICING:
+                return IsolationName.NONE
+            case Sharing.MPS:
+                return IsolationName.MPS
+            case _:
+                return self.chosen(allocation.key.pod_uid)
+
     def kept(self, allocation: Allocation) -> Kept | None:
         """What of the container's share is kept, and by whom; None where its isolation is not known."""
-        chosen = self.chosen(allocation.key.pod_uid)
+        chosen = self.isolation_of(allocation)
         if chosen is None:
             return None
         pod, config = self.store.get(allocation.key.pod_uid), self.hami_core
@@ -215,6 +225,17 @@ class IsolationSide:
         agent that registers before it has checked holds the kubelet's calls until then."""
         is_checked = all(watch.is_checked for watch in self.watches.values())
         return is_checked and all(self.unavailable_reason(name) for name in self.settings.isolations_in_use)
+
+    def has_no_replicas(self) -> bool:
+        """What limits replicas under NVIDIA's names cannot be had."""
+        match self.settings.nvidia.sharing:
+            case Sharing.TIME_SLICING:
+                return False
+            case Sharing.MPS:
+                watch = self.watches.get(IsolationName.MPS)
+                return watch is not None and watch.is_checked and bool(watch.unavailable_reason)
+            case Sharing.SHARES:
+                return self.has_no_shares()
 
 
 def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimiter) -> IsolationSide:
@@ -307,7 +328,7 @@ def _driver_limits(
         gpus, found = state.inventory.current.by_uuid(), dict[ContainerKey, list[ShareOfMemory]]()
         for key, allocation in state.cache.view().items():
             pod = state.claim_pods.get(key.pod_uid)
-            if pod is None or allocation.is_whole or not allocation.gpus:
+            if pod is None or not allocation.is_limited or not allocation.gpus:
                 continue
             if not _uses(settings, pod, IsolationName.DRIVER):
                 continue
@@ -316,11 +337,16 @@ def _driver_limits(
             users = [key] if sharers is None else list(sharers)
             # A claim that was made for one pod, and that other pods name all the same, is not given to each of them.
             pods = max(1, len({user.pod_uid for user in users}))
-            share = ShareOfMemory(
-                key=key, gpu=allocation.gpus[0], limit_bytes=limit_bytes // pods, kind=allocation.kind
-            )
+            limits = {allocation.gpus[0]: limit_bytes // pods}
+            if allocation.gpu_ids:
+                limits = {
+                    uuid: int(part * gpus[uuid].memory_mib) * 1024 * 1024 for uuid, part in allocation.parts.items()
+                }
             for user in users:
-                found.setdefault(user, []).append(share)
+                found.setdefault(user, []).extend(
+                    ShareOfMemory(key=key, gpu=uuid, limit_bytes=limit, kind=allocation.kind)
+                    for uuid, limit in limits.items()
+                )
         return found
 
     def missing(key: ContainerKey, why: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ from gpushare_agent.kubelet.registration import KUBELET_SOCKET, Registrar
 from gpushare_agent.kubelet.registration_client import register
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import GPU_MEM_SOCKET, VCORE_SOCKET, VMEMORY_SOCKET
+from gpushare_agent.model.names import GPU_MEM_SOCKET, GPU_SOCKET, VCORE_SOCKET, VMEMORY_SOCKET
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.settings.settings import Settings
@@ -70,10 +70,11 @@ ASK_S = 100.0
 """How long one request for the handover may take; then the GPUs are read again and it is repeated."""
 TAKE_OVER_S = 15.0
 """The agent that has handed over ends within seconds; a call of the kubelet may wait for five."""
-SOCKETS = {
+SOCKETS: Mapping[ResourceKind, str] = {
     ResourceKind.VCORE: VCORE_SOCKET,
     ResourceKind.VMEMORY: VMEMORY_SOCKET,
     ResourceKind.GPU_MEM: GPU_MEM_SOCKET,
+    ResourceKind.GPU: GPU_SOCKET,
 }
 
 
@@ -310,6 +311,7 @@ def _build_tables(state: NodeState, isolation: IsolationSide, ids: DeviceIds) ->
         cache=state.cache,
         ids=ids,
         no_shares=isolation.has_no_shares,
+        no_replicas=isolation.has_no_replicas,
     )
 
 
@@ -372,7 +374,6 @@ def _build_outcomes(state: NodeState, cluster: ClusterSide) -> OutcomeReporter:
         metrics=state.metrics,
         events=cluster.pod_events,
         inventory=state.gpus,
-        names=state.names,
         decisions=state.decisions,
     )
 
@@ -404,6 +405,12 @@ def _policy(state: NodeState) -> Policy:
     )
 
 
+def _socket(resource: str, names: ResourceNames) -> str:
+    """Of NVIDIA's resources each has its own: two names may differ in their prefixes alone."""
+    kind = names.kind_of(resource)
+    return f"{SOCKETS[kind]}{names.gpu.index(resource)}" if kind is ResourceKind.GPU else SOCKETS[kind]
+
+
 def _build_registrar(
     state: NodeState, calls: QueuedCalls, handover: Handover, tables: DeviceTables, ids: DeviceIds
 ) -> Registrar:
@@ -413,18 +420,18 @@ def _build_registrar(
         endpoints=[
             PluginEndpoint(
                 device_plugin_path=directory,
-                socket_name=instance_socket_name(SOCKETS[kind]),
+                socket_name=instance_socket_name(_socket(resource, state.names)),
                 plugin=DevicePlugin(
-                    state.names.name(kind),
+                    resource,
                     table,
                     calls,
                     state.metrics,
                     ids,
-                    pre_start=calls.pre_start if kind.binds_gpu else None,
+                    pre_start=calls.pre_start if state.names.kind_of(resource).binds_gpu else None,
                 ),
                 handover=handover,
             )
-            for kind, table in tables.tables.items()
+            for resource, table in tables.tables.items()
         ],
         register=register,
     )

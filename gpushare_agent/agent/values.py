@@ -24,6 +24,7 @@ from gpushare_agent.model.errors import Rejected, StartupError
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.units import NvidiaNames
 from gpushare_agent.runtime.cri import RuntimeClient, runtime_endpoints
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.settings.settings import Settings
@@ -40,6 +41,23 @@ def resource_names(settings: Settings) -> ResourceNames:
         gpu_mem=gpushare.resource if gpushare.enabled else "",
         memory_block_mib=settings.resources.memory_block_mib,
         gpu_mem_unit_mib=1024 if gpushare.unit == "GiB" else 1,
+        gpu=nvidia_names(settings).resources if settings.nvidia.enabled else (),
+        nvidia=nvidia_names(settings),
+    )
+
+
+def nvidia_names(settings: Settings) -> NvidiaNames:
+    """Which GPU serves which resource of NVIDIA's."""
+    nvidia = settings.nvidia
+    return NvidiaNames(
+        resource=nvidia.resource,
+        gpus=nvidia.gpus,
+        names=nvidia.name_pairs,
+        replicas=nvidia.replica_counts,
+        sharing=nvidia.sharing,
+        is_renamed=nvidia.rename_replicas,
+        refuses_several=nvidia.refuses_several_replicas,
+        is_packed=nvidia.replica_policy == "packed",
     )
 
 
@@ -101,6 +119,7 @@ def edit_policy(
             has_gpu_nodes=is_real or settings.simulated.device_nodes,
         ),
         cdi_kind=settings.cdi.kind,
+        is_named_by_index=settings.nvidia.device_ids == "index",
         kernel_module=module,
     )
     nodes = ControlNodes(CONTROL_NODES)

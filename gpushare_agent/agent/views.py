@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 
 from gpushare_agent import __version__
 from gpushare_agent.admission.decisions.annotations import pod_annotations
@@ -15,7 +16,7 @@ from gpushare_agent.cluster.decisions.node_facts import NodeFacts, node_facts
 from gpushare_agent.isolation.decisions.vcuda import vdevice_share
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.observability.node_snapshot import MIB, AgentFacts, ContainerFacts, NodeSnapshot
@@ -75,7 +76,7 @@ def node_snapshot(
         inventory=inventory.current,
         cordoned=inventory.cordoned,
         illnesses=inventory.unhealthy_reasons,
-        cores_allocated=state.cache.used_cores(),
+        cores_allocated=_cores_allocated(state),
         memory_allocated_bytes=_memory_allocated(state),
         containers=containers.current(),
         usage=usage,
@@ -117,15 +118,24 @@ def _is_over(allocation: Allocation, pod: Pod | None) -> bool:
     return allocation.kind is ContainerKind.INIT and pod is not None and pod.has_started
 
 
+def _cores_allocated(state: NodeState) -> dict[GpuUuid, int]:
+    cores = state.cache.used_cores()
+    for gpu, part in state.cache.used_parts().items():
+        cores[gpu] = cores.get(gpu, 0) + ceil(part * CORES_PER_GPU)
+    return cores
+
+
 def _memory_allocated(state: NodeState) -> dict[GpuUuid, int]:
     """Bytes by GPU; the memory of a GPU that is allocated whole counts as a whole."""
     names, blocks, units = state.names, state.cache.used_blocks(), state.cache.used_gpu_mem()
+    parts = state.cache.used_parts()
     whole = {gpu for a in state.cache if a.is_whole for gpu in a.gpus}
     return {
         gpu.uuid: MIB * gpu.memory_mib
         if gpu.uuid in whole
         else MIB * blocks.get(gpu.uuid, 0) * names.memory_block_mib
         + MIB * units.get(gpu.uuid, 0) * names.gpu_mem_unit_mib
+        + int(parts.get(gpu.uuid, 0) * gpu.memory_mib) * MIB
         for gpu in state.gpus().gpus
     }
 
@@ -138,7 +148,7 @@ def _container(
     allocated = share
     if allocation.granted is not None:
         allocated = vdevice_share(replace(allocation, granted=None), annotations, gpus, state.names)
-    chosen = isolation.chosen(allocation.key.pod_uid)
+    chosen = isolation.isolation_of(allocation)
     return ContainerFacts(
         allocation=allocation,
         pod=pod,

@@ -22,6 +22,7 @@ _POLICIES = {
     "link": "several whole GPUs with the cheapest links between them",
     "hint": "the GPU that the pod's annotation names (the scheduler extender's choice), which had enough free",
     "must-include": "the GPU of the devices that the kubelet names",
+    "replicas": "replicas of GPUs with room, by nvidia.replica_policy",
     "memory": "a GPU with enough free memory (GPUShare's resource)",
     "scheduler": "kube-scheduler placed the claim; the node's ResourceSlice has the order of its GPUs (dra.order)",
 }
@@ -81,6 +82,7 @@ def _request(decision: dict[str, Any]) -> str:
         return f"{plain(decision['resource'])}; refused before its request was known"
     parts = [f"{request['cores']} cores"] if request["cores"] else []
     parts += [f"{mib(request['memory_bytes'])} MiB"] if request["memory_bytes"] else []
+    parts = parts or [plain(decision["resource"])]
     parts += [f"its annotation names GPU {_gpus(request['hint'])}"] if request["hint"] else []
     parts += [f"the kubelet requires {', '.join(map(plain, request['must_cards']))}"] if request["must_cards"] else []
     return ", ".join(parts)

@@ -83,7 +83,8 @@ async def build_node(
     inventory = await driver.read()
     shown = ReportedNode(
         node=node, gpus=inventory.gpus, vcore=resources.vcore, vmemory=resources.vmemory,
-        memory_block_mib=resources.memory_block_mib, gpu_mem=names.gpu_mem, gpu_mem_unit_mib=names.gpu_mem_unit_mib,
+        memory_block_mib=resources.memory_block_mib, gpu_mem=names.gpu_mem, units=names.gpu,
+        gpu_mem_unit_mib=names.gpu_mem_unit_mib,
         addresses=addresses_of(settings), by_claims=bool(settings.dra.gpus),
     )  # fmt: skip
     controller = NodeController(

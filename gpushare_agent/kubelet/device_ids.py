@@ -11,6 +11,10 @@ PodResources and into their checkpoint, so an ID is as short as it can be:
   does not inherit its IDs. (One in 500 million does, for each of eight GPUs, by beginning alike.)
 - A GPU that the driver shows later, or again, is known by the IDs that its containers hold (`add_gpus`).
 
+A unit under NVIDIA's names has its terms behind a slash, `8f3e2b1c-2/4s` (model/units.py). NVIDIA's own plugin writes
+`<GPU UUID>` and `<GPU UUID>::<n>` (internal/rm/devices.go of k8s-device-plugin v0.20.0): containers hold these where this
+agent takes its place.
+
 Agents from before the release of 2.0.0a1 wrote `<GPU UUID>::<n>`. The kubelet counts by ID, so one that a container holds is
 listed as the container holds it until it ends, and the others in the present form. Two texts are two devices to the kubelet,
 and here.
@@ -19,12 +23,22 @@ and here.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
-from gpushare_agent.model.names import DeviceId, GpuUuid, device_id, device_id_as, kubelet_text, split_device_id
+from gpushare_agent.model.names import (
+    DeviceId,
+    GpuUuid,
+    device_id,
+    known_as,
+    kubelet_text,
+    split_device_id,
+    unit_id,
+    unit_suffix,
+)
+from gpushare_agent.model.units import UnitTerms
 
 KEY_CHARS = 8
-_TEXT = re.compile(r"([^-~:]+)-(0|[1-9][0-9]{0,5})", re.ASCII)
+_TEXT = re.compile(r"([^-~:/]+)-(0|[1-9][0-9]{0,5})(?:/([1-9][0-9]{0,3}[ms]?))?", re.ASCII)
 _PREFIXES = re.compile(r"(?:[A-Z]+-)+")
 
 
@@ -37,12 +51,17 @@ class DeviceIds:
         self._keys: dict[GpuUuid, str] = {}
         self._gpus: dict[str, GpuUuid] = {}
         self._announced: dict[str, DeviceId] = {}
+        self._units: dict[GpuUuid, UnitTerms] = {}
         self.add_gpus(gpus)
 
     @property
     def gpus(self) -> int:
         """How many GPUs have a key; IDs that were read when there were fewer may name others now."""
         return len(self._keys)
+
+    def expect_units(self, units: Mapping[GpuUuid, UnitTerms]) -> None:
+        """The terms that `<GPU UUID>::<n>` of NVIDIA's plugin is read with: its text does not have them."""
+        self._units = dict(units)
 
     def add_gpus(self, gpus: Iterable[GpuUuid]) -> bool:
         """Give those a key that have none; True where there are such."""
@@ -68,21 +87,36 @@ class DeviceIds:
         if split is None or split[0] not in self._keys:
             return device
         text = f"{self._keys[split[0]]}-{split[1]}"
+        if terms := unit_suffix(device):
+            text += f"/{terms}"
         self._announced[text] = DeviceId(device)
         return text
 
     def _read(self, text: str) -> DeviceId:
-        if "::" in text:
-            split = split_device_id(text)
-            return DeviceId(text) if split is None else device_id_as(*split, text)
+        if "::" in text or text in self._keys:
+            return self._read_long(text)
         match = _TEXT.fullmatch(text)
         if match is None:
             return DeviceId(text)
-        key, number = match[1], int(match[2])
+        key, number, terms = match[1], int(match[2]), match[3]
         gpu = self._gpus.get(key) or self._begins_with(key)
-        if gpu is not None and self._keys[gpu] == key:
-            return device_id(gpu, number)
-        return device_id_as(gpu or GpuUuid(key), number, text)
+        device = (
+            device_id(gpu or GpuUuid(key), number) if terms is None else unit_id(gpu or GpuUuid(key), number, terms)
+        )
+        return device if gpu is not None and self._keys[gpu] == key else known_as(device, text)
+
+    def _read_long(self, text: str) -> DeviceId:
+        """NVIDIA's, and of agents from before 2.0.0a1: `<GPU UUID>::<n>` may be either, and the resource tells which. No
+        resource but NVIDIA's looks at the terms."""
+        if text in self._keys:
+            return known_as(unit_id(GpuUuid(text), 0, "1"), text)
+        split = split_device_id(text)
+        if split is None:
+            return DeviceId(text)
+        terms = self._units.get(split[0])
+        if terms is None or terms.is_whole or split[1] >= terms.of:
+            return known_as(device_id(*split), text)
+        return known_as(unit_id(*split, str(terms.of)), text)
 
     def _begins_with(self, key: str) -> GpuUuid | None:
         found = [gpu for gpu, digits in self._digits.items() if digits.startswith(key)] if len(key) >= KEY_CHARS else []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import NamedTuple
 
-from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
+from gpushare_agent.model.isolation import IsolationName, Sharing
+from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.model.units import parts_of, terms_of
 
 
 class ContainerKey(NamedTuple):
@@ -58,10 +60,11 @@ class ClaimShare:
 class Allocation:
     """The devices of one container, or what one result of a ResourceClaim has of one GPU.
 
-    The IDs of a resource are empty until the kubelet has allocated it. `gpus` are the GPUs that the vcore or gpu-mem IDs
-    name, else the planned ones, in order of index; the memory is charged to them. `is_whole` means whole GPUs: their
-    whole memory is the container's. `allocated_at` is seconds on the monotonic clock. `granted` is the size to which a
-    running share was changed, None where it has what the kubelet allocated.
+    The IDs of a resource are empty until the kubelet has allocated it; `gpu_ids` are units under one of NVIDIA's names,
+    `gpu_resource`. `gpus` are the GPUs that the vcore, gpu-mem or NVIDIA's IDs name, else the planned ones, in order of
+    index; the memory is charged to them. `is_whole` means whole GPUs: their whole memory is the container's. `allocated_at`
+    is seconds on the monotonic clock. `granted` is the size to which a running share was changed, None where it has what the
+    kubelet allocated.
 
     Of a claim the key has the claim's UID in the place of the pod's and the result's name in that of the container, and the
     IDs are the agent's own: the kubelet knows none of them. `pod_name` is that of the pod for which it was prepared first.
@@ -75,6 +78,8 @@ class Allocation:
     vcore_ids: frozenset[DeviceId] = frozenset()
     vmemory_ids: frozenset[DeviceId] = frozenset()
     gpu_mem_ids: frozenset[DeviceId] = frozenset()
+    gpu_ids: frozenset[DeviceId] = frozenset()
+    gpu_resource: str = ""
     is_whole: bool = False
     allocated_at: float = 0.0
     granted: ShareSize | None = None
@@ -94,6 +99,8 @@ class Allocation:
                 return self.vmemory_ids
             case ResourceKind.GPU_MEM:
                 return self.gpu_mem_ids
+            case ResourceKind.GPU:
+                return self.gpu_ids
 
     def with_ids(self, kind: ResourceKind, ids: frozenset[DeviceId]) -> Allocation:
         match kind:
@@ -103,9 +110,35 @@ class Allocation:
                 return replace(self, vmemory_ids=ids)
             case ResourceKind.GPU_MEM:
                 return replace(self, gpu_mem_ids=ids)
+            case ResourceKind.GPU:
+                return replace(self, gpu_ids=ids)
+
+    @property
+    def bound_ids(self) -> frozenset[DeviceId]:
+        """Of the resource that binds its GPUs."""
+        return self.vcore_ids or self.gpu_mem_ids or self.gpu_ids
+
+    @property
+    def parts(self) -> dict[GpuUuid, Fraction]:
+        """Of replicas, how much of each GPU."""
+        return parts_of(self.gpu_ids)
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """Of replicas, what limits them; else None."""
+        if self.is_whole or not self.gpu_ids:
+            return None
+        return terms_of(min(self.gpu_ids)).sharing
+
+    @property
+    def is_limited(self) -> bool:
+        """The node's isolation keeps it to its size: a share, or replicas that are shares."""
+        return not self.is_whole and self.sharing in (None, Sharing.SHARES)
 
     @property
     def cores(self) -> int:
+        if self.gpu_ids:
+            return int(sum(self.parts.values()) * CORES_PER_GPU)
         return len(self.vcore_ids)
 
     @property

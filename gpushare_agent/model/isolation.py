@@ -39,6 +39,14 @@ class DeviceListStrategy(StrEnum):
     CDI_CRI = "cdi-cri"
 
 
+class Sharing(StrEnum):
+    """What limits a replica of a GPU, in the words of the setting nvidia.sharing: nothing, MPS, the node's isolation."""
+
+    TIME_SLICING = "time-slicing"
+    MPS = "mps"
+    SHARES = "shares"
+
+
 CorePolicy = Literal["default", "force", "disable"]
 """Whether HAMi-core limits compute, in its own words: isolation/decisions/hami_core.py."""
 

@@ -12,8 +12,9 @@ from typing import NewType
 PodUid = NewType("PodUid", str)
 GpuUuid = NewType("GpuUuid", str)
 DeviceId = NewType("DeviceId", str)
-"""A device of the device-plugin API inside the agent: `<GPU UUID>::<n>` for every resource, and where the kubelet knows it
-by another text than the present one, `<GPU UUID>::<n>~<text>`. Its texts are kubelet/device_ids.py's."""
+"""A device of the device-plugin API inside the agent: `<GPU UUID>::<n>`, of a unit under NVIDIA's names
+`<GPU UUID>::<n>/<terms>` (model/units.py), and where the kubelet knows it by another text than the present one,
+`<GPU UUID>::<n>~<text>`. Its texts are kubelet/device_ids.py's."""
 
 VCORE_RESOURCE = "tencent.com/vcuda-core"
 VMEMORY_RESOURCE = "tencent.com/vcuda-memory"
@@ -21,6 +22,8 @@ VMEMORY_RESOURCE = "tencent.com/vcuda-memory"
 VCORE_SOCKET = "vcore"
 VMEMORY_SOCKET = "vmemory"
 GPU_MEM_SOCKET = "gpumem"
+GPU_SOCKET = "gpu"
+"""Followed by a number of the resource."""
 
 NVIDIA_GPU_RESOURCE = "nvidia.com/gpu"
 NVIDIA_MIG_PREFIX = "nvidia.com/mig-"
@@ -91,25 +94,40 @@ def device_id(uuid: GpuUuid, number: int) -> DeviceId:
     return DeviceId(f"{uuid}::{number}")
 
 
-def device_id_as(uuid: GpuUuid, number: int, text: str) -> DeviceId:
-    """Unit `number` of a GPU, for a container that holds it under this text."""
-    return DeviceId(f"{uuid}::{number}~{text}")
+def known_as(device: DeviceId, text: str) -> DeviceId:
+    """The device, for a container that holds it under this text."""
+    return DeviceId(f"{device}~{text}")
+
+
+def unit_id(uuid: GpuUuid, number: int, terms: str) -> DeviceId:
+    """Unit `number` of a GPU on these terms."""
+    return DeviceId(f"{uuid}::{number}/{terms}")
+
+
+def unit_suffix(device: str) -> str:
+    """The terms of `unit_id`, empty where it has none."""
+    return device.partition("~")[0].partition("/")[2]
+
+
+def gpu_of(device: str) -> GpuUuid:
+    """The GPU that a device of this agent names."""
+    return GpuUuid(device.partition("::")[0])
 
 
 def kubelet_text(device: str) -> str | None:
-    """The text of `device_id_as`."""
+    """The text of `known_as`."""
     return device.partition("~")[2] or None
 
 
 def has_kubelet_text(devices: Iterable[str]) -> bool:
-    """Whether any was made by `device_id_as`."""
+    """Whether any was made by `known_as`."""
     return "~" in "".join(devices)
 
 
 def split_device_id(device: str) -> tuple[GpuUuid, int] | None:
     """The GPU and the number of a device, None where it is not one of this agent."""
     uuid, _, rest = device.partition("::")
-    number = rest.partition("~")[0]
+    number = rest.partition("~")[0].partition("/")[0]
     if not uuid or not number.isascii() or not number.isdigit() or len(number) > 6:
         return None
     return GpuUuid(uuid), int(number)

@@ -1,13 +1,15 @@
 """What one GPU has, what is allocated of it, and what is free: the only place that computes a GPU's free capacity.
 
 Used by the agent's admission, the scheduler extender and the simulation, so that they cannot disagree. A GPU's memory is one
-account in MiB: vcuda's memory blocks, GPUShare's gpu-mem units and whole GPUs take from it, each rounded up to the unit of
-the one that asks. No state: a value is replaced, never changed.
+account in MiB: vcuda's memory blocks, GPUShare's gpu-mem units, whole GPUs and units under NVIDIA's names take from it, each
+rounded up to the unit of the one that asks. No state: a value is replaced, never changed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
 
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
@@ -44,6 +46,8 @@ class GpuAccount:
     """Sharing containers that the GPU can serve at once."""
     offered_cores: int = CORES_PER_GPU
     """Cores that the kubelet can still hand out."""
+    used_part: Fraction | None = None
+    """Of units under NVIDIA's names, as part of the whole GPU; None for none."""
 
     @property
     def total_blocks(self) -> int:
@@ -59,6 +63,29 @@ class GpuAccount:
         return blocks_of_units(self.used_units, self.block_mib, self.unit_mib)
 
     @property
+    def mib_of_part(self) -> int:
+        """Memory of `used_part`: of the sum, for of three thirds each is not rounded up."""
+        return 0 if self.used_part is None else ceil(self.used_part * self.memory_mib)
+
+    @property
+    def blocks_of_part(self) -> int:
+        return -(-self.mib_of_part // self.block_mib)
+
+    @property
+    def free_part(self) -> Fraction:
+        """What is left for units under NVIDIA's names, as part of the whole GPU. What init containers have of other
+        resources is not handed on to them."""
+        if self.is_whole or not self.memory_mib:
+            return Fraction(0)
+        memory_mib = self.memory_mib - self.used_blocks * self.block_mib - self.used_units * self.unit_mib
+        free = min(Fraction(CORES_PER_GPU - self.used_cores, CORES_PER_GPU), Fraction(memory_mib, self.memory_mib))
+        return max(Fraction(0), free - (self.used_part or 0))
+
+    def free_units_of(self, count: int) -> int:
+        """How many units of a GPU that has `count` of them have room."""
+        return 0 if count > 1 and self.is_full else int(self.free_part * count)
+
+    @property
     def is_full(self) -> bool:
         """The GPU serves as many sharing containers as it can."""
         return self.max_shares is not None and self.shares >= self.max_shares
@@ -69,6 +96,8 @@ class GpuAccount:
         if self.max_shares is not None and self.is_full:
             return 0
         free = CORES_PER_GPU - self.used_cores + self.reusable_cores
+        if self.used_part is not None:
+            free -= ceil(self.used_part * CORES_PER_GPU)
         if free > self.offered_cores:
             return self.offered_cores
         return free if free > 0 else 0
@@ -81,6 +110,8 @@ class GpuAccount:
         free = total - self.used_blocks + self.reusable_blocks
         if self.used_units:
             free -= self.blocks_of_units
+        if self.used_part is not None:
+            free -= self.blocks_of_part
         if free > total:
             return total
         return free if free > 0 else 0
@@ -91,7 +122,9 @@ class GpuAccount:
             return 0
         free = 0
         if not self.is_whole:
-            free = (self.memory_mib - self.used_blocks * self.block_mib) // self.unit_mib - self.used_units
+            free = (
+                self.memory_mib - self.mib_of_part - self.used_blocks * self.block_mib
+            ) // self.unit_mib - self.used_units
         free = (free if free > 0 else 0) + self.reusable_units
         total = self.memory_mib // self.unit_mib
         return free if free < total else total

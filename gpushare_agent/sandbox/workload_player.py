@@ -22,7 +22,7 @@ from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, RawObject, annotation_number, containers_of
 from gpushare_agent.sandbox.report.claims import ClaimedShare, shares_of_container
-from gpushare_agent.sandbox.report.document import ReportedNode, container_processes, gpus_of
+from gpushare_agent.sandbox.report.document import ReportedNode, container_processes, gpus_of, parts_of_gpus
 from gpushare_agent.sandbox.runtime.containers import Container
 from gpushare_agent.sandbox.workload import PlayedContainer, played_usage
 
@@ -93,7 +93,8 @@ class WorkloadPlayer:
     def _played(self, run: Container, now_s: float) -> PlayedContainer | None:
         """None for a container without GPUs, and for one whose pod has gone."""
         shown = self._shown
-        gpus = gpus_of(self._ids(run), shown.gpus)
+        ids = self._ids(run)
+        gpus = gpus_of(ids, shown.gpus)
         pod = shown.node.api.find_pod(run.pod_namespace, run.pod_name)
         if pod is None or pod["metadata"]["uid"] != run.pod_uid:
             return None
@@ -102,7 +103,7 @@ class WorkloadPlayer:
         if not gpus:
             return None
         wanted = next((spec.requests for spec in containers_of(pod) if spec.name == run.name), {})
-        share, memory_bytes = self._claimed(pod, claims) if claims else self._share(wanted, gpus)
+        share, memory_bytes = self._claimed(pod, claims) if claims else self._share(wanted, gpus, ids)
         annotations: dict[str, Any] = pod["metadata"].get("annotations") or {}
         return PlayedContainer(
             name=f"{run.pod_namespace}/{run.pod_name}/{run.name}",
@@ -117,7 +118,7 @@ class WorkloadPlayer:
 
     def _ids(self, run: Container) -> list[str]:
         """Those that name its GPUs."""
-        names = (self._shown.vcore, self._shown.gpu_mem)
+        names = (self._shown.vcore, self._shown.gpu_mem, *self._shown.units)
         records = self._shown.node.kubelet.records_of(run.pod_uid, run.name)
         found = [records[name].ids for name in names if name in records]
         return list(found[0]) if found else []
@@ -131,12 +132,15 @@ class WorkloadPlayer:
         parts = [one.cores / CORES_PER_GPU or one.memory_mib / self._shown.gpus[one.gpu].memory_mib for one in claims]
         return min(parts) / users, least.memory_mib * _MIB // users
 
-    def _share(self, wanted: Mapping[str, int], gpus: list[Gpu]) -> tuple[float, int]:
+    def _share(self, wanted: Mapping[str, int], gpus: list[Gpu], ids: Sequence[str]) -> tuple[float, int]:
         """Of each of its GPUs: the part of the GPU, and the bytes of memory."""
         shown, whole_mib = self._shown, min(gpu.memory_mib for gpu in gpus)
         cores = wanted.get(shown.vcore, 0)
         if cores >= CORES_PER_GPU:
             return 1.0, whole_mib * _MIB
+        if any(wanted.get(name) for name in shown.units):
+            part = min(parts_of_gpus(ids, gpus).values())
+            return float(part), int(part * whole_mib) * _MIB
         if cores:
             return cores / CORES_PER_GPU, min(whole_mib, wanted.get(shown.vmemory, 0) * shown.memory_block_mib) * _MIB
         units_mib = min(whole_mib, wanted.get(shown.gpu_mem, 0) * shown.gpu_mem_unit_mib)

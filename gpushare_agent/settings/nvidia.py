@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import MAX_REPLICAS, NVIDIA_GPU_RESOURCE, SHARED_SUFFIX
 from gpushare_agent.settings.values import (
     MAX_NVIDIA_RESOURCE_NAME_CHARS,
@@ -90,8 +91,8 @@ class NvidiaSettings(Section):
         description="How many containers may have one GPU or instance, comma list of SELECTOR=COUNT, the first that matches"
         " counts; the selector is a resource's name, an index, a UUID, a model's glob pattern, or *. Empty: one.",
     )
-    sharing: Literal["time-slicing", "mps", "shares"] = Field(
-        default="time-slicing",
+    sharing: Sharing = Field(
+        default=Sharing.TIME_SLICING,
         description="What a replica is. time-slicing: nothing limits it. mps: NVIDIA MPS limits it to 1/COUNT of memory and"
         " compute. shares: the node's isolation does.",
     )
@@ -136,7 +137,7 @@ class NvidiaSettings(Section):
 
     @property
     def refuses_several_replicas(self) -> bool:
-        return self.sharing == "mps" if self.refuse_several_replicas is None else self.refuse_several_replicas
+        return self.sharing is Sharing.MPS if self.refuse_several_replicas is None else self.refuse_several_replicas
 
     @field_validator("names", "mig_names")
     @classmethod

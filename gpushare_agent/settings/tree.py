@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName, Sharing
 from gpushare_agent.settings.admission import AllocationSettings, PlacementSettings, ResizeSettings
 from gpushare_agent.settings.dra import DraSettings
 from gpushare_agent.settings.extender import ExtenderSettings
@@ -164,8 +164,9 @@ class Settings(BaseModel):
 
     @property
     def isolations_in_use(self) -> frozenset[IsolationName]:
-        """The node's own, and those that pods may choose."""
-        return frozenset({self.isolation, *self.isolations_allowed})
+        """The node's own, those that pods may choose, and MPS where it limits replicas of GPUs."""
+        by_mps = self.nvidia.enabled and self.nvidia.replicas and self.nvidia.sharing is Sharing.MPS
+        return frozenset({self.isolation, *self.isolations_allowed, *([IsolationName.MPS] if by_mps else [])})
 
     @property
     def isolation_parts_in_use(self) -> frozenset[IsolationName]:
@@ -191,6 +192,8 @@ class Settings(BaseModel):
         others = {self.resources.vcore, self.resources.vmemory, self.gpushare.resource, self.gpushare.count_resource}
         if self.nvidia.enabled and (taken := sorted(others.intersection(self.nvidia.resource_names))):
             raise ValueError(f"nvidia and another section both have the resource {taken[0]}")
+        if self.nvidia.enabled and not self.share_mode and any(count > 1 for _, count in self.nvidia.replica_counts):
+            raise ValueError("nvidia.replicas lets containers share GPUs, which share_mode=false forbids")
         return self
 
     @field_validator("node_name")

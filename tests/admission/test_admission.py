@@ -27,7 +27,6 @@ from gpushare_agent.model.names import VCORE_RESOURCE as CORE
 from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceKind
 from tests.support_core import NAMES, container, ids, inventory, known, pod, written
 
 
@@ -85,10 +84,10 @@ class Scripted:
         assert self.next is not None
         return self.next
 
-    def successor(self, kind: ResourceKind, ids: Sequence[str]) -> Target | None:
+    def successor(self, resource: str, ids: Sequence[str]) -> Target | None:
         pods = known(*self.pods.values()).pods
         facts = Known(pods=pods, allocations=self.cache.view(), refused=self.refused_pods, names=NAMES)
-        return successor_of(ids, kind, self.get, facts)
+        return successor_of(ids, resource, self.get, facts)
 
     async def read(self) -> Sequence[CheckpointEntry]:
         if self.checkpoint is None:
@@ -103,18 +102,18 @@ class Scripted:
         self.waits += 1
         return self.on_wait()
 
-    def allocated(self, target: Target, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
-        self.outcomes.append(f"{target.pod.name}/{target.container.name} {kind}")
+    def allocated(self, target: Target, allocation: Allocation, resource: str, why: Explanation | None) -> None:
+        self.outcomes.append(f"{target.pod.name}/{target.container.name} {NAMES.kind(resource)}")
         self.explained.append(why)
 
-    def refused(self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
+    def refused(self, target: Target | None, resource: str, refused: Refused, why: Explanation | None) -> None:
         self.outcomes.append(f"refused {refused.reason}")
         self.explained.append(why)
 
-    def start_refused(self, target: Target | None, kind: ResourceKind, refused: Refused) -> None:
+    def start_refused(self, target: Target | None, resource: str, refused: Refused) -> None:
         self.outcomes.append(f"start refused {target.pod.name if target else '?'} {refused.reason}")
 
-    def taken_ids_offered(self, kind: ResourceKind, count: int) -> None:
+    def taken_ids_offered(self, resource: str, count: int) -> None:
         self.outcomes.append(f"taken {count}")
 
     async def admit(self, owner: Pod, name: str, resource: str, must: Sequence[str] = ()) -> ContainerEdits | Refused:

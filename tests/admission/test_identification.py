@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from gpushare_agent.model.resources import ResourceKind
 from tests.fakes.clock import FakeClock
 from tests.support_core import NAMES, Listing, allocation, container, ids, pod
 from tests.support_deadline import DEADLINE_S
+
+vcore_call = partial(Call, resource=VCORE_RESOURCE, kind=ResourceKind.VCORE)
 
 
 class Unreadable:
@@ -60,7 +63,7 @@ async def test_a_pod_that_cannot_be_decoded_refuses_the_call_with_the_reason() -
         clock=time.monotonic,
         timeouts=Timeouts(),
     )
-    result = await identification.identify(Call(kind=ResourceKind.VCORE, size=10), Inside())
+    result = await identification.identify(vcore_call(size=10), Inside())
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_READY
     assert "bad bytes" in result.detail and "Create the pod again" in result.detail
 
@@ -106,7 +109,7 @@ async def test_an_api_server_that_did_not_answer_stays_the_reason_when_the_time_
         clock=clock,
         timeouts=Timeouts(lookup_s=2.0),
     )
-    result = await identification.identify(Call(kind=ResourceKind.VCORE, size=10), SlowKubelet(clock))
+    result = await identification.identify(vcore_call(size=10), SlowKubelet(clock))
     assert isinstance(result, Refused) and result.reason is RefusalReason.POD_UNKNOWN
     assert "the API server did not answer" in result.detail and "connection refused" in result.detail
 
@@ -137,7 +140,7 @@ async def test_a_pod_that_had_everything_is_looked_at_again_once_its_allocation_
         timeouts=Timeouts(poll_again_s=0.0),
         on_identified=listed.append,
     )
-    call = Call(kind=ResourceKind.VCORE, size=10)
+    call = vcore_call(size=10)
     for _ in range(2):
         found = await identification.identify(call, Inside())
         assert isinstance(found, Target) and found.pod is new
@@ -208,7 +211,7 @@ class Static(Outside):
             clock=clock,
             timeouts=Timeouts(poll_again_s=poll_again_s),
         )
-        return await identification.identify(Call(kind=ResourceKind.VCORE, size=cores), self)
+        return await identification.identify(vcore_call(size=cores), self)
 
 
 async def test_a_static_pod_is_the_kubelets() -> None:

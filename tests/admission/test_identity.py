@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from gpushare_agent.admission.decisions.identity import Call, Target, Unresolved, identify, successor_of
 from gpushare_agent.model.names import VCORE_RESOURCE as CORE
@@ -11,7 +12,8 @@ from gpushare_agent.model.pods import ContainerKind, PodPhase
 from gpushare_agent.model.resources import ResourceKind
 from tests.support_core import Listing, allocation, container, ids, known, pod
 
-VCORE_10 = Call(kind=ResourceKind.VCORE, size=10)
+vcore_call = partial(Call, resource=CORE, kind=ResourceKind.VCORE)
+VCORE_10 = vcore_call(size=10)
 
 
 def served_name(result: Target | Unresolved) -> str:
@@ -84,7 +86,7 @@ def test_the_size_distinguishes_two_pods() -> None:
     """Another amount cannot be this call's."""
     a, b = pod("a", container(cores=10)), pod("b", container(cores=20))
     listed = [Listing("a", {"main": {}}), Listing("b", {"main": {}})]
-    assert served_name(identify(Call(kind=ResourceKind.VCORE, size=20), listed, known(a, b))) == "b/main"
+    assert served_name(identify(vcore_call(size=20), listed, known(a, b))) == "b/main"
 
 
 def test_must_include_points_at_the_pod_of_the_init_container() -> None:
@@ -98,7 +100,12 @@ def test_must_include_points_at_the_pod_of_the_init_container() -> None:
         allocation(a, "i", ids(0, range(5)), [], ContainerKind.INIT),  # type: ignore[arg-type]
         allocation(b, "i", ids(0, range(5, 10)), [], ContainerKind.INIT),  # type: ignore[arg-type]
     )
-    call = Call(kind=ResourceKind.VCORE, size=10, must_include=frozenset(ids(0, range(5, 10))))
+    call = Call(
+        resource="tencent.com/vcuda-core",
+        kind=ResourceKind.VCORE,
+        size=10,
+        must_include=frozenset(ids(0, range(5, 10))),
+    )
     listed = [Listing("a", {"m": {}}), Listing("b", {"m": {}})]
     assert served_name(identify(call, listed, known(a, b, allocations=allocated))) == "b/m"  # type: ignore[arg-type]
 
@@ -124,7 +131,7 @@ def test_memory_and_cores_are_judged_apart() -> None:
     one = pod("one", container(cores=10, blocks=4))
     allocated = replace(allocation(one, "main", ids(0, range(10)), []))
     listed = [Listing("one", {"main": {CORE: 10}})]
-    call = Call(kind=ResourceKind.VMEMORY, size=4)
+    call = Call(resource=MEMORY, kind=ResourceKind.VMEMORY, size=4)
     assert served_name(identify(call, listed, known(one, allocations=(allocated,)))) == "one/main"
     assert MEMORY not in listed[0].count_by_container(MEMORY)
 
@@ -139,10 +146,10 @@ def test_an_allocate_without_preference_is_the_successor_containers() -> None:
     )
     allocated = allocation(chain, "i", ids(0, range(5)), [], ContainerKind.INIT)
     facts = known(chain, allocations=(allocated,))
-    found = successor_of(ids(0, range(5)), ResourceKind.VCORE, {chain.uid: chain}.get, facts)
+    found = successor_of(ids(0, range(5)), CORE, {chain.uid: chain}.get, facts)
     assert found is not None and found.container.name == "s"
-    assert successor_of(ids(0, range(5, 10)), ResourceKind.VCORE, {chain.uid: chain}.get, facts) is None
-    assert successor_of(ids(0, range(4)), ResourceKind.VCORE, {chain.uid: chain}.get, facts) is None
+    assert successor_of(ids(0, range(5, 10)), CORE, {chain.uid: chain}.get, facts) is None
+    assert successor_of(ids(0, range(4)), CORE, {chain.uid: chain}.get, facts) is None
 
 
 def test_a_container_that_runs_is_not_called_for() -> None:

@@ -13,8 +13,7 @@ from gpushare_agent.admission.decisions.offered_devices import offered_ids
 from gpushare_agent.admission.device_tables import DeviceTables
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid, device_id, device_id_as, split_device_id
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.model.names import VCORE_RESOURCE, DeviceId, GpuUuid, PodUid, device_id, known_as, split_device_id
 from tests.support_core import NAMES, allocation, container, inventory, pod
 from tests.support_sandbox import key_of
 
@@ -39,7 +38,7 @@ def test_a_gpu_has_as_many_ids_as_units_whatever_containers_hold(held: set[tuple
 
 
 def _device(number: int, is_earlier: bool) -> DeviceId:
-    return device_id_as(GPU, number, f"{GPU}::{number}") if is_earlier else device_id(GPU, number)
+    return known_as(device_id(GPU, number), f"{GPU}::{number}") if is_earlier else device_id(GPU, number)
 
 
 async def test_the_table_takes_the_new_text_when_the_container_ends() -> None:
@@ -63,7 +62,7 @@ async def test_the_table_takes_the_new_text_when_the_container_ends() -> None:
 
 
 async def _listed(tables: DeviceTables, texts: list[str]) -> None:
-    table = tables.tables[ResourceKind.VCORE]
+    table = tables.tables[VCORE_RESOURCE]
     async with asyncio.timeout(10):
         while [row.id for row in table.devices] != texts:
             await table.wait_change(table.version)
@@ -110,4 +109,4 @@ def test_what_containers_hold_of_a_gpu_that_is_no_longer_offered_stays_on_it() -
     )
     tables.refresh()
     assert ids.read([f"{key_of(uuid)}-7"]) == [device_id(uuid, 7)]
-    assert not tables.tables[ResourceKind.VCORE].devices
+    assert not tables.tables[VCORE_RESOURCE].devices

@@ -9,10 +9,9 @@ from gpushare_agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.cluster.events import MAX_MESSAGE_CHARS
 from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceKind
-from tests.support_core import NAMES, allocation, container, ids, inventory, pod
+from tests.support_core import allocation, container, ids, inventory, pod
 
 
 class Reported:
@@ -26,7 +25,6 @@ class Reported:
             metrics=self,
             events=self,
             inventory=inventory,
-            names=NAMES,
             decisions=self.log,
             wall_clock_ns=lambda: 1_700_000_000_000_000_000,
         )
@@ -69,8 +67,8 @@ def test_an_allocation_is_recorded_with_its_reason() -> None:
     """Once: what follows the plan is only counted."""
     reported = Reported()
     given = allocation(OWNER, "main", ids(1, range(30)), [])
-    reported.reporter.allocated(TARGET, given, ResourceKind.VCORE, why(chosen=1))
-    reported.reporter.allocated(TARGET, given, ResourceKind.VMEMORY, None)
+    reported.reporter.allocated(TARGET, given, VCORE_RESOURCE, why(chosen=1))
+    reported.reporter.allocated(TARGET, given, VMEMORY_RESOURCE, None)
     (record,) = reported.log.newest(5)
     assert (record.namespace, record.pod, record.container, record.at) == ("default", "p", "main", 1_700_000_000.0)
     assert (record.outcome, record.policy, record.gpus) == ("allocated", "share", (1,))
@@ -82,7 +80,7 @@ def test_a_refusals_event_names_what_each_gpu_lacked() -> None:
     """The record keeps the refusal's own text beside the candidates."""
     reported = Reported()
     refused = Refused(reason=RefusalReason.FRAGMENTED, detail="no GPU for this.")
-    reported.reporter.refused(TARGET, ResourceKind.VCORE, refused, why(chosen=0))
+    reported.reporter.refused(TARGET, VCORE_RESOURCE, refused, why(chosen=0))
     assert reported.events == ["no GPU for this. GPU by GPU: GPU 0: it was planned here; GPU 1: 10 cores short."]
     (record,) = reported.log.newest(5)
     assert (record.reason, record.explanation, record.gpus) == ("Fragmented", "no GPU for this.", ())
@@ -93,8 +91,8 @@ def test_an_event_keeps_within_its_length() -> None:
     """The refusal itself comes first; GPUs are left out rather than cut."""
     reported = Reported()
     long = Refused(reason=RefusalReason.FRAGMENTED, detail="d" * (MAX_MESSAGE_CHARS - 100) + ".")
-    reported.reporter.refused(TARGET, ResourceKind.VCORE, long, why(gpus=64))
-    reported.reporter.refused(TARGET, ResourceKind.VCORE, Refused(reason=long.reason, detail="d" * 2000), why())
+    reported.reporter.refused(TARGET, VCORE_RESOURCE, long, why(gpus=64))
+    reported.reporter.refused(TARGET, VCORE_RESOURCE, Refused(reason=long.reason, detail="d" * 2000), why())
     assert len(reported.events[0]) <= MAX_MESSAGE_CHARS and reported.events[0].endswith("; ….")
     assert reported.events[1] == "d" * 2000
 
@@ -102,7 +100,7 @@ def test_an_event_keeps_within_its_length() -> None:
 def test_a_call_for_an_unknown_pod_is_recorded_without_a_name() -> None:
     """No Event: there is no pod to put it on."""
     reported = Reported()
-    reported.reporter.refused(None, ResourceKind.VCORE, Refused(reason=RefusalReason.POD_UNKNOWN, detail="who?"), None)
+    reported.reporter.refused(None, VCORE_RESOURCE, Refused(reason=RefusalReason.POD_UNKNOWN, detail="who?"), None)
     (record,) = reported.log.newest(5)
     assert (record.pod, record.reason, record.candidates) == ("", "PodUnknown", ())
     assert reported.events == []
@@ -111,8 +109,6 @@ def test_a_call_for_an_unknown_pod_is_recorded_without_a_name() -> None:
 def test_a_refused_start_is_recorded_and_reported_and_no_admission() -> None:
     """The container was admitted before."""
     reported = Reported()
-    reported.reporter.start_refused(
-        TARGET, ResourceKind.VCORE, Refused(reason=RefusalReason.NOT_READY, detail="disk full")
-    )
+    reported.reporter.start_refused(TARGET, VCORE_RESOURCE, Refused(reason=RefusalReason.NOT_READY, detail="disk full"))
     assert reported.log.newest(5)[0].explanation == "disk full"
     assert reported.events == ["disk full"] and reported.counted == []

@@ -15,7 +15,7 @@ from gpushare_agent.isolation.decisions.vcuda import core_limit
 from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, KernelModule
-from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName, Sharing
 from gpushare_agent.model.names import (
     CORES_PER_GPU,
     DEVICE_CONTAINER_ANNOTATION,
@@ -27,6 +27,7 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.units import GpuUnits, cores_of_part
 
 MIB = 1024 * 1024
 _SHOWN_CHARS = 40
@@ -43,41 +44,77 @@ class EditPolicy:
     strategies: tuple[DeviceListStrategy, ...] = (DeviceListStrategy.ENVVAR, DeviceListStrategy.DEVICE_NODES)
     devices: NodeDevices = field(default_factory=NodeDevices)
     cdi_kind: str = "nvidia.com/gpu"
+    is_named_by_index: bool = False
+    """Containers that ask for NVIDIA's resources get their GPUs by index, the setting nvidia.device_ids."""
     kernel_module: KernelModule | None = None
     """NVIDIA's, None for simulated GPUs and where it cannot be read."""
 
 
-def edits_for(pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: EditPolicy) -> ContainerEdits | Refused:
+def edits_for(
+    pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: EditPolicy, units: GpuUnits | None = None
+) -> ContainerEdits | Refused:
     """The edits for a container that gets a share of, or all of, `gpus` (in order of index); or why it cannot have them:
-    the pod chose an isolation that the node does not allow, or the isolation cannot keep such a share."""
-    name = choose_isolation(pod.annotations, policy.isolation, policy.allowed)
+    the pod chose an isolation that the node does not allow, or the isolation cannot keep such a share. `units` is what it
+    has of them under NVIDIA's names, None where it asks for others."""
+    name = isolation_of(pod.annotations, units, policy)
     if isinstance(name, Refused):
         return name
     names = policy.names
     if not gpus:
         return _without_gpus(pod, container)
-    cores = names.wanted(container, ResourceKind.VCORE) or _cores_of_memory(container, gpus, names)
-    is_whole = cores >= CORES_PER_GPU and not names.wanted(container, ResourceKind.GPU_MEM)
-    isolated = ISOLATIONS[name].edit(
-        IsolationRequest(
-            pod_uid=pod.uid,
-            container=container,
-            shares=_shares(gpus, cores, names.memory_mib(container), is_whole=is_whole),
-            config=policy.config,
-            core_limit=0 if is_whole else core_limit(pod.annotations, cores).percent,
-            pod_memory_mib=_pod_memory_mib(pod, names),
-            memory_unit_mib=names.gpu_mem_unit_mib,
-        )
-    )
+    isolated = ISOLATIONS[name].edit(_isolation_request(pod, container, gpus, policy, units))
     if isinstance(isolated, Refused):
         return isolated
     request = DeviceListRequest(
-        gpus=tuple(gpus), node=policy.devices, cdi_kind=policy.cdi_kind, unique=_unique(pod, container)
+        gpus=tuple(gpus),
+        node=policy.devices,
+        cdi_kind=policy.cdi_kind,
+        unique=_unique(pod, container),
+        by_index=units is not None and policy.is_named_by_index,
     )
-    parts = [_base(container, gpus, names), device_edits(request, policy.strategies)]
+    parts = [_base(container, gpus, names, units), device_edits(request, policy.strategies)]
     if names.wanted(container, ResourceKind.GPU_MEM):
         parts.append(_gpushare(pod, container, gpus[0], names))
     return merged(*parts, isolated)
+
+
+def _isolation_request(
+    pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: EditPolicy, units: GpuUnits | None
+) -> IsolationRequest:
+    names = policy.names
+    cores = names.wanted(container, ResourceKind.VCORE) or _cores_of_memory(container, gpus, names)
+    is_whole = cores >= CORES_PER_GPU and not names.wanted(container, ResourceKind.GPU_MEM)
+    if units is None:
+        shares = _shares(gpus, cores, names.memory_mib(container), is_whole=is_whole)
+    else:
+        shares = _unit_shares(gpus, units)
+    return IsolationRequest(
+        pod_uid=pod.uid,
+        container=container,
+        shares=shares,
+        config=policy.config,
+        core_limit=0 if is_whole or units is not None else core_limit(pod.annotations, cores).percent,
+        pod_memory_mib=_pod_memory_mib(pod, names),
+        memory_unit_mib=names.gpu_mem_unit_mib,
+    )
+
+
+def _unit_shares(gpus: Sequence[Gpu], units: GpuUnits) -> tuple[GpuShare, ...]:
+    """Whole GPUs and replicas by time slicing are not limited, which to an isolation is a whole GPU."""
+    parts = dict(units.parts)
+    is_free = units.sharing in (None, Sharing.TIME_SLICING)
+    return tuple(
+        GpuShare(gpu=gpu, cores=CORES_PER_GPU, memory_mib=0, is_whole=True)
+        if is_free or parts[gpu.uuid] >= 1
+        else GpuShare(gpu=gpu, cores=cores_of_part(parts[gpu.uuid]), memory_mib=int(parts[gpu.uuid] * gpu.memory_mib))
+        for gpu in gpus
+    )
+
+
+def isolation_of(annotations: Mapping[str, str], units: GpuUnits | None, policy: EditPolicy) -> IsolationName | Refused:
+    """Of replicas by MPS it is MPS, whatever the node's is."""
+    name = choose_isolation(annotations, policy.isolation, policy.allowed)
+    return IsolationName.MPS if units is not None and units.sharing is Sharing.MPS else name
 
 
 def _shares(gpus: Sequence[Gpu], cores: int, memory_mib: int, *, is_whole: bool) -> tuple[GpuShare, ...]:
@@ -134,8 +171,12 @@ def _gpushare(pod: Pod, container: ContainerSpec, gpu: Gpu, names: ResourceNames
     )
 
 
-def _base(container: ContainerSpec, gpus: Sequence[Gpu], names: ResourceNames) -> ContainerEdits:
+def _base(
+    container: ContainerSpec, gpus: Sequence[Gpu], names: ResourceNames, units: GpuUnits | None
+) -> ContainerEdits:
     """gpu-manager's annotations, which its tools read."""
+    if units is not None:
+        return ContainerEdits()
     blocks = names.wanted(container, ResourceKind.VMEMORY)
     return ContainerEdits(
         annotations=(

@@ -6,7 +6,7 @@ differ from the decision. No state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpushare_agent.admission.decisions.identity import Target
@@ -18,10 +18,12 @@ from gpushare_agent.admission.decisions.ledger import (
 )
 from gpushare_agent.admission.decisions.plan import Plan
 from gpushare_agent.admission.decisions.reuse import effective_request
+from gpushare_agent.admission.decisions.units import served_units
 from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.units import ServedUnits
 from gpushare_agent.placement import GpuAccount, memory_share
 
 MIB = 1024 * 1024
@@ -48,6 +50,8 @@ class _Need:
     memory_bytes: int
     gpus: int
     is_units: bool
+    served: Mapping[GpuUuid, ServedUnits] | None = None
+    """Where a unit under one of NVIDIA's names is wanted: the GPUs that serve it, and on which terms."""
 
     def free_bytes(self, gpu: GpuAccount) -> int:
         return gpu.free_units * gpu.unit_mib * MIB if self.is_units else gpu.free_blocks * gpu.block_mib * MIB
@@ -66,12 +70,11 @@ def explain(
     outcome: Plan | Refused,
 ) -> Explanation:
     """The verdict on every one of `gpus`, in order of index; none where the request makes no sense on any GPU."""
-    need = _need(target, policy.names)
+    need = _need(target, policy.names, ledger)
     chosen = outcome.gpus if isinstance(outcome, Plan) else ()
     reasons = {gpu.uuid: gpu.unhealthy_reason for gpu in ledger.inventory.gpus}
-    bound_by = (
-        ResourceKind.GPU_MEM if policy.names.wanted(target.container, ResourceKind.GPU_MEM) else ResourceKind.VCORE
-    )
+    others = (ResourceKind.GPU_MEM, ResourceKind.GPU)
+    bound_by = next((kind for kind in others if policy.names.wanted(target.container, kind)), ResourceKind.VCORE)
     must = must_gpus(target, offer, ledger, bound_by)
     asked = Asked(
         cores=policy.names.wanted(target.container, ResourceKind.VCORE),
@@ -137,7 +140,10 @@ def in_short(candidates: Sequence[Candidate], most_chars: int) -> str:
     return text
 
 
-def _need(target: Target, names: ResourceNames) -> _Need:
+def _need(target: Target, names: ResourceNames, ledger: Ledger) -> _Need:
+    if names.wanted(target.container, ResourceKind.GPU):
+        served = served_units(ledger, names, names.name_in(target.container, ResourceKind.GPU))
+        return _Need(cores=0, memory_bytes=0, gpus=0, is_units=False, served=served)
     if names.wanted(target.container, ResourceKind.GPU_MEM):
         units = memory_share.effective_request(target.pod, target.container, names)
         return _Need(cores=0, memory_bytes=units * names.gpu_mem_unit_mib * MIB, gpus=0, is_units=True)
@@ -156,6 +162,8 @@ def _lack(gpu: GpuAccount, need: _Need, reason: str) -> str:
     if not gpu.is_healthy:
         reported = reason[:MAX_REASON_CHARS] or "no reason given"
         return reported if reported.startswith("cordoned") else f"unhealthy: {reported}"
+    if need.served is not None:
+        return _lack_of_units(gpu, need.served.get(gpu.uuid))
     if need.gpus:
         if gpu.is_free:
             return ""
@@ -166,6 +174,15 @@ def _lack(gpu: GpuAccount, need: _Need, reason: str) -> str:
     if need.free_bytes(gpu) < need.memory_bytes:
         lacks.append(f"{(need.memory_bytes - need.free_bytes(gpu)) // MIB} MiB")
     return f"{' and '.join(lacks)} short" if lacks else ""
+
+
+def _lack_of_units(gpu: GpuAccount, served: ServedUnits | None) -> str:
+    if served is None:
+        return "serves another resource"
+    if gpu.free_units_of(served.terms.of):
+        return ""
+    free = f"{gpu.free_cores} cores and {gpu.free_blocks * gpu.block_mib} MiB are free"
+    return f"in use: {free}, and it must be {'all' if served.terms.is_whole else f'1/{served.terms.of} of both'}"
 
 
 def _why_not(gpu: GpuAccount, need: _Need, outcome: Plan | Refused, must: Collection[GpuUuid]) -> str:

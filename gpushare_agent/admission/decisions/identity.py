@@ -60,6 +60,7 @@ class Unresolved:
 class Call:
     """A GetPreferredAllocation: which resource, how many IDs in all, and those that must be among them."""
 
+    resource: str
     kind: ResourceKind
     size: int
     must_include: frozenset[str] = frozenset()
@@ -98,7 +99,7 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
     candidates: list[Target] = []
     unknown: list[tuple[str, str]] = []
     suspects: list[tuple[str, str]] = []
-    resource = known.names.name(call.kind)
+    resource = call.resource
     for entry in listed:
         pod = known.pods.get((entry.namespace, entry.name))
         if pod is None:
@@ -129,23 +130,23 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
     )
 
 
-def lacks(pod: Pod, container: ContainerSpec, kind: ResourceKind, known: Known) -> bool:
+def lacks(pod: Pod, container: ContainerSpec, resource: str, kind: ResourceKind, known: Known) -> bool:
     """By the allocation cache, the container requests the resource and has none of it yet."""
-    if not known.names.wanted(container, kind):
+    if not container.requests.get(resource):
         return False
     allocation = known.allocations.get(ContainerKey(pod.uid, container.name))
     return allocation is None or not allocation.ids(kind)
 
 
 def successor_of(
-    ids: Collection[str], kind: ResourceKind, pod_of: Callable[[PodUid], Pod | None], known: Known
+    ids: Collection[str], resource: str, pod_of: Callable[[PodUid], Pod | None], known: Known
 ) -> Target | None:
     """The container of an Allocate that had no GetPreferredAllocation.
 
     The kubelet skips it when an init container's IDs cover the whole request; the IDs then identify the pod, and the target
     is its first container that lacks the resource. None where the IDs are not all an init container's of one pod.
     """
-    wanted = set(ids)
+    wanted, kind = set(ids), known.names.kind_of(resource)
     owners = {
         key.pod_uid
         for key, allocation in known.allocations.items()
@@ -156,8 +157,8 @@ def successor_of(
     pod = pod_of(next(iter(owners)))
     if pod is None or not wanted <= initial_ids(pod, kind, known.allocations):
         return None
-    container = next((c for c in pod.containers if lacks(pod, c, kind, known)), None)
-    if container is None or known.names.wanted(container, kind) != len(wanted):
+    container = next((c for c in pod.containers if lacks(pod, c, resource, kind, known)), None)
+    if container is None or container.requests.get(resource) != len(wanted):
         return None
     return Target(pod=pod, container=container)
 
@@ -206,19 +207,19 @@ def _is_doubtful(pod: Pod, target: Target | None, call: Call, known: Known) -> b
     return (
         pod.has_started
         or pod.is_deleting
-        or (target is not None and not lacks(pod, target.container, call.kind, known))
+        or (target is not None and not lacks(pod, target.container, call.resource, call.kind, known))
     )
 
 
 def _lacking(pod: Pod, entry: ListedDevices, call: Call, known: Known) -> Target | None:
-    counts = entry.count_by_container(known.names.name(call.kind))
+    counts = entry.count_by_container(call.resource)
     for container in pod.containers:
-        wanted = known.names.wanted(container, call.kind)
+        wanted = container.requests.get(call.resource)
         if not wanted:
             continue
         if container.kind is ContainerKind.INIT:
             # After its start a pod gets calls only when a container restarts; its init containers have ended.
-            if pod.has_started or not lacks(pod, container, call.kind, known):
+            if pod.has_started or not lacks(pod, container, call.resource, call.kind, known):
                 continue
         elif counts.get(container.name) or container.name in pod.running:
             continue  # one that was admitted while the resource was unknown runs without it

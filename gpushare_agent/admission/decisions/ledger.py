@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import cast
 
 from gpushare_agent.admission.decisions.identity import Target, initial_allocations, initial_ids
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, split_device_id
-from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.units import parts_of
 from gpushare_agent.placement.gpu_account import GpuAccount, account_of
 from gpushare_agent.placement.request import SharePolicy
 
@@ -39,6 +42,8 @@ class Ledger:
     used_cores: Mapping[GpuUuid, int]
     used_blocks: Mapping[GpuUuid, int]
     used_gpu_mem: Mapping[GpuUuid, int]
+    used_parts: Mapping[GpuUuid, Fraction] = field(default_factory=dict)
+    """Of units under NVIDIA's names."""
     holders: Mapping[ResourceKind, Mapping[DeviceId, frozenset[ContainerKey]]]
     allocations: Mapping[ContainerKey, Allocation]
 
@@ -70,19 +75,24 @@ def gpu_accounts(
     per_gpu = Counter(_gpus_of(offered)) if offered is not None else None
     cores = _reusable_ids(target, ResourceKind.VCORE, ledger)
     units = _reusable_ids(target, ResourceKind.GPU_MEM, ledger)
+    parts = _parts(target, ledger, names)
     blocks = _reusable_blocks(target, ledger)
     shares: Counter[GpuUuid] = Counter()
     whole: set[GpuUuid] = set()
     whole_of_others: set[GpuUuid] = set()
     own_key = target.key if target is not None else None
     for key, allocation in ledger.allocations.items():  # once: every admission call of the node does this
-        if allocation.is_whole:
+        if allocation.gpu_ids:  # in `parts`
+            is_sharing = allocation.sharing in (Sharing.MPS, Sharing.SHARES)
+            if is_sharing and allocation.kind is not ContainerKind.INIT and key != own_key:
+                shares.update(allocation.gpus)
+        elif allocation.is_whole:
             whole.update(allocation.gpus)
             if target is None or not may_take_over(target, frozenset({key}), ledger):
                 whole_of_others.update(allocation.gpus)
         elif allocation.kind is not ContainerKind.INIT and key != own_key and allocation.gpus:
             shares[allocation.gpus[0]] += 1  # init containers end before the others start
-    is_whole_wanted = target is not None and names.wanted(target.container, ResourceKind.VCORE) >= CORES_PER_GPU
+    is_unlimited = target is not None and _is_unlimited(target.container, names)
     return [
         replace(
             account_of(gpu, names),
@@ -95,12 +105,29 @@ def gpu_accounts(
             reusable_units=units[gpu.uuid],
             is_whole_reusable=gpu.uuid in whole and gpu.uuid not in whole_of_others,
             shares=shares[gpu.uuid],
-            max_shares=None if is_whole_wanted else policy.max_shares_of_gpu,
+            max_shares=None if is_unlimited else policy.max_shares_of_gpu,
             offered_cores=CORES_PER_GPU if per_gpu is None else per_gpu[gpu.uuid],
+            used_part=parts.get(gpu.uuid),
         )
         for gpu in ledger.inventory.gpus
         if only is None or gpu.uuid in only
     ]
+
+
+def _is_unlimited(container: ContainerSpec, names: ResourceNames) -> bool:
+    """It asks for what is no sharing container of the isolation's."""
+    if names.wanted(container, ResourceKind.GPU):
+        return names.nvidia.sharing is Sharing.TIME_SLICING
+    return names.wanted(container, ResourceKind.VCORE) >= CORES_PER_GPU
+
+
+def _parts(target: Target | None, ledger: Ledger, names: ResourceNames) -> Mapping[GpuUuid, Fraction]:
+    """Of units under NVIDIA's names; those that init containers hand on to `target` are free for it."""
+    if not ledger.used_parts or target is None or not names.wanted(target.container, ResourceKind.GPU):
+        return ledger.used_parts
+    reused = parts_of(_handed_on(target, ResourceKind.GPU, ledger))
+    left = {gpu: part - reused.get(gpu, 0) for gpu, part in ledger.used_parts.items()}
+    return {gpu: part for gpu, part in left.items() if part}
 
 
 def offer_accounts(
@@ -147,14 +174,16 @@ def must_gpus(
 
 def _reusable_ids(target: Target | None, kind: ResourceKind, ledger: Ledger) -> Counter[GpuUuid]:
     """IDs by GPU that only the pod's init containers hold: the kubelet hands them on."""
-    found: Counter[GpuUuid] = Counter()
-    if target is None:
-        return found
-    for device in initial_ids(target.pod, kind, ledger.allocations):
-        keys = ledger.holders[kind].get(device, frozenset())
-        if keys != {target.key} and may_take_over(target, keys, ledger):
-            found[_gpu_of(device)] += 1
-    return found
+    return Counter(_gpus_of(_handed_on(target, kind, ledger))) if target is not None else Counter()
+
+
+def _handed_on(target: Target, kind: ResourceKind, ledger: Ledger) -> list[DeviceId]:
+    holders = ledger.holders[kind]
+    return [
+        device
+        for device in initial_ids(target.pod, kind, ledger.allocations)
+        if (keys := holders.get(device, frozenset())) != {target.key} and may_take_over(target, keys, ledger)
+    ]
 
 
 def _reusable_blocks(target: Target | None, ledger: Ledger) -> Counter[GpuUuid]:
@@ -169,10 +198,6 @@ def _reusable_blocks(target: Target | None, ledger: Ledger) -> Counter[GpuUuid]:
             if may_take_over(target, ledger.holders[ResourceKind.VMEMORY].get(device, frozenset()), ledger):
                 found.setdefault(allocation.gpus[0], set()).add(device)
     return Counter({gpu: len(ids) for gpu, ids in found.items()})
-
-
-def _gpu_of(device: str) -> GpuUuid:
-    return GpuUuid(device.partition("::")[0])
 
 
 def _gpus_of(devices: Collection[DeviceId]) -> list[GpuUuid]:

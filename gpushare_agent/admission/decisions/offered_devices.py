@@ -7,11 +7,22 @@ An allocated ID is not withheld for want of memory: its container keeps running.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import ceil
 
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.names import DeviceId, GpuUuid, device_id, has_kubelet_text, split_device_id
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import (
+    CORES_PER_GPU,
+    DeviceId,
+    GpuUuid,
+    device_id,
+    gpu_of,
+    has_kubelet_text,
+    split_device_id,
+)
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.units import terms_of
 from gpushare_agent.placement import GpuAccount
 
 Holders = Mapping[ResourceKind, Mapping[DeviceId, frozenset[ContainerKey]]]
@@ -40,6 +51,45 @@ def offered_ids(
     return found
 
 
+def unit_ids(
+    gpus: Sequence[Gpu], resource: str, names: ResourceNames, held: Collection[DeviceId]
+) -> dict[GpuUuid, list[DeviceId]]:
+    """The units under one of NVIDIA's names: of every GPU those that it serves, by number, and those that containers hold on
+    other terms or under NVIDIA's own texts, until they end. `held` are this resource's that containers have."""
+    by_gpu: dict[GpuUuid, list[DeviceId]] = {}
+    for device in held:
+        by_gpu.setdefault(gpu_of(device), []).append(device)
+    found: dict[GpuUuid, list[DeviceId]] = {}
+    for gpu in gpus:
+        served = names.nvidia.served(gpu)
+        own = served.ids(gpu.uuid) if served is not None and served.resource == resource else []
+        if of_gpu := by_gpu.get(gpu.uuid, []):
+            under_another_text = {device.partition("~")[0] for device in of_gpu if has_kubelet_text((device,))}
+            own = [device for device in own if device not in under_another_text or device in of_gpu]
+            own += sorted(set(of_gpu).difference(own), key=_by_number)
+        found[gpu.uuid] = own
+    return found
+
+
+def withheld_units(
+    gpus: Sequence[GpuAccount],
+    ids: Mapping[GpuUuid, Sequence[DeviceId]],
+    holders: Mapping[DeviceId, frozenset[ContainerKey]],
+    *,
+    no_replicas: bool,
+) -> frozenset[DeviceId]:
+    """Of the units under one of NVIDIA's names those that the GPU's other users leave no room for. `no_replicas`: what
+    limits them cannot be had."""
+    found: set[DeviceId] = set()
+    for gpu in gpus:
+        free = [device for device in ids[gpu.uuid] if device not in holders]
+        if free:
+            terms = terms_of(free[0])
+            room = 0 if no_replicas and not terms.is_whole else gpu.free_units_of(terms.of)
+            found.update(free[room:])
+    return frozenset(found)
+
+
 def _by_number(device: DeviceId) -> tuple[int, str]:
     split = split_device_id(device)
     return (split[1] if split is not None else 0, device)
@@ -60,8 +110,11 @@ def withheld(
 
     vmemory IDs are counters, so where a GPU has too few free ones of its own name, free ones of other names stand for them.
     """
-    if not lent and (
-        kind is ResourceKind.VCORE or (kind is ResourceKind.VMEMORY and not names.gpu_mem and not no_shares)
+    has_units = any(gpu.used_part is not None for gpu in gpus)
+    if (
+        not lent
+        and not has_units
+        and (kind is ResourceKind.VCORE or (kind is ResourceKind.VMEMORY and not names.gpu_mem and not no_shares))
     ):
         return frozenset()
     found: set[DeviceId] = set()
@@ -76,11 +129,14 @@ def withheld(
         if kind is ResourceKind.GPU_MEM:
             found.update(unallocated[gpu.free_units :])
             continue
-        blocks_of_units = gpu.blocks_of_units if kind is ResourceKind.VMEMORY else 0
-        count = lent.get(gpu.uuid, 0) + blocks_of_units
+        if kind is ResourceKind.VMEMORY:
+            others = gpu.blocks_of_units + gpu.blocks_of_part
+        else:
+            others = ceil((gpu.used_part or 0) * CORES_PER_GPU)
+        count = lent.get(gpu.uuid, 0) + others
         unbacked += max(0, count - len(unallocated))
         found.update(unallocated[max(0, len(unallocated) - count) :])
         left += unallocated[: max(0, len(unallocated) - count)]
-    if kind is ResourceKind.VMEMORY and lent:
+    if kind is ResourceKind.VMEMORY and (lent or has_units):
         found.update(left[max(0, len(left) - unbacked) :])
     return frozenset(found)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gpushare_agent.admission.decisions import units
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import (
     Ledger,
@@ -63,6 +64,10 @@ def plan(
 ) -> Plan | Refused:
     """Place the container on one of `gpus` (`offer_accounts`) and choose the IDs of the offered resource from `free`
     (`free_ids`)."""
+    if policy.names.gpu and (problem := units.unusable_request(target.container, policy.names)):
+        return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{_who(target)}: {problem}.")
+    if offer.kind is ResourceKind.GPU:
+        return _plan_units(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
     if policy.names.wanted(target.container, ResourceKind.GPU_MEM):
         return _plan_memory(target, offer, free=free, ledger=ledger, policy=policy, hint=hint, gpus=gpus)
     cores = policy.names.wanted(target.container, ResourceKind.VCORE)
@@ -104,6 +109,11 @@ def check(
     refused = _check_ids(target, kind, ids, ledger, policy)
     if refused is not None:
         return refused
+    if policy.names.gpu and (problem := units.unusable_request(target.container, policy.names)):
+        return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{_who(target)}: {problem}.")
+    if kind is ResourceKind.GPU:
+        named = units.check_units(target, ids, ledger, policy)
+        return _named(target, named, policy.names) if isinstance(named, Refused) else named
     if policy.names.wanted(target.container, ResourceKind.GPU_MEM):
         return _check_memory(target, _named_gpus(ids, ledger.inventory), ids, ledger, policy)
     own = ledger.allocations.get(target.key)
@@ -136,6 +146,22 @@ def _with_absent_gpus(refused: Refused, gpus: Sequence[GpuAccount], ledger: Ledg
         more = f"; and {len(unhealthy) - _GPUS_NAMED} more" if len(unhealthy) > _GPUS_NAMED else ""
         reported += f" Out of service, and not counted: {named}{more}."
     return replace(refused, detail=refused.detail + reported) if reported else refused
+
+
+def _plan_units(
+    target: Target,
+    offer: Offer,
+    *,
+    free: Sequence[DeviceId],
+    ledger: Ledger,
+    policy: Policy,
+    gpus: Sequence[GpuAccount],
+) -> Plan | Refused:
+    found = units.plan_units(target, offer, free, ledger, policy, gpus)
+    if isinstance(found, Refused):
+        return _named(target, _with_absent_gpus(found, gpus, ledger, policy), policy.names)
+    placed, ids = found
+    return Plan(gpus=placed.gpus, ids=ids, placed=placed)
 
 
 def _plan_memory(
@@ -229,21 +255,25 @@ def _too_few(target: Target, offer: Offer, found: int) -> Refused:
 def _check_ids(
     target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy
 ) -> Refused | None:
-    wanted = policy.names.wanted(target.container, kind)
+    wanted, resource = policy.names.wanted(target.container, kind), policy.names.name_in(target.container, kind)
     if len(set(ids)) != len(ids) or len(ids) != wanted:
         return Refused(
             reason=RefusalReason.INVALID_REQUEST,
-            detail=f"{_who(target)} asks for {wanted} {policy.names.name(kind)}, but {len(ids)} device IDs were "
+            detail=f"{_who(target)} asks for {wanted} {resource}, but {len(ids)} device IDs were "
             f"allocated ({len(set(ids))} distinct). Delete the pod and create it again.",
         )
     gpus = ledger.inventory.by_uuid()
     for device in ids:
         split = split_device_id(device)
         gpu = gpus.get(split[0]) if split is not None else None
-        if split is None or gpu is None or split[1] >= policy.names.units(gpu, kind):
+        if kind is ResourceKind.GPU:
+            is_known = units.is_known(target, device, ledger, policy.names)
+        else:
+            is_known = split is not None and gpu is not None and split[1] < policy.names.units(gpu, kind)
+        if not is_known:
             return Refused(
                 reason=RefusalReason.UNKNOWN_DEVICE,
-                detail=f"{_who(target)}: device ID {device[:80]!r} of {policy.names.name(kind)} names no GPU of this "
+                detail=f"{_who(target)}: device ID {device[:80]!r} of {resource} names no GPU of this "
                 "node. The GPUs may have changed since they were reported to the kubelet; they are reported again now. "
                 "Create the pod again.",
             )
@@ -354,8 +384,9 @@ def _spread(ids: Sequence[str]) -> str:
 def _named(target: Target, refused: Refused, names: ResourceNames) -> Refused:
     """Placement knows numbers; the user knows the pod and the resources by name."""
     wanted = {kind: names.wanted(target.container, kind) for kind in names.kinds}
+    always = () if wanted.get(ResourceKind.GPU) else (ResourceKind.VCORE, ResourceKind.VMEMORY)
     asked = ", ".join(
-        f"{count} {names.name(kind)}" for kind, count in wanted.items() if count or kind is not ResourceKind.GPU_MEM
+        f"{count} {names.name_in(target.container, kind)}" for kind, count in wanted.items() if count or kind in always
     )
     return Refused(reason=refused.reason, detail=f"{_who(target)} (asks for {asked}): {refused.detail}")
 

@@ -18,9 +18,18 @@ from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, split_device_id
+from gpushare_agent.model.names import (
+    CORES_PER_GPU,
+    DeviceId,
+    GpuUuid,
+    PodUid,
+    has_kubelet_text,
+    split_device_id,
+    unit_suffix,
+)
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.units import terms_of
 
 UNNAMED = "unnamed:"
 """Prefix of the provisional UID of a pod that PodResources lists and whose UID is not known yet."""
@@ -61,9 +70,10 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
     for key, ids in written.items():
         if key not in found and _is_kept(key, ids, live, listed_uids, listed_ids):
             found[key] = _Recorded(ids=ids)
+    resources = _unit_resources(records, names)
     ended = {uid for uid, pod in by_uid.items() if pod.is_terminal}
     return [
-        _allocation(key, found[key], by_uid.get(key.pod_uid), inventory, now)
+        _allocation(key, found[key], by_uid.get(key.pod_uid), inventory, now, resources)
         for key in sorted(found)
         if key.pod_uid not in ended
     ]
@@ -119,11 +129,25 @@ def adopt(
             f"{others[0].container} of pod {others[0].pod_uid}. Nothing was allocated twice: delete the pod and create it "
             "again.",
         )
-    return [_allocation(key, _Recorded(ids=written[key]), None, inventory, now) for key in keys]
+    resources = _unit_resources(Records(listed=(), checkpoint=entries, pods=None), names)
+    return [_allocation(key, _Recorded(ids=written[key]), None, inventory, now, resources) for key in keys]
+
+
+def _unit_resources(records: Records, names: ResourceNames) -> dict[DeviceId, str]:
+    """The names under which containers have their units; the present ones count most."""
+    recorded = [(entry.resource, entry.device_ids) for entry in records.checkpoint]
+    for pod in records.listed:
+        recorded += [found for container in pod.containers for found in container.devices.items()]
+    return {
+        DeviceId(device): resource
+        for resource, devices in recorded
+        if resource in names.gpu or names.kind(resource) is None
+        for device in devices
+    }
 
 
 def gpus_of(ids: frozenset[DeviceId], inventory: GpuInventory) -> tuple[GpuUuid, ...]:
-    """The GPUs that vcore or gpu-mem IDs name, by index; those that the inventory does not have come last."""
+    """The GPUs that vcore, gpu-mem or NVIDIA's IDs name, by index; those that the inventory does not have come last."""
     index = {gpu.uuid: gpu.index for gpu in inventory.gpus}
     found = {split[0] for device in ids if (split := split_device_id(device)) is not None}
     return tuple(sorted(found, key=lambda uuid: (index.get(uuid, len(index)), uuid)))
@@ -134,11 +158,22 @@ def _from_checkpoint(
 ) -> dict[ContainerKey, dict[ResourceKind, frozenset[DeviceId]]]:
     written: dict[ContainerKey, dict[ResourceKind, frozenset[DeviceId]]] = {}
     for entry in entries:
-        kind = names.kind(entry.resource)
         ids = frozenset(DeviceId(d) for d in entry.device_ids if split_device_id(d) is not None)
+        kind = _kind(entry.resource, ids, names)
         if kind is not None and ids:
             written.setdefault(ContainerKey(entry.pod_uid, entry.container), {})[kind] = ids
     return written
+
+
+def _kind(resource: str, ids: frozenset[DeviceId], names: ResourceNames) -> ResourceKind | None:
+    """Of a resource that the node offers, or of units under a name that it no longer does: their containers still have
+    their GPUs. Texts of NVIDIA's plugin count only where this agent takes its place."""
+    kind = names.kind(resource)
+    if kind is not None or not ids:
+        return kind
+    if not names.gpu and has_kubelet_text(ids):
+        return None
+    return ResourceKind.GPU if all(map(unit_suffix, ids)) else None
 
 
 def _from_listed(
@@ -150,8 +185,8 @@ def _from_listed(
     by_container: dict[str, dict[ResourceKind, frozenset[DeviceId]]] = {}
     for container in pod.containers:
         for resource, raw_ids in container.devices.items():
-            kind = names.kind(resource)
             ids = frozenset(DeviceId(d) for d in raw_ids if split_device_id(d) is not None)
+            kind = _kind(resource, ids, names)
             if kind is not None and ids:
                 by_container.setdefault(container.name, {})[kind] = ids
     if not by_container:
@@ -180,9 +215,15 @@ def _uid(
 
 
 def _allocation(
-    key: ContainerKey, recorded: _Recorded, pod: Pod | None, inventory: GpuInventory, now: float
+    key: ContainerKey,
+    recorded: _Recorded,
+    pod: Pod | None,
+    inventory: GpuInventory,
+    now: float,
+    resources: Mapping[DeviceId, str],
 ) -> Allocation:
     vcore_ids = recorded.ids.get(ResourceKind.VCORE, frozenset())
+    gpu_ids = recorded.ids.get(ResourceKind.GPU, frozenset())
     gpu_mem_ids = recorded.ids.get(ResourceKind.GPU_MEM, frozenset())
     spec = pod.container(key.container) if pod is not None else None
     assumed = ContainerKind.MAIN if recorded.is_listed else ContainerKind.INIT
@@ -191,10 +232,14 @@ def _allocation(
         namespace=pod.namespace if pod is not None else recorded.namespace,
         pod_name=pod.name if pod is not None else recorded.pod_name,
         kind=spec.kind if spec is not None else assumed,
-        gpus=gpus_of(vcore_ids or gpu_mem_ids, inventory),
+        gpus=gpus_of(vcore_ids or gpu_mem_ids or gpu_ids, inventory),
         vcore_ids=vcore_ids,
         gpu_mem_ids=gpu_mem_ids,
+        gpu_ids=gpu_ids,
+        gpu_resource=resources[min(gpu_ids)] if gpu_ids else "",
         vmemory_ids=recorded.ids.get(ResourceKind.VMEMORY, frozenset()),
-        is_whole=bool(vcore_ids) and len(vcore_ids) % CORES_PER_GPU == 0,
+        is_whole=all(terms_of(device).is_whole for device in gpu_ids)
+        if gpu_ids
+        else bool(vcore_ids) and len(vcore_ids) % CORES_PER_GPU == 0,
         allocated_at=now,
     )

@@ -101,8 +101,9 @@ def unknown_containers(pod: Pod, wanted: Mapping[str, WantedSize]) -> tuple[str,
 
 
 def is_resizable(allocation: Allocation, container: ContainerSpec, names: ResourceNames) -> bool:
-    """A share all of whose devices the kubelet has allocated; a claim's has them at once."""
-    if allocation.is_whole or allocation.kind is ContainerKind.INIT or not allocation.gpus:
+    """A share all of whose devices the kubelet has allocated; a claim's has them at once. A replica of a GPU has the size
+    that its resource says."""
+    if allocation.is_whole or allocation.gpu_ids or allocation.kind is ContainerKind.INIT or not allocation.gpus:
         return False
     if allocation.claim is not None:
         return True

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 
 from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_SCHEMA
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -16,6 +18,7 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, split_device_id
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.units import parts_of
 
 MAX_CHARS = 200 * 1024
 """All annotations of an object together may have 256 KiB; the rest is for the GPUs and for others."""
@@ -44,7 +47,8 @@ def allocations_by_pod(
 ) -> list[AllocatedTo]:
     """The pods with allocations whose admission is over, sorted by UID.
 
-    Counts are of distinct device IDs of the pod on the GPU, memory charged as the allocation cache charges it. `extras` has
+    Counts are of distinct device IDs of the pod on the GPU, memory charged as the allocation cache charges it; replicas
+    under NVIDIA's names are counted in cores and blocks, a part of one as one. `extras` has
     by resource how much more or less than that is booked for a container that was resized.
     """
     allocations = list(allocations)
@@ -52,13 +56,13 @@ def allocations_by_pod(
     of_pod: dict[PodUid, list[Allocation]] = {}
     for allocation in allocations:
         of_pod.setdefault(allocation.key.pod_uid, []).append(allocation)
-    indexes = {gpu.uuid: gpu.index for gpu in gpus}
+    by_uuid = {gpu.uuid: gpu for gpu in gpus}
     found = []
     for uid, own in sorted(of_pod.items()):
         pod = pod_of(uid)
         if not _is_admitted(pod, own, names):
             continue
-        gpus_of_pod = _allocated(own, indexes, shown)
+        gpus_of_pod = _allocated(own, by_uuid, names.memory_block_mib, shown)
         if gpus_of_pod:
             # The extender has a static pod under the UID of its mirror pod.
             uid = (pod.object_uid if pod is not None else None) or uid
@@ -114,7 +118,8 @@ def _shown_extras(allocations: Iterable[Allocation], extras: Mapping[ContainerKe
 
 def _allocated(
     own: Sequence[Allocation],
-    indexes: Mapping[GpuUuid, int],
+    gpus: Mapping[GpuUuid, Gpu],
+    block_mib: int,
     extras: Mapping[ResourceKind, Mapping[ContainerKey, int]],
 ) -> dict[int, tuple[int, ...]]:
     cores = _by_gpu((one.gpus, one.vcore_ids) for one in own)
@@ -124,16 +129,19 @@ def _allocated(
         if one.gpus and not one.is_whole:
             blocks.setdefault(one.gpus[0], set()).update(one.vmemory_ids)
     whole = {gpu for one in own if one.is_whole for gpu in one.gpus}
+    parts = parts_of({device for one in own for device in one.gpu_ids})
 
     def more(kind: ResourceKind, gpu: GpuUuid) -> int:
         return sum(extras.get(kind, {}).get(one.key, 0) for one in own if one.gpus[:1] == (gpu,))
 
     found = {}
-    named = {*cores, *units, *blocks, *whole, *(one.gpus[0] for one in own if one.gpus)}
-    for uuid, index in sorted((uuid, indexes[uuid]) for uuid in named if uuid in indexes):
+    named = {*cores, *units, *blocks, *whole, *parts, *(one.gpus[0] for one in own if one.gpus)}
+    for uuid, gpu in sorted(((uuid, gpus[uuid]) for uuid in named if uuid in gpus), key=lambda item: item[0]):
+        index, part = gpu.index, parts.get(uuid, Fraction(0))
+        part_cores, part_mib = ceil(part * CORES_PER_GPU), ceil(part * gpu.memory_mib) if uuid not in whole else 0
         counts = [
-            min(len(cores.get(uuid, ())) + more(ResourceKind.VCORE, uuid), CORES_PER_GPU),
-            len(blocks.get(uuid, ())) + more(ResourceKind.VMEMORY, uuid),
+            min(len(cores.get(uuid, ())) + part_cores + more(ResourceKind.VCORE, uuid), CORES_PER_GPU),
+            len(blocks.get(uuid, ())) + -(-part_mib // block_mib) + more(ResourceKind.VMEMORY, uuid),
             len(units.get(uuid, ())) + more(ResourceKind.GPU_MEM, uuid),
             int(uuid in whole),
         ]

@@ -18,6 +18,7 @@ from gpushare_agent.placement.request import SharePolicy
 MAX_SCORE = 10
 """MaxExtenderPriority of kube-scheduler."""
 _TIGHT_WEIGHT = 0.5
+_KINDS = (ResourceKind.VCORE, ResourceKind.VMEMORY, ResourceKind.GPU_MEM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def signature_of(pod: Pod, names: ResourceNames) -> Signature:
     return tuple(
         ContainerRequest(container.kind, *wanted)
         for container in pod.containers
-        if any(wanted := tuple(names.wanted(container, kind) for kind in ResourceKind))
+        if any(wanted := tuple(names.wanted(container, kind) for kind in _KINDS))
     )
 
 

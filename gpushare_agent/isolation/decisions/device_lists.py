@@ -39,18 +39,24 @@ class DeviceListRequest:
     node: NodeDevices
     cdi_kind: str
     unique: str
+    by_index: bool = False
+    """Name the GPUs to NVIDIA's runtime by index in place of UUID. CDI specs name them by UUID."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(str(gpu.index) if self.by_index else gpu.uuid for gpu in self.gpus)
 
 
 def _envvar(request: DeviceListRequest) -> ContainerEdits:
-    return ContainerEdits(env=((ENV_VISIBLE_DEVICES, ",".join(gpu.uuid for gpu in request.gpus)),))
+    return ContainerEdits(env=((ENV_VISIBLE_DEVICES, ",".join(request.names)),))
 
 
 def _volume_mounts(request: DeviceListRequest) -> ContainerEdits:
     return ContainerEdits(
         env=((ENV_VISIBLE_DEVICES, VOLUME_MOUNT_ROOT),),
         mounts=tuple(
-            ContainerMount(host_path="/dev/null", container_path=f"{VOLUME_MOUNT_ROOT}/{gpu.uuid}")
-            for gpu in request.gpus
+            ContainerMount(host_path="/dev/null", container_path=f"{VOLUME_MOUNT_ROOT}/{name}")
+            for name in request.names
         ),
     )
 

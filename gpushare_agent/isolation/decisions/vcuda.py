@@ -24,6 +24,7 @@ from gpushare_agent.model.names import (
     GpuUuid,
 )
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.units import cores_of_part
 
 VDEVICE_DIRECTORY = "/etc/vcuda"
 MIB = 1024 * 1024
@@ -98,6 +99,8 @@ def vdevice_share(
     if allocation.is_whole:
         memory_mib = sum(gpus[uuid].memory_mib for uuid in allocation.gpus if uuid in gpus)
         return VDeviceShare(cores=allocation.cores, memory_bytes=memory_mib * MIB, core_limit=0, is_limited=False)
+    if allocation.gpu_ids:
+        return _replica_share(allocation, gpus)
     cores = share_cores(allocation, gpus, names)
     unit_mib = names.gpu_mem_unit_mib if allocation.gpu_mem_ids else names.memory_block_mib
     memory_mib = allocation.size.memory * unit_mib
@@ -109,8 +112,21 @@ def vdevice_share(
     )
 
 
+def _replica_share(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> VDeviceShare:
+    """Of replicas of one GPU; of several GPUs the sum."""
+    parts = [(gpus[uuid], part) for uuid, part in allocation.parts.items() if uuid in gpus]
+    return VDeviceShare(
+        cores=sum(cores_of_part(part) for _, part in parts),
+        memory_bytes=sum(int(part * gpu.memory_mib) for gpu, part in parts) * MIB,
+        core_limit=0,
+        is_limited=allocation.is_limited,
+    )
+
+
 def share_cores(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], names: ResourceNames) -> int:
     """Percent of the GPU's compute. A request for memory alone, GPUShare's or a claim's, gets the same part of both."""
+    if allocation.gpu_ids:
+        return allocation.cores
     is_memory_alone = bool(allocation.gpu_mem_ids) or (allocation.claim is not None and not allocation.size.cores)
     gpu = gpus.get(allocation.gpus[0]) if is_memory_alone and allocation.gpus else None
     if gpu is None or gpu.memory_mib < 1:  # a GPU of which the driver reports the UUID alone

@@ -98,7 +98,7 @@ class PrivateCaches:
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Makes empty files for the shares among containers that are about to start; bounded."""
         allocations = self._allocations()
-        shares = [key for key in sorted(keys) if key in allocations and not allocations[key].is_whole]
+        shares = [key for key in sorted(keys) if key in allocations and allocations[key].is_limited]
         try:
             for key in shares:
                 if self._take_made(key):
@@ -146,7 +146,7 @@ class PrivateCaches:
     async def _make_one_ahead(self, key: ContainerKey) -> None:
         del self._to_make[key]
         allocation = self._allocations().get(key)
-        if allocation is None or allocation.is_whole:
+        if allocation is None or not allocation.is_limited:
             return
         self._being_made = key
         try:

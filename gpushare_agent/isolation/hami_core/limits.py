@@ -99,9 +99,9 @@ class RegionLimits:
 
     async def _follow_ceiling(self, allocation: Allocation) -> None:
         key, pod = allocation.key, self._pods.get(allocation.key.pod_uid)
-        if pod is None or allocation.is_whole or allocation.claim is not None or not self._is_in_use(pod):
+        if pod is None or not allocation.is_limited or allocation.claim is not None or not self._is_in_use(pod):
             return
-        if CORE_LIMIT_ANNOTATION in pod.annotations:
+        if CORE_LIMIT_ANNOTATION in pod.annotations and not allocation.gpu_ids:
             self._elastic.add(key)
         elif key not in self._elastic:
             return

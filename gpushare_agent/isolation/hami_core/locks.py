@@ -75,7 +75,7 @@ class LockWatch:
         shares = {
             key: pod
             for key, allocation in self._allocations().items()
-            if not allocation.is_whole and (pod := self._pods.get(key.pod_uid)) is not None and self._is_in_use(pod)
+            if allocation.is_limited and (pod := self._pods.get(key.pod_uid)) is not None and self._is_in_use(pod)
         }
         self._held = {key: held for key, held in self._held.items() if key in shares}
         self._logged &= shares.keys()

@@ -374,7 +374,7 @@ class VirtualManager:
 def _has_directory(allocation: Allocation) -> bool:
     if allocation.claim is not None:
         return IsolationName.VCUDA in allocation.claim.isolation.parts
-    return bool(allocation.vcore_ids or allocation.gpu_mem_ids)
+    return bool(allocation.bound_ids)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache
+from math import ceil
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +22,7 @@ from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
+from gpushare_agent.model.units import parts_of
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of
@@ -50,6 +53,8 @@ class ReportedNode:
     memory_block_mib: int
     gpu_mem: str = ""
     """GPUShare's resource, empty where it is not offered."""
+    units: tuple[str, ...] = ()
+    """NVIDIA's resources: whole GPUs and replicas."""
     gpu_mem_unit_mib: int = 1024
     by_claims: bool = False
     """The agent is a DRA driver, too."""
@@ -67,6 +72,11 @@ def gpus_of(ids: Iterable[str], gpus: Sequence[Gpu]) -> list[Gpu]:
     """The GPUs that these IDs name, by index."""
     uuids = set(_uuids_of(ids, gpus))
     return [gpu for gpu in gpus if gpu.uuid in uuids]
+
+
+def parts_of_gpus(ids: Iterable[str], gpus: Sequence[Gpu]) -> dict[GpuUuid, Fraction]:
+    """How much of each GPU these units under NVIDIA's names are."""
+    return parts_of(DeviceIds(gpu.uuid for gpu in gpus).read(list(ids)))
 
 
 def _uuids_of(ids: Iterable[str], gpus: Sequence[Gpu]) -> list[GpuUuid]:
@@ -100,6 +110,8 @@ def _node(shown: ReportedNode) -> dict[str, Any]:
 
 def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
     cores, blocks, units, whole = _use(shown)
+    parts = _used_parts(shown)
+    whole |= {uuid for uuid, part in parts.items() if part >= 1}
     health = gpu_health(shown)
     for share in claimed_shares(shown.node):
         uuid = shown.gpus[share.gpu].uuid
@@ -108,9 +120,11 @@ def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
     return [
         {
             "index": gpu.index, "minor": gpu.minor, "uuid": gpu.uuid, "name": gpu.name, "memory_mib": gpu.memory_mib,
-            "numa": gpu.numa_node, "cores_allocated": cores.get(gpu.uuid, 0),
+            "numa": gpu.numa_node,
+            "cores_allocated": cores.get(gpu.uuid, 0) + ceil(parts.get(gpu.uuid, 0) * CORES_PER_GPU),
             **_memory_use(
-                gpu, blocks.get(gpu.uuid, 0), shown.memory_block_mib, units.get(gpu.uuid, 0) * shown.gpu_mem_unit_mib,
+                gpu, blocks.get(gpu.uuid, 0), shown.memory_block_mib,
+                units.get(gpu.uuid, 0) * shown.gpu_mem_unit_mib + ceil(parts.get(gpu.uuid, 0) * gpu.memory_mib),
                 is_whole=gpu.uuid in whole,
             ),
             "used": shown.used_of_gpus.get(gpu.index),
@@ -121,13 +135,26 @@ def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
 
 
 def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
-    """As the kubelet has it, or the slice; nothing of GPUs that no agent offers."""
+    """As the kubelet has it, or the slice; nothing of GPUs that no agent offers. Where NVIDIA's resources are served beside
+    cores, a device of one is Unhealthy while the other has the GPU, so one that is Healthy tells of all."""
     sliced = sliced_health(shown.node, shown.gpus)
     health = {uuid: HEALTHY if is_healthy else _UNHEALTHY for uuid, is_healthy in sliced.items()}
     devices = shown.node.kubelet.devices(shown.vcore)
     for uuid, is_healthy in zip(_uuids_of(devices, shown.gpus), devices.values(), strict=True):
         health[uuid] = HEALTHY if is_healthy and health.get(uuid) != _UNHEALTHY else _UNHEALTHY
+    for resource in (shown.vcore, *shown.units) if shown.units else ():
+        offered = shown.node.kubelet.devices(resource)
+        healthy = [device for device, is_healthy in offered.items() if is_healthy]
+        health |= dict.fromkeys(_uuids_of(healthy, shown.gpus), HEALTHY)
     return health
+
+
+def _used_parts(shown: ReportedNode) -> dict[GpuUuid, Fraction]:
+    """IDs that containers of one pod share count once."""
+    ids = {
+        one for record in shown.node.kubelet.active_records() if record.resource in shown.units for one in record.ids
+    }
+    return parts_of_gpus(ids, shown.gpus)
 
 
 def _memory_use(gpu: Gpu, blocks: int, block_mib: int, units_mib: int, *, is_whole: bool) -> dict[str, int]:
@@ -243,7 +270,7 @@ def _container(
 ) -> dict[str, Any]:
     pod_uid = pod["metadata"]["uid"]
     answers = [_parsed(raw) for _, (_, raw) in sorted(given.items())]
-    ids = given.get(shown.vcore, given.get(shown.gpu_mem, ((), b"")))[0]
+    ids = next((given[name][0] for name in (shown.vcore, shown.gpu_mem, *shown.units) if name in given), ())
     mounts = {m.container_path: m for answer in answers for m in answer.mounts}
     devices = {d.container_path: d for answer in answers for d in answer.devices}
     claims = shares_of_container(shown.node, pod, spec.name)
@@ -265,6 +292,7 @@ def _container(
         "vcore": spec.requests.get(shown.vcore, 0),
         "vmemory": spec.requests.get(shown.vmemory, 0),
         "gpu_mem": spec.requests.get(shown.gpu_mem, 0),
+        "units": {name: spec.requests[name] for name in shown.units if spec.requests.get(name)},
         "env": {k: v for answer in answers for k, v in sorted(answer.envs.items())},
         "mounts": [
             {"host_path": m.host_path, "container_path": m.container_path, "read_only": m.read_only}

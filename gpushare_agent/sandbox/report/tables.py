@@ -163,17 +163,28 @@ def print_document(document: dict[str, Any], form: str, *, has_addresses: bool =
 
 
 def cores_asked(container: dict[str, Any]) -> str:
+    if container["units"]:
+        return units_asked(container)
     return str(container["vcore"] or sum(one["cores"] for one in container["claims"]))
 
 
 def memory_asked(container: dict[str, Any]) -> str:
     """Blocks, units of GPUShare's resource, or the MiB of claims."""
+    if container["units"]:
+        return "-"
     if container["claims"]:
         return f"{sum(one['memory_mib'] for one in container['claims'])} MiB"
     return f"{container['gpu_mem']} gpu-mem" if container["gpu_mem"] else str(container["vmemory"])
 
 
+def units_asked(container: dict[str, Any]) -> str:
+    """Whole GPUs or replicas by NVIDIA's names."""
+    return ", ".join(f"{count} {name.rpartition('/')[2]}" for name, count in sorted(container["units"].items()))
+
+
 def _asked(container: dict[str, Any]) -> str:
+    if container["units"]:
+        return units_asked(container)
     if container["gpu_mem"]:
         return memory_asked(container)
     if container["claims"]:

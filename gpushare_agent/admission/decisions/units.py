@@ -1,0 +1,182 @@
+"""Plans and checks containers that ask for units under NVIDIA's names: whole GPUs, or replicas of GPUs. Pure.
+
+Whole GPUs are placed by their links, as those of 100 cores and more. Replicas are taken one after the other from the GPU
+with the fewest or the most allocated ones (setting nvidia.replica_policy; greedyAlloc in internal/rm/allocate.go of
+k8s-device-plugin v0.20.0 counts alike), as far as the GPU's other users leave room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+
+from gpushare_agent.admission.decisions.identity import Target
+from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, gpu_accounts, must_gpus
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, gpu_of, split_device_id
+from gpushare_agent.model.pods import ContainerSpec
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.units import ServedUnits, is_unit_of, parts_of, terms_of
+from gpushare_agent.placement import GpuAccount, GpuRequest, Placed, place
+
+
+def unusable_request(container: ContainerSpec, names: ResourceNames) -> str:
+    """Why no node could serve what the container asks for, with the cure; empty where NVIDIA's names are not asked for, or
+    one of them alone is."""
+    asked = [name for name in names.gpu if container.requests.get(name)]
+    others = [
+        names.name(kind) for kind in ResourceKind if kind is not ResourceKind.GPU and names.wanted(container, kind)
+    ]
+    if not asked or len(asked) + len(others) == 1:
+        return ""
+    together = " and ".join([*asked, *others])
+    return f"it asks for {together} together. Ask for one of them: {asked[0]} comes with its memory, and is no share"
+
+
+def plan_units(
+    target: Target, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy, gpus: Sequence[GpuAccount]
+) -> tuple[Placed, tuple[DeviceId, ...]] | Refused:
+    """The GPUs, and the IDs to prefer."""
+    served = served_units(ledger, policy.names, policy.names.name_in(target.container, ResourceKind.GPU))
+    must = [DeviceId(device) for device in offer.must_include]
+    if (refused := _several(must + list(free), offer.size, policy)) is not None:
+        return refused
+    usable = {gpu.uuid: gpu for gpu in gpus if gpu.is_healthy and gpu.uuid in served}
+    by_gpu = _by_number(free, usable, without=must)
+    if by_gpu and all(found.terms.is_whole for found in served.values()):
+        return _plan_whole(
+            offer, by_gpu, ledger, policy, gpus, must_gpus(target, offer, ledger, ResourceKind.GPU), must
+        )
+    allocated = {uuid: served[uuid].terms.of - len(ids) for uuid, ids in by_gpu.items()}
+    room = {uuid: account.free_part for uuid, account in usable.items() if not account.is_full}
+    for uuid, part in parts_of(must).items():
+        room[uuid] = room.get(uuid, Fraction(0)) - part
+    chosen = list(must)
+    while len(chosen) < offer.size:
+        fitting = [uuid for uuid, ids in by_gpu.items() if ids and room.get(uuid, 0) >= terms_of(ids[0]).part]
+        if not fitting:
+            return _no_room(offer.size, len(chosen), served, gpus)
+        sign = -1 if policy.names.nvidia.is_packed else 1
+        uuid = min(fitting, key=lambda uuid: (sign * allocated[uuid], usable[uuid].index))
+        chosen.append(device := by_gpu[uuid].pop(0))
+        room[uuid] -= terms_of(device).part
+        allocated[uuid] += 1
+    named = tuple(sorted({gpu_of(device) for device in chosen}, key=lambda uuid: _index(uuid, gpus)))
+    which = "fullest" if policy.names.nvidia.is_packed else "emptiest"
+    why = f"GPU {', '.join(str(_index(uuid, gpus)) for uuid in named)}: replicas go to the {which} GPU with room"
+    return Placed(gpus=named, policy="replicas", explanation=why), tuple(chosen)
+
+
+def check_units(target: Target, ids: Sequence[str], ledger: Ledger, policy: Policy) -> tuple[GpuUuid, ...] | Refused:
+    """The GPUs of these IDs, which are the node's and free, by index; refused where they have no room for them."""
+    devices = [DeviceId(device) for device in ids]
+    if (refused := _several(devices, len(devices), policy)) is not None:
+        return refused
+    accounts = {account.uuid: account for account in gpu_accounts(target, ledger, policy)}
+    parts = parts_of(devices)
+    for uuid, part in parts.items():
+        account = accounts[uuid]
+        if not account.is_healthy:
+            return Refused(
+                reason=RefusalReason.NO_HEALTHY_GPU,
+                detail=f"GPU {account.index} ({uuid}) became unhealthy during the admission. Create the pod again.",
+            )
+        if account.free_part < part or (part < 1 and account.is_full):
+            return Refused(
+                reason=RefusalReason.NOT_ENOUGH_CORES,
+                detail=f"GPU {account.index} has {_percent(account.free_part)} free, and {_percent(part)} of it are asked "
+                "for: shares, or units of other terms, have the rest. Create the pod again: what has no room is reported"
+                " to the kubelet as Unhealthy by now.",
+            )
+    return tuple(sorted(parts, key=lambda uuid: accounts[uuid].index))
+
+
+def is_known(target: Target, device: str, ledger: Ledger, names: ResourceNames) -> bool:
+    """The device is a unit that a GPU of the node serves, or one that an init container of the pod, or the container
+    itself, was given on earlier terms."""
+    resource = names.name_in(target.container, ResourceKind.GPU)
+    split = split_device_id(device)
+    gpu = ledger.inventory.by_uuid().get(split[0]) if split is not None else None
+    if gpu is None:
+        return False
+    found = names.nvidia.served(gpu)
+    if found is not None and is_unit_of(device, {gpu.uuid: found}, resource):
+        return True
+    return any(key.pod_uid == target.pod.uid for key in ledger.holders[ResourceKind.GPU].get(DeviceId(device), ()))
+
+
+def served_units(ledger: Ledger, names: ResourceNames, resource: str) -> dict[GpuUuid, ServedUnits]:
+    """The GPUs that serve the resource."""
+    found = ((gpu.uuid, names.nvidia.served(gpu)) for gpu in ledger.inventory.gpus)
+    return {uuid: served for uuid, served in found if served is not None and served.resource == resource}
+
+
+def _plan_whole(
+    offer: Offer,
+    by_gpu: Mapping[GpuUuid, Sequence[DeviceId]],
+    ledger: Ledger,
+    policy: Policy,
+    gpus: Sequence[GpuAccount],
+    must: tuple[GpuUuid, ...],
+    chosen: Sequence[DeviceId],
+) -> tuple[Placed, tuple[DeviceId, ...]] | Refused:
+    having = {gpu_of(device) for device in chosen}
+    placed = place(
+        GpuRequest(cores=CORES_PER_GPU * offer.size, blocks=0, must_gpus=must),
+        [gpu for gpu in gpus if by_gpu.get(gpu.uuid) or gpu.uuid in having],
+        ledger.inventory.topology,
+        share_policy=policy.share_policy,
+        memory_block_mib=policy.names.memory_block_mib,
+    )
+    if isinstance(placed, Refused):
+        return placed
+    return placed, (*chosen, *(by_gpu[uuid][0] for uuid in placed.gpus if uuid not in having))
+
+
+def _several(devices: Collection[DeviceId], size: int, policy: Policy) -> Refused | None:
+    """NVIDIA's failRequestsGreaterThanOne."""
+    if size < 2 or not policy.names.nvidia.refuses_several or all(terms_of(device).is_whole for device in devices):
+        return None
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"it asks for {size} replicas, and this node gives one to a container, for several give no more compute"
+        " (setting nvidia.refuse_several_replicas). Ask for 1",
+    )
+
+
+def _by_number(
+    free: Sequence[DeviceId], gpus: Collection[GpuUuid], *, without: Collection[DeviceId]
+) -> dict[GpuUuid, list[DeviceId]]:
+    """The free units of these GPUs, each GPU's by number."""
+    found: dict[GpuUuid, list[DeviceId]] = {}
+    taken = set(without)
+    for device in free:
+        if (gpu := gpu_of(device)) in gpus and device not in taken:
+            found.setdefault(gpu, []).append(device)
+    return {gpu: sorted(sorted(ids), key=len) for gpu, ids in found.items()}
+
+
+def _no_room(size: int, found: int, served: Mapping[GpuUuid, ServedUnits], gpus: Sequence[GpuAccount]) -> Refused:
+    if not served:
+        return Refused(
+            reason=RefusalReason.NO_HEALTHY_GPU,
+            detail="no GPU of this node serves the resource any more. The pod can run on another node.",
+        )
+    free = ", ".join(
+        f"GPU {gpu.index} {gpu.free_units_of(served[gpu.uuid].terms.of)} of {served[gpu.uuid].terms.of}"
+        for gpu in gpus
+        if gpu.uuid in served and gpu.is_healthy
+    )
+    return Refused(
+        reason=RefusalReason.NOT_ENOUGH_CORES,
+        detail=f"{size} units wanted, {found} have room ({free or 'no GPU is healthy'}): other containers have the rest of"
+        " the GPUs. Wait for pods on this node to end",
+    )
+
+
+def _index(uuid: GpuUuid, gpus: Sequence[GpuAccount]) -> int:
+    return next((gpu.index for gpu in gpus if gpu.uuid == uuid), len(gpus))
+
+
+def _percent(part: Fraction) -> str:
+    return f"{float(part) * CORES_PER_GPU:.3g} %"

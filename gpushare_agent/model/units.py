@@ -1,0 +1,145 @@
+"""Units of GPUs under NVIDIA's resource names: which GPU serves which resource, as how many units, on what terms. Pure.
+
+A unit is a whole GPU (or MIG instance), or one of its replicas. The terms of a unit are in its device ID, `<GPU UUID>::2/4s`
+inside the agent: replica 2 of 4, limited by the node's isolation. A container keeps the terms under which it was admitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.isolation import Sharing
+from gpushare_agent.model.names import (
+    CORES_PER_GPU,
+    NVIDIA_GPU_RESOURCE,
+    SHARED_SUFFIX,
+    DeviceId,
+    GpuUuid,
+    gpu_of,
+    split_device_id,
+    unit_id,
+    unit_suffix,
+)
+
+_LETTERS = {Sharing.TIME_SLICING: "", Sharing.MPS: "m", Sharing.SHARES: "s"}
+_BY_LETTER = {letter: sharing for sharing, letter in _LETTERS.items()}
+
+
+class UnitTerms(NamedTuple):
+    """One of so many units of a GPU, and what limits its containers to their part."""
+
+    of: int
+    sharing: Sharing = Sharing.TIME_SLICING
+
+    @property
+    def is_whole(self) -> bool:
+        return self.of == 1
+
+    @property
+    def part(self) -> Fraction:
+        """Of the GPU's memory and compute."""
+        return Fraction(1, self.of)
+
+
+class ServedUnits(NamedTuple):
+    """What a GPU serves: of which resource, on which terms."""
+
+    resource: str
+    terms: UnitTerms
+
+    def ids(self, gpu: GpuUuid) -> list[DeviceId]:
+        suffix = f"{self.terms.of}{_LETTERS[self.terms.sharing]}"
+        return [unit_id(gpu, number, suffix) for number in range(self.terms.of)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvidiaNames:
+    """The settings that say which GPU serves which resource. Selectors as `Gpu.is_selected`; of pairs the first that matches
+    counts."""
+
+    resource: str = NVIDIA_GPU_RESOURCE
+    gpus: tuple[str, ...] = ("all",)
+    names: tuple[tuple[str, str], ...] = ()
+    replicas: tuple[tuple[str, int], ...] = ()
+    sharing: Sharing = Sharing.TIME_SLICING
+    is_renamed: bool = False
+    refuses_several: bool = False
+    is_packed: bool = False
+
+    def served(self, gpu: Gpu) -> ServedUnits | None:
+        """None where the GPU serves none of these resources."""
+        if not gpu.is_selected(self.gpus):
+            return None
+        name = next((name for pattern, name in self.names if gpu.is_selected((pattern,))), self.resource)
+        selectors = (name, "*")
+        count = next((n for s, n in self.replicas if s in selectors or gpu.is_selected((s,))), 1)
+        if count == 1:
+            return ServedUnits(name, UnitTerms(1))
+        is_renamed = self.is_renamed and not name.endswith(SHARED_SUFFIX)
+        return ServedUnits(name + SHARED_SUFFIX if is_renamed else name, UnitTerms(count, self.sharing))
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """All that GPUs may serve, whichever the node has."""
+        found: list[str] = []
+        for name in dict.fromkeys((self.resource, *(name for _, name in self.names))):
+            counts = [count for selector, count in self.replicas if selector in (name, "*")][:1]
+            of_some = [count for selector, count in self.replicas if selector not in (name, "*")]
+            is_plain = not self.is_renamed or name.endswith(SHARED_SUFFIX)
+            if is_plain or 1 in (counts or [1]) or 1 in of_some:
+                found.append(name)
+            if not is_plain and max([*counts, *of_some, 1]) > 1:
+                found.append(name + SHARED_SUFFIX)
+        return tuple(found)
+
+
+def cores_of_part(part: Fraction) -> int:
+    """Percent that a replica may use: rounded down, so that all replicas together fit, and never 0, which is no limit."""
+    return max(1, int(part * CORES_PER_GPU))
+
+
+class GpuUnits(NamedTuple):
+    """What a container has of GPUs by units: the part of each, by UUID, and what limits it there, None for whole GPUs."""
+
+    parts: tuple[tuple[GpuUuid, Fraction], ...]
+    sharing: Sharing | None
+
+
+def units_of(devices: Collection[DeviceId]) -> GpuUnits:
+    terms = {terms_of(device) for device in devices}
+    sharing = next((one.sharing for one in sorted(terms, reverse=True) if not one.is_whole), None)
+    return GpuUnits(tuple(sorted(parts_of(devices).items())), sharing)
+
+
+@lru_cache(maxsize=256)
+def _terms(suffix: str) -> UnitTerms:
+    digits = suffix.rstrip("ms")
+    return UnitTerms(int(digits), _BY_LETTER[suffix[len(digits) :]]) if digits else UnitTerms(1)
+
+
+def terms_of(device: str) -> UnitTerms:
+    """Of a unit's device ID. One whose text does not have them counts as the whole GPU."""
+    return _terms(unit_suffix(device))
+
+
+def parts_of(units: Iterable[DeviceId]) -> dict[GpuUuid, Fraction]:
+    """How much of each GPU these units are."""
+    parts: dict[GpuUuid, Fraction] = {}
+    for device in units:
+        gpu = gpu_of(device)
+        parts[gpu] = parts.get(gpu, Fraction(0)) + terms_of(device).part
+    return parts
+
+
+def is_unit_of(device: str, served: Mapping[GpuUuid, ServedUnits], resource: str) -> bool:
+    """Whether a GPU of the node serves this unit now."""
+    split = split_device_id(device)
+    found = served.get(split[0]) if split is not None else None
+    if split is None or found is None or found.resource != resource:
+        return False
+    return terms_of(device) == found.terms and split[1] < found.terms.of

@@ -1,0 +1,287 @@
+"""Whole GPUs and replicas under NVIDIA's names: plan, check, what is offered, the ledger that they share with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
+from gpushare_agent.admission.decisions.offered_devices import offered_ids, unit_ids, withheld, withheld_units
+from gpushare_agent.admission.decisions.recovery import Records, rebuild
+from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.records import CheckpointEntry
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import Health
+from gpushare_agent.model.isolation import Sharing
+from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.units import NvidiaNames, UnitTerms, terms_of
+from tests.support_core import container, inventory, pod
+from tests.support_placement import Node
+
+GPU = "nvidia.com/gpu"
+GPU_MEM = "aliyun.com/gpu-mem"
+MIB = 24 * 1024
+
+
+def names(**changes: object) -> ResourceNames:
+    nvidia = NvidiaNames(**changes)  # type: ignore[arg-type]
+    return ResourceNames(gpu_mem=GPU_MEM, gpu=nvidia.resources, nvidia=nvidia)
+
+
+def asks(name: str = "main", kind: ContainerKind = ContainerKind.MAIN, **requests: int) -> ContainerSpec:
+    """gpu=2 asks for 2 nvidia.com/gpu; memory for GPUShare's units; shared for nvidia.com/gpu.shared."""
+    known = {
+        "gpu": GPU,
+        "memory": GPU_MEM,
+        "shared": f"{GPU}.shared",
+        "cores": VCORE_RESOURCE,
+        "blocks": VMEMORY_RESOURCE,
+    }
+    return replace(container(name, kind=kind), requests={known[word]: count for word, count in requests.items()})
+
+
+def node(gpus: int = 2, **changes: object) -> Node:
+    return Node(inventory(gpus), Policy(names=names(**changes)), seed=1)
+
+
+def admitted(world: Node, name: str, *containers: ContainerSpec) -> dict[str, tuple[int, ...]]:
+    found = world.admit(pod(name, *containers))
+    assert not isinstance(found, Refused), found.detail
+    return found
+
+
+def refused(world: Node, name: str, *containers: ContainerSpec) -> str:
+    found = world.admit(pod(name, *containers))
+    assert isinstance(found, Refused), found
+    return found.detail
+
+
+def healthy(world: Node, resource: str) -> dict[int, int]:
+    """How many IDs of each GPU the kubelet may still hand out, and those that are allocated."""
+    kind = world.policy.names.kind_of(resource)
+    ledger = world.cache.ledger(world.found)
+    accounts, holders = gpu_accounts(None, ledger, world.policy), ledger.holders
+    if kind is ResourceKind.GPU:
+        ids = unit_ids(world.found.gpus, resource, world.policy.names, ())
+        kept_back = withheld_units(accounts, ids, holders[kind], no_replicas=False)
+    else:
+        ids = offered_ids({gpu.uuid: world.policy.names.units(gpu, kind) for gpu in world.found.gpus}, holders[kind])
+        kept_back = withheld(kind, accounts, ids, holders, world.policy.names, no_shares=False, lent={})
+    return {gpu.index: sum(device not in kept_back for device in ids[gpu.uuid]) for gpu in world.found.gpus}
+
+
+def test_a_gpu_given_whole_is_out_of_the_shares_and_back_when_it_is_free() -> None:
+    world = node()
+    owner = pod("whole", asks(gpu=1))
+    assert world.admit(owner) == {"main": (0,)}
+    assert healthy(world, VCORE_RESOURCE) == {0: 0, 1: 100}
+    assert healthy(world, VMEMORY_RESOURCE) == {0: 0, 1: 96}
+    assert healthy(world, GPU_MEM) == {0: 0, 1: 24}
+    assert admitted(world, "share", asks(cores=10, blocks=4)) == {"main": (1,)}
+    world.release(owner)
+    assert healthy(world, VCORE_RESOURCE) == {0: 100, 1: 100}
+
+
+@pytest.mark.parametrize("share", [{"cores": 10, "blocks": 4}, {"memory": 1}, {"cores": 100}])
+def test_a_shared_gpu_is_given_to_nobody_whole(share: dict[str, int]) -> None:
+    world = node(gpus=1)
+    admitted(world, "share", asks(**share))
+    assert healthy(world, GPU) == {0: 0}
+    assert "GPU 0" in refused(world, "whole", asks(gpu=1)) or "wholly free" in refused(world, "whole", asks(gpu=1))
+
+
+def test_several_gpus_are_placed_by_their_links() -> None:
+    world = node(gpus=4)
+    assert admitted(world, "two", asks(gpu=2)) == {"main": (0, 1)}
+    assert admitted(world, "more", asks(gpu=2)) == {"main": (2, 3)}
+
+
+@pytest.mark.parametrize(("is_packed", "expected"), [(False, [0, 1, 0, 1]), (True, [0, 0, 0, 1])])
+def test_replicas_are_distributed_or_packed(is_packed: bool, expected: list[int]) -> None:
+    world = node(replicas=(("*", 3),), is_packed=is_packed)
+    assert [admitted(world, f"p{n}", asks(gpu=1))["main"][0] for n in range(4)] == expected
+
+
+def test_a_replica_takes_its_part_exactly() -> None:
+    """Of three thirds each is not rounded up; what is left of a third of the cores is a share's."""
+    world = node(gpus=1, replicas=(("*", 3),))
+    for n in range(2):
+        admitted(world, f"p{n}", asks(gpu=1))
+    assert healthy(world, VCORE_RESOURCE) == {0: 33} and healthy(world, VMEMORY_RESOURCE) == {0: 32}
+    admitted(world, "last", asks(gpu=1))
+    assert healthy(world, VCORE_RESOURCE) == {0: 0} and healthy(world, GPU_MEM) == {0: 0}
+
+
+def test_a_share_leaves_room_for_as_many_replicas_as_fit() -> None:
+    world = node(gpus=1, replicas=(("*", 4),))
+    admitted(world, "share", asks(cores=30, blocks=4))
+    assert healthy(world, GPU) == {0: 2}
+    assert "have room" in refused(world, "three", asks(gpu=3))
+    admitted(world, "two", asks(gpu=2))
+
+
+def test_several_replicas_are_refused_where_the_setting_says_so() -> None:
+    """NVIDIA's failRequestsGreaterThanOne; whole GPUs are not meant."""
+    assert "Ask for 1" in refused(node(replicas=(("*", 2),), refuses_several=True), "two", asks(gpu=2))
+    assert admitted(node(refuses_several=True), "two", asks(gpu=2)) == {"main": (0, 1)}
+
+
+def test_two_kinds_of_gpu_in_one_container_are_refused_with_the_cure() -> None:
+    detail = refused(node(), "both", asks(gpu=1, cores=10, blocks=4))
+    assert "nvidia.com/gpu and tencent.com/vcuda-core" in detail and "Ask for one of them" in detail
+
+
+def test_each_gpu_serves_one_resource() -> None:
+    """GPU 0 has replicas under the renamed resource, GPU 1 is given whole, GPU 2 serves shares alone."""
+    policy = Policy(names=names(gpus=("0", "1"), replicas=(("0", 2),), is_renamed=True))
+    world = Node(inventory(3), policy, seed=1)
+    assert world.policy.names.gpu == (GPU, f"{GPU}.shared")
+    assert healthy(world, GPU) == {0: 0, 1: 1, 2: 0} and healthy(world, f"{GPU}.shared") == {0: 2, 1: 0, 2: 0}
+    assert admitted(world, "replica", asks(shared=1)) == {"main": (0,)}
+    assert admitted(world, "whole", asks(gpu=1)) == {"main": (1,)}
+    assert "too few" in refused(world, "more", asks(gpu=1))
+
+
+def test_an_init_containers_gpu_is_handed_on() -> None:
+    world = node(gpus=1)
+    found = admitted(world, "p", asks("init", ContainerKind.INIT, gpu=1), asks(gpu=1))
+    assert found == {"init": (0,), "main": (0,)}
+
+
+def test_an_init_containers_gpu_is_not_handed_on_to_a_share() -> None:
+    """The kubelet hands on IDs of one resource alone."""
+    world = node(gpus=1)
+    assert "0 cores" in refused(world, "p", asks("init", ContainerKind.INIT, gpu=1), asks(cores=10, blocks=4))
+    assert not len(world.cache)
+
+
+def test_an_unhealthy_gpu_serves_none() -> None:
+    world = node(gpus=2)
+    world.found = replace(
+        world.found, gpus=(replace(world.found.gpus[0], health=Health.UNHEALTHY), world.found.gpus[1])
+    )
+    assert admitted(world, "p", asks(gpu=1)) == {"main": (1,)}
+
+
+GPU_0 = GpuUuid("GPU-8f3e2b1c-1111-2222-3333-444444444444")
+ENTRY = CheckpointEntry(pod_uid=PodUid("u"), container="main", resource=GPU, device_ids=frozenset())
+
+
+@pytest.mark.parametrize(
+    ("text", "terms"),
+    [
+        ("8f3e2b1c-0/1", UnitTerms(1)),
+        ("8f3e2b1c-2/4", UnitTerms(4)),
+        ("8f3e2b1c-2/4s", UnitTerms(4, Sharing.SHARES)),
+        ("8f3e2b1c-2/4m", UnitTerms(4, Sharing.MPS)),
+        (GPU_0, UnitTerms(1)),
+        (f"{GPU_0}::1", UnitTerms(2)),
+        (f"{GPU_0}::7", UnitTerms(1)),
+    ],
+)
+def test_terms_are_read_from_the_ids_and_the_text_comes_back(text: str, terms: UnitTerms) -> None:
+    """Those of NVIDIA's plugin have no count: the present one's, and where that cannot be, the whole GPU."""
+    ids = DeviceIds([GPU_0])
+    ids.expect_units({GPU_0: UnitTerms(2)})
+    (device,) = ids.read([text])
+    assert terms_of(device) == terms
+    assert ids.write(device) == text
+
+
+def test_containers_keep_their_terms_over_a_restart_with_other_settings() -> None:
+    """A quarter under a name that is served no more, and NVIDIA's whole GPU: both stay charged."""
+    found = inventory(1)
+    found = replace(found, gpus=(replace(found.gpus[0], uuid=GPU_0),))
+    ids = DeviceIds([GPU_0])
+    entries = [replace(ENTRY, device_ids=frozenset(ids.read(["8f3e2b1c-2/4"])))]
+    (one,) = rebuild(
+        Records(listed=(), checkpoint=entries, pods=None), names(is_renamed=True, replicas=(("*", 2),)), found, 0.0
+    )
+    assert one.parts == {GPU_0: Fraction(1, 4)} and one.gpu_resource == GPU and not one.is_whole
+    entries = [replace(ENTRY, device_ids=frozenset(ids.read([GPU_0])))]
+    (one,) = rebuild(Records(listed=(), checkpoint=entries, pods=None), names(), found, 0.0)
+    assert one.is_whole and one.gpus == (GPU_0,)
+    assert not rebuild(Records(listed=(), checkpoint=entries, pods=None), ResourceNames(), found, 0.0)
+
+
+def test_what_a_container_holds_stays_listed_until_it_ends() -> None:
+    """On other terms beside the present units; under NVIDIA's text of a present unit in its place."""
+    found = replace(inventory(1).gpus[0], uuid=GPU_0)
+    ids = DeviceIds([GPU_0])
+    ids.expect_units({GPU_0: UnitTerms(2)})
+    held = ids.read(["8f3e2b1c-2/4", f"{GPU_0}::1"])
+    listed = unit_ids([found], GPU, names(replicas=(("*", 2),)), held)[GPU_0]
+    assert sorted(map(ids.write, listed)) == sorted(["8f3e2b1c-0/2", "8f3e2b1c-2/4", f"{GPU_0}::1"])
+
+
+def requests() -> st.SearchStrategy[dict[str, int]]:
+    return st.one_of(
+        st.tuples(st.sampled_from([1, 7, 25, 50, 99]), st.sampled_from([1, 13, 40, 96])).map(
+            lambda pair: {"cores": pair[0], "blocks": pair[1]}
+        ),
+        st.sampled_from([{"cores": 100}, {"cores": 200}]),
+        st.sampled_from([{"memory": 1}, {"memory": 11}, {"memory": 24}]),
+        st.sampled_from([{"gpu": 1}, {"gpu": 2}, {"gpu": 3}, {"shared": 1}, {"shared": 2}]),
+    )
+
+
+SETTINGS = (
+    {},
+    {"replicas": (("*", 4),)},
+    {"replicas": (("0", 3), ("*", 2)), "is_packed": True},
+    {"replicas": (("0", 7),), "is_renamed": True},
+    {"gpus": ("0", "2"), "replicas": (("2", 10),), "sharing": Sharing.SHARES},
+)
+
+
+def assert_no_gpu_is_over(world: Node) -> None:
+    used = world.cache.ledger(world.found)
+    whole = [gpu for one in world.cache if one.is_whole for gpu in one.gpus]
+    for gpu in world.found.gpus:
+        part = used.used_parts.get(gpu.uuid, Fraction(0))
+        cores = used.used_cores.get(gpu.uuid, 0) + part * CORES_PER_GPU
+        mib = (
+            used.used_blocks.get(gpu.uuid, 0) * 256 + used.used_gpu_mem.get(gpu.uuid, 0) * 1024 + part * gpu.memory_mib
+        )
+        assert cores <= CORES_PER_GPU and mib <= gpu.memory_mib
+        on_gpu = [one for one in world.cache if gpu.uuid in one.gpus and one.kind is not ContainerKind.INIT]
+        assert gpu.uuid not in whole or len(on_gpu) <= 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_gpu_is_ever_over_its_memory_or_compute(data: st.DataObject) -> None:
+    """Shares, GPUShare's units, whole GPUs and replicas come and go, the settings change; released, all is free."""
+    world = Node(
+        inventory(3), Policy(names=names(**data.draw(st.sampled_from(SETTINGS)))), seed=data.draw(st.integers(0, 99))
+    )
+    alive: list[Pod] = []
+    for number in range(data.draw(st.integers(1, 16))):
+        step = data.draw(st.sampled_from(["admit"] * 6 + ["release"] * 2 + ["settings"]))
+        if step == "release" and alive:
+            world.release(alive.pop(data.draw(st.integers(0, len(alive) - 1))))
+        elif step == "settings":
+            world.policy = Policy(names=names(**data.draw(st.sampled_from(SETTINGS))))
+        else:
+            specs: Sequence[ContainerSpec] = [asks(**data.draw(requests()))]
+            if data.draw(st.booleans()):
+                specs = [asks("init", ContainerKind.INIT, **data.draw(requests())), *specs]
+            owner = pod(f"p{number}", *specs)
+            if not isinstance(world.admit(owner), Refused):
+                alive.append(owner)
+        assert_no_gpu_is_over(world)
+    for owner in alive:
+        world.release(owner)
+    for resource in world.policy.names.names:
+        kind = world.policy.names.kind_of(resource)
+        for gpu in world.found.gpus:
+            served = world.policy.names.nvidia.served(gpu)
+            is_served = kind is not ResourceKind.GPU or (served is not None and served.resource == resource)
+            assert healthy(world, resource)[gpu.index] == (world.policy.names.units(gpu, kind) if is_served else 0)

@@ -1,0 +1,83 @@
+"""NVIDIA's resource names in the whole agent, on the embedded node: the sample pod of NVIDIA's plugin, shares beside it, and
+other settings while pods run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.model.units import terms_of
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
+from tests.support_agent import calls_of, open_agent, wait_running, wait_settled
+from tests.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod, wait_allocatable, wait_gone
+
+GPU = "nvidia.com/gpu"
+FLAGS = ("--nvidia.enabled", "--simulated.cards=2", "--isolation=none")
+
+
+def sample(name: str, count: int = 1, **extra: Any) -> dict[str, Any]:
+    """As in the README of NVIDIA's device plugin."""
+    made = pod(name, limits_of("cuda-container", {GPU: count}), **extra)
+    made["spec"]["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
+    return made
+
+
+def answer(node: EmbeddedNode, name: str) -> tuple[tuple[str, ...], ContainerAllocateResponse]:
+    """The device IDs and what the container got."""
+    (call,) = [c for c in calls_of(node, name, "Allocate") if c.resource == GPU]
+    return tuple(call.device_ids), ContainerAllocateResponse.parse(call.response)
+
+
+async def test_a_gpu_given_whole_is_out_of_the_shares_also_over_a_restart() -> None:
+    async with open_test_node() as node:
+        async with open_agent(node, *FLAGS):
+            await wait_allocatable(node, GPU, 2)
+            node.api.create_pod(sample("whole"))
+            await wait_running(node, "whole")
+            await wait_allocatable(node, CORE, 100)
+            await wait_allocatable(node, MEMORY, 96)
+            (device,), given = answer(node, "whole")
+            assert given.envs["NVIDIA_VISIBLE_DEVICES"].startswith(f"GPU-{device.rpartition('-')[0]}")
+        async with open_agent(node, *FLAGS):
+            await wait_allocatable(node, CORE, 100)
+            node.api.create_pod(pod("share", container(cores=30, blocks=20)))
+            await wait_running(node, "share")
+            await wait_allocatable(node, GPU, 1)  # the one that is taken
+            for name in ("whole", "share"):
+                node.api.delete_pod("default", name, grace_period_s=0)
+                await wait_gone(node, name)
+            await wait_allocatable(node, GPU, 2)
+            await wait_allocatable(node, CORE, 200)
+
+
+async def test_replicas_keep_their_terms_when_the_settings_change() -> None:
+    """A quarter stays one; what is left of its GPU is a half."""
+    async with open_test_node() as node:
+        async with open_agent(node, *FLAGS, "--nvidia.replicas=*=4"):
+            await wait_allocatable(node, GPU, 8)
+            node.api.create_pod(sample("quarter"))
+            await wait_running(node, "quarter")
+            await wait_allocatable(node, CORE, 175)
+        async with open_agent(node, *FLAGS, "--nvidia.replicas=*=2"):
+            await wait_allocatable(node, GPU, 4)  # a half of one GPU, two halves of the other, and the quarter
+            (device,), given = answer(node, "quarter")
+            (found,) = DeviceIds([]).read([device])
+            assert terms_of(found).of == 4 and given.envs["NVIDIA_VISIBLE_DEVICES"]
+            node.api.delete_pod("default", "quarter", grace_period_s=0)
+            await wait_gone(node, "quarter")
+            await wait_allocatable(node, GPU, 4)
+            await wait_allocatable(node, CORE, 200)
+
+
+async def test_a_container_asks_for_one_kind_of_gpu() -> None:
+    async with open_test_node() as node, open_agent(node, *FLAGS):
+        await wait_allocatable(node, GPU, 2)
+        node.api.create_pod(pod("both", limits_of("main", {GPU: 1, CORE: 10, MEMORY: 4})))
+        assert "Ask for one of them" in await wait_settled(node, "both")
+
+
+async def test_an_excluded_gpu_is_offered_to_nobody() -> None:
+    async with open_test_node() as node, open_agent(node, *FLAGS, "--excluded-gpus=0"):
+        await wait_allocatable(node, GPU, 1)
+        await wait_allocatable(node, CORE, 100)
