@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -115,9 +116,10 @@ class World:
         self.processes = KnownProcesses({1})
         self.now = 100.0
         own = allocation(self.pod, "cuda", ids(0, range(30)), ids(0, range(8)))
+        self.allocations = {own.key: own}
         self.watch = LockWatch(
             files=self.files,
-            allocations=lambda: {own.key: own},
+            allocations=lambda: self.allocations,
             pods=cast("Any", SimpleNamespace(get=lambda uid: self.pod)),
             is_in_use=lambda pod: True,
             cgroups=cast("Cgroups", self.processes),
@@ -147,6 +149,23 @@ async def test_a_left_lock_is_freed_and_logged_once_for_a_container(short_dir: P
             changed = [place for place in range(len(left)) if left[place] != after[place]]
             assert changed == [layout.POSTINIT_LOCK_OFFSET] and world.postinit_value() == 1
     assert [line["event"] for line in lines if line["log_level"] == "warning"] == ["hami_core_lock_freed"]
+
+
+async def test_a_region_that_cannot_be_read_holds_up_no_other(short_dir: Path) -> None:
+    world = World(short_dir)
+    other = ContainerKey(UID, "broken")
+    world.allocations = {other: replace(world.allocations[KEY], key=other), **world.allocations}
+    world.files.prepare(other)
+    broken = world.files.cache_file(other)
+    broken.unlink()
+    broken.mkdir()
+    world.cache.write_bytes(region_file(postinit_lock=0, slots=((41, 0, 0),)))
+    with capture_logs() as lines:
+        await world.watch.poll()
+        world.now += CONFIRM_S
+        await world.watch.poll()
+    assert world.postinit_value() == 1
+    assert {line["container"] for line in lines if line["event"] == "region_not_read"} == {"broken"}
 
 
 async def test_the_lock_of_a_living_process_is_left_to_it(short_dir: Path) -> None:

@@ -79,20 +79,23 @@ class LockWatch:
         }
         self._held = {key: held for key, held in self._held.items() if key in shares}
         self._logged &= shares.keys()
-        for key, pod in sorted(shares.items(), key=lambda item: item[0]):
+        if not shares:
+            return
+        before = {key: self._held.get(key, {}) for key in sorted(shares)}
+        try:
+            # All in one call: to change threads costs as much as to read a region.
+            found = await self._thread.call(partial(self._read_all, before, self._clock()), "reading locks", TIMEOUT_S)
+        except AgentError as e:
+            log.debug("regions_not_read", error=str(e))
+            return
+        self._held |= found
+        for key in [key for key, held in found.items() if held]:
             try:
-                await self._check(key, pod)
+                await self._free_left(key, shares[key], found[key])
             except AgentError as e:
                 log.debug("region_not_read", pod_uid=key.pod_uid, container=key.container, error=str(e))
 
-    async def _check(self, key: ContainerKey, pod: Pod) -> None:
-        before = self._held.get(key, {})
-        held = await self._thread.call(
-            partial(self._read, key, before, self._clock()), f"reading the locks of {key.container}", TIMEOUT_S
-        )
-        self._held[key] = held
-        if not held:
-            return
+    async def _free_left(self, key: ContainerKey, pod: Pod, held: Mapping[LockName, Held]) -> None:
         alive = await self._alive(key, pod) if LockName.POSTINIT in held else None
         for name, one in held.items():
             if is_left(name, one, self._clock(), alive):
@@ -119,6 +122,18 @@ class LockWatch:
             return None
         inside = await self._cgroups.namespace_pids_in_thread(pids)
         return {pid for of_one in inside.values() for pid in of_one} | set(pids)
+
+    def _read_all(
+        self, before: Mapping[ContainerKey, Mapping[LockName, Held]], now: float
+    ) -> dict[ContainerKey, dict[LockName, Held]]:
+        """Without those that cannot be read."""
+        found = {}
+        for key, known in before.items():
+            try:
+                found[key] = self._read(key, known, now)
+            except AgentError as e:
+                log.debug("region_not_read", pod_uid=key.pod_uid, container=key.container, error=str(e))
+        return found
 
     def _read(self, key: ContainerKey, before: Mapping[LockName, Held], now: float) -> dict[LockName, Held]:
         with self._files.opened_region(key) as region:
