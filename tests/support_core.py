@@ -8,7 +8,7 @@ from dataclasses import replace
 from gpushare_agent.admission.decisions.identity import Known
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedContainer, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.gpus import Gpu, GpuInventory, MigPlace
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
@@ -51,6 +51,22 @@ def inventory(gpus: int = 2, memory_mib: int = 24 * 1024) -> GpuInventory:
         ),
         topology=build_topology(links, [None] * gpus),
     )
+
+
+def mig_instance(index: int, parent: int, number: int, *, profile: str = "1g.10gb") -> Gpu:
+    """MIG-<index> of GPU-<parent>, whose capability nodes are 19 and 20 for number 0, 21 and 22 for number 1."""
+    place = MigPlace(
+        profile=profile,
+        number=number,
+        parent=GpuUuid(f"GPU-{parent}"),
+        parent_index=parent,
+        gi=number,
+        ci=0,
+        gi_cap=19 + 2 * number,
+        ci_cap=20 + 2 * number,
+    )
+    [gpu] = (gpu for gpu in inventory(parent + 1).gpus if gpu.index == parent)
+    return replace(gpu, index=index, uuid=GpuUuid(f"MIG-{index}"), memory_mib=9856, mig=place)
 
 
 def ids(gpu: int, numbers: range) -> list[str]:

@@ -88,20 +88,27 @@ class Probe:
 
 @asynccontextmanager
 async def running_probe(
-    library: Path | None, script: str, *, timeout_s: float = 10.0, wrapper: Sequence[str] = ()
+    library: Path | None,
+    script: str,
+    *,
+    timeout_s: float = 10.0,
+    wrapper: Sequence[str] = (),
+    mig_minors: str | None = None,
 ) -> AsyncIterator[Probe]:
-    """A probe on this machine; without a library on one that has no NVML. `wrapper` starts it. It must end by itself in the
-    end."""
+    """A probe on this machine; without a library on one that has no NVML. `wrapper` starts it. `mig_minors` is the host's
+    file of MIG's device nodes; without it MIG instances are not asked for. It must end by itself in the end."""
     directory = Path(tempfile.mkdtemp(prefix="gs", dir="/tmp"))
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     environment |= {"PYTHONPATH": str(ROOT), "FAKE_NVML_SCRIPT": str(directory / "script")}
+    if mig_minors is not None:
+        (directory / "mig-minors").write_text(mig_minors)
     if library is not None:
         environment["LD_LIBRARY_PATH"] = str(library)
     try:
         async with asyncio.timeout(DEADLINE_S):
             process = await asyncio.create_subprocess_exec(
                 *(*wrapper, sys.executable, "-W", "error", str(ROOT / "tests" / "support_nvml_probe.py")),
-                *(str(directory / "pci"), str(timeout_s)),
+                *(str(directory), str(timeout_s)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,

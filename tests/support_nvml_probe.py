@@ -3,7 +3,8 @@
 Started by tests/support_nvml.py. Each line on stdin is a command, each answer one line of JSON: `read` answers the
 inventory, `sample` what is used (`sample_600` after 600 rounds more), `events` what happened, each of them the error
 instead; `check_limits PATH MAY_SET` and `keep_limit UUID PATH MIB MAY_SET` (0 or 1) ask for a cgroup's memory limit;
-`threads` the number of NVML threads alive, `logged` the log's events so far, `close` nothing.
+`held UUID…` names the GPUs that containers have; `threads` answers the number of NVML threads alive, `logged` the log's
+events so far, `close` nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:
         return sum(thread.name.startswith("nvml") for thread in threading.enumerate())
     if command == "logged":
         return log.entries
+    if command.startswith("held"):
+        driver.held = lambda: [GpuUuid(uuid) for uuid in command.split()[1:]]
+        return None
     if command == "close":
         await driver.close()
         return None
@@ -51,6 +55,7 @@ async def read(driver: NvmlDriver) -> dict[str, Any]:
     inventory = await driver.read()
     return {
         "gpus": [dataclasses.asdict(gpu) for gpu in inventory.gpus],
+        "divided": [gpu.uuid for gpu in inventory.divided],
         "links": [[f"{link.kind.name}{link.nvlinks or ''}" for link in row] for row in inventory.topology.links],
         "tree": render_tree(inventory.topology),
         "driver_version": inventory.driver_version,
@@ -83,14 +88,22 @@ async def limits(driver: NvmlDriver, words: list[str]) -> dict[str, Any] | None:
 
 
 async def events(driver: NvmlDriver) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(event) for event in await driver.events()]
+    """Without the IDs of MIG instances where an event has none."""
+    found = [dataclasses.asdict(event) for event in await driver.events()]
+    return [{key: value for key, value in event.items() if value is not None or key == "uuid"} for event in found]
 
 
 def main() -> None:
     log = LogCapture()
     structlog.configure(processors=[log])  # stdout is for the answers
     with asyncio.Runner() as runner:
-        driver = NvmlDriver(pci_devices=Path(sys.argv[1]), timeout_s=float(sys.argv[2]))
+        directory = Path(sys.argv[1])
+        driver = NvmlDriver(
+            pci_devices=directory / "pci",
+            timeout_s=float(sys.argv[2]),
+            with_instances=(directory / "mig-minors").exists(),
+            mig_minors=directory / "mig-minors",
+        )
         for line in sys.stdin:
             sys.stdout.write(json.dumps(runner.run(answer(driver, log, line.strip()))) + "\n")
             sys.stdout.flush()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+import structlog
+
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.agent.isolation_side import IsolationSide
 from gpushare_agent.agent.state import NodeState
@@ -29,6 +31,7 @@ from gpushare_agent.dra.stale_claims import StaleClaims
 from gpushare_agent.dra.wake_pods import PodWaker
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.decisions.kept import kept
+from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import Tasks, start_tasks
 from gpushare_agent.kubelet.handover import remove_stale_sockets
 from gpushare_agent.model.allocations import ContainerKey
@@ -36,6 +39,8 @@ from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.settings.settings import Settings
+
+log = structlog.get_logger(__name__)
 
 LEAVE_S = 5.0
 
@@ -94,14 +99,30 @@ class DraSide:
         raise AssertionError("the tasks do not return")
 
 
+class _MyGpus:
+    """Those that claims may have. MIG instances are left out, which the log has once."""
+
+    def __init__(self, state: NodeState) -> None:
+        self._state = state
+        self._left_out = ReportOnce()
+
+    def now(self) -> list[Gpu]:
+        claimable, gpus = self._state.front_ends.claimable, self._state.gpus().gpus
+        chosen = self._state.settings.dra.gpus
+        instances = [gpu.uuid for gpu in gpus if gpu.mig is not None and gpu.is_selected(chosen)]
+        if instances and self._left_out.is_new("left out"):
+            log.info(
+                "mig_not_in_slices", instances=instances, then="the device plugins offer these, and later ones too"
+            )
+        return [gpu for gpu in gpus if gpu.uuid in claimable]
+
+
 def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
     """Joined, not started."""
     settings = state.settings
     pool, ready, instance = settings.node_name, asyncio.Event(), secrets.token_hex(4)
 
-    def mine() -> list[Gpu]:
-        claimable = state.front_ends.claimable
-        return [gpu for gpu in state.gpus().gpus if gpu.uuid in claimable]
+    mine = _MyGpus(state)
 
     async def prepare_host(keys: Collection[ContainerKey], name: IsolationName) -> Refused | None:
         return await isolation.prepare(keys) if ISOLATIONS[name].preparations else None
@@ -129,7 +150,7 @@ def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
         waker = PodWaker(driver=DRIVER, pool=pool, pod=state.store.get, claims=claims)
     health, plugin = DeviceHealth(lambda: state.gpus().gpus, pool), DraPlugin(claims, ready, pool)
     publisher = SlicePublisher(
-        driver=DRIVER, node_name=pool, wanted=lambda: _devices(state, isolation, mine()) if ready.is_set() else None
+        driver=DRIVER, node_name=pool, wanted=lambda: _devices(state, isolation, mine.now()) if ready.is_set() else None
     )
     return DraSide(
         settings=settings,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from gpushare_agent.kit.supervision import Tasks
 from gpushare_agent.kubelet.device_table import check_size, check_unit_size
 from gpushare_agent.model.errors import AgentError, Corrupt, StartupError
 from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.settings.settings import Settings
 
@@ -28,7 +29,10 @@ log = structlog.get_logger(__name__)
 
 
 class NodeDriver(GpuDriver, MemoryLimiter, Protocol):
-    """All that the sides ask of the GPUs' driver."""
+    """All that the sides ask of the GPUs' driver. `held`, which the sides set, are the GPUs that containers have: a MIG
+    instance of theirs that is removed stays in the inventory."""
+
+    held: Callable[[], Collection[GpuUuid]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +93,10 @@ class GpuSide:
         return {"control socket": self.control.run} if self.control is not None else {}
 
 
-def build_gpu_side(state: NodeState, driver: GpuDriver) -> GpuSide:
+def build_gpu_side(state: NodeState, driver: NodeDriver) -> GpuSide:
     """Joined, not started."""
     settings, inventory = state.settings, state.inventory
+    driver.held = lambda: {uuid for allocation in state.cache for uuid in allocation.gpus}
     watch = GpuWatch(
         driver,
         inventory,
@@ -128,7 +133,7 @@ def open_driver(settings: Settings) -> NodeDriver:
     if settings.driver == "nvml":
         from gpushare_agent.gpus.nvml.driver import NvmlDriver
 
-        return NvmlDriver()
+        return NvmlDriver(with_instances=settings.nvidia.mig_strategy != "none")
     simulated = settings.simulated
     text = None
     if simulated.topology is not None:

@@ -1,16 +1,17 @@
 """The GPUs as they are offered: the last poll of the driver joined with the health of each GPU.
 
 A GPU that the driver no longer reports stays, Unhealthy with the reason: its device IDs are known to the kubelet and may
-be allocated. State owned, by `GpuInventoryState`: the last poll, the health of each GPU, and the two joined; after one
-unanswered poll also the healths from before it, until the next poll. Changed by gpus/watch.py, gpus/control_server.py and
-the start of the agent; the rules are in gpus/decisions/health.py.
+be allocated. A MIG instance is then gone, for gpus/nvml/reader.py keeps those that containers have. State owned, by
+`GpuInventoryState`: the last poll, the health of each GPU, and the two joined; after one unanswered poll also the healths
+from before it, until the next poll. Changed by gpus/watch.py, gpus/control_server.py and the start of the agent; the rules
+are in gpus/decisions/health.py.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from gpushare_agent.gpus.decisions.health import (
@@ -146,7 +147,7 @@ class GpuInventoryState:
         """Applies the driver's events as one change; returns each event with its meaning, and how often it came."""
         now, known = self._clock(), {gpu.uuid for gpu in self._seen.gpus}
         noted: Counter[tuple[GpuEvent, EventMeaning]] = Counter()
-        for event in events:
+        for event in self._of_instances(events):
             meaning = meaning_of(event, known, self._policy)
             noted[event, meaning] += 1
             if event.uuid is not None and meaning in (EventMeaning.UNHEALTHY, EventMeaning.NEEDS_RESET):
@@ -160,6 +161,14 @@ class GpuInventoryState:
                 )
         self._publish()
         return noted
+
+    def _of_instances(self, events: Sequence[GpuEvent]) -> Iterator[GpuEvent]:
+        """An event of a GPU that MIG divides is one of each of its instances, or of the one that the driver names."""
+        for event in events:
+            of = [gpu for gpu in self._seen.gpus if gpu.mig is not None and event.is_of(gpu)]
+            yield from (replace(event, uuid=gpu.uuid, gi=None, ci=None) for gpu in of)
+            if not of:
+                yield event
 
     def cordon(self, uuid: GpuUuid, reason: str) -> bool:
         """Takes a GPU out of service; False where it was, for the same reason. Raises KeyError for an unknown GPU."""
@@ -180,7 +189,10 @@ class GpuInventoryState:
 
     def _with_missing(self, found: GpuInventory) -> GpuInventory:
         known = found.by_uuid()
-        if all(gpu.uuid in known for gpu in self._seen.gpus):
+        divided = {gpu.uuid for gpu in found.divided}
+        gone = {gpu.uuid for gpu in self._seen.gpus if gpu.mig is not None or gpu.uuid in divided} - known.keys()
+        self._healths = {u: health for u, health in self._healths.items() if u not in gone or health.cordon is not None}
+        if all(gpu.uuid in known for gpu in self._seen.gpus if gpu.uuid not in gone):
             return found
         # Without the missing GPUs the rows of the topology would no longer be the GPUs' indexes.
         gpus = tuple(
@@ -188,6 +200,7 @@ class GpuInventoryState:
             if gpu.uuid in known
             else replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=NOT_SHOWN)
             for gpu in self._seen.gpus
+            if gpu.uuid not in gone
         )
         return replace(found, gpus=gpus, topology=self._seen.topology)
 

@@ -27,13 +27,31 @@ class NvLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One GPU.
+class MigPlace:
+    """What a MIG instance is a part of. `profile` is as nvidia-smi has it, such as `1g.10gb` or `1g.10gb+me`; `number` is
+    the driver's, the 1 of NVIDIA's name `0:1`, and changes when others are made or removed. `gi` and `ci` are the IDs of the
+    GPU instance and the compute instance, `gi_cap` and `ci_cap` the n of their nodes `/dev/nvidia-caps/nvidia-cap<n>`, None
+    where the host has none."""
 
-    `index` is the driver's (NVML) index when the GPU was first seen, and the row in the topology; it does not change
-    while the agent runs. `minor` is the n of `/dev/nvidia<n>` and need not equal it. `memory_mib` is the whole GPU's
-    memory. `numa_node` is None where the host reports none, `pcie_root` (such as `pci0000:00`) is
-    empty there, `compute_capability` (major, minor) where the driver does not.
+    profile: str
+    number: int
+    parent: GpuUuid
+    parent_index: int
+    gi: int
+    ci: int
+    gi_cap: int | None = None
+    ci_cap: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU, or one instance of a GPU that MIG divides: `mig` is None unless it is one. An instance has its parent's
+    minor, bus ID and NUMA node, and memory and a UUID of its own.
+
+    `index` is the driver's (NVML) index when the GPU was first seen, an instance's the next free one; it is the row in the
+    topology and does not change while the agent runs. `minor` is the n of `/dev/nvidia<n>` and need not equal it.
+    `memory_mib` is the whole GPU's memory. `numa_node` is None where the host reports none, `pcie_root` (such as
+    `pci0000:00`) is empty there, `compute_capability` (major, minor) where the driver does not.
     `is_exclusive_process` is the compute mode in which one process alone may open the GPU. `unhealthy_reason` is empty while
     the GPU is healthy.
     An unhealthy GPU of which the driver reported the UUID alone has minor -1 and 0 MiB.
@@ -52,14 +70,28 @@ class Gpu:
     is_exclusive_process: bool = False
     health: Health = Health.HEALTHY
     unhealthy_reason: str = ""
+    mig: MigPlace | None = None
+
+    @property
+    def label(self) -> str:
+        """For people, and NVIDIA's tools: the index, of an instance `0:1`."""
+        return str(self.index) if self.mig is None else f"{self.mig.parent_index}:{self.mig.number}"
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The device nodes that a container needs for it, besides the control nodes."""
+        caps = (self.mig.gi_cap, self.mig.ci_cap) if self.mig is not None else ()
+        return (f"/dev/nvidia{self.minor}", *(f"/dev/nvidia-caps/nvidia-cap{cap}" for cap in caps if cap is not None))
 
     @property
     def is_healthy(self) -> bool:
         return self.health is Health.HEALTHY
 
     def is_selected(self, selectors: Iterable[str]) -> bool:
-        """Whether a setting names it: by `all`, its index, its UUID, or its model, which may be a glob pattern."""
-        own = ("all", str(self.index), self.uuid)
+        """Whether a setting names it: by `all`, its index (of an instance `0:1`), its UUID, or its model, which may be a
+        glob pattern. An instance is named by its GPU's index and UUID too."""
+        parent = (str(self.mig.parent_index), self.mig.parent) if self.mig is not None else ()
+        own = ("all", self.label, self.uuid, *parent)
         return any(selector in own or fnmatchcase(self.name, selector) for selector in selectors)
 
 
@@ -102,6 +134,13 @@ class GpuInventory:
     cuda_version: str = ""
     """The newest that the driver supports, such as 12.8; empty where it does not report it."""
     unreadable: tuple[tuple[int, str], ...] = field(default=())
+    divided: tuple[Gpu, ...] = ()
+    """GPUs that MIG divides. They are not offered; their instances are, in `gpus`. Their indexes are taken."""
 
     def by_uuid(self) -> dict[GpuUuid, Gpu]:
         return {gpu.uuid: gpu for gpu in self.gpus}
+
+    @property
+    def mig_profiles(self) -> frozenset[str]:
+        """Of all its instances."""
+        return frozenset(gpu.mig.profile for gpu in self.gpus if gpu.mig is not None)

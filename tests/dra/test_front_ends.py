@@ -12,7 +12,7 @@ from gpushare_agent.model.allocations import Allocation, ClaimShare
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import GpuUuid
 from tests.support_claims import ref_of
-from tests.support_core import allocation, container, ids, inventory, pod
+from tests.support_core import allocation, container, ids, inventory, mig_instance, pod
 
 GPUS = inventory(4)
 
@@ -76,3 +76,10 @@ def test_an_excluded_gpu_is_nobodys(excluded: str) -> None:
     found = front_ends(("all",), GPUS.gpus, [], (excluded,))
     assert "GPU-2" not in found.claimable and "GPU-2" not in plugins(found)
     assert "excluded_gpus" in dict(found.not_plugins)[GpuUuid("GPU-2")]
+
+
+def test_mig_instances_are_never_claims() -> None:
+    """No slice has them: they stay the device plugins', whatever the setting chooses."""
+    found = front_ends(("all",), [GPUS.gpus[0], mig_instance(4, 1, 0)], [])
+    assert claimable(found) == ["GPU-0"]
+    assert "MIG-4" not in dict(found.not_plugins)

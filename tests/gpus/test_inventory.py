@@ -9,7 +9,7 @@ from gpushare_agent.gpus.decisions.values import GpuHealth, HealthState, SavedHe
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
-from tests.support_core import inventory
+from tests.support_core import inventory, mig_instance
 from tests.support_health import IMMEDIATE, unhealthy, xid
 
 FIRST, SECOND = GpuUuid("GPU-0"), GpuUuid("GPU-1")
@@ -225,3 +225,34 @@ def test_gpus_of_which_none_could_be_named_are_not_read_yet() -> None:
     assert not state.is_read
     state.read(inventory(0))
     assert state.is_read
+
+
+def with_instances(*numbers: int) -> GpuInventory:
+    """GPU-1, and these instances of GPU-0, with the rows of four GPUs."""
+    found = inventory(4)
+    return replace(found, gpus=(found.gpus[1], *(mig_instance(2 + n, 0, n) for n in numbers)), divided=(found.gpus[0],))
+
+
+def test_a_divided_gpu_gives_way_to_its_instances_and_they_to_others() -> None:
+    """Neither stays behind as Unhealthy; a cordon of an instance is kept for when it is made again."""
+    state = GpuInventoryState(IMMEDIATE)
+    state.read(inventory())
+    state.read(with_instances(0, 1))
+    assert [gpu.uuid for gpu in state.current.gpus] == ["GPU-1", "MIG-2", "MIG-3"]
+    state.cordon(GpuUuid("MIG-3"), "fan")
+    state.read(with_instances(0))
+    assert [gpu.uuid for gpu in state.current.gpus] == ["GPU-1", "MIG-2"]
+    assert state.current.mig_profiles == {"1g.10gb"}
+    state.read(with_instances(1))
+    assert reasons(state) == ["", "cordoned: fan"]
+
+
+def test_an_event_is_of_the_instance_that_the_driver_names() -> None:
+    """Without an instance it is of all of the GPU; others are not touched."""
+    state = GpuInventoryState(IMMEDIATE)
+    state.read(with_instances(0, 1))
+    noted = state.note_events([replace(xid(94, 0), gi=1, ci=0)])
+    assert [bool(reason) for reason in reasons(state)] == [False, False, True]
+    assert [event.uuid for event, _ in noted] == ["MIG-3"]
+    state.note_events([xid(79, 0)])
+    assert [bool(reason) for reason in reasons(state)] == [False, True, True]

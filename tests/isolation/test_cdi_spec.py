@@ -25,7 +25,7 @@ from gpushare_agent.model.cdi import SpecFile, is_device_name, is_kind
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
 from tests.support_cdi import NVIDIA_CTK, schema
-from tests.support_core import inventory
+from tests.support_core import inventory, mig_instance
 
 GPUS = tuple(replace(gpu, minor=gpu.index + 4) for gpu in inventory().gpus)
 KIND = "nvidia.com/gpu"
@@ -227,3 +227,14 @@ def test_what_is_a_kind_and_a_device_name() -> None:
 def test_the_control_nodes_hold_those_of_the_other_strategies() -> None:
     """A container gets no less by CDI than by device nodes."""
     assert set(SPEC_CONTROL_NODES) >= {"/dev/nvidiactl", "/dev/nvidia-uvm"}
+
+
+def test_a_mig_instance_has_nvidias_two_names() -> None:
+    """UUID and `0:1`, with the GPU's node and both capability nodes; the second not where another spec has it."""
+    spec = build_spec([mig_instance(2, 0, 1)], KIND, SpecNodes(control=()))
+    paths = ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap21", "/dev/nvidia-caps/nvidia-cap22"]
+    edits = {"deviceNodes": [{"path": path} for path in paths]}
+    assert spec["devices"] == [{"name": name, "containerEdits": edits} for name in ("MIG-2", "0:1")]
+    assert spec["cdiVersion"] == "0.5.0"
+    alone = build_spec([mig_instance(2, 0, 1)], KIND, SpecNodes(), names_of_others={"0:1"})
+    assert [device["name"] for device in alone["devices"]] == ["MIG-2"]

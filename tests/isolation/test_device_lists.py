@@ -19,7 +19,7 @@ from gpushare_agent.isolation.decisions.device_lists import (
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.model.pods import ContainerSpec
-from tests.support_core import NAMES, container, inventory, pod
+from tests.support_core import NAMES, container, inventory, mig_instance, pod
 
 ENVVAR, MOUNTS, NODES, ANNOTATIONS, CRI = DeviceListStrategy
 REQUEST = DeviceListRequest(gpus=inventory().gpus, node=NodeDevices(), cdi_kind="nvidia.com/gpu", unique="p_1")
@@ -60,6 +60,15 @@ def test_device_nodes_come_with_void_and_each_node_once() -> None:
     assert [node.host_path for node in found.devices] == [
         *("/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/infiniband/rdma_cm"),
     ]
+
+
+def test_a_mig_instance_has_its_gpus_node_and_two_of_its_own() -> None:
+    """Its UUID names it everywhere; without the nodes of both instances CUDA does not see it."""
+    request = replace(REQUEST, gpus=(mig_instance(2, 0, 1),))
+    assert device_edits(request, [ENVVAR]).env == ((VISIBLE, "MIG-2"),)
+    assert device_edits(request, [CRI]).cdi_devices == ("nvidia.com/gpu=MIG-2",)
+    paths = [node.host_path for node in device_edits(request, [NODES]).devices]
+    assert paths[:3] == ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap21", "/dev/nvidia-caps/nvidia-cap22"]
 
 
 def test_the_order_in_which_strategies_are_given_does_not_matter() -> None:

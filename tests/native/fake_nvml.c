@@ -9,6 +9,10 @@
  *   hang_sample                      the same of nvmlDeviceGetUtilizationRates alone, which only samples ask
  *   count N
  *   card I UUID MINOR BUS_ID MEMORY_MIB MIG NAME...
+ *   mig I NUMBER UUID GI CI MEMORY_MIB GI_SLICES CI_SLICES PROFILE
+ *                                    a MIG instance of the GPU at index I, where its MIG is 1; PROFILE is the number of its
+ *                                    GPU instance profile. Other lines name it by the index 1000 + 16 * I + NUMBER; error
+ *                                    1000 + … is of all its calls but the one for its UUID
  *   handle_error I CODE              the card at index I has no handle
  *   error I CODE                     UUID can be read, everything else of the card answers CODE
  *   stale I CODE                     as `error`, until NVML was shut down wholly (all its inits) after this script was set
@@ -28,7 +32,7 @@
  *   sample I PID TIME_US SM MEMORY ENCODER DECODER
  *   no_sample I CODE                 what is answered where no sample is new, default 6 (NOT_FOUND)
  *   event_types I MASK               what the card can report, default 10 (Xid and double-bit ECC)
- *   event NUMBER DEVICE TYPE DATA    delivered once, in the order of the numbers, if it was not there when the set was
+ *   event NUMBER DEVICE TYPE DATA [GI CI]  delivered once, in the order of the numbers, if it was not there when the set was
  *                                    made. DEVICE is an index, 32 + index for a handle that is not the card's usual one, or
  *                                    -1 for none
  *   wait CODE                        nvmlEventSetWait answers CODE when all events are delivered
@@ -47,7 +51,7 @@
 enum {
     OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMEOUT = 10
 };
-enum { ALIASES = 32 };
+enum { ALIASES = 32, MIG_BASE = 1000, MIG_MAX = 7, MIG_ROOM = 16 };
 
 typedef struct { unsigned index; } device_t;
 typedef struct {
@@ -73,9 +77,18 @@ typedef struct {
     unsigned long long type, number;
     unsigned gpu_instance, compute_instance;
 } event_t;
+typedef struct {
+    unsigned multiprocessors, copy_engines, decoders, encoders, jpeg, ofa, gi_slices, ci_slices;
+    unsigned long long memory_mib;
+} attributes_t;
+typedef struct { device_t *device; unsigned id, profile, start, size; } gpu_instance_info_t;
+typedef struct { unsigned gpu, gi; } gpu_instance_t;
+typedef struct { unsigned gi, ci, memory_mib, gi_slices, ci_slices, profile; char uuid[96]; } mig_t;
 typedef struct { unsigned minor, memory_mib, mig; char uuid[96], bus_id[32], name[96]; } card_t;
 
 static device_t devices[64];
+static device_t instances[ALIASES * MIG_ROOM];
+static gpu_instance_t gpu_instances[ALIASES * MIG_ROOM];
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER; /* of the script and of the numbers below */
 static int references; /* inits less shutdowns */
 static int openings, openings_before; /* how often NVML was opened from nothing: ever, and before this script was set */
@@ -222,10 +235,37 @@ static int card_error(device_t *device)
     return code != OK ? code : numbers[1];
 }
 
+struct mig_wish { unsigned gpu, number; mig_t mig; };
+static int take_mig(const char *rest, void *wanted)
+{
+    struct mig_wish *wish = wanted;
+    mig_t *mig = &wish->mig;
+    unsigned gpu, number;
+    int fields = sscanf(rest, "%u %u %95s %u %u %u %u %u %u", &gpu, &number, mig->uuid, &mig->gi, &mig->ci,
+                        &mig->memory_mib, &mig->gi_slices, &mig->ci_slices, &mig->profile);
+    return fields == 9 && gpu == wish->gpu && number == wish->number;
+}
+
+/* The instance that a handle stands for: NOT_FOUND where it is gone, INVALID_ARGUMENT for a GPU's handle. */
+static int get_mig(device_t *device, mig_t *mig)
+{
+    unsigned place = device->index - MIG_BASE;
+    struct mig_wish wish = {.gpu = place / MIG_ROOM, .number = place % MIG_ROOM};
+    int is_there = device->index >= MIG_BASE && find("mig", take_mig, &wish);
+    *mig = wish.mig;
+    return device->index < MIG_BASE ? INVALID_ARGUMENT : is_there ? OK : NOT_FOUND;
+}
+
 static int get_card(device_t *device, card_t *card)
 {
     struct card_wish wish = {.index = device->index};
+    mig_t mig = {0};
     int code = card_error(device);
+    if (device->index >= MIG_BASE) {
+        code = code != OK ? code : get_mig(device, &mig);
+        card->memory_mib = mig.memory_mib;
+        return code;
+    }
     if (code == OK && !find("GPU", take_card, &wish))
         code = NOT_FOUND;
     *card = wish.card;
@@ -295,6 +335,12 @@ int nvmlDeviceGetUUID(device_t *device, char *answer, unsigned size)
 {
     struct card_wish wish = {.index = device->index};
     int numbers[2] = {(int)device->index, OK}, code = driver_error();
+    mig_t mig;
+    if (code == OK && device->index >= MIG_BASE) {
+        code = get_mig(device, &mig);
+        snprintf(answer, size, "%s", mig.uuid);
+        return code;
+    }
     if (code == OK && find("uuid_error", take_code, numbers))
         return numbers[1];
     if (code == OK && !find("GPU", take_card, &wish))
@@ -349,6 +395,83 @@ int nvmlDeviceGetMigMode(device_t *device, unsigned *current, unsigned *pending)
     int code = get_card(device, &card);
     *current = *pending = card.mig;
     return code;
+}
+
+int nvmlDeviceGetMaxMigDeviceCount(device_t *device, unsigned *count)
+{
+    int code = card_error(device);
+    *count = MIG_MAX;
+    return code;
+}
+
+int nvmlDeviceGetMigDeviceHandleByIndex(device_t *device, unsigned number, device_t **instance)
+{
+    struct mig_wish wish = {.gpu = device->index, .number = number};
+    unsigned place = device->index % ALIASES * MIG_ROOM + number;
+    card_t card = {0};
+    int code = get_card(device, &card);
+    if (code == OK && (!card.mig || !find("mig", take_mig, &wish)))
+        code = NOT_FOUND;
+    instances[place].index = MIG_BASE + place;
+    *instance = &instances[place];
+    return code;
+}
+
+static int get_mig_of(device_t *device, mig_t *mig)
+{
+    int code = card_error(device);
+    return code != OK ? code : get_mig(device, mig);
+}
+
+int nvmlDeviceGetGpuInstanceId(device_t *device, unsigned *id)
+{
+    mig_t mig = {0};
+    int code = get_mig_of(device, &mig);
+    *id = mig.gi;
+    return code;
+}
+
+int nvmlDeviceGetComputeInstanceId(device_t *device, unsigned *id)
+{
+    mig_t mig = {0};
+    int code = get_mig_of(device, &mig);
+    *id = mig.ci;
+    return code;
+}
+
+int nvmlDeviceGetAttributes_v2(device_t *device, attributes_t *attributes)
+{
+    mig_t mig = {0};
+    int code = get_mig_of(device, &mig);
+    *attributes = (attributes_t){.gi_slices = mig.gi_slices, .ci_slices = mig.ci_slices, .memory_mib = mig.memory_mib};
+    return code;
+}
+
+int nvmlDeviceGetGpuInstanceById(device_t *device, unsigned gi, gpu_instance_t **instance)
+{
+    gpu_instance_t *place = &gpu_instances[device->index % ALIASES * MIG_ROOM + gi % MIG_ROOM];
+    *place = (gpu_instance_t){.gpu = device->index, .gi = gi};
+    *instance = place;
+    return card_error(device);
+}
+
+int nvmlGpuInstanceGetInfo(gpu_instance_t *instance, gpu_instance_info_t *info)
+{
+    for (unsigned number = 0; number < MIG_MAX; number++) {
+        struct mig_wish wish = {.gpu = instance->gpu, .number = number};
+        if (find("mig", take_mig, &wish) && wish.mig.gi == instance->gi) {
+            *info = (gpu_instance_info_t){.id = instance->gi, .profile = 100 + wish.mig.profile};
+            return driver_error();
+        }
+    }
+    return NOT_FOUND;
+}
+
+/* The ID of a profile is no number of a profile: here it is 100 more. */
+int nvmlDeviceGetGpuInstanceProfileInfoV(device_t *device, unsigned profile, unsigned *info)
+{
+    info[1] = 100 + profile;
+    return card_error(device);
 }
 
 int nvmlDeviceGetPciInfo_v3(device_t *device, pci_t *pci)
@@ -695,7 +818,7 @@ int nvmlDeviceGetFieldValues(device_t *device, int count, field_t *fields)
 static unsigned long long registered[64];
 static int delivered, in_set;
 
-struct event_wish { int after, number, device; unsigned long long type, data; };
+struct event_wish { int after, number, device; unsigned long long type, data; unsigned gi, ci; };
 
 /* finds the lowest number above `after` */
 static int take_event(const char *rest, void *wanted)
@@ -703,10 +826,11 @@ static int take_event(const char *rest, void *wanted)
     struct event_wish *wish = wanted;
     int number, device;
     unsigned long long type, data;
-    if (sscanf(rest, "%d %d %llu %llu", &number, &device, &type, &data) != 4)
+    unsigned gi = ~0u, ci = ~0u;
+    if (sscanf(rest, "%d %d %llu %llu %u %u", &number, &device, &type, &data, &gi, &ci) < 4)
         return 0;
     if (number > wish->after && (wish->number == 0 || number < wish->number))
-        *wish = (struct event_wish){wish->after, number, device, type, data};
+        *wish = (struct event_wish){wish->after, number, device, type, data, gi, ci};
     return 0;
 }
 
@@ -765,7 +889,7 @@ int nvmlEventSetWait_v2(void *set, event_t *event, unsigned timeout_ms)
         delivered = wish.number;
         if (wish.device >= 0 && !(registered[wish.device % ALIASES] & wish.type))
             continue;
-        *event = (event_t){wish.device < 0 ? NULL : &devices[wish.device], wish.type, wish.data, ~0u, ~0u};
+        *event = (event_t){wish.device < 0 ? NULL : &devices[wish.device], wish.type, wish.data, wish.gi, wish.ci};
         return OK;
     }
     if (find("wait", take_int, &code))

@@ -62,7 +62,7 @@ def edits_for(
     names = policy.names
     if not gpus:
         return _without_gpus(pod, container)
-    isolated = ISOLATIONS[name].edit(_isolation_request(pod, container, gpus, policy, units))
+    isolated = ISOLATIONS[name].edits(_isolation_request(pod, container, gpus, policy, units))
     if isinstance(isolated, Refused):
         return isolated
     request = DeviceListRequest(

@@ -188,7 +188,7 @@ class _View:
         gpus = tuple(dict.fromkeys(gpu for _, gpu in self.results))
         policy = self._policy
         shares = self._shares()
-        isolated = ISOLATIONS[self._isolation].edit(
+        isolated = ISOLATIONS[self._isolation].edits(
             IsolationRequest(
                 pod_uid=PodUid(self._claim.ref.uid),
                 container=ContainerSpec(name=self._key.container, kind=ContainerKind.MAIN, position=0),

@@ -25,7 +25,7 @@ class FrontEnds:
 def front_ends(
     chosen: Collection[str], gpus: Iterable[Gpu], allocations: Iterable[Allocation], excluded: Collection[str] = ()
 ) -> FrontEnds:
-    """`chosen` is the setting dra.gpus, `excluded` the setting excluded_gpus."""
+    """`chosen` is the setting dra.gpus, `excluded` the setting excluded_gpus. MIG instances stay the device plugins'."""
     by_claims: set[GpuUuid] = set()
     by_plugins: set[GpuUuid] = set()
     for allocation in allocations:
@@ -34,7 +34,7 @@ def front_ends(
     for gpu in gpus:
         if gpu.is_selected(excluded):
             not_plugins.append((gpu.uuid, "it is excluded (setting excluded_gpus)"))
-        elif gpu.is_selected(chosen):
+        elif gpu.mig is None and gpu.is_selected(chosen):
             not_plugins.append((gpu.uuid, "it is offered by ResourceClaims alone (setting dra.gpus)"))
             if gpu.uuid not in by_plugins:
                 claimable.add(gpu.uuid)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid
 
 
@@ -20,11 +21,19 @@ class GpuEventKind(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuEvent:
     """`uuid` is None where the driver does not name the GPU. `xid` is the number in NVIDIA's catalogue of Xid errors, 0 for
-    events of another kind."""
+    events of another kind. `gi` and `ci` are the MIG instance's IDs, None where it is of the whole GPU."""
 
     kind: GpuEventKind
     uuid: GpuUuid | None
     xid: int = 0
+    gi: int | None = None
+    ci: int | None = None
+
+    def is_of(self, gpu: Gpu) -> bool:
+        """Whether it is of this GPU, or of this MIG instance or the GPU that it is a part of."""
+        if gpu.mig is None or self.uuid != gpu.mig.parent:
+            return self.uuid == gpu.uuid
+        return self.gi in (None, gpu.mig.gi) and self.ci in (None, gpu.mig.ci)
 
 
 class HealthState(StrEnum):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import structlog
 from gpushare_agent.gpus.decisions.values import GpuEvent
 from gpushare_agent.gpus.nvml.events import NvmlEvents
 from gpushare_agent.gpus.nvml.memory_limits import NvmlMemoryLimits
+from gpushare_agent.gpus.nvml.mig import MINORS_FILE
 from gpushare_agent.gpus.nvml.reader import NvmlReader
 from gpushare_agent.gpus.nvml.session import NvmlSession
 from gpushare_agent.gpus.nvml.usage import NvmlUsage
@@ -27,6 +28,7 @@ from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
+from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import DriverSample
 
 log = structlog.get_logger(__name__)
@@ -49,9 +51,9 @@ class _Sampler:
     last poll found.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_instances: bool) -> None:
         self._session = NvmlSession()
-        self._usage = NvmlUsage(self._session)
+        self._usage = NvmlUsage(self._session, with_instances=with_instances)
         self._lock = threading.Lock()
         self._must_close = False
         self._found: object = None
@@ -90,18 +92,31 @@ class _Sampler:
 
 
 class NvmlDriver:
-    """The GPUs of this node. `pci_devices` is where the kernel names each GPU's NUMA node; `timeout_s` bounds one call.
+    """The GPUs of this node. `pci_devices` is where the kernel names each GPU's NUMA node; `timeout_s` bounds one call. MIG
+    instances are listed where `with_instances`; `held`, called in the loop's thread, are the GPUs that containers have.
 
     Calls raise Unavailable where NVML is absent, was lost as a whole, or does not answer in time. Close it when done; a call
     after that opens NVML again.
     """
 
-    def __init__(self, *, pci_devices: Path = Path("/sys/bus/pci/devices"), timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        *,
+        pci_devices: Path = Path("/sys/bus/pci/devices"),
+        timeout_s: float = 10.0,
+        with_instances: bool = False,
+        mig_minors: Path = MINORS_FILE,
+    ) -> None:
         self._session = NvmlSession()
-        self._sampler = _Sampler()
+        self._sampler = _Sampler(with_instances=with_instances)
         self._reader = NvmlReader(
-            self._session, pci_devices=pci_devices, close_others=self._sampler.close, on_read=self._sampler.note_read
+            self._session,
+            pci_devices=pci_devices,
+            close_others=self._sampler.close,
+            on_read=self._sampler.note_read,
+            mig_minors=mig_minors if with_instances else None,
         )
+        self.held: Callable[[], Collection[GpuUuid]] = tuple
         self._events = NvmlEvents(self._session)
         self._limits = NvmlMemoryLimits(self._session)
         self._timeout_s = timeout_s
@@ -113,7 +128,8 @@ class NvmlDriver:
 
         A GPU that NVML lost is Unhealthy in the answer, with the reason. Cancelled, the call goes on in its thread.
         """
-        return await self._thread.call(self._reader.read, "reading the GPUs through NVML", self._timeout_s)
+        read = partial(self._reader.read, frozenset(self.held()))
+        return await self._thread.call(read, "reading the GPUs through NVML", self._timeout_s)
 
     async def events(self) -> list[GpuEvent]:
         """Events since the last call, oldest first, at most 1,024. Does not wait for one. Where waiting for events fails,

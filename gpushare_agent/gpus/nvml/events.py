@@ -32,6 +32,9 @@ _WAIT_MS = 1
 """For the event that is not there: NVML delivers from a queue and answers at once while there is one."""
 
 
+_NO_INSTANCE = 0xFFFFFFFF
+"""For an event of the whole GPU."""
+
 _UNSUPPORTED = ("NOT_SUPPORTED", "FUNCTION_NOT_FOUND")
 
 
@@ -167,10 +170,11 @@ class NvmlEvents:
 
     def _event(self, nvml: Any, data: Any) -> GpuEvent | None:
         uuid = self._gpu_of(nvml, data.device)
+        gi, ci = (None if number == _NO_INSTANCE else number for number in (data.gpuInstanceId, data.computeInstanceId))
         if data.eventType & nvml.nvmlEventTypeXidCriticalError:
-            return GpuEvent(kind=GpuEventKind.XID, uuid=uuid, xid=data.eventData)
+            return GpuEvent(kind=GpuEventKind.XID, uuid=uuid, xid=data.eventData, gi=gi, ci=ci)
         if data.eventType & nvml.nvmlEventTypeDoubleBitEccError:
-            return GpuEvent(kind=GpuEventKind.DOUBLE_BIT_ECC, uuid=uuid)
+            return GpuEvent(kind=GpuEventKind.DOUBLE_BIT_ECC, uuid=uuid, gi=gi, ci=ci)
         return None
 
     def _gpu_of(self, nvml: Any, device: Any) -> GpuUuid | None:

@@ -1,7 +1,9 @@
 """Reads the GPUs through NVML, and whether one needs a repair. Blocking; driver.py calls it from one thread at a time.
 
 State owned: the GPUs seen so far. A GPU keeps the index under which it was first seen, also when the driver loses
-another one and numbers the rest anew; a GPU that is missing stays in the answer, Unhealthy.
+another one and numbers the rest anew; a GPU that is missing stays in the answer, Unhealthy. A MIG instance that is missing
+stays only while a container has it, or its GPU does not answer: a node that is repartitioned again and again does not gather
+them, and the index is free again.
 
 Source: NVML API reference (NVML_FI_DEV_GET_GPU_RECOVERY_ACTION of newer drivers, nvmlDeviceGetRemappedRows of GPUs from
 Ampere on); `nvidia-smi -q`, "GPU Recovery Action", shows the same to an operator.
@@ -10,11 +12,19 @@ Ampere on); `nvidia-smi -q`, "GPU Recovery Action", shows the same to an operato
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpushare_agent.gpus.nvml.mig import (
+    CapMinors,
+    FoundInstance,
+    find_instances,
+    is_divided,
+    read_cap_minors,
+    read_place,
+)
 from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, FoundGpu, NvmlSession, UnnamedGpu
 from gpushare_agent.gpus.nvml.topology import NvmlTopology, canonical_bus_id, kernel_bus_id, text_of
 from gpushare_agent.model.errors import Unavailable
@@ -23,7 +33,17 @@ from gpushare_agent.model.names import GpuUuid
 
 _MIB = 1024 * 1024
 _PCIE_ROOT = re.compile(r"pci[0-9a-f]{4}:[0-9a-f]{2}")
-_MIG_REASON = "MIG mode is enabled: a GPU divided by MIG cannot be shared here. Disable MIG on it."
+_MIG_REASON = (
+    "MIG mode is enabled: a GPU divided by MIG cannot be shared here. Disable MIG on it, or set nvidia.mig_strategy to"
+    " single or mixed, and its instances are offered."
+)
+_NO_INSTANCES = (
+    "MIG mode is enabled and the GPU has no instances. Make some, such as `nvidia-smi mig -i {bus_id} -cgi 19,19 -C`"
+    " (`nvidia-smi mig -lgip` lists the profiles), or disable MIG: `nvidia-smi -i {bus_id} -mig 0`"
+)
+_INSTANCE_GONE = "the MIG instance does not exist any more: its GPU was repartitioned while a container had it"
+_OLD_UUID = "the driver names its instances by their place (MIG-GPU-…/1/0): upgrade it to 470 or later"
+_NO_CAPS = "the host names no device nodes for this MIG instance in {path}: containers could not open it"
 _UNKNOWN_MINOR = -1
 
 _RESET = "stop its pods, then `nvidia-smi --gpu-reset -i <its bus ID>`"
@@ -43,7 +63,8 @@ _REMAPPING_FAILED = "row remapping failed: the GPU's memory needs replacement. T
 
 class NvmlReader:
     """Reads through `session`, which it closes where NVML has to be opened again. `close_others` closes the other openings;
-    `on_read` gets what each poll found, to be compared with the poll before."""
+    `on_read` gets what each poll found, to be compared with the poll before. `mig_minors` is the host's file of capability
+    nodes, None where MIG instances are not to be offered."""
 
     def __init__(
         self,
@@ -52,23 +73,28 @@ class NvmlReader:
         pci_devices: Path,
         close_others: Callable[[], None],
         on_read: Callable[[object], None],
+        mig_minors: Path | None = None,
     ) -> None:
         self._session = session
         self._close_others = close_others
         self._on_read = on_read
         self._pci_devices = pci_devices
+        self._mig_minors = mig_minors
+        self._held: Collection[GpuUuid] = ()
         self._topology = NvmlTopology()
         self._opening_of_links = 0
         self._known: dict[GpuUuid, Gpu] = {}
         self._last_nvml_index: dict[GpuUuid, int] = {}
         self._answering: set[GpuUuid] = set()
 
-    def read(self) -> GpuInventory:
+    def read(self, held: Collection[GpuUuid] = ()) -> GpuInventory:
         """One poll. Where NVML is lost, as a whole or with all its GPUs, it is opened again at once and read once more.
+        `held` are GPUs that containers have.
 
         Raises:
             Unavailable: NVML cannot be opened, or is lost again straight after.
         """
+        self._held = held
         try:
             inventory = self._read_once()
             if not self._is_all_lost(inventory):
@@ -102,8 +128,9 @@ class NvmlReader:
         for gpu in found:
             seen[gpu.uuid] = self._read_gpu(nvml, gpu, taken={earlier.index for earlier in seen.values()})
         self._session.set_answering(self._answering)
+        divided = self._read_divided(nvml, found, seen) if self._mig_minors is not None else frozenset()
         self._on_read((tuple((gpu.nvml_index, gpu.uuid) for gpu in found), frozenset(self._answering)))
-        return self._inventory(nvml, seen, found, unnamed)
+        return self._inventory(nvml, seen, found, unnamed, divided)
 
     def _read_gpu(self, nvml: Any, found: FoundGpu, *, taken: Iterable[int]) -> Gpu:
         handle, uuid = found.handle, found.uuid
@@ -131,9 +158,60 @@ class NvmlReader:
             blank = Gpu(index=index, minor=_UNKNOWN_MINOR, uuid=uuid, bus_id="", name="", memory_mib=0)
             return _unhealthy(known or blank, f"NVML: {error}")
         self._answering.add(uuid)
-        mig = self._session.ask("nvmlDeviceGetMigMode", handle)  # None: older GPUs and drivers know no MIG
-        reason = _MIG_REASON if mig is not None and mig[0] else _repair_reason(self._session, nvml, handle)
+        is_out = self._mig_minors is None and is_divided(self._session, handle)
+        reason = _MIG_REASON if is_out else _repair_reason(self._session, nvml, handle)
         return _unhealthy(gpu, reason) if reason else gpu
+
+    def _read_divided(self, nvml: Any, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
+        """Adds the MIG instances to `seen`; the GPUs that they are of. One without instances is Unhealthy."""
+        caps = read_cap_minors(self._mig_minors) if self._mig_minors is not None else {}
+        divided = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
+        for gpu in found:
+            parent = seen[gpu.uuid]
+            if gpu.uuid not in self._answering:
+                continue
+            divided.discard(gpu.uuid)
+            if not is_divided(self._session, gpu.handle):
+                continue
+            instances = find_instances(self._session, gpu.handle)
+            for instance in instances:
+                seen[instance.uuid] = self._read_instance(nvml, instance, parent, gpu.handle, caps, seen)
+            if instances or any(known.mig.parent == gpu.uuid for known in self._kept(seen) if known.mig is not None):
+                divided.add(gpu.uuid)
+            elif parent.is_healthy:
+                seen[gpu.uuid] = _unhealthy(parent, _NO_INSTANCES.format(bus_id=parent.bus_id))
+        return frozenset(divided & {*seen, *self._known})
+
+    def _read_instance(
+        self, nvml: Any, found: FoundInstance, parent: Gpu, handle: Any, caps: CapMinors, seen: dict[GpuUuid, Gpu]
+    ) -> Gpu:
+        known = self._known.get(found.uuid)
+        taken = {gpu.index for gpu in seen.values()}
+        index = known.index if known else self._new_index(len(self._last_nvml_index), taken)
+        gpu = replace(parent, index=index, uuid=found.uuid, nvlinks=())
+        try:
+            place = read_place(self._session, nvml, found, parent=parent, parent_handle=handle, caps=caps)
+            memory_mib = nvml.nvmlDeviceGetMemoryInfo(found.handle).total // _MIB
+        except nvml.NVMLError as error:
+            self._session.check_driver(error)
+            return _unhealthy(known or replace(gpu, memory_mib=0), f"NVML: {error}")
+        gpu = replace(gpu, name=f"{parent.name} MIG {place.profile}", memory_mib=memory_mib, mig=place)
+        if not parent.is_healthy:
+            return _unhealthy(gpu, f"its GPU {parent.index}: {parent.unhealthy_reason}")
+        if "/" in found.uuid:
+            return _unhealthy(gpu, _OLD_UUID)
+        if place.gi_cap is None or place.ci_cap is None:
+            return _unhealthy(gpu, _NO_CAPS.format(path=self._mig_minors))
+        return gpu
+
+    def _kept(self, seen: dict[GpuUuid, Gpu]) -> list[Gpu]:
+        """What was seen before and is not now, and stays in the answer."""
+        return [
+            gpu
+            for gpu in self._known.values()
+            if gpu.uuid not in seen
+            and (gpu.mig is None or gpu.uuid in self._held or gpu.mig.parent not in self._answering)
+        ]
 
     def _new_index(self, nvml_index: int, taken: Iterable[int]) -> int:
         """The NVML index, unless a GPU seen before has it."""
@@ -156,14 +234,17 @@ class NvmlReader:
         return next((part for part in place.parts if _PCIE_ROOT.fullmatch(part)), "")
 
     def _inventory(
-        self, nvml: Any, seen: dict[GpuUuid, Gpu], found: list[FoundGpu], failures: list[UnnamedGpu]
+        self,
+        nvml: Any,
+        seen: dict[GpuUuid, Gpu],
+        found: list[FoundGpu],
+        failures: list[UnnamedGpu],
+        divided: frozenset[GpuUuid],
     ) -> GpuInventory:
         handles = {gpu.uuid: gpu.handle for gpu in found if self._answers_for_links(seen[gpu.uuid])}
-        gone = {uuid: gpu for uuid, gpu in self._known.items() if uuid not in seen}
         unnamed = {failure.nvml_index: failure.reason for failure in failures}
-        for uuid, gpu in gone.items():
-            reason = unnamed.pop(self._last_nvml_index[uuid], "the driver does not list it any more")
-            seen[uuid] = _unhealthy(gpu, reason)
+        for gpu in sorted(self._kept(seen), key=lambda gpu: gpu.mig is not None):  # instances after their GPUs
+            seen[gpu.uuid] = _unhealthy(gpu, self._why_missing(gpu, seen, unnamed))
         gpus = sorted(seen.values(), key=lambda gpu: gpu.index)
         if self._opening_of_links != self._session.openings:
             self._topology.expire_links()
@@ -171,12 +252,20 @@ class NvmlReader:
         gpus, topology = self._topology.read(nvml, gpus, handles)
         self._known = {gpu.uuid: gpu for gpu in gpus}
         return GpuInventory(
-            gpus=tuple(gpus),
+            gpus=tuple(gpu for gpu in gpus if gpu.uuid not in divided),
+            divided=tuple(gpu for gpu in gpus if gpu.uuid in divided),
             topology=topology,
             driver_version=text_of(self._session.ask("nvmlSystemGetDriverVersion") or ""),
             cuda_version=_cuda_version(self._session.ask("nvmlSystemGetCudaDriverVersion")),
             unreadable=tuple(sorted(unnamed.items())),
         )
+
+    def _why_missing(self, gpu: Gpu, seen: dict[GpuUuid, Gpu], unnamed: dict[int, str]) -> str:
+        if gpu.mig is None:
+            return unnamed.pop(self._last_nvml_index[gpu.uuid], "the driver does not list it any more")
+        if gpu.mig.parent in self._answering:
+            return _INSTANCE_GONE
+        return f"its GPU {gpu.mig.parent_index}: {seen[gpu.mig.parent].unhealthy_reason}"
 
     def _answers_for_links(self, gpu: Gpu) -> bool:
         return gpu.uuid in self._answering and gpu.unhealthy_reason != _MIG_REASON

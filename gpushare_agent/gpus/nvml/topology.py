@@ -98,22 +98,29 @@ class NvmlTopology:
     def _pcie_kind(self, nvml: Any, a: Gpu | None, b: Gpu | None, handles: Mapping[GpuUuid, Any]) -> LinkKind:
         if a is None or b is None:
             return LinkKind.SYS
-        pair = frozenset({a.uuid, b.uuid})
-        if pair not in self._ancestors and a.uuid in handles and b.uuid in handles:
+        first, second = _physical(a), _physical(b)
+        if first == second:
+            return LinkKind.PIX  # two instances of one GPU
+        pair = frozenset({first, second})
+        if pair not in self._ancestors and first in handles and second in handles:
             try:
-                ancestor = nvml.nvmlDeviceGetTopologyCommonAncestor(handles[a.uuid], handles[b.uuid])
+                ancestor = nvml.nvmlDeviceGetTopologyCommonAncestor(handles[first], handles[second])
             except nvml.NVMLError:  # virtual machines often have none; read again at the next poll
                 return kind_by_numa(a.numa_node, b.numa_node)
             self._ancestors[pair] = _ANCESTORS.get(ancestor, LinkKind.SYS)
         return self._ancestors.get(pair, kind_by_numa(a.numa_node, b.numa_node))
 
     def _link(self, a: Gpu | None, b: Gpu | None, pcie: LinkKind) -> Link:
-        if a is None or b is None or a is b:
-            return Link(kind=pcie)
+        if a is None or b is None or a is b or a.mig is not None or b.mig is not None:
+            return Link(kind=pcie)  # MIG instances have no NVLinks
         first, second = self._links_of(a), self._links_of(b)
         direct = max(first.count_to(b.bus_id), second.count_to(a.bus_id))
         nvlinks = direct or min(first.switch_links, second.switch_links)
         return Link(kind=LinkKind.NVLINK, nvlinks=nvlinks) if nvlinks else Link(kind=pcie)
+
+
+def _physical(gpu: Gpu) -> GpuUuid:
+    return gpu.uuid if gpu.mig is None else gpu.mig.parent
 
 
 def _read_links(nvml: Any, handle: Any) -> _GpuLinks | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpushare_agent.gpus.nvml.calls import GpuLostError, NvmlCaller, UnsupportedCalls
+from gpushare_agent.gpus.nvml.mig import find_instances, is_divided
 from gpushare_agent.gpus.nvml.processes import GpuProcesses
 from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession
 from gpushare_agent.model.errors import Unavailable
@@ -58,8 +59,11 @@ class _GpuMemory:
 
 
 class NvmlUsage:
-    def __init__(self, session: NvmlSession) -> None:
+    """`with_instances`: MIG instances are sampled in place of their GPU, whose processes are theirs."""
+
+    def __init__(self, session: NvmlSession, *, with_instances: bool = False) -> None:
         self._session = session
+        self._with_instances = with_instances
         self._opening = 0
         self._rounds = 0
         self._gpus: dict[GpuUuid, _GpuMemory] = {}
@@ -81,7 +85,8 @@ class NvmlUsage:
 
     def _sample(self) -> DriverSample:
         nvml = self._session.open()
-        handles = self._session.handles()
+        handles = dict(self._session.handles())
+        instances = self._instances(handles) if self._with_instances else {}
         self._begin_round()
         uuids = sorted(handles)
         measured = uuids[self._rounds % len(uuids)] if uuids else None
@@ -94,7 +99,28 @@ class NvmlUsage:
                 gpus.append(_sample_gpu(uuid, caller, memory, measure_pcie=uuid == measured))
             except GpuLostError:
                 del self._gpus[uuid]
+        self._gpus = {uuid: memory for uuid, memory in self._gpus.items() if uuid in handles or uuid in instances}
+        gpus += [self._sample_instance(nvml, uuid, instances[uuid], errors) for uuid in sorted(instances)]
         return DriverSample(gpus=tuple(gpus), errors=dict(sorted(errors.items())))
+
+    def _instances(self, handles: dict[GpuUuid, Any]) -> dict[GpuUuid, Any]:
+        """Found anew in each round, for they come and go; GPUs that have some are taken out of `handles`."""
+        instances: dict[GpuUuid, Any] = {}
+        for uuid, handle in list(handles.items()):
+            found = find_instances(self._session, handle) if is_divided(self._session, handle) else []
+            if found:
+                del handles[uuid]
+            instances |= {instance.uuid: instance.handle for instance in found}
+        return instances
+
+    def _sample_instance(self, nvml: Any, uuid: GpuUuid, handle: Any, errors: Counter[str]) -> GpuSample:
+        """Memory and processes: NVML has nothing else of a MIG instance."""
+        memory = self._gpus.setdefault(uuid, _GpuMemory())
+        caller = NvmlCaller(self._session, nvml, handle, unsupported=memory.unsupported, errors=errors)
+        try:
+            return GpuSample(uuid=uuid, processes=memory.processes.read(caller), **dict(_memory(caller)))
+        except GpuLostError:
+            return GpuSample(uuid=uuid)
 
     def _begin_round(self) -> None:
         if self._opening != self._session.openings:

@@ -10,7 +10,7 @@ State owned: which events and resets of the faults file were reported, and the m
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +77,7 @@ class SimulatedDriver:
         self._faults = SimulatedInput(faults_file, name="faults", parse=parse_faults, default=Faults())
         self._usage: SimulatedInput[Usage] = SimulatedInput(usage_file, name="usage", parse=parse_usage, default=())
         self._limits: dict[tuple[GpuUuid, Path], int] = {}
+        self.held: Callable[[], Collection[GpuUuid]] = tuple
         self._reported_event: int | None = None
         self._reported_reset: int | None = None
 

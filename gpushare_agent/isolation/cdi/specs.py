@@ -74,7 +74,8 @@ class CdiSpecs:
         others = [file for file in files if file.path != own_path]
         found = naming(others, self._kind, [gpu.uuid for gpu in gpus])
         ours = gpus_to_name(gpus, found, nodes)
-        spec = build_spec(ours, self._kind, nodes) if ours else None
+        theirs = {name for file in others if file.kind == self._kind for name in file.devices}
+        spec = build_spec(ours, self._kind, nodes, names_of_others=theirs) if ours else None
         named = dict(found.named) | dict.fromkeys((gpu.uuid for gpu in ours), own_path)
         unnamed = tuple(gpu.uuid for gpu in gpus if gpu.uuid not in named)
         return CdiState(

@@ -10,7 +10,7 @@ Source: the CDI specification 1.1.0 and its reference library. For operators: do
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,16 +76,20 @@ def gpus_to_name(gpus: Sequence[Gpu], others: Naming, nodes: SpecNodes) -> tuple
     )
 
 
-def build_spec(gpus: Sequence[Gpu], kind: str, nodes: SpecNodes) -> dict[str, Any]:
+def build_spec(
+    gpus: Sequence[Gpu], kind: str, nodes: SpecNodes, *, names_of_others: Collection[str] = ()
+) -> dict[str, Any]:
     """The spec for `gpus`, at least one.
 
-    A device may not be without edits, so a GPU without a node has the variable. There is no device `all`: the agent does
-    not use it, and it would name every GPU even after the agent is gone.
+    A MIG instance has NVIDIA's second name too, such as `0:1`. A device may not be without edits, so a GPU without a node
+    has the variable. There is no device `all`: the agent does not use it, and it would name every GPU even after the agent
+    is gone.
     """
-    devices = []
+    devices: list[dict[str, Any]] = []
     for gpu in gpus:
-        edits = {"deviceNodes": [{"path": f"/dev/nvidia{gpu.minor}"}]} if nodes.has_gpu_nodes else {"env": [_VOID]}
-        devices.append({"name": str(gpu.uuid), "containerEdits": edits})
+        edits = {"deviceNodes": [{"path": path} for path in gpu.nodes]} if nodes.has_gpu_nodes else {"env": [_VOID]}
+        names = (gpu.uuid,) if gpu.mig is None or gpu.label in names_of_others else (gpu.uuid, gpu.label)
+        devices += [{"name": str(name), "containerEdits": edits} for name in names]
     common: dict[str, Any] = {"env": [_VOID]}
     if nodes.has_gpu_nodes and nodes.control:
         common["deviceNodes"] = [{"path": path} for path in nodes.control]
@@ -98,7 +102,7 @@ def build_spec(gpus: Sequence[Gpu], kind: str, nodes: SpecNodes) -> dict[str, An
                 "options": ["ro", "nosuid", "nodev", "rbind", "rprivate"],
             }
         ]
-    version = spec_version(kind, [gpu.uuid for gpu in gpus])
+    version = spec_version(kind, [device["name"] for device in devices])
     return {"cdiVersion": version, "kind": kind, "devices": devices, "containerEdits": common}
 
 

@@ -62,7 +62,7 @@ def _volume_mounts(request: DeviceListRequest) -> ContainerEdits:
 
 
 def _device_nodes(request: DeviceListRequest) -> ContainerEdits:
-    gpus = tuple(f"/dev/nvidia{gpu.minor}" for gpu in request.gpus)
+    gpus = tuple(path for gpu in request.gpus for path in gpu.nodes)
     paths = (*gpus, *request.node.control) if request.node.has_gpu_nodes else ()
     return ContainerEdits(
         devices=tuple(

@@ -48,4 +48,5 @@ ISOLATION = Isolation(
     edit=edit_driver,
     preparations=(Preparation.MEMORY_LIMIT,),
     memory_follows=Follows.RUNNING_PROCESSES,
+    why_not_in_mig="the driver limits no memory where MIG is on",
 )

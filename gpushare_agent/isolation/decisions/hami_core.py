@@ -191,4 +191,6 @@ ISOLATION = Isolation(
     preparations=(Preparation.PRIVATE_CACHE,),
     cores_follow=Follows.NEW_PROCESSES,  # the library copies this limit once, when it starts its watcher
     memory_follows=Follows.RUNNING_PROCESSES,
+    # Read in its source: it takes CUDA_VISIBLE_DEVICES for numbers, and measures compute by the physical GPU's samples.
+    why_not_in_mig="its library limits compute by utilisation, and NVML has none where MIG is on",
 )

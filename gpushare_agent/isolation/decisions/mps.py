@@ -112,4 +112,8 @@ def _refused(request: IsolationRequest, why: str) -> Refused:
     )
 
 
-ISOLATION = Isolation(name=IsolationName.MPS, edit=edit_mps)
+ISOLATION = Isolation(
+    name=IsolationName.MPS,
+    edit=edit_mps,
+    why_not_in_mig="each instance needs an MPS control daemon of its own, and the node's is for its undivided GPUs",
+)

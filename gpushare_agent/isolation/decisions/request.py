@@ -8,7 +8,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from gpushare_agent.model.allocations import ContainerEdits, merged
-from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import CorePolicy, IsolationName
 from gpushare_agent.model.names import PodUid
@@ -139,6 +139,22 @@ class Isolation:
     preparations: tuple[Preparation, ...] = ()
     cores_follow: Follows = Follows.NOBODY
     memory_follows: Follows = Follows.NOBODY
+    why_not_in_mig: str = ""
+    """Why it cannot keep a share of a MIG instance, empty where it can. A whole instance needs nothing kept."""
+
+    def edits(self, request: IsolationRequest) -> ContainerEdits | Refused:
+        """As `edit`, and refused for a share of a MIG instance that it cannot keep."""
+        instance = next(
+            (share.gpu for share in request.shares if share.gpu.mig is not None and not share.is_whole), None
+        )
+        if instance is None or not self.why_not_in_mig:
+            return self.edit(request)
+        return Refused(
+            reason=RefusalReason.INVALID_REQUEST,
+            detail=f"container {request.container.name} cannot have a share of MIG instance {instance.label} under isolation"
+            f" {self.name}: {self.why_not_in_mig}. Nothing was allocated; request a whole instance, or a share of a GPU that"
+            " MIG does not divide.",
+        )
 
 
 def combined(name: IsolationName, parts: Sequence[Isolation]) -> Isolation:
@@ -147,7 +163,7 @@ def combined(name: IsolationName, parts: Sequence[Isolation]) -> Isolation:
     def edit(request: IsolationRequest) -> ContainerEdits | Refused:
         found: list[ContainerEdits] = []
         for part in parts:
-            edits = part.edit(request)
+            edits = part.edits(request)
             if isinstance(edits, Refused):
                 return edits
             found.append(edits)
@@ -158,5 +174,6 @@ def combined(name: IsolationName, parts: Sequence[Isolation]) -> Isolation:
         edit=edit,
         preparations=tuple(one for part in parts for one in part.preparations),
         cores_follow=parts[0].cores_follow,
+        why_not_in_mig=next((part.why_not_in_mig for part in parts if part.why_not_in_mig), ""),
         memory_follows=min((part.memory_follows for part in parts), key=lambda follows: follows.value),
     )

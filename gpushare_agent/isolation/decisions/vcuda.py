@@ -169,4 +169,5 @@ ISOLATION = Isolation(
     # that makes one of these calls follows, and nobody can tell whether it will.
     cores_follow=Follows.NEW_PROCESSES,
     memory_follows=Follows.NEW_PROCESSES,
+    why_not_in_mig="its library limits compute by utilisation, and NVML has none where MIG is on",
 )

@@ -1,0 +1,126 @@
+"""MIG instances through NVML: which there are, what each is, and its nodes below /dev/nvidia-caps. Blocking.
+
+Source: NVML API reference, "Multi Instance GPU Management"; NVIDIA's MIG user guide ("Device Nodes and Capabilities") for
+the file of minor numbers; go-nvlib for how a profile's name is made of its slices and its memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.gpus.nvml.session import NvmlSession
+from gpushare_agent.gpus.nvml.topology import text_of
+from gpushare_agent.model.gpus import Gpu, MigPlace
+from gpushare_agent.model.names import GpuUuid
+
+MINORS_FILE = Path("/proc/driver/nvidia-caps/mig-minors")
+
+_MIB = 1024 * 1024
+_GIB = 1024 * _MIB
+_EIGHTHS = 8
+"""A GPU's memory has eight slices for instances."""
+_MAX_MINORS_BYTES = 1024 * 1024
+_MINOR = re.compile(r"gpu(\d+)/gi(\d+)/(?:ci(\d+)/)?access (\d+)")
+_SUFFIXES = {
+    "1_SLICE_REV1": "+me",
+    "2_SLICE_REV1": "+me",
+    "1_SLICE_ALL_ME": "+me.all",
+    "2_SLICE_ALL_ME": "+me.all",
+    "1_SLICE_GFX": "+gfx",
+    "2_SLICE_GFX": "+gfx",
+    "3_SLICE_GFX": "+gfx",
+    "4_SLICE_GFX": "+gfx",
+    "1_SLICE_NO_ME": "-me",
+    "2_SLICE_NO_ME": "-me",
+}
+"""Of GPU instance profiles (NVML_GPU_INSTANCE_PROFILE_…) that differ from another of the same size."""
+
+CapMinors = Mapping[tuple[int, int, int | None], int]
+"""By the parent's minor, the GPU instance and the compute instance (None: the GPU instance's own)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundInstance:
+    """`number` is its place in the driver's list of its GPU's instances."""
+
+    number: int
+    uuid: GpuUuid
+    handle: Any
+
+
+def is_divided(session: NvmlSession, handle: Any) -> bool:
+    """Whether MIG mode is on; older GPUs and drivers know none. Raises DriverLostError."""
+    mode = session.ask("nvmlDeviceGetMigMode", handle)
+    return bool(mode is not None and mode[0])
+
+
+def find_instances(session: NvmlSession, handle: Any) -> list[FoundInstance]:
+    """Of a GPU in MIG mode, as they are now: a place without an instance, and one that goes away meanwhile, is left out.
+
+    Raises DriverLostError.
+    """
+    found = []
+    for number in range(session.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+        instance = session.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+        uuid = session.ask("nvmlDeviceGetUUID", instance) if instance is not None else None
+        if uuid is not None:
+            found.append(FoundInstance(number=number, uuid=GpuUuid(text_of(uuid)), handle=instance))
+    return found
+
+
+def read_place(
+    session: NvmlSession, nvml: Any, found: FoundInstance, *, parent: Gpu, parent_handle: Any, caps: CapMinors
+) -> MigPlace:
+    """Raises NVMLError."""
+    gi = nvml.nvmlDeviceGetGpuInstanceId(found.handle)
+    ci = nvml.nvmlDeviceGetComputeInstanceId(found.handle)
+    return MigPlace(
+        profile=_profile(session, nvml, found.handle, parent_handle, gi, parent.memory_mib),
+        number=found.number,
+        parent=parent.uuid,
+        parent_index=parent.index,
+        gi=gi,
+        ci=ci,
+        gi_cap=caps.get((parent.minor, gi, None)),
+        ci_cap=caps.get((parent.minor, gi, ci)),
+    )
+
+
+def read_cap_minors(path: Path) -> dict[tuple[int, int, int | None], int]:
+    """Lines such as `gpu0/gi1/access 12` and `gpu0/gi1/ci0/access 13`; empty without the file."""
+    try:
+        with path.open(encoding="ascii", errors="replace") as file:
+            lines = file.read(_MAX_MINORS_BYTES).splitlines()
+    except OSError:
+        return {}
+    found = [match.groups() for line in lines if (match := _MINOR.fullmatch(line.strip()))]
+    return {(int(gpu), int(gi), int(ci) if ci else None): int(minor) for gpu, gi, ci, minor in found}
+
+
+def _profile(session: NvmlSession, nvml: Any, handle: Any, parent_handle: Any, gi: int, parent_mib: int) -> str:
+    attributes = nvml.nvmlDeviceGetAttributes(handle)
+    slices, computes = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
+    name = f"{slices}g.{_gigabytes(attributes.memorySizeMB, parent_mib)}gb{_suffix(session, nvml, parent_handle, gi)}"
+    return name if slices == computes else f"{computes}c.{name}"
+
+
+def _gigabytes(mib: int, parent_mib: int) -> int:
+    """In whole eighths of the GPU's memory, of which a part is the driver's."""
+    eighths = ceil(mib * _EIGHTHS / parent_mib)
+    return round(eighths * ceil(parent_mib * _MIB / _GIB) / _EIGHTHS)
+
+
+def _suffix(session: NvmlSession, nvml: Any, parent_handle: Any, gi: int) -> str:
+    """Raises NVMLError."""
+    profile = nvml.nvmlGpuInstanceGetInfo(nvml.nvmlDeviceGetGpuInstanceById(parent_handle, gi)).profileId
+    for name, suffix in _SUFFIXES.items():
+        number = getattr(nvml, f"NVML_GPU_INSTANCE_PROFILE_{name}", None)
+        info = session.ask("nvmlDeviceGetGpuInstanceProfileInfo", parent_handle, number) if number is not None else None
+        if info is not None and info.id == profile:
+            return suffix
+    return ""

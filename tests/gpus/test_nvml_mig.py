@@ -1,0 +1,203 @@
+"""GPUs that MIG divides, as the NVML driver reads them: the real nvidia-ml-py, on a scripted libnvidia-ml.so.1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support_nvml import fake_library, running_probe
+
+A100 = """\
+count 2
+GPU 0 GPU-aaaa 0 00000000:3B:00.0 40536 1 NVIDIA A100-SXM4-40GB
+GPU 1 GPU-bbbb 1 00000000:AF:00.0 40536 0 NVIDIA A100-SXM4-40GB
+ancestor 0 1 30
+nvlink 0 0 0 00000000:AF:00.0
+nvlink 1 0 0 00000000:3B:00.0
+"""
+ONE_G = "mig 0 0 MIG-1111 7 0 4864 1 1 0\n"
+TWO_G = "mig 0 1 MIG-2222 3 0 9984 2 2 1\n"
+THREE_G = "mig 0 2 MIG-3333 2 0 20096 3 3 2\n"
+
+H100 = """\
+count 1
+GPU 0 GPU-hhhh 4 00000000:3B:00.0 81559 1 NVIDIA H100 80GB HBM3
+mig 0 0 MIG-1111 9 0 9856 1 1 7
+mig 0 1 MIG-2222 10 0 9856 1 1 0
+mig 0 2 MIG-3333 1 0 40320 3 1 2
+mig 0 3 MIG-4444 1 1 40320 3 2 2
+"""
+
+
+def minors_of(gpus: int = 8, gis: int = 15, cis: int = 8) -> str:
+    """The host's file, with all that the driver lists; the first two lines are MIG's own."""
+    lines, minor = ["config 1", "monitor 2"], 3
+    for gpu in range(gpus):
+        for gi in range(gis):
+            lines.append(f"gpu{gpu}/gi{gi}/access {minor}")
+            lines += [f"gpu{gpu}/gi{gi}/ci{ci}/access {minor + 1 + ci}" for ci in range(cis)]
+            minor += 1 + cis
+    return "\n".join(lines) + "\n"
+
+
+MINORS = minors_of()
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[Path]:
+    with fake_library() as directory:
+        yield directory
+
+
+def labels(inventory: Any) -> dict[str, str]:
+    """Profile and health by UUID."""
+    return {gpu["uuid"]: f"{(gpu['mig'] or {}).get('profile', '')} {gpu['health']}" for gpu in inventory["gpus"]}
+
+
+async def test_an_a100_is_divided_into_1g_2g_and_3g(library: Path) -> None:
+    """Each instance is a GPU with a profile, memory and nodes of its own; the parent is not offered."""
+    async with running_probe(library, A100 + ONE_G + TWO_G + THREE_G, mig_minors=MINORS) as probe:
+        inventory = await probe.read()
+    assert labels(inventory) == {
+        "GPU-bbbb": " Healthy",
+        "MIG-1111": "1g.5gb Healthy",
+        "MIG-2222": "2g.10gb Healthy",
+        "MIG-3333": "3g.20gb Healthy",
+    }
+    assert inventory["divided"] == ["GPU-aaaa"]
+    gpus = {gpu["uuid"]: gpu for gpu in inventory["gpus"]}
+    assert [gpus[uuid]["index"] for uuid in ("GPU-bbbb", "MIG-1111", "MIG-2222", "MIG-3333")] == [1, 2, 3, 4]
+    assert [gpus[uuid]["memory_mib"] for uuid in ("MIG-1111", "MIG-2222", "MIG-3333")] == [4864, 9984, 20096]
+    assert gpus["MIG-2222"]["mig"] == {
+        "profile": "2g.10gb", "number": 1, "parent": "GPU-aaaa", "parent_index": 0, "gi": 3, "ci": 0,
+        "gi_cap": 3 + 9 * 3, "ci_cap": 3 + 9 * 3 + 1,
+    }  # fmt: skip
+    assert gpus["MIG-2222"]["minor"] == 0
+    assert inventory["links"][2] == ["PIX", "PHB", "SELF", "PIX", "PIX"]
+
+
+async def test_an_h100_has_media_extensions_and_compute_instances(library: Path) -> None:
+    """`+me` is a profile's, `1c.` a part of the computing of a GPU instance; both are NVIDIA's names."""
+    async with running_probe(library, H100, mig_minors=MINORS) as probe:
+        inventory = await probe.read()
+    assert labels(inventory) == {
+        "MIG-1111": "1g.10gb+me Healthy",
+        "MIG-2222": "1g.10gb Healthy",
+        "MIG-3333": "1c.3g.40gb Healthy",
+        "MIG-4444": "2c.3g.40gb Healthy",
+    }
+    assert {gpu["mig"]["gi_cap"] for gpu in inventory["gpus"][2:]} == {3 + 9 * (4 * 15 + 1)}
+
+
+async def test_a_repartitioned_gpu_is_followed(library: Path) -> None:
+    """What is made appears and what is removed is gone, in the same process; the others keep their index; one that a
+    container has stays, Unhealthy, until the container ends. Its index is then given again."""
+    async with running_probe(library, A100 + ONE_G + TWO_G, mig_minors=MINORS) as probe:
+        before = await probe.read()
+        await probe.ask("held MIG-2222")
+        probe.becomes(A100 + ONE_G + THREE_G)
+        after = await probe.read()
+        await probe.ask("held")
+        later = await probe.read()
+        probe.becomes(A100 + ONE_G + THREE_G + TWO_G.replace("2222", "5555"))
+        again = await probe.read()
+        probe.becomes(A100.replace(" 40536 1 ", " 40536 0 "))
+        undivided = await probe.read()
+    assert labels(before).keys() == {"GPU-bbbb", "MIG-1111", "MIG-2222"}
+    assert labels(after)["MIG-2222"] == "2g.10gb Unhealthy"
+    assert labels(after)["MIG-3333"] == "3g.20gb Healthy"
+    [gone] = [gpu for gpu in after["gpus"] if gpu["uuid"] == "MIG-2222"]
+    assert gone["unhealthy_reason"].startswith("the MIG instance does not exist any more")
+    assert labels(later).keys() == {"GPU-bbbb", "MIG-1111", "MIG-3333"}
+    indexes = [{gpu["uuid"]: gpu["index"] for gpu in found["gpus"]} for found in (before, after, later, again)]
+    assert {found["MIG-1111"] for found in indexes} == {2}
+    assert (indexes[0]["MIG-2222"], indexes[1]["MIG-3333"], indexes[3]["MIG-5555"]) == (3, 4, 3)
+    assert labels(undivided) == {"GPU-aaaa": " Healthy", "GPU-bbbb": " Healthy"}
+    assert undivided["divided"] == []
+
+
+async def test_a_gpu_without_instances_reports_what_to_do(library: Path) -> None:
+    """It is shown, Unhealthy, with the command that makes some; once there are, they are offered in its place."""
+    async with running_probe(library, A100, mig_minors=MINORS) as probe:
+        inventory = await probe.read()
+        probe.becomes(A100 + ONE_G)
+        made = await probe.read()
+    [empty] = [gpu for gpu in inventory["gpus"] if gpu["uuid"] == "GPU-aaaa"]
+    assert empty["health"] == "Unhealthy"
+    assert "nvidia-smi mig -i 00000000:3B:00.0 -cgi" in empty["unhealthy_reason"]
+    assert labels(made).keys() == {"GPU-bbbb", "MIG-1111"}
+
+
+async def test_instances_share_the_health_of_their_gpu(library: Path) -> None:
+    """A GPU that fails takes its instances along, and they come back with it; one that fails alone leaves the others."""
+    async with running_probe(library, A100 + ONE_G + TWO_G, mig_minors=MINORS) as probe:
+        await probe.read()
+        probe.becomes(A100 + ONE_G + TWO_G + "error 0 15\n")
+        lost = await probe.read()
+        probe.becomes(A100 + ONE_G + TWO_G + "value remapped 0 0 1\n")
+        worn = await probe.read()
+        probe.becomes(A100 + ONE_G + TWO_G + "error 1001 999\n")
+        alone = await probe.read()
+        probe.becomes(A100 + ONE_G + TWO_G)
+        back = await probe.read()
+    for found in (lost, worn):
+        assert labels(found) == {
+            "GPU-bbbb": " Healthy",
+            "MIG-1111": "1g.5gb Unhealthy",
+            "MIG-2222": "2g.10gb Unhealthy",
+        }
+        assert all(gpu["unhealthy_reason"].startswith("its GPU 0: ") for gpu in found["gpus"] if gpu["mig"])
+    assert labels(alone)["MIG-1111"] == "1g.5gb Healthy"
+    assert labels(alone)["MIG-2222"] == "2g.10gb Unhealthy"
+    assert {health.split()[-1] for health in labels(back).values()} == {"Healthy"}
+
+
+async def test_an_instance_without_its_device_nodes_is_not_offered(library: Path) -> None:
+    """Where the host's file does not name them, a container could not open the instance."""
+    async with running_probe(library, A100 + ONE_G, mig_minors="config 1\ngpu0/gi7/access 66\n") as probe:
+        inventory = await probe.read()
+    [instance] = [gpu for gpu in inventory["gpus"] if gpu["mig"]]
+    assert (instance["mig"]["gi_cap"], instance["mig"]["ci_cap"]) == (66, None)
+    assert "names no device nodes" in instance["unhealthy_reason"]
+
+
+async def test_strategy_none_leaves_a_divided_gpu_out_of_service(library: Path) -> None:
+    """As before there were instances, and the reason names the setting."""
+    async with running_probe(library, A100 + ONE_G) as probe:
+        inventory = await probe.read()
+    assert labels(inventory) == {"GPU-aaaa": " Unhealthy", "GPU-bbbb": " Healthy"}
+    assert "nvidia.mig_strategy" in inventory["gpus"][0]["unhealthy_reason"]
+
+
+async def test_use_is_sampled_per_instance(library: Path) -> None:
+    """Memory and processes are the instance's own; NVML has no utilisation of it, and its GPU is not sampled as well."""
+    use = "value memory_used 1001 3145728 3145728\nprocess compute 1001 4711 2097152\nprocess compute 1000 42 1048576\n"
+    async with running_probe(library, A100 + ONE_G + TWO_G + use, mig_minors=MINORS) as probe:
+        await probe.read()
+        sample = await probe.sample()
+        probe.becomes(A100 + ONE_G)
+        repartitioned = await probe.sample()
+    gpus = {gpu["uuid"]: gpu for gpu in sample["gpus"]}
+    assert gpus.keys() == {"GPU-bbbb", "MIG-1111", "MIG-2222"}
+    assert gpus["MIG-2222"]["memory_used_bytes"] == 3145728
+    assert gpus["MIG-2222"]["memory_total_bytes"] == 9984 << 20
+    assert gpus["MIG-2222"]["sm_ratio"] is None
+    assert [process["pid"] for process in gpus["MIG-2222"]["processes"]] == [4711]
+    assert [process["pid"] for process in gpus["MIG-1111"]["processes"]] == [42]
+    assert {gpu["uuid"] for gpu in repartitioned["gpus"]} == {"GPU-bbbb", "MIG-1111"}
+
+
+async def test_an_xid_names_its_instance(library: Path) -> None:
+    """With the IDs of an instance, or of the whole GPU."""
+    async with running_probe(library, A100 + ONE_G + TWO_G, mig_minors=MINORS) as probe:
+        await probe.read()
+        await probe.events()
+        probe.becomes(A100 + ONE_G + TWO_G + "event 1 0 8 94 3 0\nevent 2 0 8 79\n")
+        events = await probe.events()
+    assert [(event["uuid"], event["xid"], event.get("gi"), event.get("ci")) for event in events] == [
+        ("GPU-aaaa", 94, 3, 0),
+        ("GPU-aaaa", 79, None, None),
+    ]

@@ -1,0 +1,46 @@
+"""Which isolations keep a share inside a MIG instance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.isolation import IsolationName
+from tests.support_core import container, mig_instance, pod
+
+
+def request(*, is_whole: bool) -> IsolationRequest:
+    instance = mig_instance(2, 0, 1)
+    share = GpuShare(
+        gpu=instance, cores=100 if is_whole else 50, memory_mib=instance.memory_mib // 2, is_whole=is_whole
+    )
+    return IsolationRequest(
+        pod_uid=pod("p").uid,
+        container=container("main", 50, 4),
+        shares=(share,),
+        config=IsolationConfig(virtual_manager=Path("/etc/gpu-manager/vm")),
+    )
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in IsolationName if name not in (IsolationName.AUTO, IsolationName.NONE)]
+)
+def test_a_share_of_an_instance_is_refused_with_the_cure(name: IsolationName) -> None:
+    """No library and no daemon would keep it there; the text has NVIDIA's name of the instance."""
+    refused = ISOLATIONS[name].edits(request(is_whole=False))
+    assert isinstance(refused, Refused)
+    assert "MIG instance 0:1" in refused.detail and "request a whole instance" in refused.detail
+
+
+def test_without_isolation_a_share_of_an_instance_is_allowed() -> None:
+    """Nothing is kept then, in an instance or elsewhere."""
+    assert not isinstance(ISOLATIONS[IsolationName.NONE].edits(request(is_whole=False)), Refused)
+
+
+@pytest.mark.parametrize("name", [IsolationName.DRIVER, IsolationName.MPS, IsolationName.NONE])
+def test_a_whole_instance_needs_nothing(name: IsolationName) -> None:
+    """MIG itself keeps it apart."""
+    assert not isinstance(ISOLATIONS[name].edits(request(is_whole=True)), Refused)
