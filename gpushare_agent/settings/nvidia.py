@@ -115,6 +115,13 @@ class NvidiaSettings(Section):
         " sharedDevicesAllocationPolicy.",
     )
 
+    labels: bool = Field(
+        default=False,
+        description="Write the labels of NVIDIA's GPU Feature Discovery to the node, such as nvidia.com/gpu.product"
+        " (docs/node-facts.md). Labels of one that runs are left alone. false: those that the agent wrote are removed. Needs"
+        " facts.is_written.",
+    )
+
     @property
     def name_pairs(self) -> tuple[tuple[str, str], ...]:
         """Pattern and resource name, in the setting's order."""

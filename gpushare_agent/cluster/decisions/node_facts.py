@@ -34,13 +34,14 @@ _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", r
 class NodeFacts:
     """What the node should have. `owned` are label names that are the agent's whoever wrote them last; `unusable` those of
     the setting node_labels that Kubernetes would refuse, and with them the whole patch. While the driver names none of the
-    node's GPUs, `are_gpus_named` is false: labels of before stay."""
+    node's GPUs, `are_gpus_named` is false: labels of before stay. `features` are the labels of GPU Feature Discovery."""
 
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
     owned: Set[str] = field(default=frozenset())
     unusable: Sequence[str] = ()
     are_gpus_named: bool = True
+    features: Mapping[str, str] = field(default_factory=dict)
 
 
 def node_facts(
@@ -50,6 +51,7 @@ def node_facts(
     memory_block_mib: int,
     label_prefix: str,
     node_labels: Mapping[str, str],
+    features: Mapping[str, str] | None = None,
 ) -> NodeFacts:
     """Everything that the node should have. `node_labels` are the operator's and win over what the driver reports."""
     valid = {name: value for name, value in node_labels.items() if is_label(name, value)}
@@ -62,6 +64,7 @@ def node_facts(
         owned=frozenset(owned),
         unusable=tuple(sorted(node_labels.keys() - valid.keys())),
         are_gpus_named=not inventory.gpus or bool(_named(inventory)),
+        features={name: value for name, value in (features or {}).items() if name not in valid},
     )
 
 

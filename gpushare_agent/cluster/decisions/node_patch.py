@@ -6,10 +6,12 @@ not ours is left. node_fields.py reads and patches; docs/node-facts.md has the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpushare_agent.cluster.decisions.feature_labels import PREFIX as FEATURES_PREFIX
+from gpushare_agent.cluster.decisions.feature_labels import TIMESTAMP_LABEL
 from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, OWN_PREFIX
 from gpushare_agent.cluster.decisions.node_facts import LABEL_NAME, NodeFacts
 from gpushare_agent.cluster.kube.pods import mapping_or_empty
@@ -17,6 +19,8 @@ from gpushare_agent.cluster.kube.pods import mapping_or_empty
 LABELS_ANNOTATION = f"{OWN_PREFIX}/labels"
 """Names of the labels that the agent wrote, comma list, sorted: only these are ever removed. Anybody who may patch the node,
 its kubelet too, can write it: `_recorded` bounds what is believed of it."""
+FEATURES_ANNOTATION = f"{OWN_PREFIX}/gfd-timestamp"
+"""The label nvidia.com/gfd.timestamp as the agent wrote it: another value is of a GPU Feature Discovery that runs."""
 MAX_RECORD_CHARS = 16 * 1024
 MAX_RECORDED = 256
 
@@ -63,19 +67,27 @@ def plan_facts_patch(node: NodeObject, wanted: NodeFacts) -> NodePatch:
 
     A label is removed only where the node's own record says that the agent wrote it, and never one of Kubernetes, for the
     record may be forged. A label that somebody else wrote with another value is left, unless it is the agent's by name.
+    Where GPU Feature Discovery runs, all labels of its prefix are its own.
     """
     labels = node.labels
     recorded = _recorded(node.annotations.get(LABELS_ANNOTATION, ""))
+    others_features = _of_feature_discovery(node, wanted, recorded)
+    recorded -= others_features
+    features = _features(node, wanted) if not others_features else {}
+    all_wanted = {**wanted.labels, **features}
     foreign = {
         name
-        for name, value in wanted.labels.items()
+        for name, value in {**wanted.labels, **wanted.features}.items()
         if name not in wanted.owned and name not in recorded and labels.get(name, value) != value
     }
-    set_labels = {n: v for n, v in wanted.labels.items() if n not in foreign and labels.get(n) != v}
-    kept = wanted.labels.keys() if wanted.are_gpus_named else wanted.labels.keys() | labels.keys()
+    set_labels = {n: v for n, v in all_wanted.items() if n not in foreign and labels.get(n) != v}
+    kept = all_wanted.keys() if wanted.are_gpus_named else all_wanted.keys() | labels.keys()
     gone = {name for name in recorded - kept if name in labels}
     ours = (recorded & kept) | set_labels.keys() | (wanted.owned & wanted.labels.keys())
-    annotations = {**wanted.annotations, LABELS_ANNOTATION: ",".join(sorted(ours))}
+    annotations: dict[str, str | None] = {**wanted.annotations, LABELS_ANNOTATION: ",".join(sorted(ours))}
+    written_at = features.get(TIMESTAMP_LABEL)
+    if wanted.are_gpus_named and node.annotations.get(FEATURES_ANNOTATION) != written_at:
+        annotations[FEATURES_ANNOTATION] = written_at
     changed = {name: value for name, value in annotations.items() if node.annotations.get(name) != value}
     return NodePatch(
         labels=dict(sorted({**set_labels, **dict.fromkeys(gone)}.items())),
@@ -83,6 +95,26 @@ def plan_facts_patch(node: NodeObject, wanted: NodeFacts) -> NodePatch:
         foreign=tuple(sorted(foreign)),
         unusable=wanted.unusable,
     )
+
+
+def _of_feature_discovery(node: NodeObject, wanted: NodeFacts, recorded: Set[str]) -> Set[str]:
+    """Names under its prefix that are not the agent's to write or remove: all, where GPU Feature Discovery runs."""
+    own_timestamp = node.annotations.get(FEATURES_ANNOTATION)
+    is_overwritten = node.labels.get(TIMESTAMP_LABEL, own_timestamp) != own_timestamp
+    if is_overwritten or any(name in node.labels and name not in recorded for name in wanted.features):
+        names = node.labels.keys() | wanted.features.keys()
+        return {name for name in names if name.startswith(FEATURES_PREFIX)} - wanted.owned
+    return frozenset()
+
+
+def _features(node: NodeObject, wanted: NodeFacts) -> Mapping[str, str]:
+    """With the timestamp of before, where nothing else changes."""
+    before = node.labels.get(TIMESTAMP_LABEL)
+    if before is None or any(
+        node.labels.get(name) != value for name, value in wanted.features.items() if name != TIMESTAMP_LABEL
+    ):
+        return wanted.features
+    return {**wanted.features, TIMESTAMP_LABEL: before} if wanted.features else wanted.features
 
 
 def plan_allocations_patch(node: NodeObject, text: str) -> NodePatch:

@@ -1,0 +1,31 @@
+"""What sysfs has of the machine: the product's name of its firmware, and the PCI class of a GPU. Each is read once, a few
+bytes that the kernel has in memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from gpushare_agent.gpus.nvml.topology import kernel_bus_id
+
+_MAX_BYTES = 256
+
+
+@cache
+def machine_name(path: Path = Path("/sys/class/dmi/id/product_name")) -> str:
+    """Empty where the firmware has none."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_BYTES).decode("ascii", "replace").strip()
+    except OSError:
+        return ""
+
+
+@cache
+def pci_class(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Such as 0x030200, a 3D controller; None where the host does not show it."""
+    try:
+        with (devices / kernel_bus_id(bus_id) / "class").open("rb") as file:
+            return int(file.read(_MAX_BYTES), 16)
+    except (OSError, ValueError):
+        return None

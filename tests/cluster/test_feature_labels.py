@@ -1,0 +1,213 @@
+"""The labels of GPU Feature Discovery: its values, and what is left alone where it runs itself.
+
+Golden values: worked out from internal/lm of k8s-device-plugin v0.20.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.cluster.decisions.feature_labels import Replicas, feature_labels, sanitised
+from gpushare_agent.cluster.decisions.node_facts import is_label, node_facts
+from gpushare_agent.cluster.decisions.node_patch import (
+    FEATURES_ANNOTATION,
+    LABELS_ANNOTATION,
+    NodePatch,
+    parse_node,
+    plan_facts_patch,
+)
+from gpushare_agent.gpus.machine import machine_name, pci_class
+from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.placement.topology_tree import build_topology
+from tests.support_gpus import uuid_of
+
+
+def gpu(index: int, name: str = "NVIDIA A100-SXM4-40GB", memory_mib: int = 40960, **fields: Any) -> Gpu:
+    known = {"compute_capability": (8, 0), "minor": index, "uuid": uuid_of(index), "bus_id": "", **fields}
+    return Gpu(index=index, name=name, memory_mib=memory_mib, **known)
+
+
+def inventory(*gpus: Gpu) -> GpuInventory:
+    return GpuInventory(gpus=gpus, topology=build_topology((), ()), driver_version="570.86.15", cuda_version="12.8")
+
+
+def labels(*gpus: Gpu, written_at: int = 1700000000, mig_strategy: str = "none", **shared: Any) -> dict[str, str]:
+    return feature_labels(
+        inventory(*gpus),
+        replicas=lambda _: Replicas(**shared),
+        mig_strategy=mig_strategy,
+        machine="DGX Station (A100)\n",
+        pci_classes=[0x030200] * len(gpus),
+        written_at=written_at,
+    )
+
+
+WHOLE = {
+    "nvidia.com/gpu.product": "NVIDIA-A100-SXM4-40GB",
+    "nvidia.com/gpu.count": "2",
+    "nvidia.com/gpu.replicas": "1",
+    "nvidia.com/gpu.sharing-strategy": "none",
+    "nvidia.com/gpu.memory": "40960",
+    "nvidia.com/gpu.family": "ampere",
+    "nvidia.com/gpu.compute.major": "8",
+    "nvidia.com/gpu.compute.minor": "0",
+    "nvidia.com/gpu.machine": "DGX-Station-A100",
+    "nvidia.com/gpu.mode": "compute",
+    "nvidia.com/mps.capable": "false",
+    "nvidia.com/cuda.driver.major": "570",
+    "nvidia.com/cuda.driver.minor": "86",
+    "nvidia.com/cuda.driver.rev": "15",
+    "nvidia.com/cuda.driver-version.major": "570",
+    "nvidia.com/cuda.driver-version.minor": "86",
+    "nvidia.com/cuda.driver-version.revision": "15",
+    "nvidia.com/cuda.driver-version.full": "570.86.15",
+    "nvidia.com/cuda.runtime.major": "12",
+    "nvidia.com/cuda.runtime.minor": "8",
+    "nvidia.com/cuda.runtime-version.major": "12",
+    "nvidia.com/cuda.runtime-version.minor": "8",
+    "nvidia.com/cuda.runtime-version.full": "12.8",
+    "nvidia.com/gfd.timestamp": "1700000000",
+}
+
+
+def test_whole_gpus() -> None:
+    """Each label, each value."""
+    assert labels(gpu(0), gpu(1)) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("shared", "changed"),
+    [
+        ({"strategy": "time-slicing"}, {"product": "NVIDIA-A100-SXM4-40GB-SHARED", "sharing-strategy": "time-slicing"}),
+        ({"is_renamed": True}, {"product": "NVIDIA-A100-SXM4-40GB", "sharing-strategy": "time-slicing"}),
+        ({"strategy": "mps"}, {"product": "NVIDIA-A100-SXM4-40GB-SHARED", "sharing-strategy": "mps"}),
+    ],
+)
+def test_replicas(shared: dict[str, Any], changed: dict[str, str]) -> None:
+    """-SHARED, unless the resource is renamed; MPS makes the node capable of it. Memory is the whole GPU's."""
+    wanted = (
+        WHOLE | {f"nvidia.com/gpu.{name}": value for name, value in changed.items()} | {"nvidia.com/gpu.replicas": "4"}
+    )
+    wanted["nvidia.com/mps.capable"] = str(shared.get("strategy") == "mps").lower()
+    assert labels(gpu(0), gpu(1), count=4, **shared) == wanted
+
+
+@pytest.mark.parametrize(
+    ("capability", "family"),
+    [((3, 5), "kepler"), ((5, 2), "maxwell"), ((6, 1), "pascal"), ((7, 0), "volta"), ((7, 5), "turing"), ((8, 6), "ampere"),
+     ((8, 9), "ada-lovelace"), ((9, 0), "hopper"), ((10, 0), "blackwell"), ((12, 0), "blackwell"), ((4, 0), "undefined")],
+)  # fmt: skip
+def test_families(capability: tuple[int, int], family: str) -> None:
+    """By compute capability."""
+    assert labels(gpu(0, compute_capability=capability))["nvidia.com/gpu.family"] == family
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("NVIDIA TITAN X (Pascal)", "NVIDIA-TITAN-X-Pascal"), ("Tesla  P40 ", "Tesla-P40"), ("a_b.c-d", "a_b.c-d"),
+        ("NVIDIA A100 80GB PCIe/x", "NVIDIA-A100-80GB-PCIex"), ("é!", ""), ("x" * 80, "x" * 63),
+    ],
+)  # fmt: skip
+def test_texts_as_values(text: str, value: str) -> None:
+    """Unlike the agent's own labels: what a label cannot hold is left out, spaces are dashes."""
+    assert sanitised(text) == value and is_label("a/b", sanitised(text))
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    """An older driver, no compute capability, GPUs of two models; MIG's strategy."""
+    mixed = labels(
+        gpu(0), gpu(1, name="Tesla T4", compute_capability=None), gpu(2, name="Tesla T4"), mig_strategy="single"
+    )
+    assert (mixed["nvidia.com/gpu.product"], mixed["nvidia.com/gpu.count"]) == ("Tesla-T4", "2")
+    assert "nvidia.com/gpu.family" not in mixed and mixed["nvidia.com/mig.strategy"] == "single"
+    assert labels(gpu(0, name="", memory_mib=0)) == {}
+    old = replace(inventory(gpu(0)), driver_version="535.54", cuda_version="")
+    found = feature_labels(
+        old,
+        replicas=lambda _: Replicas(),
+        mig_strategy="none",
+        machine="",
+        pci_classes=[0x030000, 0x030200],
+        written_at=1,
+    )
+    assert found["nvidia.com/cuda.driver-version.revision"] == "" and "nvidia.com/cuda.runtime.major" not in found
+    assert (found["nvidia.com/gpu.machine"], found["nvidia.com/gpu.mode"]) == ("unknown", "unknown")
+
+
+class Node:
+    """A node's object to which patches are applied."""
+
+    def __init__(self, **node_labels: str) -> None:
+        self.labels: dict[str, str] = {"kubernetes.io/os": "linux", **node_labels}
+        self.annotations: dict[str, str] = {}
+
+    def reconcile(self, features: dict[str, str]) -> NodePatch:
+        facts = node_facts(
+            inventory(gpu(0), gpu(1)), cordoned=frozenset(), memory_block_mib=256, label_prefix="gpushare-agent",
+            node_labels={}, features=features,
+        )  # fmt: skip
+        raw = {"metadata": {"labels": self.labels, "annotations": self.annotations}}
+        patch = plan_facts_patch(parse_node(raw), facts)
+        for present, changes in ((self.labels, patch.labels), (self.annotations, patch.annotations)):
+            for name, value in changes.items():
+                if value is None:
+                    present.pop(name, None)
+                else:
+                    present[name] = value
+        return patch
+
+    def theirs(self) -> dict[str, str]:
+        return {name: value for name, value in self.labels.items() if name.startswith("nvidia.com/")}
+
+
+def test_ours_are_written_once_and_removed_when_switched_off() -> None:
+    """The timestamp is that of the last change."""
+    node = Node()
+    node.reconcile(WHOLE)
+    assert node.theirs() == WHOLE and node.annotations[FEATURES_ANNOTATION] == "1700000000"
+    assert node.reconcile(labels(gpu(0), gpu(1), written_at=1700000300)).is_empty
+    node.reconcile(labels(gpu(0), gpu(1), written_at=1700000600, count=4))
+    assert node.labels["nvidia.com/gfd.timestamp"] == "1700000600"
+    node.reconcile({})
+    assert (
+        node.theirs() == {}
+        and FEATURES_ANNOTATION not in node.annotations
+        and "nvidia.com" not in node.annotations[LABELS_ANNOTATION]
+    )
+
+
+def test_labels_of_gpu_feature_discovery_are_left_alone() -> None:
+    """Where it ran before, with and without a timestamp; what differs is named. Neither on nor off changes them."""
+    for theirs in ({"nvidia.com/gpu.product": "Other", "nvidia.com/gfd.timestamp": "5"}, {"nvidia.com/gpu.count": "8"}):
+        node = Node(**theirs)
+        patch = node.reconcile(WHOLE)
+        assert node.theirs() == theirs and set(patch.foreign) == theirs.keys()
+        node.reconcile({})
+        assert node.theirs() == theirs
+
+
+def test_one_that_starts_later_takes_them_over() -> None:
+    """Its timestamp is another: from then on the labels are its own."""
+    node = Node()
+    node.reconcile(WHOLE)
+    node.labels |= {"nvidia.com/gpu.product": "Other", "nvidia.com/gfd.timestamp": "1800000000"}
+    before = node.theirs()
+    node.reconcile(WHOLE)
+    assert node.theirs() == before
+    node.reconcile({})
+    assert node.theirs() == before and "nvidia.com" not in node.annotations[LABELS_ANNOTATION]
+
+
+def test_what_sysfs_has(tmp_path: Path) -> None:
+    """And nothing where it has nothing."""
+    (tmp_path / "product_name").write_text("Standard PC\n")
+    device = tmp_path / "0000:3b:00.0"
+    device.mkdir()
+    (device / "class").write_text("0x030200\n")
+    assert machine_name(tmp_path / "product_name") == "Standard PC" and machine_name(tmp_path / "none") == ""
+    assert pci_class("00000000:3B:00.0", tmp_path) == 0x030200 and pci_class("00000000:AF:00.0", tmp_path) is None
