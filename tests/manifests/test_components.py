@@ -46,6 +46,8 @@ COMPONENTS = {
     "isolation-none",
     "mps",
     "network-policy",
+    "nvidia",
+    "nvidia-config",
     "prometheus-operator",
     "prune-driver-volume",
     "runtime-socket",
@@ -108,6 +110,36 @@ def test_without_node_facts_takes_the_right_and_the_setting_away_together() -> N
     assert rights == [FACTS_RIGHT]
     (container,) = setting["spec"]["template"]["spec"]["containers"]
     assert load_settings([], variables(container)).settings.facts.is_written is False
+
+
+def test_the_component_nvidia_turns_the_names_of_nvidias_plugin_on(tmp_path: Path) -> None:
+    """And changes nothing else; nvidia-config mounts its file, of which the agent takes the settings. Of what kustomize
+    renders: the agent tolerates what the plugin's chart does."""
+    plain, named, configured = (_agent_of(tmp_path / str(n), *names) for n, names in enumerate(
+        ([], ["nvidia"], ["nvidia", "nvidia-config"])
+    ))  # fmt: skip
+    before, after = variables(plain["containers"][0]), variables(named["containers"][0])
+    assert after == before | {"GPUSHARE_NVIDIA__ENABLED": "true"}
+    assert effective_settings(named).nvidia.enabled and not effective_settings(plain).nvidia.enabled
+    assert {"operator": "Exists"} in named[
+        "tolerations"
+    ]  # CriticalAddonsOnly and nvidia.com/gpu, the chart's, are among all
+    (container,) = configured["containers"]
+    path = Path(variables(container)["CONFIG_FILE"])
+    (mount,) = [mount for mount in container["volumeMounts"] if Path(mount["mountPath"]) == path.parent]
+    (volume,) = [volume for volume in configured["volumes"] if volume["name"] == mount["name"]]
+    assert mount["readOnly"] and volume["configMap"] == {"name": "nvidia-plugin-config"} and path.name == "config.yaml"
+
+
+def _agent_of(folder: Path, *components: str) -> dict[str, Any]:
+    """The agent's pod of the base with these components."""
+    folder.mkdir()
+    path = os.path.relpath(MANIFESTS, folder)
+    named = ", ".join(f"{path}/components/{name}" for name in components)
+    (folder / "kustomization.yaml").write_text(f"resources: [{path}/base]\ncomponents: [{named}]\n")
+    (found,) = [item for item in rendered(folder) if item["kind"] == "DaemonSet"]
+    spec: dict[str, Any] = found["spec"]["template"]["spec"]
+    return spec
 
 
 def test_the_component_display_socket_opens_a_directory_of_its_own_on_the_host() -> None:
