@@ -17,13 +17,15 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import IntEnum
+from functools import partial
 
 import structlog
 
 from gpushare_agent.agent.auto_isolation import NodeSettings, resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.agent.gpu_side import open_driver
+from gpushare_agent.agent.node_configuration import NodeConfiguration
 from gpushare_agent.cluster.kube.configuration import find_configuration
 from gpushare_agent.kit.h2_frames import bound_closed_streams, omit_data_texts
 from gpushare_agent.kit.process import raise_open_files_limit, sd_notify
@@ -31,19 +33,26 @@ from gpushare_agent.kit.supervision import forever, start_tasks
 from gpushare_agent.kubelet.handover import remove_stale_sockets
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.node_events import NodeEventReason
+from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.settings import Settings, SettingsError
 
 log = structlog.get_logger(__name__)
 
 DRIVER_CLOSE_S = 1.0
+LEAST_LIFE_S = 5.0
+"""Of a life that is followed by one which nobody sent a signal for."""
+Reload = Callable[[NamedConfiguration | None], Settings]
 SYNC_WAIT_S = 10.0
 """For the pods' list, before an agent asks to take over: an API server that is away must not keep an upgrade away."""
 
 
-class _End(Enum):
-    STOP = "stop"
-    RELOAD = "reload"
-    HAND_OVER = "hand over"
+class _End(IntEnum):
+    """Of several that are asked for the greatest is obeyed."""
+
+    RELOAD = 1
+    HAND_OVER = 2
+    STOP = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +76,21 @@ class _Ended(Exception):  # noqa: N818 - not an error
 
 
 class _Signals:
-    """SIGTERM and SIGINT stop, SIGHUP reloads, a newcomer's request hands over. The last counts, but a stop stays a stop."""
+    """SIGTERM and SIGINT stop, SIGHUP reloads, as does what a life notices itself, and a newcomer's request hands over."""
 
     def __init__(self) -> None:
         self._asked: _End | None = None
         self._changed = asyncio.Event()
+        self._request: asyncio.TimerHandle | None = None
+        self._reloaded_at = float("-inf")
         loop = asyncio.get_running_loop()
         for number, end in ((signal.SIGTERM, _End.STOP), (signal.SIGINT, _End.STOP), (signal.SIGHUP, _End.RELOAD)):
             loop.add_signal_handler(number, self.received, end)
 
     def close(self) -> None:
         loop = asyncio.get_running_loop()
+        if self._request is not None:
+            self._request.cancel()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
 
@@ -85,16 +98,30 @@ class _Signals:
         await self._changed.wait()
         self._changed.clear()
         asked, self._asked = self._asked, None
+        if asked is _End.RELOAD:
+            self._reloaded_at = asyncio.get_running_loop().time()
         return asked or _End.STOP
 
     def received(self, end: _End) -> None:
-        if self._asked is not _End.STOP:
-            self._asked = end
+        self._asked = max(end, self._asked or end)
         self._changed.set()
 
+    def request_new_life(self, reason: str) -> None:
+        """For a life itself: what changes often must not keep the kubelet's calls waiting."""
+        if self._request is not None:
+            return
+        loop = asyncio.get_running_loop()
+        at = max(loop.time(), self._reloaded_at + LEAST_LIFE_S)
+        log.info("new_life_requested", reason=reason, in_s=round(at - loop.time(), 1))
+        self._request = loop.call_at(at, self._due)
 
-async def run(settings: Settings, *, reload: Callable[[], Settings]) -> int:
-    """Runs until a signal ends it; the exit code. `reload` reads the settings again, for SIGHUP.
+    def _due(self) -> None:
+        self._request = None
+        self.received(_End.RELOAD)
+
+
+async def run(settings: Settings, *, reload: Reload) -> int:
+    """Runs until a signal ends it; the exit code. `reload` reads the settings again, with the configuration of this node.
 
     Raises AgentError (StartupError and others) for the caller to print in one line, and lets bugs through.
     """
@@ -102,27 +129,42 @@ async def run(settings: Settings, *, reload: Callable[[], Settings]) -> int:
     bound_closed_streams()
     soft, hard = raise_open_files_limit()
     log.debug("open_files", most=soft, hard=hard)
-    signals = _Signals()
+    signals, configuration = _Signals(), NodeConfiguration(reload)
     try:
-        await _run_lives(_Next(settings=await resolve_isolation(settings)), reload, signals)
+        await _run_lives(await _first_life(settings, configuration), configuration, signals)
         return 0
     finally:
         signals.close()
 
 
-async def _run_lives(this: _Next, reload: Callable[[], Settings], signals: _Signals) -> None:
+async def _first_life(base: Settings, configuration: NodeConfiguration) -> _Next:
+    """That with the node's configuration, and with the settings of all nodes if it does not start."""
+    own = await configuration.first(base)
+    fallback = await resolve_isolation(base) if own != base else None
+    try:
+        return _Next(settings=await resolve_isolation(own), fallback=fallback)
+    except AgentError as e:
+        if fallback is None:
+            raise
+        configuration.refused(e)
+        return _Next(settings=fallback)
+
+
+async def _run_lives(this: _Next, configuration: NodeConfiguration, signals: _Signals) -> None:
     """One after another, until none follows."""
     agent: NodeAgent | None = None
     try:
         while True:
             try:
-                agent = _build(this.settings, this.earlier)
-                upcoming = await _run_until_signal(agent, this, reload, signals)
+                agent = _build(this.settings, this.earlier, configuration, signals.request_new_life)
+                upcoming = await _run_until_signal(agent, this, configuration, signals)
             except AgentError as e:
-                if agent is None or this.fallback is None or not agent.kubelet.registrar.is_kept:
+                if this.fallback is None or (agent is not None and agent.kubelet.has_recovered):
                     raise
-                log.error("settings_not_applied", error=str(e), then="those before are in force again")
-                upcoming = replace(this, settings=this.fallback, earlier=agent, fallback=None)
+                configuration.refused(e)
+                log.error("settings_not_applied", error=str(e), then="those before are in force")
+                earlier = agent if agent is not None and agent.kubelet.registrar.is_kept else None
+                upcoming = replace(this, settings=this.fallback, earlier=earlier, fallback=None)
             if upcoming is None:
                 return
             this = upcoming
@@ -131,10 +173,21 @@ async def _run_lives(this: _Next, reload: Callable[[], Settings], signals: _Sign
             await agent.kubelet.end()
 
 
-def _build(node: NodeSettings, earlier: NodeAgent | None = None) -> NodeAgent:
+def _build(
+    node: NodeSettings,
+    earlier: NodeAgent | None,
+    configuration: NodeConfiguration,
+    request_new_life: Callable[[str], None],
+) -> NodeAgent:
     """`earlier` is the life before a reload, with which it goes on. Raises StartupError."""
-    driver = open_driver(node.settings)
-    agent = build(node.settings, driver, earlier=earlier, isolation_reason=node.isolation_reason)
+    agent = build(
+        node.settings,
+        open_driver(node.settings),
+        earlier=earlier,
+        isolation_reason=node.isolation_reason,
+        configuration=configuration,
+        request_new_life=request_new_life,
+    )
     if earlier is not None:
         agent.take_over(earlier)
     return agent
@@ -143,18 +196,19 @@ def _build(node: NodeSettings, earlier: NodeAgent | None = None) -> NodeAgent:
 def _try(node: NodeSettings, gpus: GpuInventory) -> None:
     """What can be known beforehand of a life with these settings: the files that they name, and whether the kubelet can
     receive the lists. Raises StartupError."""
-    _build(node).gpus.check_sizes(gpus)
+    build(node.settings, open_driver(node.settings)).gpus.check_sizes(gpus)
 
 
 async def _run_until_signal(
-    agent: NodeAgent, this: _Next, reload: Callable[[], Settings], signals: _Signals
+    agent: NodeAgent, this: _Next, configuration: NodeConfiguration, signals: _Signals
 ) -> _Next | None:
     """One life; the next one, None to end the process."""
     error: BaseException | None = None
     ends: list[_Ended] = []
     try:
         async with asyncio.TaskGroup() as group:
-            group.create_task(forever("signals", lambda: _obey(agent, this.settings, reload, signals)), name="signals")
+            obey = partial(_obey, agent, this.settings, configuration, signals)
+            group.create_task(forever("signals", obey), name="signals")
             await live(agent, is_newcomer=this.is_newcomer)
     except* _Ended as group_of_ends:
         ends = [e for e in group_of_ends.exceptions if isinstance(e, _Ended)]
@@ -165,9 +219,11 @@ async def _run_until_signal(
     return ends[0].next if ends else None
 
 
-async def _obey(agent: NodeAgent, current: NodeSettings, reload: Callable[[], Settings], signals: _Signals) -> None:
+async def _obey(agent: NodeAgent, current: NodeSettings, configuration: NodeConfiguration, signals: _Signals) -> None:
     agent.kubelet.handover.subscribe(lambda: signals.received(_End.HAND_OVER))
     while True:
+        if configuration.problem:
+            agent.cluster.node_events.note(NodeEventReason.CONFIGURATION_REFUSED, "", configuration.problem)
         end = await signals.wait()
         if end is _End.STOP:
             sd_notify("STOPPING=1", os.environ)
@@ -179,9 +235,10 @@ async def _obey(agent: NodeAgent, current: NodeSettings, reload: Callable[[], Se
             await agent.leave()
             raise _Ended(_Next(settings=current, is_newcomer=False))
         try:
-            settings = await resolve_isolation(reload())
+            settings = await resolve_isolation(await configuration.read())
             _try(settings, agent.state.gpus())
         except AgentError as e:
+            configuration.refused(e)
             problems = list(e.problems) if isinstance(e, SettingsError) else [str(e)]
             log.error("settings_not_reloaded", problems=problems, then="the old ones stay in force")
             continue

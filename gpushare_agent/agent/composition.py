@@ -6,6 +6,7 @@ No loop runs here; agent/agent.py runs them. `_Subscriptions` is the one place t
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from gpushare_agent.agent.cluster_side import ClusterSide, build_cluster_side
 from gpushare_agent.agent.gpu_side import GpuSide, NodeDriver, build_gpu_side, health_policy
 from gpushare_agent.agent.isolation_side import IsolationSide, build_isolation_side
 from gpushare_agent.agent.kubelet_side import KubeletSide, build_kubelet_facts, build_kubelet_side
+from gpushare_agent.agent.node_configuration import ConfigurationWatch, NodeConfiguration
 from gpushare_agent.agent.observability_side import ObservabilitySide, build_observability_side
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.values import resource_names
@@ -63,7 +65,13 @@ class NodeAgent:
 
 
 def build(
-    settings: Settings, driver: NodeDriver, *, earlier: NodeAgent | None = None, isolation_reason: str = ""
+    settings: Settings,
+    driver: NodeDriver,
+    *,
+    earlier: NodeAgent | None = None,
+    isolation_reason: str = "",
+    configuration: NodeConfiguration | None = None,
+    request_new_life: Callable[[str], None] = lambda reason: None,
 ) -> NodeAgent:
     """The sides, joined but not started. They go on with the metrics and the kubelet's queue of an `earlier` life;
     `take_over` is to follow. `isolation_reason` is why the isolation was chosen, where the setting was auto. Raises
@@ -80,6 +88,7 @@ def build(
         has_claims=bool(settings.dra.gpus) or has_files(settings.dra.record_directory),
         claim_pods=ClaimPods(store, cache),
         decisions=DecisionLog(settings.decisions.kept),
+        request_new_life=request_new_life,
     )
     facts = build_kubelet_facts(settings)
     cluster = build_cluster_side(state, facts)
@@ -87,6 +96,9 @@ def build(
     kubelet = build_kubelet_side(state, facts, cluster, isolation, earlier.kubelet if earlier is not None else None)
     dra = _build_dra_side(state, isolation)
     cluster.further["dynamic resource allocation"] = dra
+    if configuration is not None and settings.node_configuration.directory is not None:
+        cluster.further["node configuration"] = ConfigurationWatch(configuration, state)
+        state.metrics.show_node_configuration(lambda: bool(configuration.problem))
 
     def not_ready() -> list[str]:
         return [*kubelet.not_ready(), *cluster.not_ready()]

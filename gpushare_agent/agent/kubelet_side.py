@@ -100,6 +100,8 @@ class KubeletSide:
     starts: ContainerStarts
     stands_by: bool = False
     """Another agent serves, and this one waits until it leaves: nothing is wrong with it."""
+    has_recovered: bool = False
+    """This life answers the kubelet, or did."""
     is_next_life: bool = False
     """It goes on with what another life serves to the kubelet."""
 
@@ -123,7 +125,7 @@ class KubeletSide:
         self.tables.refresh()
         self.registrar.renew()
         self.calls.open(self.admission, self.starts.pre_start)
-        self.registrar.is_kept = False
+        self.registrar.is_kept, self.has_recovered = False, True
         for resource in filter(self.registrar.is_registered, self.names.names):
             self.first_registration.registered(resource)
         log.info("allocations_recovered", containers=containers)

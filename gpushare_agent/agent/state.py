@@ -5,6 +5,7 @@ Each has one owner, the only one to change it: docs/architecture.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
@@ -34,6 +35,9 @@ class NodeState:
     claim_pods: ClaimPods
     """The pods, and the claims beside them as pods."""
     decisions: DecisionLog
+    request_new_life: Callable[[str], None] = lambda reason: None
+    """Asks for a life with the settings and the resources as they are then, for this reason; it must be one that does not
+    come back with the new life. Two follow each other by some seconds at least (agent/agent.py)."""
 
     def gpus(self) -> GpuInventory:
         """As the inventory has them now."""

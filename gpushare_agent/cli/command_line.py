@@ -20,6 +20,7 @@ from gpushare_agent import __version__
 from gpushare_agent.kit.log_writer import write_stderr
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.model.errors import AgentError
+from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.reference import help_text, select_keys
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
 from gpushare_agent.settings.sources import split_flags
@@ -50,9 +51,9 @@ class Invocation:
     rest: Sequence[str]
     environ: Mapping[str, str]
 
-    def load(self) -> LoadedSettings:
+    def load(self, named: NamedConfiguration | None = None) -> LoadedSettings:
         """Raises SettingsError."""
-        return load_settings(self.flags, self.environ)
+        return load_settings(self.flags, self.environ, named)
 
     def settings(self, *, log_level: str | None = None) -> Settings:
         """Reads the settings and sets up logging; `log_level` is for a command whose output has everything already.
@@ -62,9 +63,11 @@ class Invocation:
         """
         return self.load_with_logs(log_level).settings
 
-    def load_with_logs(self, log_level: str | None = None) -> LoadedSettings:
+    def load_with_logs(
+        self, log_level: str | None = None, *, named: NamedConfiguration | None = None
+    ) -> LoadedSettings:
         """The same, with the sources."""
-        loaded = self.load()
+        loaded = self.load(named)
         setup_logging(log_level or loaded.settings.log.level, loaded.settings.log.format)
         return loaded
 

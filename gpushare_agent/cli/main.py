@@ -25,7 +25,8 @@ from gpushare_agent.cli.command_line import (
 )
 from gpushare_agent.cli.node_commands import NODE_COMMANDS
 from gpushare_agent.cli.view_commands import view_commands
-from gpushare_agent.settings.settings import LoadedSettings
+from gpushare_agent.settings.node_configuration import NamedConfiguration
+from gpushare_agent.settings.settings import LoadedSettings, Settings
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +48,13 @@ def _run(call: Invocation) -> int:
     _log_foreign_keys(loaded)
     from gpushare_agent.agent.agent import run as run_agent
 
-    return run_app(run_agent(loaded.settings, reload=call.settings))
+    def reload(named: NamedConfiguration | None) -> Settings:
+        loaded = call.load_with_logs(named=named)
+        if named is not None:
+            _log_foreign_keys(loaded)
+        return loaded.settings
+
+    return run_app(run_agent(loaded.settings, reload=reload))
 
 
 def _log_foreign_keys(loaded: LoadedSettings) -> None:

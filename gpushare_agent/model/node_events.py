@@ -12,7 +12,9 @@ class NodeEventReason(StrEnum):
     GPU_RECOVERED = "CardRecovered"
     GPU_CORDONED = "CardCordoned"
     GPU_UNCORDONED = "CardUncordoned"
+    CONFIGURATION_REFUSED = "NodeConfigurationRefused"
 
     @property
     def type(self) -> str:
-        return "Warning" if self is NodeEventReason.GPU_UNHEALTHY else "Normal"
+        is_warning = self in (NodeEventReason.GPU_UNHEALTHY, NodeEventReason.CONFIGURATION_REFUSED)
+        return "Warning" if is_warning else "Normal"

@@ -23,9 +23,18 @@ from pydantic import ValidationError
 
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.gpu_manager import read_gpu_manager
-from gpushare_agent.settings.nvidia_plugin import read_nvidia, read_nvidia_file
+from gpushare_agent.settings.node_configuration import NamedConfiguration
+from gpushare_agent.settings.nvidia_plugin import parse_nvidia, read_nvidia, read_nvidia_file
 from gpushare_agent.settings.reference import TEXTS, Key, all_keys, text_of
-from gpushare_agent.settings.sources import ForeignKey, Layer, RawSetting, read_file, read_flags, read_variables
+from gpushare_agent.settings.sources import (
+    ForeignKey,
+    Layer,
+    RawSetting,
+    read_file,
+    read_flags,
+    read_named,
+    read_variables,
+)
 from gpushare_agent.settings.tree import Settings
 
 NODE_NAME_SOURCES = ("variable NODE_NAME", "host name")
@@ -64,16 +73,24 @@ class LoadedSettings:
         return bool(others), ", ".join(texts)
 
 
-def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> LoadedSettings:
-    """Reads all places; `argv` holds only settings flags, without the program and the command.
+def load_settings(
+    argv: Sequence[str], environ: Mapping[str, str], named: NamedConfiguration | None = None
+) -> LoadedSettings:
+    """Reads all places; `argv` holds only settings flags, without the program and the command. `named` comes before the
+    settings file.
 
     Raises:
         SettingsError: with every mistake found.
     """
     layers = [read_flags(argv), read_variables(environ), read_gpu_manager(environ)]
-    if path := _path("config", layers):
+    path = _path("config", layers)
+    own = read_named(named) if named is not None else None
+    if named is not None:
+        layers.append(own or _nvidia_layer(layers, environ, parse_nvidia(named.content, named.source)))
+    if path:
         layers.append(read_file(Path(str(path.value)), path.source))
-    layers.append(_nvidia_layer(layers, environ))
+    if named is None or own is not None:
+        layers.append(_nvidia_layer(layers, environ))
     raw = _merge(layers, environ)
     problems = [problem for layer in layers for problem in layer.problems]
     try:
@@ -93,9 +110,12 @@ def _path(key: str, layers: Sequence[Layer]) -> RawSetting | None:
     return path if path and path.value else None
 
 
-def _nvidia_layer(layers: Sequence[Layer], environ: Mapping[str, str]) -> Layer:
-    """The configuration of NVIDIA's plugin: the last layer, for our own settings win."""
+def _nvidia_layer(layers: Sequence[Layer], environ: Mapping[str, str], named: Layer | None = None) -> Layer:
+    """The configuration of NVIDIA's plugin: the last layer, for our own settings win; with `named` in the place of its file
+    that of a single node."""
     flags = {name: raw for layer in reversed(layers) for name, raw in layer.theirs.items()}
+    if named is not None:
+        return read_nvidia(flags, environ, named)
     path = _path("nvidia.config", [*layers, read_nvidia(flags, environ, None)])
     file = read_nvidia_file(Path(str(path.value)), path.source) if path else None
     return read_nvidia(flags, environ, file)

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.nvidia_options import options_by_flag
 from gpushare_agent.settings.reference import ENVIRONMENT_PREFIX, Key, all_keys
 
 _BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 _FILE_LIMIT_BYTES = 1 << 20
 
+_NOT_PER_NODE = frozenset({"node_name", "kubeconfig"})
 _OF_COMMANDS = frozenset({"GPUSHARE_SANDBOX_CGROUPS", "GPUSHARE_VDEVICE"})
 """No settings: read by the sandbox, and by the command vdevice in a container."""
 _SERVICE_LINK = re.compile(r".*_SERVICE_HOST|.*_SERVICE_PORT(_.+)?|(.+_)?PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?")
@@ -190,37 +192,55 @@ def read_file(path: Path, named_by: str) -> Layer:
     if isinstance(content, str):
         return Layer(problems=[content])
     layer = Layer()
-
-    from gpushare_agent.settings.yaml import UnreadableYaml, parse_yaml  # imported only where there is a file
-
-    try:
-        tree = parse_yaml(content)
-    except UnreadableYaml as error:
-        layer.problems.append(f"{named_by}: cannot read the settings file {path}: {error}")
-        return layer
-    _flatten(tree, "", path, layer)
+    tree = _parse(content, f"{named_by}: cannot read the settings file {path}", layer)
+    _flatten(tree, "", f"file {path}", layer)
     return layer
 
 
-def _flatten(tree: Mapping[object, object], prefix: str, path: Path, layer: Layer) -> None:
+def read_named(named: NamedConfiguration) -> Layer | None:
+    """A node's configuration, None where it is one of NVIDIA's plugin, which has a version. It may not set what is read
+    before it, nor what names the node."""
+    layer = Layer()
+    tree = _parse(named.content, f"{named.source}: cannot be read", layer)
+    if "version" in tree:
+        return None
+    _flatten(tree, "", named.source, layer)
+    for name in sorted(layer.values):
+        if name in _NOT_PER_NODE or name.startswith("node_configuration."):
+            del layer.values[name]
+            layer.problems.append(f"{named.source}: {name} cannot be set for a single node; set it for all of them")
+    return layer
+
+
+def _parse(content: bytes, problem: str, layer: Layer) -> Mapping[object, object]:
+    from gpushare_agent.settings.yaml import UnreadableYaml, parse_yaml  # imported only where there is a file
+
+    try:
+        return parse_yaml(content)
+    except UnreadableYaml as error:
+        layer.problems.append(f"{problem}: {error}")
+        return {}
+
+
+def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Layer) -> None:
     known = {key.name for key in all_keys()} - {"config"}
     sections = {name.partition(".")[0] for name in known if "." in name}
     for raw_name, value in tree.items():
         name = prefix + str(raw_name).replace("-", "_")
         if name in known:
             if value is not None:  # `key:` with nothing behind it means the default
-                layer.values[name] = RawSetting(value=value, source=f"file {path}")
+                layer.values[name] = RawSetting(value=value, source=source)
         elif name in sections and isinstance(value, Mapping):
-            _flatten(value, name + ".", path, layer)
+            _flatten(value, name + ".", source, layer)
         elif name in sections and value is None:
             continue
         elif name in sections:
-            layer.problems.append(f"file {path}: {name} is {str(value)[:40]!r}, but must be a mapping of settings")
+            layer.problems.append(f"{source}: {name} is {str(value)[:40]!r}, but must be a mapping of settings")
         elif name == "config":
             layer.problems.append(
-                f"file {path}: config cannot be set in a file; use --config or {ENVIRONMENT_PREFIX}CONFIG"
+                f"{source}: config cannot be set in a file; use --config or {ENVIRONMENT_PREFIX}CONFIG"
             )
         else:
             layer.problems.append(
-                f"file {path}: key {name} is unknown{nearest(name, known | sections)}; see docs/settings.md"
+                f"{source}: key {name} is unknown{nearest(name, known | sections)}; see docs/settings.md"
             )

@@ -26,6 +26,7 @@ from gpushare_agent.settings.isolation import (
     VirtualManagerSettings,
 )
 from gpushare_agent.settings.kubelet import KubeletSettings, RuntimeSettings
+from gpushare_agent.settings.node_configuration import NodeConfigurationSettings
 from gpushare_agent.settings.nvidia import NvidiaSettings
 from gpushare_agent.settings.observation import (
     ControlSettings,
@@ -135,6 +136,7 @@ class Settings(BaseModel):
         le=3600,
         description="Accepted for gpu-manager's manifests and not used: the agent waits as long as it takes.",
     )
+    node_configuration: NodeConfigurationSettings = NodeConfigurationSettings()
     simulated: SimulatedSettings = SimulatedSettings()
     resources: ResourceSettings = ResourceSettings()
     kubelet: KubeletSettings = KubeletSettings()

@@ -100,6 +100,7 @@ def full_metrics() -> str:
     metrics.driver_error("timeout")
     metrics.show_pod_event_age(lambda: 1.0)
     metrics.show_mps(lambda: True)
+    metrics.show_node_configuration(lambda: False)
     reported: dict[str, Any] = {
         field.name: 1 for field in fields(GpuSample) if "|" in str(field.type) and field.name != "processes"
     }

@@ -46,6 +46,7 @@ COMPONENTS = {
     "isolation-none",
     "mps",
     "network-policy",
+    "node-configuration",
     "nvidia",
     "nvidia-config",
     "prometheus-operator",

@@ -25,6 +25,11 @@ UNFINISHED = "status.phase!=Succeeded,status.phase!=Failed"
 """A field selector of pods. A pod that ends is DELETED for a watch with it."""
 
 
+def node_named(name: str) -> Watched:
+    """That one."""
+    return Watched(what=f"node {name}", path=ALL_NODES.path, fields=f"metadata.name={name}", from_cache=True)
+
+
 def pods_of_node(node_name: str) -> Watched:
     return Watched(
         what=f"the pods of node {node_name}", path="/api/v1/pods", fields=f"spec.nodeName={node_name}", from_cache=True

@@ -239,6 +239,11 @@ class AgentMetrics:
         """`is_serving`: the MPS control daemon serves. Call once, on nodes that use MPS."""
         self._show(_StateCollector("gpushare_mps_serving", "1 while the MPS control daemon serves.", is_serving))
 
+    def show_node_configuration(self, is_refused: Callable[[], bool]) -> None:
+        """Call once, on nodes with settings of their own."""
+        text = "1 while the node's named configuration is not in force, for it cannot be used."
+        self._show(_StateCollector("gpushare_node_configuration_refused", text, is_refused))
+
     def begin_anew(self) -> AgentMetrics:
         """Forgets the states, for the parts that reported them have ended (SIGHUP); counters stay. Returns itself."""
         self._page = None

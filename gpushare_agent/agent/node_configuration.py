@@ -1,0 +1,189 @@
+"""Settings per node: reads the configuration that the Node's label names, and asks for a new life when it is another one.
+
+The settings themselves and the rules are settings/node_configuration.py's; agent/agent.py tries them and starts the life.
+There is one for the process. State owned: the Node's labels as last read, the configuration in force and the one before it,
+and what was read last, be it a configuration or why there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import structlog
+
+from gpushare_agent.agent.state import NodeState
+from gpushare_agent.cluster.decisions.node_patch import parse_node
+from gpushare_agent.cluster.informer import Handler, Informer
+from gpushare_agent.cluster.kube.client import KubeApi, node_named
+from gpushare_agent.kit.supervision import start_tasks
+from gpushare_agent.kit.watch_path import open_directory_watch
+from gpushare_agent.model.errors import AgentError, StartupError
+from gpushare_agent.settings.node_configuration import NamedConfiguration, choose_name
+from gpushare_agent.settings.settings import Settings, SettingsError
+
+log = structlog.get_logger(__name__)
+
+LABELS_WAIT_S = 10.0
+"""For the Node's labels at the agent's start: without an API server no pod comes to the node either."""
+RETRY_S = 0.5
+POLL_S = 30.0
+MAX_BYTES = 256 * 1024
+_Read = NamedConfiguration | str | None
+"""A configuration, why there is none, or None where the node has none."""
+
+
+class NodeConfiguration(Handler):
+    """`load` reads settings with a named configuration, or with none; it may block. Raises SettingsError."""
+
+    def __init__(self, load: Callable[[NamedConfiguration | None], Settings]) -> None:
+        self._load = load
+        self._labels: Mapping[str, str] = {}
+        self._in_force: NamedConfiguration | None = None
+        self._before: NamedConfiguration | None = None
+        self._is_own = False
+        """What was read last is of this node alone."""
+        self._last_read: _Read = None
+        self._changed = asyncio.Event()
+        self.problem = ""
+        """Why the configuration that is asked for is not in force; empty where it is."""
+
+    async def first(self, base: Settings) -> Settings:
+        """The settings of the process's first life: `base` where the configuration cannot be used, for an agent that does
+        not start would take the node's GPUs out of service."""
+        if base.node_configuration.directory is None:
+            return base
+        self._labels = await _read_labels(base)
+        try:
+            return await self.read()
+        except SettingsError as e:
+            self.refused(e)
+            log.error(
+                "node_configuration_refused", problems=list(e.problems), then="the settings of all nodes are in force"
+            )
+            return base
+
+    async def read(self) -> Settings:
+        """The settings as they are written now, with the configuration that the node's labels name. They are taken for in
+        force until `refused`. Raises SettingsError."""
+        self._before, self._is_own = self._in_force, False
+        base = await asyncio.to_thread(self._load, None)
+        self._is_own = base.node_configuration.directory is not None
+        self._last_read = found = await self._find(base)
+        if isinstance(found, str):
+            raise SettingsError([found])
+        settings = base if found is None else await asyncio.to_thread(self._load, found)
+        self._in_force, self.problem = found, ""
+        if found != self._before:
+            log.info("node_configuration", name=found.name if found is not None else "")
+        return settings
+
+    def refused(self, error: AgentError) -> None:
+        """What was read last cannot be used: what was in force before stays."""
+        if self._is_own:
+            self._in_force, self.problem = self._before, str(error)
+
+    async def wait_new(self, settings: Settings) -> None:
+        """Until the node's configuration is another one than that in force and the last that was tried. One waiter."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            found = await self._find(settings)
+            if found == self._in_force:
+                self._last_read, self.problem = found, ""
+            elif found != self._last_read:
+                self._last_read = found
+                return
+
+    def key(self, raw: dict[str, Any]) -> str:
+        """For the informer, whose one object is the Node."""
+        return "node"
+
+    def put(self, raw: dict[str, Any]) -> bool:
+        """The labels are read."""
+        labels = parse_node(raw).labels
+        if labels != self._labels:
+            self._labels = labels
+            self._changed.set()
+        return True
+
+    def remove(self, key: str) -> None:
+        """A Node that is deleted and registered anew comes with its labels: until then the last ones count."""
+
+    async def watch_directory(self, directory: Path) -> NoReturn:
+        async with open_directory_watch(directory, poll_s=POLL_S) as watch:
+            while True:
+                self._changed.set()
+                await watch.wait_change()
+
+    async def _find(self, settings: Settings) -> _Read:
+        section = settings.node_configuration
+        if section.directory is None:
+            return None
+        return await asyncio.to_thread(_read, section.directory, self._labels, section.default)
+
+
+class ConfigurationWatch:
+    """Of one life: asks for another one where the node's configuration is another one."""
+
+    def __init__(self, configuration: NodeConfiguration, state: NodeState) -> None:
+        self._configuration = configuration
+        self._state = state
+
+    async def run(self, api: KubeApi) -> NoReturn:
+        """Until cancelled."""
+        configuration, settings = self._configuration, self._state.settings
+        watched = node_named(settings.node_name)
+        informer = Informer(kind="node", watched=watched, handler=configuration, metrics=self._state.metrics)
+        bodies: dict[str, Callable[[], Awaitable[object]]] = {"node labels": partial(informer.run, api)}
+        if (directory := settings.node_configuration.directory) is not None:
+            bodies["configurations"] = partial(configuration.watch_directory, directory)
+        async with asyncio.TaskGroup() as group:
+            start_tasks(group, bodies)
+            while True:
+                await configuration.wait_new(settings)
+                self._state.request_new_life("the node has another configuration")
+        raise AssertionError("unreachable: the tasks do not end")
+
+
+def _read(directory: Path, labels: Mapping[str, str], default: str) -> _Read:
+    """The name comes from the directory's own list, never from a label."""
+    try:
+        name = choose_name(labels, [path.name for path in directory.iterdir() if path.is_file()], default)
+        if not name:
+            return None
+        with (directory / name).open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as e:
+        return f"the configurations in {directory} cannot be read: {e.strerror}"
+    except ValueError as e:
+        return str(e)
+    if len(content) > MAX_BYTES:
+        return f"configuration {name} is larger than {MAX_BYTES // 1024} KiB"
+    return NamedConfiguration(name=name, content=content)
+
+
+async def _read_labels(settings: Settings) -> Mapping[str, str]:
+    """None where the API server does not answer in time: those of the watch follow."""
+    from gpushare_agent.cluster.kube.client import open_kube_api
+
+    error = "no answer"
+    try:
+        async with asyncio.timeout(LABELS_WAIT_S):
+            while True:
+                try:
+                    async with open_kube_api(kubeconfig=settings.kubeconfig) as api:
+                        return parse_node(await api.get_node(settings.node_name)).labels
+                except StartupError:
+                    raise
+                except AgentError as e:
+                    error = str(e)
+                await asyncio.sleep(RETRY_S)
+    except TimeoutError:
+        log.warning(
+            "node_labels_unknown", error=error, then="the configuration of a node without the label, until they are"
+        )
+        return {}

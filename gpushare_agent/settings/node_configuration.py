@@ -1,0 +1,74 @@
+"""Named configurations, of which each node has one: the settings that say where they are, and which of them is a node's.
+
+A configuration is a file of a ConfigMap that is mounted as a directory; a label of the Node names it. The rules are those
+of the config-manager of NVIDIA's plugin (cmd/config-manager/main.go of k8s-device-plugin v0.20.0), with a label of our own
+that comes first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from gpushare_agent.settings.values import OptionalPath, Section
+
+LABELS = ("gpushare-agent/config", "nvidia.com/device-plugin.config")
+"""The first that the Node has counts."""
+DEFAULT_NAME = "default"
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?", re.ASCII)
+
+
+class NodeConfigurationSettings(Section):
+    """Settings per node, by a label of the Node (docs/guide/configure-single-nodes.md)."""
+
+    directory: OptionalPath = Field(
+        default=None,
+        description="Directory with named configurations, a mounted ConfigMap: settings files, or files of NVIDIA's device"
+        " plugin. The Node's label gpushare-agent/config, else nvidia.com/device-plugin.config, names the one that this node"
+        " has. Empty: all nodes have the same settings.",
+    )
+    default: str = Field(
+        default="",
+        max_length=253,
+        description="Configuration of nodes without the label. Empty: the only one, else the one named default, else none.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedConfiguration:
+    """A configuration as it was read."""
+
+    name: str
+    content: bytes
+
+    @property
+    def source(self) -> str:
+        """For messages, and for what shows where a value came from."""
+        return f"configuration {self.name}"
+
+
+def choose_name(labels: Mapping[str, str], names: Collection[str], default: str) -> str:
+    """The name of a node's configuration, one of `names`; empty where it has none. Raises ValueError: there is none of the
+    name that is asked for. What a label says is compared with `names` and used for nothing else."""
+    label = next((label for label in LABELS if labels.get(label)), None)
+    wanted = labels[label] if label is not None else default
+    if wanted:
+        if wanted in usable_names(names):
+            return wanted
+        asks = f"the Node's label {label}" if label is not None else "node_configuration.default"
+        known = ", ".join(usable_names(names)) or "none"
+        raise ValueError(
+            f"{asks} names the configuration {wanted[:253]!r}, which is not there; there are: {known[:500]}"
+        )
+    usable = usable_names(names)
+    if len(usable) == 1:
+        return usable[0]
+    return DEFAULT_NAME if DEFAULT_NAME in usable else ""
+
+
+def usable_names(names: Collection[str]) -> list[str]:
+    """Those that can be configurations, sorted: a mounted ConfigMap has `..data` and others of the kubelet's beside them."""
+    return sorted(name for name in names if _NAME.fullmatch(name))

@@ -1,0 +1,81 @@
+"""Settings per node on the embedded node: a label picks a file of a mounted ConfigMap, and the kubelet's streams go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.settings.node_configuration import LABELS
+from tests.support_agent import BLOCKS, log_lines, open_child, poll_until, wait_running, wait_until
+from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod
+
+OURS = LABELS[0]
+REFUSED = "NodeConfigurationRefused"
+
+
+def _mount(directory: Path, **files: str) -> None:
+    """As the kubelet writes a ConfigMap: links into a directory that is changed in one step."""
+    directory.mkdir(exist_ok=True)
+    number = len(list(directory.glob("..v*")))
+    version = directory / f"..v{number}"
+    version.mkdir()
+    for name, text in files.items():
+        (version / name).write_text(text)
+    link = directory / "..data_tmp"
+    link.symlink_to(version.name)
+    link.rename(directory / "..data")
+    for name in files:
+        if not (directory / name).is_symlink():
+            (directory / name).symlink_to(f"..data/{name}")
+
+
+async def _label(node: EmbeddedNode, value: str) -> None:
+    await wait_until(node, lambda: node.api.object_of("nodes", ("", node.name)), "the kubelet registers the Node")
+    raw = node.api.node(node.name)
+    node.api.apply_node({**raw, "metadata": {**raw["metadata"], "labels": {OURS: value}}})
+
+
+async def _wait_blocks(node: EmbeddedNode, count: int) -> None:
+    await wait_until(node, lambda: node.kubelet.capacity().get(MEMORY, (0, 0))[1] == count, f"{count} blocks")
+
+
+def _events(node: EmbeddedNode) -> list[str]:
+    return [event["message"] for event in node.api.events() if event["reason"] == REFUSED]
+
+
+def _registered(node: EmbeddedNode) -> list[str]:
+    return sorted(line["resource"] for line in log_lines(node, "device_plugin_registered"))
+
+
+async def test_the_nodes_label_and_the_files_change_the_settings_without_a_new_registration() -> None:
+    """A configuration that is not there, or that has a mistake, keeps the last one, with an Event that says why."""
+    async with open_test_node() as node:
+        directory = node.paths.state / "configurations"
+        _mount(directory, small="resources: {memory_block_mib: 512}", large="resources: {memory_block_mib: 1024}")
+        await _label(node, "small")
+        flags = ["--simulated.cards=2", f"--node-configuration.directory={directory}"]
+        async with open_child(node, *flags):
+            await _wait_blocks(node, BLOCKS)
+            await _label(node, "none-such")
+            await poll_until(lambda: log_lines(node, "settings_not_reloaded"), "the name is refused")
+            await wait_until(node, lambda: _events(node), "the Event")
+            assert "none-such" in _events(node)[0]
+            await _label(node, "large")
+            await _wait_blocks(node, BLOCKS // 2)
+            _mount(directory, small="", large="resources: {memory_block_mib: many}")
+            await poll_until(lambda: len(log_lines(node, "settings_not_reloaded")) == 2, "the file is refused")
+            node.api.create_pod(pod("after", container(cores=50, blocks=BLOCKS // 8)))
+            await wait_running(node, "after")
+            assert _registered(node) == [CORE, MEMORY]
+
+
+async def test_an_agent_that_starts_with_a_bad_configuration_has_the_settings_of_all_nodes() -> None:
+    """It serves, and the Event says so; a mistake of a value that only the start finds is no other."""
+    async with open_test_node() as node:
+        directory = node.paths.state / "configurations"
+        for number, text in enumerate(("share_mode: perhaps", "resources: {memory_block_mib: 1}")):
+            _mount(directory, only=text)
+            flags = ["--simulated.cards=2", "--simulated.card-memory-mib=81920"]
+            async with open_child(node, *flags, f"--node-configuration.directory={directory}"):
+                await _wait_blocks(node, 2 * 81920 // 256)
+                await wait_until(node, lambda: len(_events(node)) > number, "the Event")  # noqa: B023 - in this turn
