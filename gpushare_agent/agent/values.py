@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.isolation import HamiCoreConfig, IsolationConfig, MpsConfig
+from gpushare_agent.isolation import ISOLATIONS, HamiCoreConfig, IsolationConfig, MpsConfig
 from gpushare_agent.isolation.cdi.files import CdiFiles
 from gpushare_agent.isolation.cdi.specs import CdiSpecs
 from gpushare_agent.isolation.decisions.cdi_spec import SPEC_CONTROL_NODES, SpecNodes
@@ -43,6 +43,8 @@ def resource_names(settings: Settings) -> ResourceNames:
         gpu_mem_unit_mib=1024 if gpushare.unit == "GiB" else 1,
         gpu=nvidia_names(settings).resources if settings.nvidia.enabled else (),
         nvidia=nvidia_names(settings),
+        shares_in_mig=settings.isolation is not IsolationName.AUTO
+        and not ISOLATIONS[settings.isolation].why_not_in_mig,
     )
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from gpushare_agent.cli.agent_client import read_node
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
-from gpushare_agent.cli.render_text import MIB, Form, health_line, is_cordoned, plain, print_as
+from gpushare_agent.cli.render_text import MIB, Form, gpu_label, health_line, is_cordoned, plain, print_as
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.topology import Branch, LinkKind, Topology
 from gpushare_agent.placement.topology_tree import render_tree
@@ -51,6 +51,7 @@ def _gpu(gpu: dict[str, Any]) -> dict[str, Any]:
         "index": gpu["index"],
         "uuid": gpu["uuid"],
         "name": gpu["name"],
+        **({"mig": gpu["mig"]} if gpu.get("mig") else {}),
         "is_healthy": gpu["is_healthy"],
         "health_reason": gpu["health_reason"],
         "cordoned": gpu["cordoned"],
@@ -75,7 +76,8 @@ def _note(gpu: dict[str, Any]) -> str:
         f"free {cores['free']}/{cores['capacity']} cores, "
         f"{memory['free_bytes'] // MIB}/{memory['capacity_bytes'] // MIB} MiB"
     )
-    return f"{plain(gpu['name'])}, {free}{'' if health == 'Healthy' else f', {health}'}"
+    name = f"{plain(gpu_label(gpu))} {plain(gpu['name'])}" if gpu.get("mig") else plain(gpu["name"])
+    return f"{name}, {free}{'' if health == 'Healthy' else f', {health}'}"
 
 
 def _branch(raw: dict[str, Any], depth: int) -> Branch:

@@ -95,6 +95,11 @@ def part_of(part: float, whole: float) -> str:
     return f"{part:.0f}/{whole:.0f}{share}"
 
 
+def gpu_label(gpu: dict[str, Any]) -> str:
+    """The index, of a MIG instance NVIDIA's `0:1`."""
+    return plain(gpu["mig"]["label"] if gpu.get("mig") else gpu["index"])
+
+
 def is_cordoned(gpu: dict[str, Any]) -> bool:
     return gpu["cordoned"] is not None
 

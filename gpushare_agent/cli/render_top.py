@@ -18,6 +18,7 @@ from gpushare_agent.cli.render_text import (
     GAP,
     PIPE_WIDTH,
     counted,
+    gpu_label,
     health_reasons,
     health_style,
     health_word,
@@ -73,7 +74,7 @@ def _gpu_line(gpu: dict[str, Any]) -> Line:
     state = health_word(gpu)
     return Line(
         cells=(
-            f"{gpu['index']} {gpu['name']}",
+            f"{gpu_label(gpu)} {gpu['name']}",
             state,
             f"{gpu['cores']['allocated']}/{gpu['cores']['capacity']}",
             percent(usage.get("sm_ratio")),

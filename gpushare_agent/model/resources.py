@@ -40,6 +40,8 @@ class ResourceNames:
     gpu_mem_unit_mib: int = 1024
     gpu: tuple[str, ...] = ()
     nvidia: NvidiaNames = NO_NVIDIA_NAMES
+    shares_in_mig: bool = False
+    """Whether the node's isolation keeps shares inside MIG instances: else these have no units but NVIDIA's."""
 
     @property
     def kinds(self) -> tuple[ResourceKind, ...]:
@@ -94,6 +96,8 @@ class ResourceNames:
 
     def units(self, gpu: Gpu, kind: ResourceKind) -> int:
         """Whole units of a GPU; of NVIDIA's resources of the one that it serves."""
+        if gpu.mig is not None and not self.shares_in_mig and kind is not ResourceKind.GPU:
+            return 0
         match kind:
             case ResourceKind.VCORE:
                 return CORES_PER_GPU

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpushare_agent.isolation.decisions.kept import NOT_KEPT_TEXTS, Kept
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.gpus import Gpu, GpuInventory, MigPlace
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceNames
@@ -135,6 +135,11 @@ def agent_document(snapshot: NodeSnapshot) -> dict[str, Any]:
     }
 
 
+def _mig(gpu: Gpu, place: MigPlace) -> dict[str, Any]:
+    ids = {"gpu_instance": place.gi, "compute_instance": place.ci}
+    return {"label": gpu.label, "profile": place.profile, "parent": place.parent, **ids}
+
+
 def gpu_document(gpu: Gpu, snapshot: NodeSnapshot) -> dict[str, Any]:
     sample = snapshot.usage.gpus.get(gpu.uuid) if snapshot.usage is not None else None
     unattributed = snapshot.usage.unattributed.get(gpu.uuid, ()) if snapshot.usage is not None else ()
@@ -144,6 +149,7 @@ def gpu_document(gpu: Gpu, snapshot: NodeSnapshot) -> dict[str, Any]:
         "minor": gpu.minor,
         "bus_id": gpu.bus_id,
         "name": gpu.name,
+        **({"mig": _mig(gpu, gpu.mig)} if gpu.mig is not None else {}),
         "numa": gpu.numa_node,
         "is_healthy": gpu.is_healthy,
         "health_reason": snapshot.illnesses.get(gpu.uuid, ""),

@@ -31,6 +31,10 @@ class GpuAccount:
     block_mib: int = MEMORY_BLOCK_MIB
     unit_mib: int = 1024
     is_healthy: bool = True
+    is_instance: bool = False
+    """A MIG instance: never a whole GPU to vcuda's names."""
+    takes_shares: bool = True
+    """False: an instance in which the node's isolation cannot keep a share."""
     used_cores: int = 0
     used_blocks: int = 0
     used_units: int = 0
@@ -93,7 +97,7 @@ class GpuAccount:
     @property
     def free_cores(self) -> int:
         # Comparisons, not min and max: the extender sums up thousands of nodes at once.
-        if self.max_shares is not None and self.is_full:
+        if not self.takes_shares or (self.max_shares is not None and self.is_full):
             return 0
         free = CORES_PER_GPU - self.used_cores + self.reusable_cores
         if self.used_part is not None:
@@ -104,7 +108,7 @@ class GpuAccount:
 
     @property
     def free_blocks(self) -> int:
-        if self.is_whole and not self.is_whole_reusable:
+        if not self.takes_shares or (self.is_whole and not self.is_whole_reusable):
             return 0
         total = self.memory_mib // self.block_mib
         free = total - self.used_blocks + self.reusable_blocks
@@ -118,7 +122,7 @@ class GpuAccount:
 
     @property
     def free_units(self) -> int:
-        if self.max_shares is not None and self.is_full:
+        if not self.takes_shares or (self.max_shares is not None and self.is_full):
             return 0
         free = 0
         if not self.is_whole:
@@ -172,6 +176,8 @@ def account_of(gpu: Gpu, names: ResourceNames) -> GpuAccount:
         block_mib=names.memory_block_mib,
         unit_mib=names.gpu_mem_unit_mib,
         is_healthy=gpu.is_healthy,
+        is_instance=gpu.mig is not None,
+        takes_shares=gpu.mig is None or names.shares_in_mig,
     )
 
 

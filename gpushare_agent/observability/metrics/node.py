@@ -59,6 +59,7 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     gpus = sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)
     labels = {gpu.uuid: labels_text(uuid=gpu.uuid, gpu=str(gpu.index), node=snapshot.node) for gpu in gpus}
     yield _gpu_info(snapshot, gpus)
+    yield _mig_info(snapshot, gpus)
     for name, text, state in _gpu_states(snapshot):
         yield Series(f"gpushare_card_{name}", text, rows=[(labels[gpu.uuid], state(gpu)) for gpu in gpus])
     usage = snapshot.usage
@@ -90,6 +91,22 @@ def _gpu_info(snapshot: NodeSnapshot, gpus: Iterable[Gpu]) -> Series:
             driver_version=snapshot.inventory.driver_version,
         )
         info.rows.append((labels, 1))
+    return info
+
+
+def _mig_info(snapshot: NodeSnapshot, gpus: Iterable[Gpu]) -> Series:
+    info = Series("gpushare_card_mig_info", "What the MIG instance is a part of, always 1.")
+    for gpu in gpus:
+        if gpu.mig is not None:
+            labels = labels_text(
+                uuid=gpu.uuid,
+                gpu=str(gpu.index),
+                node=snapshot.node,
+                instance=gpu.label,
+                profile=gpu.mig.profile,
+                parent=gpu.mig.parent,
+            )
+            info.rows.append((labels, 1))
     return info
 
 
