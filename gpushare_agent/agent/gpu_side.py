@@ -153,6 +153,7 @@ def open_driver(settings: Settings) -> NodeDriver:
             seed=settings.node_name,
             faults_file=simulated.faults,
             usage_file=simulated.usage,
+            with_instances=settings.nvidia.mig_strategy != "none",
         )
     except Corrupt as e:
         raise StartupError(f"topology file {simulated.topology}: {e}") from e

@@ -24,6 +24,7 @@ from gpushare_agent.observability.metrics.text import NodePage
 from gpushare_agent.settings.reference import all_keys, markdown, text_of
 from gpushare_agent.settings.settings import Settings
 from gpushare_agent.settings.sources import read_flags
+from tests.support_core import mig_instance
 from tests.support_usage import UUIDS, allocation, driver_sample, facts, id_of, key_of, owner, process, snapshot
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +111,9 @@ def full_metrics() -> str:
     holders = AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={id_of(1): allocated.key})
     usage = join_usage(driver_sample(sample), {10: owner(1)}, holders, sampled_at=1.0)
     shown = snapshot(facts(allocated), usage=usage)
+    first, second = shown.inventory.gpus
+    with_instance = replace(shown.inventory, gpus=(first, replace(second, mig=mig_instance(1, 0, 0).mig)))
+    shown = replace(shown, inventory=with_instance)
     metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
     return metrics.exposition("")[1].decode()
 

@@ -376,3 +376,31 @@ def test_use_is_written_as_it_is_read() -> None:
     written = encode_usage(parse_usage(text))
     assert [(p["card"], p["pid"]) for p in json.loads(written)["processes"]] == [(0, 3), (1, 9)]
     assert set(parse_usage(written)) == set(parse_usage(text))
+
+
+async def test_mig_instances_come_and_go_with_the_file(tmp_path: Path) -> None:
+    """As on real GPUs: their parent is not offered, one that a container has stays, and its index is not given again."""
+    faults = tmp_path / "faults"
+    driver = SimulatedDriver(
+        gpus=2, gpu_memory_mib=(81920,), topology_text=None, gpu_name="GPU", seed="n1", faults_file=faults,
+        with_instances=True,
+    )  # fmt: skip
+
+    async def after(**mig: list[str]) -> dict[str, tuple[int, bool]]:
+        faults.write_text(json.dumps({"mig": {index[1:]: profiles for index, profiles in mig.items()}}))
+        found = await driver.read()
+        return {gpu.mig.profile if gpu.mig else gpu.uuid: (gpu.index, gpu.is_healthy) for gpu in found.gpus}
+
+    first, second = (gpu.uuid for gpu in (await driver.read()).gpus)
+    assert await after(_0=["1g.10gb", "3g.40gb"]) == {second: (1, True), "1g.10gb": (2, True), "3g.40gb": (3, True)}
+    held = next(gpu for gpu in (await driver.read()).gpus if gpu.mig and gpu.mig.number == 1)
+    assert (held.memory_mib, held.label) == (40960, "0:1")
+    driver.held = lambda: [held.uuid]
+    assert await after(_0=["1g.10gb"]) == {second: (1, True), "1g.10gb": (2, True), "3g.40gb": (3, False)}
+    driver.held = tuple
+    assert await after(_0=["1g.10gb", "2g.20gb"]) == {second: (1, True), "1g.10gb": (2, True), "2g.20gb": (4, True)}
+    assert (await after(_0=[]))[first] == (0, False)
+    assert await after() == {first: (0, True), second: (1, True)}
+    assert parse_faults(encode_faults(Faults(mig={0: ("1g.10gb+me",)}))).mig == {0: ("1g.10gb+me",)}
+    with pytest.raises(ValueError, match="profile"):
+        parse_faults('{"mig": {"0": ["../../x"]}}')

@@ -10,13 +10,14 @@ State owned: which events and resets of the faults file were reported, and the m
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from gpushare_agent.gpus.decisions.values import GpuEvent
 from gpushare_agent.gpus.simulated.faults import Faults, parse_faults
 from gpushare_agent.gpus.simulated.input import SimulatedInput
+from gpushare_agent.gpus.simulated.mig import SimulatedInstances
 from gpushare_agent.gpus.simulated.usage import Usage, gpu_samples, parse_usage
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, NvLink
@@ -33,6 +34,7 @@ _UUID_SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "simulated-cards.gpushare-agent")
 _NVSWITCH_BUS_ID = "00000000:FE:00.0"
 _MAX_NVLINKS_OF_A_GPU = 36
 _MAX_EVENTS_AT_ONCE = 1024
+_MIG_REASON = "MIG mode is enabled, and nvidia.mig_strategy is none (simulated)"
 _RESET_REASON = "being reset (simulated)"
 
 
@@ -42,7 +44,7 @@ class SimulatedDriver:
     `gpu_memory_mib` has one value per GPU; a shorter list repeats its last value.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the settings of simulated GPUs, each by keyword
         self,
         *,
         gpus: int,
@@ -52,6 +54,7 @@ class SimulatedDriver:
         seed: str,
         faults_file: Path | None = None,
         usage_file: Path | None = None,
+        with_instances: bool = False,
     ) -> None:
         """Raises StartupError for sizes that do not fit together, Corrupt for a topology text that is none."""
         parsed = parse_topology(topology_text) if topology_text is not None else default_topology(gpus)
@@ -78,6 +81,9 @@ class SimulatedDriver:
         self._usage: SimulatedInput[Usage] = SimulatedInput(usage_file, name="usage", parse=parse_usage, default=())
         self._limits: dict[tuple[GpuUuid, Path], int] = {}
         self.held: Callable[[], Collection[GpuUuid]] = tuple
+        self._with_instances = with_instances
+        self._instances = SimulatedInstances()
+        self._last = self._inventory
         self._reported_event: int | None = None
         self._reported_reset: int | None = None
 
@@ -88,7 +94,11 @@ class SimulatedDriver:
             Unavailable: the faults file makes the whole driver fail, or cannot be read in time.
         """
         faults = await self._read_faults("reading the simulated GPUs")
-        return _with_faults(self._inventory, {**self._new_resets(faults), **faults.lost})
+        if not self._with_instances:
+            out = dict.fromkeys(faults.mig, _MIG_REASON)
+            return _with_faults(self._inventory, {**out, **self._new_resets(faults), **faults.lost})
+        self._last = self._instances.divide(self._inventory, faults.mig, self.held())
+        return _with_faults(self._last, {**self._new_resets(faults), **faults.lost})
 
     async def events(self) -> list[GpuEvent]:
         """The events of the faults file that were not reported yet. Raises Unavailable, as read does."""
@@ -108,8 +118,8 @@ class SimulatedDriver:
         """The usage file's content, for all GPUs that are not lost. Raises Unavailable, as read does."""
         faults = await self._read_faults("reading the simulated GPUs' use")
         usage, _ = await self._usage.read()
-        there = [gpu for gpu in self._inventory.gpus if gpu.index not in faults.lost]
-        lost = len(self._inventory.gpus) - len(there)
+        there = [gpu for gpu in self._last.gpus if not _is_lost(gpu, faults.lost)]
+        lost = len(self._last.gpus) - len(there)
         return DriverSample(gpus=gpu_samples(there, usage), errors={"gpu_is_lost": lost} if lost else {})
 
     async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
@@ -191,10 +201,18 @@ def _nvlinks(row: Sequence[Link]) -> tuple[NvLink, ...]:
     return tuple(NvLink(number=number, remote_bus_id=remote) for number, remote in enumerate(remotes))
 
 
+def _physical(gpu: Gpu) -> int:
+    return gpu.index if gpu.mig is None else gpu.mig.parent_index
+
+
+def _is_lost(gpu: Gpu, lost: Mapping[int, str]) -> bool:
+    return _physical(gpu) in lost
+
+
 def _with_faults(inventory: GpuInventory, lost: dict[int, str]) -> GpuInventory:
     gpus = tuple(
-        replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=lost[gpu.index] or "lost, no reason given")
-        if gpu.index in lost
+        replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=lost[_physical(gpu)] or "lost, no reason given")
+        if _is_lost(gpu, lost)
         else gpu
         for gpu in inventory.gpus
     )

@@ -1,9 +1,9 @@
 """The faults file of simulated GPUs: what fails, what the driver reports, which GPU was reset. Pure.
 
 `{"lost": {"<index>": "<reason>"}, "all_lost": "<reason>", "xids": [{"id": 1, "card": 3, "xid": 79}],
-"resets": [{"id": 2, "card": 3}]}`, each key optional (docs/sandbox.md). IDs grow; those that a driver finds at its first
-poll are history to it. An entry of `xids` may have `"kind": "double-bit-ecc"` instead of an xid, and no GPU, as where a
-driver does not name it.
+"resets": [{"id": 2, "card": 3}], "mig": {"<index>": ["1g.10gb", "3g.40gb"]}}`, each key optional (docs/sandbox.md). IDs
+grow; those that a driver finds at its first poll are history to it. An entry of `xids` may have
+`"kind": "double-bit-ecc"` instead of an xid, and no GPU, as where a driver does not name it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from gpushare_agent.gpus.decisions.values import GpuEventKind
 from gpushare_agent.gpus.simulated.input import entries, whole_number
+from gpushare_agent.gpus.simulated.mig import MAX_INSTANCES, PROFILE
 from gpushare_agent.placement.topology_text import MAX_GPUS
 
 MAX_EVENTS = 100_000
@@ -47,6 +48,8 @@ class Faults:
     all_lost: str = ""
     events: tuple[RehearsedEvent, ...] = ()
     resets: tuple[RehearsedReset, ...] = ()
+    mig: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Profiles of the instances of each GPU in MIG mode, by its index."""
 
     @property
     def last_id(self) -> int:
@@ -71,6 +74,7 @@ def parse_faults(text: str) -> Faults:
         all_lost=str(raw_faults.get("all_lost") or ""),
         events=tuple(sorted(events, key=lambda event: event.id)),
         resets=tuple(sorted(resets, key=lambda reset: reset.id)),
+        mig=_mig(raw_faults.get("mig", {})),
     )
 
 
@@ -85,7 +89,20 @@ def encode_faults(faults: Faults) -> str:
         for event in faults.events
     ]
     raw["resets"] = [{"id": reset.id, "card": reset.gpu} for reset in faults.resets]
+    if faults.mig:
+        raw["mig"] = {str(index): list(profiles) for index, profiles in sorted(faults.mig.items())}
     return json.dumps(raw)
+
+
+def _mig(raw: Any) -> dict[int, tuple[str, ...]]:
+    if not isinstance(raw, dict) or len(raw) > MAX_GPUS:
+        raise ValueError('expected "mig": {"<index>": ["1g.10gb"]}')
+    for profiles in raw.values():
+        if not isinstance(profiles, list) or len(profiles) > MAX_INSTANCES:
+            raise ValueError(f"expected lists of at most {MAX_INSTANCES} profiles in `mig`")
+        if not all(isinstance(profile, str) and PROFILE.fullmatch(profile) for profile in profiles):
+            raise ValueError("a profile in `mig` is not of the form 1g.10gb")
+    return {int(index): tuple(profiles) for index, profiles in raw.items()}
 
 
 def _event(entry: dict[str, Any]) -> RehearsedEvent:

@@ -93,6 +93,15 @@ def gpu_samples(gpus: Sequence[Gpu], usage: Usage) -> tuple[GpuSample, ...]:
 def _gpu_sample(gpu: Gpu, processes: Sequence[ProcessSample]) -> GpuSample:
     """The sums, none above the whole GPU; temperature, power, clocks and traffic as a GPU under such a load has them."""
     total_bytes = gpu.memory_mib * _MIB
+    used_bytes = min(total_bytes, sum(p.memory_bytes or 0 for p in processes))
+    if gpu.mig is not None:  # NVML has nothing else of an instance
+        only = tuple(ProcessSample(pid=p.pid, kind=p.kind, memory_bytes=p.memory_bytes) for p in processes)
+        return GpuSample(
+            uuid=gpu.uuid,
+            memory_used_bytes=used_bytes,
+            memory_total_bytes=total_bytes,
+            processes=tuple(sorted(only, key=lambda p: p.pid)),
+        )
     load = _whole(p.sm_ratio for p in processes)
     memory_load = _whole(p.memory_ratio for p in processes)
     return GpuSample(
@@ -101,7 +110,7 @@ def _gpu_sample(gpu: Gpu, processes: Sequence[ProcessSample]) -> GpuSample:
         memory_ratio=memory_load,
         encoder_ratio=_whole(p.encoder_ratio for p in processes),
         decoder_ratio=_whole(p.decoder_ratio for p in processes),
-        memory_used_bytes=min(total_bytes, sum(p.memory_bytes or 0 for p in processes)),
+        memory_used_bytes=used_bytes,
         memory_total_bytes=total_bytes,
         temperature_celsius=round(_between(_IDLE_CELSIUS, _BUSY_CELSIUS, load)),
         power_watts=round(_between(_IDLE_WATTS, _LIMIT_WATTS, load), 1),
