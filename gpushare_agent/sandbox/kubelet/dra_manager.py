@@ -155,12 +155,13 @@ class DraManager:
             self._calls.append(("GetInfo", ()))
             is_known = info.type == PLUGIN_TYPE and SERVICE in info.supported_versions
             error = "" if is_known else f"type {info.type} with {info.supported_versions} is not known"
-            self._calls.append(("NotifyRegistrationStatus", ()))
             await channel.unary(
                 f"{_REGISTRATION}/NotifyRegistrationStatus",
                 pluginregistration.RegistrationStatus(plugin_registered=is_known, error=error),
                 pluginregistration.RegistrationStatusResponse, timeout_s=GET_INFO_TIMEOUT_S,
             )  # fmt: skip
+            # After its answer: whoever waits for this call finds the driver registered.
+            self._calls.append(("NotifyRegistrationStatus", ()))
         except (RpcFailed, MalformedMessageError) as failure:
             log.debug("dra_driver_not_registered", socket=str(path), error=str(failure))
             return None
