@@ -10,7 +10,9 @@ import pytest
 from tests.e2e.cluster import Cluster
 from tests.e2e.installation import SYSTEM, Installation
 from tests.e2e.release import Release, open_release
+from tests.e2e.test_manifests import dry_run
 from tests.e2e.test_upgrade import without_rejection
+from tests.support_chart import template
 
 pytestmark = pytest.mark.e2e
 
@@ -30,6 +32,19 @@ def test_a_release_serves_shares_and_passes_its_own_test(
     ((cores, _, gpus),) = installation.wait_ledger(namespace, 1).values()
     assert (cores, len(gpus)) == (40, 1)
     assert "errors 0" in release.test()
+
+
+def test_an_api_server_takes_all_that_the_chart_can_install(
+    cluster: Cluster, installed: Installation, tmp_path: Path
+) -> None:
+    """Strict decoding, validation and admission, as for the kustomizations; Prometheus' own kinds aside."""
+    on = {"enabled": True}
+    choices = {"isolation": "mps", "dra": {"wholeGpus": on, **on}, "gpuMem": on, "staticPods": on, "networkPolicy": on}
+    choices |= {"displaySocket": on, "runtimeSocket": on, "resizePolicy": on, "config": {"map": {"own": {}}}}
+    choices |= {"extender": {"networkPolicy": on, "scheduler": on, "claimsWebhook": on, **on}}
+    done = template(choices, tmp_path)
+    assert done.returncode == 0, done.stderr
+    dry_run(cluster, done.stdout)
 
 
 def test_an_upgrade_with_a_changed_value_rejects_no_pod(

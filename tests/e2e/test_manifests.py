@@ -32,7 +32,7 @@ SAMPLES = sorted((MANIFESTS / "samples").glob("*.yaml"))
 @pytest.mark.parametrize("folder", KUSTOMIZATIONS)
 def test_an_api_server_takes_a_kustomization(cluster: Cluster, installed: Installation, folder: str) -> None:
     """Each folder that `kubectl apply -k` is for, beside what is installed."""
-    _dry_run(cluster, cluster.run("kustomize", str(MANIFESTS / folder)))
+    dry_run(cluster, cluster.run("kustomize", str(MANIFESTS / folder)))
 
 
 @pytest.mark.parametrize("path", COMPONENTS, ids=str)
@@ -41,7 +41,7 @@ def test_an_api_server_takes_a_component(cluster: Cluster, installed: Installati
     top = path.parts[: path.parts.index("components")]
     before = [str(path.with_name(name)) for name in BEHIND.get(path.name, [])]
     text = installed.render(str(Path(*top)) if top else "base", components=[*before, str(path)])
-    _dry_run(cluster, text)
+    dry_run(cluster, text)
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
@@ -50,7 +50,7 @@ def test_an_api_server_takes_a_sample(cluster: Cluster, namespace: str, path: Pa
     cluster.run("apply", "--dry-run=server", "-n", namespace, "-f", str(path))
 
 
-def _dry_run(cluster: Cluster, rendered: str) -> None:
+def dry_run(cluster: Cluster, rendered: str) -> None:
     """As one would apply it; the Job of `check` has no name before it is created."""
     rendered = rendered.replace("NODE-TO-CHECK", cluster.node)
     verb = "create" if "generateName:" in rendered else "apply"

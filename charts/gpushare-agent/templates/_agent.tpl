@@ -34,6 +34,9 @@
 {{- if $values.dra.enabled -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_DRA__GPUS" "value" (join "," $values.dra.gpus)) -}}
 {{- end -}}
+{{- with $values.config.default -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_NODE_CONFIGURATION__DEFAULT" "value" .) -}}
+{{- end -}}
 {{- $own := list (dict "name" $container.name "env" $variables) (dict "name" $container.name "env" $values.env) -}}
 {{- range $patch := $own -}}
   {{- if $patch.env }}{{ include "gpushare-agent.merge" (dict "into" $pod "patch" (dict "containers" (list $patch))) }}{{ end -}}
@@ -46,6 +49,17 @@
   {{- end -}}
   {{- range $one := $pod.volumes -}}
     {{- if eq $one.name "runtime-socket" }}{{ $_ := set $one.hostPath "path" $directory }}{{ end -}}
+  {{- end -}}
+{{- end -}}
+{{- with $values.config.map -}}
+  {{- $data := dict -}}
+  {{- range $name, $one := . }}{{ $_ := set $data $name (kindIs "string" $one | ternary $one (toYaml $one)) }}{{ end -}}
+  {{- $metadata := dict "name" "gpushare-agent-nodes" "namespace" $root.Release.Namespace -}}
+  {{- $_ := set $objects "ConfigMap/gpushare-agent-nodes" (dict "apiVersion" "v1" "kind" "ConfigMap" "metadata" $metadata "data" $data) -}}
+{{- end -}}
+{{- with $values.config.name -}}
+  {{- range $one := $pod.volumes -}}
+    {{- if eq $one.name "node-configurations" }}{{ $_ := set $one.configMap "name" $values.config.name }}{{ end -}}
   {{- end -}}
 {{- end -}}
 {{- with get $objects "DeviceClass/whole.gpushare-agent" -}}

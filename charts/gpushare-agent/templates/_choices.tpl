@@ -21,6 +21,7 @@
 {{- if $values.displaySocket.enabled }}{{ $components = append $components "display-socket" }}{{ end -}}
 {{- if $values.runtimeSocket.enabled }}{{ $components = append $components "runtime-socket" }}{{ end -}}
 {{- if $values.wholeKubeletDirectory }}{{ $components = append $components "whole-kubelet-directory" }}{{ end -}}
+{{- if or $values.config.map $values.config.name }}{{ $components = append $components "node-configuration" }}{{ end -}}
 {{- if not $values.cleanupRejectedPods }}{{ $components = append $components "without-cleanup" }}{{ end -}}
 {{- if not $values.nodeFacts }}{{ $components = append $components "without-node-facts" }}{{ end -}}
 {{- if kindIs "bool" $values.hostPID }}{{ $components = append $components (ternary "cgroup-v1" "without-host-pid" $values.hostPID) }}{{ end -}}
@@ -52,6 +53,10 @@ manifests/components/{{ . }}
 {{- end -}}
 {{- if and $values.dra.wholeGpus.enabled (not $values.dra.enabled) -}}
   {{- fail "dra.wholeGpus.enabled needs `dra.enabled: true`" -}}
+{{- end -}}
+{{- with $values.config -}}
+  {{- if and .map .name }}{{ fail "config.map and config.name: give one of them" }}{{ end -}}
+  {{- if and .default (not .name) (not (hasKey .map .default)) }}{{ fail (printf "config.default: %s is not in config.map" .default) }}{{ end -}}
 {{- end -}}
 {{- if and $values.staticPods.selfSignedKubelet (not $values.staticPods.enabled) -}}
   {{- fail "staticPods.selfSignedKubelet needs `staticPods.enabled: true`" -}}
