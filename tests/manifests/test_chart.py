@@ -39,6 +39,8 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
         ["vcuda", "driver-container", "prune-driver-volume"],
     ),
     "cdi": ({"deviceListStrategy": "cdi-cri"}, ["base"], ["cdi"]),
+    "nvidia": ({"nvidia": ON}, ["base"], ["nvidia"]),
+    "nvidia-mps": ({"nvidia": {"enabled": True, "sharing": "mps"}}, ["base", "mps-daemon"], ["nvidia", "nvidia-mps"]),
     "dra": ({"dra": ON}, ["base"], ["dra"]),
     "dra-whole-gpus": ({"dra": {"enabled": True, "wholeGpus": ON}}, ["base"], ["dra", "dra-whole-gpus"]),
     "gpushare": ({"gpuMem": ON}, ["base"], ["gpushare"]),
@@ -88,6 +90,13 @@ def test_the_chart_installs_what_kustomize_does(name: str, tmp_path: Path) -> No
         assert found[key] == one, key
 
 
+def test_every_component_of_the_manifests_has_a_value() -> None:
+    """But nvidia-config: one named configuration (`config.map`) is that of every node, with that file's text too."""
+    named = {Path(one).name for _, _, components in CASES.values() for one in components}
+    folders = [*(MANIFESTS / "components").iterdir(), *(MANIFESTS / "extender/components").iterdir()]
+    assert {path.name for path in folders} - named == {"nvidia-config"}
+
+
 def test_helm_test_runs_the_check_of_the_manifests(tmp_path: Path) -> None:
     """As a hook, on any node of the agents and not on a named one."""
     agent = _pod(chart_objects({}, tmp_path)["DaemonSet", "gpushare-agent"])
@@ -130,6 +139,9 @@ def test_the_values_reach_their_places(tmp_path: Path) -> None:
         "imagePullSecrets": [{"name": "pull"}],
         "isolation": "mps+driver",
         "deviceListStrategy": ["cdi-annotations", "device-nodes"],
+        "nvidia": {"enabled": True, "sharing": "shares"},
+        "migStrategy": "mixed",
+        "deviceIDStrategy": "index",
         "dra": {"enabled": True, "gpus": ["0", "1"], "wholeGpus": {"enabled": True, "resourceName": "a.test/gpu"}},
         "runtimeSocket": {"enabled": True, "directory": "/run/crio"},
         "logLevel": "debug",
@@ -156,6 +168,10 @@ def test_the_values_reach_their_places(tmp_path: Path) -> None:
     assert variables["GPUSHARE_ISOLATION"] == "auto", "what the user sets goes before all"
     assert variables["GPUSHARE_DEVICE_LIST_STRATEGY"] == "cdi-annotations,device-nodes"
     assert variables["GPUSHARE_DRA__GPUS"] == "0,1"
+    nvidia = {name: value for name, value in variables.items() if name.startswith("GPUSHARE_NVIDIA__")}
+    assert [nvidia[f"GPUSHARE_NVIDIA__{name}"] for name in ("ENABLED", "SHARING", "MIG_STRATEGY", "DEVICE_IDS")] == [
+        *("true", "shares", "mixed", "index")
+    ]
     assert {"/var/run/cdi", "/run/crio", "/run/gpushare-mps"} <= {one["mountPath"] for one in container["volumeMounts"]}
     assert "/run/crio" in [one.get("hostPath", {}).get("path") for one in _pod(agent)["volumes"]]
     assert agent["spec"]["updateStrategy"] == {"type": "OnDelete"}
@@ -217,6 +233,7 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"driverLimits": {"setByAgent": True}}, "hami-core+driver"),
         ({"dra": {"wholeGpus": ON}}, "dra.enabled"),
         ({"staticPods": {"selfSignedKubelet": True}}, "staticPods.enabled"),
+        ({"migStrategy": "mixed"}, "nvidia.enabled"),
         ({"config": {"map": {"a": {}}, "name": "b"}}, "give one of them"),
         ({"config": {"map": {"a": {}}, "default": "b"}}, "b is not in config.map"),
         ({"extender": {"claimsWebhook": ON}}, "extender.enabled"),

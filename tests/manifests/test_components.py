@@ -49,6 +49,7 @@ COMPONENTS = {
     "node-configuration",
     "nvidia",
     "nvidia-config",
+    "nvidia-mps",
     "prometheus-operator",
     "prune-driver-volume",
     "runtime-socket",

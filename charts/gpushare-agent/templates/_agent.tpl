@@ -34,6 +34,15 @@
 {{- if $values.dra.enabled -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_DRA__GPUS" "value" (join "," $values.dra.gpus)) -}}
 {{- end -}}
+{{- with $values.nvidia.sharing -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_NVIDIA__SHARING" "value" .) -}}
+{{- end -}}
+{{- with $values.migStrategy -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_NVIDIA__MIG_STRATEGY" "value" .) -}}
+{{- end -}}
+{{- with $values.deviceIDStrategy -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_NVIDIA__DEVICE_IDS" "value" .) -}}
+{{- end -}}
 {{- with $values.config.default -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_NODE_CONFIGURATION__DEFAULT" "value" .) -}}
 {{- end -}}

@@ -11,6 +11,8 @@
 {{- if $values.vcuda.driverContainer }}{{ $components = append $components "driver-container" }}{{ end -}}
 {{- if $values.vcuda.pruneDriverVolume }}{{ $components = append $components "prune-driver-volume" }}{{ end -}}
 {{- if contains "cdi-" (include "gpushare-agent.strategies" .) }}{{ $components = append $components "cdi" }}{{ end -}}
+{{- if $values.nvidia.enabled }}{{ $components = append $components "nvidia" }}{{ end -}}
+{{- if eq $values.nvidia.sharing "mps" }}{{ $components = append $components "nvidia-mps" }}{{ end -}}
 {{- if $values.dra.enabled }}{{ $components = append $components "dra" }}{{ end -}}
 {{- if $values.dra.wholeGpus.enabled }}{{ $components = append $components "dra-whole-gpus" }}{{ end -}}
 {{- if $values.gpuMem.enabled }}{{ $components = append $components "gpushare" }}{{ end -}}
@@ -53,6 +55,9 @@ manifests/components/{{ . }}
 {{- end -}}
 {{- if and $values.dra.wholeGpus.enabled (not $values.dra.enabled) -}}
   {{- fail "dra.wholeGpus.enabled needs `dra.enabled: true`" -}}
+{{- end -}}
+{{- if and (or $values.migStrategy $values.deviceIDStrategy $values.nvidia.sharing) (not $values.nvidia.enabled) -}}
+  {{- fail "migStrategy, deviceIDStrategy and nvidia.sharing need `nvidia.enabled: true`" -}}
 {{- end -}}
 {{- with $values.config -}}
   {{- if and .map .name }}{{ fail "config.map and config.name: give one of them" }}{{ end -}}
