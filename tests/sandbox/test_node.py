@@ -290,7 +290,7 @@ async def test_the_report_charges_memory_to_the_gpu_of_the_cores() -> None:
         "Unschedulable",
     )
     assert p["containers"] == [{
-        "name": "main", "cards": [1], "claims": [], "vcore": 30, "vmemory": 3, "gpu_mem": 0,
+        "name": "main", "cards": [1], "claims": [], "vcore": 30, "vmemory": 3, "gpu_mem": 0, "units": {},
         "env": {"NVIDIA_VISIBLE_DEVICES": "b"},
         "mounts": [{"host_path": "/h", "container_path": "/c", "read_only": True}],
         "devices": [{"host_path": "/dev/x", "container_path": "/dev/x", "permissions": "rwm"}], "annotations": {"k": "v"},
