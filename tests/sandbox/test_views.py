@@ -30,7 +30,7 @@ SHARE = {"cores": 30, "memory_mib": 4096, "core_limit": 0, "is_limited": True, "
 def shown_container(pids: int = 1, **reported: Any) -> dict[str, Any]:
     """Of a document, as far as the views read it."""
     return {
-        "name": "main", "vcore": 30, "vmemory": 16, "gpu_mem": 0, "claims": [], "cards": [0],
+        "name": "main", "vcore": 30, "vmemory": 16, "gpu_mem": 0, "units": {}, "claims": [], "cards": [0],
         "pids": list(range(4711, 4711 + pids)),
         "vdevice": {**SHARE, **reported}, "used": {"cores": 12.4, "memory_mib": 2048},
     }  # fmt: skip
