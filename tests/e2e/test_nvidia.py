@@ -1,0 +1,131 @@
+"""Pods that ask for nvidia.com/gpu as NVIDIA documents them, and a node that leaves NVIDIA's plugin while they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import Cluster, Object
+from tests.e2e.installation import SYSTEM, Installation, with_variables
+
+pytestmark = pytest.mark.e2e
+
+GPU = "nvidia.com/gpu"
+STAND_IN = Path(__file__).with_name("nvidia_plugin.py")
+REPLICAS = """
+version: v1
+sharing:
+  timeSlicing:
+    resources:
+    - name: nvidia.com/gpu
+      replicas: 4
+"""
+"""NVIDIA's example of time slicing."""
+
+
+def asking(cluster: Cluster, name: str, number: int) -> Object:
+    """NVIDIA's example pod: a limit and nothing else of ours, which writes what it sees."""
+    pod = cluster.pod(name)
+    (container,) = pod["spec"]["containers"]
+    container["resources"] = {"limits": {GPU: number}}
+    container["command"] = ["sh", "-c", f"echo $NVIDIA_VISIBLE_DEVICES; {container['command'][-1]}"]
+    return pod
+
+
+def visible(cluster: Cluster, namespace: str, name: str) -> list[str]:
+    """The GPUs that the container was started with."""
+    return cluster.wait_for("the pod's log", lambda: cluster.run("logs", "-n", namespace, name).strip()).split(",")
+
+
+def offered(cluster: Cluster) -> int:
+    return int(cluster.node_object()["status"]["allocatable"].get(GPU, "0"))
+
+
+def started(cluster: Cluster, namespace: str) -> dict[str, list[str]]:
+    """pod -> when its containers started, and how often."""
+    return {
+        name: [f"{one['restartCount']} {one['state']}" for one in pod["status"]["containerStatuses"]]
+        for name, pod in cluster.pods(namespace).items()
+    }
+
+
+def test_nvidias_example_pods(cluster: Cluster, installation: Installation, namespace: str) -> None:
+    """One GPU, two GPUs, and shares beside them, unchanged; no GPU is given twice, and none is left over."""
+    installation.install(components=["components/nvidia"])
+    total = cluster.wait_for("the node offers nvidia.com/gpu", lambda: offered(cluster))
+    cluster.start(namespace, asking(cluster, "one", 1), asking(cluster, "two", 2), cluster.pod("share", 30, 4))
+    one, two = (visible(cluster, namespace, name) for name in ("one", "two"))
+    assert len({*one, *two}) == 3 and all(gpu.startswith("GPU-") for gpu in one + two)
+    (shared,) = installation.wait_ledger(namespace, 3)[f"{namespace}/share/main"][2]
+    cards = {gpu["uuid"]: gpu["index"] for gpu in installation.view()["cards"]}
+    assert shared not in {cards[gpu] for gpu in one + two}
+    cluster.wait_for("the GPU of the share is withheld", lambda: offered(cluster) == total - 1)
+
+
+def test_nvidias_example_of_time_slicing(cluster: Cluster, installation: Installation, namespace: str) -> None:
+    """The plugin's file as it is: four replicas of each GPU, by variables of its chart too."""
+    configuration = {
+        "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "nvidia-plugin-config"},
+        "data": {"config.yaml": REPLICAS},
+    }  # fmt: skip
+    installation.remove()
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}})
+    cluster.apply(configuration, namespace=SYSTEM)
+    chart = with_variables({"FAIL_ON_INIT_ERROR": "true", "MPS_ROOT": "/run/nvidia/mps"})
+    installation.apply(installation.kustomization(components=["components/nvidia-config"], patches=[chart]))
+    gpus = len(installation.view()["cards"])
+    cluster.wait_for("four replicas of each GPU", lambda: offered(cluster) == 4 * gpus)
+    cluster.start(namespace, *(asking(cluster, f"replica-{number}", 1) for number in range(6)))
+    seen = [gpu for number in range(6) for gpu in visible(cluster, namespace, f"replica-{number}")]
+    assert len(seen) == 6 and len(set(seen)) >= min(gpus, 2)
+    shown = installation.exec("gpushare-agent", "config")
+    assert "sharing.timeSlicing.resources.replicas" in shown and "nvidia.replicas=nvidia.com/gpu=4" in shown
+
+
+def test_a_node_is_moved_from_nvidias_plugin_while_pods_run(
+    cluster: Cluster, installation: Installation, namespace: str
+) -> None:
+    """Their containers go on and keep their GPUs, which no new pod gets."""
+    installation.install(components=["components/nvidia"])
+    gpus = [gpu["uuid"] for gpu in installation.view()["cards"]]
+    installation.remove()
+    cluster.wait_for("the agent's resource is gone", lambda: not offered(cluster))
+    run_stand_in(cluster, installation, namespace, gpus)
+    cluster.wait_for("the plugin's resource", lambda: offered(cluster) == len(gpus))
+    cluster.start(namespace, asking(cluster, "before-1", 1), asking(cluster, "before-2", 2))
+    held = [gpu for name in ("before-1", "before-2") for gpu in visible(cluster, namespace, name)]
+    cluster.run("delete", "pod", "nvidia-plugin", "-n", namespace, "--wait")
+    running = started(cluster, namespace)
+
+    installation.install(components=["components/nvidia"])
+    installation.wait_ledger(namespace, 2)
+    cluster.wait_for("the GPUs in use are offered too, and counted as used", lambda: offered(cluster) == len(gpus))
+    names = [f"after-{number}" for number in range(len(gpus) - 3)]
+    cluster.start(namespace, *(asking(cluster, name, 1) for name in names))
+    seen = [gpu for name in names for gpu in visible(cluster, namespace, name)]
+    assert sorted(held + seen) == sorted(gpus)
+    assert {name: one for name, one in started(cluster, namespace).items() if name in running} == running
+
+
+def run_stand_in(cluster: Cluster, installation: Installation, namespace: str, gpus: list[str]) -> None:
+    """In a pod of the agent's image, with the kubelet's directory."""
+    source = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "stand-in"},
+        "data": {"p.py": STAND_IN.read_text()},
+    }
+    container = {
+        "name": "main", "image": installation.image, "imagePullPolicy": "IfNotPresent", "securityContext": {"runAsUser": 0},
+        "command": ["/opt/gpushare-agent/bin/python", "/source/p.py", "1", *gpus],
+        "volumeMounts": [
+            {"name": "source", "mountPath": "/source"}, {"name": "kubelet", "mountPath": "/var/lib/kubelet/device-plugins"},
+        ],
+    }  # fmt: skip
+    volumes = [
+        {"name": "source", "configMap": {"name": "stand-in"}},
+        {"name": "kubelet", "hostPath": {"path": "/var/lib/kubelet/device-plugins"}},
+    ]
+    cluster.apply(source, namespace=namespace)
+    cluster.start(namespace, cluster.pod_of("nvidia-plugin", container, volumes=volumes))
