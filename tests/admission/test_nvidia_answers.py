@@ -114,3 +114,18 @@ def test_our_answer_is_theirs_but_for_the_listed_differences(question: str) -> N
 def test_every_listed_difference_is_one() -> None:
     made = {one for question in THEIRS for one in as_ours(THEIRS[question], *question.split("; ")[:2])[1]}
     assert made == set(DIFFERENCES.values())
+
+
+def test_replicas_that_are_shares_are_limited_to_their_part() -> None:
+    """Under hami-core: two of four replicas of GPU 0 are a half, one of GPU 1 a quarter."""
+    terms = UnitTerms(4, Sharing.SHARES)
+    served = ServedUnits(NVIDIA_GPU_RESOURCE, terms)
+    devices = [*served.ids(GPUS[0].uuid)[:2], served.ids(GPUS[1].uuid)[3]]
+    spec = replace(container("cuda"), requests={NVIDIA_GPU_RESOURCE: 3})
+    names = ResourceNames(gpu=(NVIDIA_GPU_RESOURCE,), nvidia=NvidiaNames(sharing=Sharing.SHARES))
+    policy = EditPolicy(names=names, config=CONFIG, isolation=IsolationName.HAMI_CORE)
+    edits = edits_for(pod("p", spec, uid=UID), spec, GPUS, policy, units_of(devices))
+    assert isinstance(edits, ContainerEdits)
+    env = dict(edits.env)
+    assert (env["CUDA_DEVICE_MEMORY_LIMIT_0"], env["CUDA_DEVICE_SM_LIMIT_0"]) == ("12288m", "50")
+    assert (env["CUDA_DEVICE_MEMORY_LIMIT_1"], env["CUDA_DEVICE_SM_LIMIT_1"]) == ("6144m", "25")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpushare_agent.isolation.decisions.vdevice_format import decode_config
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.units import terms_of
 from gpushare_agent.sandbox.node import EmbeddedNode
@@ -68,6 +69,28 @@ async def test_replicas_keep_their_terms_when_the_settings_change() -> None:
             await wait_gone(node, "quarter")
             await wait_allocatable(node, GPU, 4)
             await wait_allocatable(node, CORE, 200)
+
+
+async def test_replicas_that_are_shares_are_held_to_their_part() -> None:
+    """By the node's isolation, here vcuda; a whole GPU is not limited by it."""
+    flags = ("--nvidia.enabled", "--simulated.cards=2", "--isolation=vcuda", "--nvidia.sharing=shares")
+    async with open_test_node() as node, open_agent(node, *flags, "--nvidia.replicas=0=4"):
+        await wait_allocatable(node, GPU, 5)
+        node.api.create_pod(sample("first"))
+        await wait_running(node, "first")
+        node.api.create_pod(sample("second"))
+        await wait_running(node, "second")
+        configs = {}
+        for name in ("first", "second"):
+            uid = node.api.pod("default", name)["metadata"]["uid"]
+            path = node.paths.virtual_manager / uid / "cuda-container" / "vcuda.config"
+            config = decode_config(path.read_bytes())
+            configs[answer(node, name)[0][0].rpartition("/")[2]] = (
+                config.utilization,
+                config.memory_bytes,
+                config.enable,
+            )
+        assert configs == {"4s": (25, 6 * 2**30, True), "1": (100, 24 * 2**30, False)}
 
 
 async def test_a_container_asks_for_one_kind_of_gpu() -> None:
