@@ -187,6 +187,7 @@ def _build(
         isolation_reason=node.isolation_reason,
         configuration=configuration,
         request_new_life=request_new_life,
+        mig_profiles=node.mig_profiles,
     )
     if earlier is not None:
         agent.take_over(earlier)
@@ -221,6 +222,8 @@ async def _run_until_signal(
 
 async def _obey(agent: NodeAgent, current: NodeSettings, configuration: NodeConfiguration, signals: _Signals) -> None:
     agent.kubelet.handover.subscribe(lambda: signals.received(_End.HAND_OVER))
+    if current.follows_mig:
+        agent.state.inventory.subscribe(lambda found: _follow_mig(found, current, signals))
     while True:
         if configuration.problem:
             agent.cluster.node_events.note(NodeEventReason.CONFIGURATION_REFUSED, "", configuration.problem)
@@ -246,6 +249,12 @@ async def _obey(agent: NodeAgent, current: NodeSettings, configuration: NodeConf
         log.info("restarting_with_new_settings")
         is_newcomer = not agent.kubelet.stands_by
         raise _Ended(_Next(settings=settings, is_newcomer=is_newcomer, earlier=agent, fallback=current))
+
+
+def _follow_mig(found: GpuInventory, current: NodeSettings, signals: _Signals) -> None:
+    """Instances of a new profile have a resource of their own, which a new life of the agent registers."""
+    if new := found.mig_profiles - current.mig_profiles:
+        signals.request_new_life(f"there are MIG instances of new profiles: {', '.join(sorted(new))}")
 
 
 async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:

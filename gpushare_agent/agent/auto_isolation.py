@@ -7,7 +7,7 @@ isolation can be had.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import structlog
@@ -35,26 +35,45 @@ FILES_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """Settings without `auto`. `isolation_reason` is why the isolation was chosen, empty where the operator chose it."""
+    """Settings without `auto`. `isolation_reason` is why the isolation was chosen, empty where the operator chose it.
+    `mig_profiles` are those of the node's MIG instances where resources are named after them."""
 
     settings: Settings
     isolation_reason: str = ""
+    mig_profiles: frozenset[str] = frozenset()
+
+    @property
+    def follows_mig(self) -> bool:
+        """Resources are named after the profiles of MIG instances."""
+        return self.settings.nvidia.enabled and self.settings.nvidia.mig_strategy == "mixed"
 
 
 async def resolve_isolation(settings: Settings) -> NodeSettings:
     """Each look at the node is bounded, and what does not answer cannot be had. Raises StartupError for wrong settings."""
-    if settings.isolation is not IsolationName.AUTO:
-        return NodeSettings(settings=settings)
+    node = NodeSettings(settings=settings)
+    if settings.isolation is not IsolationName.AUTO and not node.follows_mig:
+        return node
     driver = open_driver(settings)
     try:
+        if node.follows_mig:
+            node = replace(node, mig_profiles=await _mig_profiles(driver))
+        if settings.isolation is not IsolationName.AUTO:
+            return node
         found = await _find(settings, driver)
     finally:
         await driver.close()
     choice = choose(found)
     log.info("isolation_chosen", isolation=choice.isolation.value, reason=choice.reason)
-    return NodeSettings(
-        settings=settings.model_copy(update={"isolation": choice.isolation}), isolation_reason=choice.reason
-    )
+    chosen = settings.model_copy(update={"isolation": choice.isolation})
+    return replace(node, settings=chosen, isolation_reason=choice.reason)
+
+
+async def _mig_profiles(driver: NodeDriver) -> frozenset[str]:
+    """None of a driver that cannot be read now: the agent follows them later."""
+    try:
+        return (await driver.read()).mig_profiles
+    except AgentError:
+        return frozenset()
 
 
 async def _find(settings: Settings, driver: NodeDriver) -> NodeFindings:

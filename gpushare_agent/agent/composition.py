@@ -6,7 +6,7 @@ No loop runs here; agent/agent.py runs them. `_Subscriptions` is the one place t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,15 +72,16 @@ def build(
     isolation_reason: str = "",
     configuration: NodeConfiguration | None = None,
     request_new_life: Callable[[str], None] = lambda reason: None,
+    mig_profiles: Collection[str] = (),
 ) -> NodeAgent:
     """The sides, joined but not started. They go on with the metrics and the kubelet's queue of an `earlier` life;
-    `take_over` is to follow. `isolation_reason` is why the isolation was chosen, where the setting was auto. Raises
-    StartupError."""
+    `take_over` is to follow. `isolation_reason` is why the isolation was chosen, where the setting was auto;
+    `mig_profiles` are those of the node's MIG instances, after which resources are named. Raises StartupError."""
     store, cache = PodStore(), AllocationCache()
     state = NodeState(
         settings=settings,
         isolation_reason=isolation_reason,
-        names=resource_names(settings),
+        names=resource_names(settings, mig_profiles),
         metrics=earlier.state.metrics.begin_anew() if earlier is not None else AgentMetrics(),
         inventory=GpuInventoryState(health_policy(settings)),
         store=store,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,8 +32,8 @@ from gpushare_agent.settings.settings import Settings
 USUAL_VOLUME_CONFIG = Path("/etc/gpu-manager/volume.conf")
 
 
-def resource_names(settings: Settings) -> ResourceNames:
-    """The resources that the node offers."""
+def resource_names(settings: Settings, mig_profiles: Collection[str] = ()) -> ResourceNames:
+    """The resources that the node offers, with MIG instances of these profiles."""
     gpushare = settings.gpushare
     return ResourceNames(
         vcore=settings.resources.vcore,
@@ -41,7 +41,7 @@ def resource_names(settings: Settings) -> ResourceNames:
         gpu_mem=gpushare.resource if gpushare.enabled else "",
         memory_block_mib=settings.resources.memory_block_mib,
         gpu_mem_unit_mib=1024 if gpushare.unit == "GiB" else 1,
-        gpu=nvidia_names(settings).resources if settings.nvidia.enabled else (),
+        gpu=nvidia_names(settings).resources(mig_profiles) if settings.nvidia.enabled else (),
         nvidia=nvidia_names(settings),
         shares_in_mig=settings.isolation is not IsolationName.AUTO
         and not ISOLATIONS[settings.isolation].why_not_in_mig,
@@ -55,6 +55,8 @@ def nvidia_names(settings: Settings) -> NvidiaNames:
         resource=nvidia.resource,
         gpus=nvidia.gpus,
         names=nvidia.name_pairs,
+        mig_strategy=nvidia.mig_strategy,
+        mig_names=nvidia.mig_name_pairs,
         replicas=nvidia.replica_counts,
         sharing=nvidia.sharing,
         is_renamed=nvidia.rename_replicas,

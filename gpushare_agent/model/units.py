@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import (
     CORES_PER_GPU,
     NVIDIA_GPU_RESOURCE,
+    NVIDIA_MIG_PREFIX,
     SHARED_SUFFIX,
     DeviceId,
     GpuUuid,
@@ -65,6 +67,8 @@ class NvidiaNames:
     resource: str = NVIDIA_GPU_RESOURCE
     gpus: tuple[str, ...] = ("all",)
     names: tuple[tuple[str, str], ...] = ()
+    mig_strategy: Literal["none", "single", "mixed"] = "none"
+    mig_names: tuple[tuple[str, str], ...] = ()
     replicas: tuple[tuple[str, int], ...] = ()
     sharing: Sharing = Sharing.TIME_SLICING
     is_renamed: bool = False
@@ -73,21 +77,37 @@ class NvidiaNames:
 
     def served(self, gpu: Gpu) -> ServedUnits | None:
         """None where the GPU serves none of these resources."""
-        if not gpu.is_selected(self.gpus):
+        name = self._name(gpu) if gpu.is_selected(self.gpus) else None
+        if name is None:
             return None
-        name = next((name for pattern, name in self.names if gpu.is_selected((pattern,))), self.resource)
         selectors = (name, "*")
         count = next((n for s, n in self.replicas if s in selectors or gpu.is_selected((s,))), 1)
-        if count == 1:
+        if count == 1 or (gpu.mig is not None and self.sharing is Sharing.MPS):  # MPS serves no instances
             return ServedUnits(name, UnitTerms(1))
         is_renamed = self.is_renamed and not name.endswith(SHARED_SUFFIX)
         return ServedUnits(name + SHARED_SUFFIX if is_renamed else name, UnitTerms(count, self.sharing))
 
-    @property
-    def resources(self) -> tuple[str, ...]:
-        """All that GPUs may serve, whichever the node has."""
+    def _name(self, gpu: Gpu) -> str | None:
+        if gpu.mig is None:
+            return next((name for pattern, name in self.names if gpu.is_selected((pattern,))), self.resource)
+        match self.mig_strategy:
+            case "none":
+                return None
+            case "single":
+                return self.resource
+            case "mixed":
+                return self.mig_resource(gpu.mig.profile)
+
+    def mig_resource(self, profile: str) -> str:
+        """Of the instances of a profile with strategy mixed, `1g.10gb+me` as nvidia.com/mig-1g.10gb.me."""
+        named = (name for pattern, name in self.mig_names if fnmatchcase(profile, pattern))
+        return next(named, NVIDIA_MIG_PREFIX + profile.replace("+", "."))
+
+    def resources(self, profiles: Collection[str] = ()) -> tuple[str, ...]:
+        """All that GPUs may serve, whichever the node has, and instances of these profiles."""
         found: list[str] = []
-        for name in dict.fromkeys((self.resource, *(name for _, name in self.names))):
+        of_instances = [self.mig_resource(profile) for profile in sorted(profiles) if self.mig_strategy == "mixed"]
+        for name in dict.fromkeys((self.resource, *(name for _, name in self.names), *of_instances)):
             counts = [count for selector, count in self.replicas if selector in (name, "*")][:1]
             of_some = [count for selector, count in self.replicas if selector not in (name, "*")]
             is_plain = not self.is_renamed or name.endswith(SHARED_SUFFIX)

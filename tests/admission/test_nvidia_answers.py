@@ -13,8 +13,9 @@ import pytest
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
 from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.model.gpus import MigPlace
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName, Sharing
-from gpushare_agent.model.names import NVIDIA_GPU_RESOURCE
+from gpushare_agent.model.names import NVIDIA_GPU_RESOURCE, GpuUuid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.units import NvidiaNames, ServedUnits, UnitTerms, units_of
 from tests.admission.test_golden_edits import CONFIG, GPUS, UID
@@ -30,8 +31,17 @@ CASES: Mapping[str, tuple[UnitTerms, list[tuple[int, int]]]] = {
     "one of 4 replicas, time-slicing": (QUARTER, [(0, 1)]),
     "two of 4 replicas of one GPU, time-slicing": (QUARTER, [(0, 0), (0, 2)]),
     "one of 4 replicas, mps": (BY_MPS, [(0, 1)]),
+    "MIG instance, single or mixed": (WHOLE, [(2, 0)]),
 }
-"""Terms, and GPU and number of each unit."""
+"""Terms, and GPU and number of each unit. Of MIG's strategies only the resource's name differs."""
+INSTANCE = replace(
+    GPUS[0],
+    index=2,
+    uuid=GpuUuid("MIG-2222aaaa-0000-4000-8000-000000000002"),
+    memory_mib=9856,
+    mig=MigPlace(profile="1g.10gb", number=1, parent=GPUS[0].uuid, parent_index=0, gi=7, ci=0, gi_cap=12, ci_cap=13),
+)
+DEVICES = (*GPUS, INSTANCE)
 
 DIFFERENCES: Mapping[str, str] = {
     "the vendor of CDI names is the setting cdi.kind, and a GPU's CDI name is its UUID: nvidia-ctk's specs have both": "cdi",
@@ -45,7 +55,7 @@ DIFFERENCES: Mapping[str, str] = {
 def ours(case: str, strategies: str, ids: str) -> dict[str, Any]:
     terms, numbers = CASES[case]
     served = ServedUnits(NVIDIA_GPU_RESOURCE, terms)
-    devices = [served.ids(GPUS[gpu].uuid)[number] for gpu, number in numbers]
+    devices = [served.ids(DEVICES[gpu].uuid)[number] for gpu, number in numbers]
     spec = replace(container("cuda"), requests={NVIDIA_GPU_RESOURCE: len(devices)})
     policy = EditPolicy(
         names=ResourceNames(gpu=(NVIDIA_GPU_RESOURCE,), nvidia=NvidiaNames(sharing=terms.sharing)),
@@ -54,7 +64,7 @@ def ours(case: str, strategies: str, ids: str) -> dict[str, Any]:
         strategies=tuple(map(DeviceListStrategy, strategies.split("+"))),
         is_named_by_index=ids == "index",
     )
-    gpus = [gpu for index, gpu in enumerate(GPUS) if index in {gpu for gpu, _ in numbers}]
+    gpus = [gpu for index, gpu in enumerate(DEVICES) if index in {gpu for gpu, _ in numbers}]
     edits = edits_for(pod("p", spec, uid=UID), spec, gpus, policy, units_of(devices))
     assert isinstance(edits, ContainerEdits), edits
     return {
@@ -69,7 +79,7 @@ def ours(case: str, strategies: str, ids: str) -> dict[str, Any]:
 def as_ours(theirs: Mapping[str, Any], case: str, strategies: str) -> tuple[dict[str, Any], set[str]]:
     """Their answer with the listed differences made, and which of them it took."""
     answer, made = json.loads(json.dumps(theirs)), set()
-    uuids = [f"nvidia.com/gpu={GPUS[index].uuid}" for index in sorted({gpu for gpu, _ in CASES[case][1]})]
+    uuids = [f"nvidia.com/gpu={DEVICES[index].uuid}" for index in sorted({gpu for gpu, _ in CASES[case][1]})]
     if "cdi" in strategies:
         made |= {"cdi", "void"}
         answer["env"]["NVIDIA_VISIBLE_DEVICES"] = "void"
@@ -78,7 +88,7 @@ def as_ours(theirs: Mapping[str, Any], case: str, strategies: str) -> tuple[dict
             answer["annotations"] = {f"cdi.k8s.io/gpushare_{UID}_4d1b1f2a": ",".join(uuids)}
     if "device-nodes" in strategies:
         made.add("nodes")
-        gpus = [device for device in answer["devices"] if device[len("/dev/nvidia")].isdigit()]
+        gpus = [d for d in answer["devices"] if d[len("/dev/nvidia")].isdigit() or d.startswith("/dev/nvidia-caps/")]
         control = ["/dev/nvidiactl -> /dev/nvidiactl (rw)", "/dev/nvidia-uvm -> /dev/nvidia-uvm (rw)"]
         answer["devices"] = [device.replace("(rw)", "(rwm)") for device in gpus + control]
     if "volume-mounts" in strategies:

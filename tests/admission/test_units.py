@@ -16,7 +16,7 @@ from gpushare_agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.records import CheckpointEntry
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import Health
+from gpushare_agent.model.gpus import GpuInventory, Health, MigPlace
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
@@ -26,13 +26,24 @@ from tests.support_core import container, inventory, pod
 from tests.support_placement import Node
 
 GPU = "nvidia.com/gpu"
+MIG = "nvidia.com/mig-"
 GPU_MEM = "aliyun.com/gpu-mem"
 MIB = 24 * 1024
 
 
 def names(**changes: object) -> ResourceNames:
     nvidia = NvidiaNames(**changes)  # type: ignore[arg-type]
-    return ResourceNames(gpu_mem=GPU_MEM, gpu=nvidia.resources, nvidia=nvidia)
+    return ResourceNames(gpu_mem=GPU_MEM, gpu=nvidia.resources(["1g.10gb", "3g.40gb"]), nvidia=nvidia)
+
+
+def divided() -> GpuInventory:
+    """A GPU, and another one that MIG divides into two small instances and a large one."""
+    whole = inventory(4)
+    rows = [whole.gpus[0]]
+    for number, (profile, mib) in enumerate((("1g.10gb", 9856), ("1g.10gb", 9856), ("3g.40gb", 40448)), 1):
+        place = MigPlace(profile=profile, number=number, parent=GpuUuid("GPU-9"), parent_index=9, gi=number, ci=0)
+        rows.append(replace(whole.gpus[number], uuid=GpuUuid(f"MIG-{number}"), memory_mib=mib, mig=place))
+    return replace(whole, gpus=tuple(rows))
 
 
 def asks(name: str = "main", kind: ContainerKind = ContainerKind.MAIN, **requests: int) -> ContainerSpec:
@@ -41,6 +52,8 @@ def asks(name: str = "main", kind: ContainerKind = ContainerKind.MAIN, **request
         "gpu": GPU,
         "memory": GPU_MEM,
         "shared": f"{GPU}.shared",
+        "small": f"{MIG}1g.10gb",
+        "large": f"{MIG}3g.40gb",
         "cores": VCORE_RESOURCE,
         "blocks": VMEMORY_RESOURCE,
     }
@@ -149,6 +162,41 @@ def test_each_gpu_serves_one_resource() -> None:
     assert "too few" in refused(world, "more", asks(gpu=1))
 
 
+def test_mig_instances_are_units_of_their_own_names_with_strategy_mixed() -> None:
+    policy = Policy(names=names(mig_strategy="mixed", mig_names=(("3g.*", "nvidia.com/half"),)))
+    assert policy.names.gpu == (GPU, f"{MIG}1g.10gb", "nvidia.com/half")
+    policy = Policy(names=names(mig_strategy="mixed"))
+    world = Node(divided(), policy, seed=1)
+    assert admitted(world, "small", asks(small=2)) == {"main": (1, 2)}
+    assert admitted(world, "large", asks(large=1)) == {"main": (3,)}
+    assert admitted(world, "whole", asks(gpu=1)) == {"main": (0,)}
+    assert healthy(world, f"{MIG}3g.40gb") == {0: 0, 1: 0, 2: 0, 3: 1}
+
+
+def test_mig_instances_are_units_of_the_plain_name_with_strategy_single_and_none_by_default() -> None:
+    single = Node(divided(), Policy(names=names(mig_strategy="single", gpus=("9",))), seed=1)
+    assert [admitted(single, f"p{n}", asks(gpu=1))["main"] for n in range(3)] == [(1,), (2,), (3,)]
+    world = Node(divided(), Policy(names=names()), seed=1)
+    assert healthy(world, GPU) == {0: 1, 1: 0, 2: 0, 3: 0}
+
+
+def test_replicas_of_instances_are_time_slices_and_mps_serves_none() -> None:
+    """NVIDIA's plugin does not start with MPS on instances; here they are given whole."""
+    by_name = {"mig_strategy": "mixed", "replicas": ((f"{MIG}1g.10gb", 3),)}
+    assert healthy(Node(divided(), Policy(names=names(**by_name)), seed=1), f"{MIG}1g.10gb") == {0: 0, 1: 3, 2: 3, 3: 0}
+    by_mps = names(**by_name, sharing=Sharing.MPS)
+    assert healthy(Node(divided(), Policy(names=by_mps), seed=1), f"{MIG}1g.10gb") == {0: 0, 1: 1, 2: 1, 3: 0}
+
+
+@pytest.mark.parametrize(
+    ("profile", "resource"),
+    [("1g.10gb", f"{MIG}1g.10gb"), ("1g.10gb+me", f"{MIG}1g.10gb.me"), ("7g.80gb", f"{MIG}7g.80gb")],
+)
+def test_an_instances_resource_is_named_as_by_nvidias_plugin(profile: str, resource: str) -> None:
+    """strings.ReplaceAll("mig-"+profile, "+", ".") in internal/rm/rm.go, v0.20.0."""
+    assert NvidiaNames(mig_strategy="mixed").mig_resource(profile) == resource and len(resource) <= 63
+
+
 def test_an_init_containers_gpu_is_handed_on() -> None:
     world = node(gpus=1)
     found = admitted(world, "p", asks("init", ContainerKind.INIT, gpu=1), asks(gpu=1))
@@ -229,6 +277,7 @@ def requests() -> st.SearchStrategy[dict[str, int]]:
         st.sampled_from([{"cores": 100}, {"cores": 200}]),
         st.sampled_from([{"memory": 1}, {"memory": 11}, {"memory": 24}]),
         st.sampled_from([{"gpu": 1}, {"gpu": 2}, {"gpu": 3}, {"shared": 1}, {"shared": 2}]),
+        st.sampled_from([{"small": 1}, {"small": 2}, {"large": 1}]),
     )
 
 
@@ -238,6 +287,8 @@ SETTINGS = (
     {"replicas": (("0", 3), ("*", 2)), "is_packed": True},
     {"replicas": (("0", 7),), "is_renamed": True},
     {"gpus": ("0", "2"), "replicas": (("2", 10),), "sharing": Sharing.SHARES},
+    {"mig_strategy": "mixed", "replicas": ((f"{MIG}1g.10gb", 3),)},
+    {"mig_strategy": "single"},
 )
 
 
@@ -253,14 +304,18 @@ def assert_no_gpu_is_over(world: Node) -> None:
         assert cores <= CORES_PER_GPU and mib <= gpu.memory_mib
         on_gpu = [one for one in world.cache if gpu.uuid in one.gpus and one.kind is not ContainerKind.INIT]
         assert gpu.uuid not in whole or len(on_gpu) <= 1
+        assert gpu.mig is None or not any(one.is_whole and one.vcore_ids for one in on_gpu)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_gpu_is_ever_over_its_memory_or_compute(data: st.DataObject) -> None:
-    """Shares, GPUShare's units, whole GPUs and replicas come and go, the settings change; released, all is free."""
+    """Shares, GPUShare's units, whole GPUs, replicas and MIG instances come and go, the settings change; released, all is
+    free."""
     world = Node(
-        inventory(3), Policy(names=names(**data.draw(st.sampled_from(SETTINGS)))), seed=data.draw(st.integers(0, 99))
+        data.draw(st.sampled_from([inventory(3), divided()])),
+        Policy(names=names(**data.draw(st.sampled_from(SETTINGS)))),
+        seed=data.draw(st.integers(0, 99)),
     )
     alive: list[Pod] = []
     for number in range(data.draw(st.integers(1, 16))):

@@ -3,14 +3,19 @@ other settings while pods run."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from gpushare_agent.isolation.decisions.vdevice_format import decode_config
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.units import terms_of
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
-from tests.support_agent import calls_of, open_agent, wait_running, wait_settled
+from tests.gpus.test_nvml_mig import A100, ONE_G, TWO_G
+from tests.support_agent import calls_of, open_agent, open_child, wait_running, wait_settled, wait_until
+from tests.support_nvml import fake_library
 from tests.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod, wait_allocatable, wait_gone
 
 GPU = "nvidia.com/gpu"
@@ -91,6 +96,35 @@ async def test_replicas_that_are_shares_are_held_to_their_part() -> None:
                 config.enable,
             )
         assert configs == {"4s": (25, 6 * 2**30, True), "1": (100, 24 * 2**30, False)}
+
+
+async def test_instances_of_a_new_profile_get_their_resource_while_pods_run(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent's next life registers it, and a pod on another GPU runs on; on the real nvidia-ml-py, on a scripted library.
+    This machine has no capability nodes, so the instances are Unhealthy."""
+    small, medium = "nvidia.com/mig-1g.5gb", "nvidia.com/mig-2g.10gb"
+    script = short_dir / "script"
+    script.write_text(A100 + ONE_G)
+    monkeypatch.setenv("FAKE_NVML_SCRIPT", str(script))
+    flags = ("--driver=nvml", "--isolation=none", "--device-list-strategy=envvar", "--health.check-period-s=0.2")
+    with fake_library() as library:
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
+        async with (
+            open_test_node() as node,
+            open_child(node, *flags, "--nvidia.enabled", "--nvidia.mig-strategy=mixed"),
+        ):
+            await wait_allocatable(node, GPU, 1)
+            await wait_until(node, lambda: node.kubelet.capacity().get(small) == (1, 0), "the instance")
+            node.api.create_pod(sample("whole"))
+            await wait_running(node, "whole")
+            fresh = script.with_suffix(".new")
+            fresh.write_text(A100 + ONE_G + TWO_G)
+            fresh.replace(script)
+            await wait_until(node, lambda: node.kubelet.capacity().get(medium) == (1, 0), "the new instance's resource")
+            assert node.kubelet.capacity()[GPU] == (1, 1) and node.kubelet.capacity()[small] == (1, 0)
+            assert node.api.pod("default", "whole")["status"]["phase"] == "Running"
+            assert answer(node, "whole")[1].envs["NVIDIA_VISIBLE_DEVICES"] == "GPU-bbbb"
 
 
 async def test_a_container_asks_for_one_kind_of_gpu() -> None:

@@ -165,6 +165,8 @@ def _lack(gpu: GpuAccount, need: _Need, reason: str) -> str:
     if need.served is not None:
         return _lack_of_units(gpu, need.served.get(gpu.uuid))
     if need.gpus:
+        if gpu.is_instance:
+            return "a MIG instance, and no whole GPU"
         if gpu.is_free:
             return ""
         return f"in use: {gpu.free_cores} cores and {need.free_bytes(gpu) // MIB} MiB are free, and it must be all"

@@ -1,8 +1,8 @@
 """Plans and checks containers that ask for units under NVIDIA's names: whole GPUs, or replicas of GPUs. Pure.
 
-Whole GPUs are placed by their links, as those of 100 cores and more. Replicas are taken one after the other from the GPU
-with the fewest or the most allocated ones (setting nvidia.replica_policy; greedyAlloc in internal/rm/allocate.go of
-k8s-device-plugin v0.20.0 counts alike), as far as the GPU's other users leave room.
+Whole GPUs are placed by their links, as those of 100 cores and more. Replicas, and MIG instances, are taken one after the
+other from the GPU with the fewest or the most allocated ones (setting nvidia.replica_policy; greedyAlloc in
+internal/rm/allocate.go of k8s-device-plugin v0.20.0 counts alike), as far as the GPU's other users leave room.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def plan_units(
         return refused
     usable = {gpu.uuid: gpu for gpu in gpus if gpu.is_healthy and gpu.uuid in served}
     by_gpu = _by_number(free, usable, without=must)
-    if by_gpu and all(found.terms.is_whole for found in served.values()):
+    has_instances = any(gpu.mig is not None and gpu.uuid in served for gpu in ledger.inventory.gpus)
+    if by_gpu and not has_instances and all(found.terms.is_whole for found in served.values()):
         return _plan_whole(
             offer, by_gpu, ledger, policy, gpus, must_gpus(target, offer, ledger, ResourceKind.GPU), must
         )

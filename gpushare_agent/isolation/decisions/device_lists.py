@@ -44,7 +44,7 @@ class DeviceListRequest:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(str(gpu.index) if self.by_index else gpu.uuid for gpu in self.gpus)
+        return tuple(gpu.label if self.by_index else gpu.uuid for gpu in self.gpus)
 
 
 def _envvar(request: DeviceListRequest) -> ContainerEdits:
