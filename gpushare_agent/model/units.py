@@ -82,7 +82,7 @@ class NvidiaNames:
             return None
         selectors = (name, "*")
         count = next((n for s, n in self.replicas if s in selectors or gpu.is_selected((s,))), 1)
-        if count == 1 or (gpu.mig is not None and self.sharing is Sharing.MPS):  # MPS serves no instances
+        if count == 1 or (gpu.mig is not None and self.sharing is not Sharing.TIME_SLICING):  # no isolation limits one
             return ServedUnits(name, UnitTerms(1))
         is_renamed = self.is_renamed and not name.endswith(SHARED_SUFFIX)
         return ServedUnits(name + SHARED_SUFFIX if is_renamed else name, UnitTerms(count, self.sharing))

@@ -180,12 +180,13 @@ def test_mig_instances_are_units_of_the_plain_name_with_strategy_single_and_none
     assert healthy(world, GPU) == {0: 1, 1: 0, 2: 0, 3: 0}
 
 
-def test_replicas_of_instances_are_time_slices_and_mps_serves_none() -> None:
-    """NVIDIA's plugin does not start with MPS on instances; here they are given whole."""
+@pytest.mark.parametrize("sharing", [Sharing.MPS, Sharing.SHARES])
+def test_replicas_of_instances_are_time_slices_alone(sharing: Sharing) -> None:
+    """No isolation limits a part of one; NVIDIA's plugin does not start with MPS on instances. They are given whole."""
     by_name = {"mig_strategy": "mixed", "replicas": ((f"{MIG}1g.10gb", 3),)}
     assert healthy(Node(divided(), Policy(names=names(**by_name)), seed=1), f"{MIG}1g.10gb") == {0: 0, 1: 3, 2: 3, 3: 0}
-    by_mps = names(**by_name, sharing=Sharing.MPS)
-    assert healthy(Node(divided(), Policy(names=by_mps), seed=1), f"{MIG}1g.10gb") == {0: 0, 1: 1, 2: 1, 3: 0}
+    limited = names(**by_name, sharing=sharing)
+    assert healthy(Node(divided(), Policy(names=limited), seed=1), f"{MIG}1g.10gb") == {0: 0, 1: 1, 2: 1, 3: 0}
 
 
 @pytest.mark.parametrize(
