@@ -6,7 +6,7 @@ inside the agent: replica 2 of 4, limited by the node's isolation. A container k
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -23,7 +23,6 @@ from gpushare_agent.model.names import (
     DeviceId,
     GpuUuid,
     gpu_of,
-    split_device_id,
     unit_id,
     unit_suffix,
 )
@@ -154,12 +153,3 @@ def parts_of(units: Iterable[DeviceId]) -> dict[GpuUuid, Fraction]:
         gpu = gpu_of(device)
         parts[gpu] = parts.get(gpu, Fraction(0)) + terms_of(device).part
     return parts
-
-
-def is_unit_of(device: str, served: Mapping[GpuUuid, ServedUnits], resource: str) -> bool:
-    """Whether a GPU of the node serves this unit now."""
-    split = split_device_id(device)
-    found = served.get(split[0]) if split is not None else None
-    if split is None or found is None or found.resource != resource:
-        return False
-    return terms_of(device) == found.terms and split[1] < found.terms.of

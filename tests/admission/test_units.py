@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
 from gpushare_agent.admission.decisions.offered_devices import offered_ids, unit_ids, withheld, withheld_units
+from gpushare_agent.admission.decisions.plan import check
 from gpushare_agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.records import CheckpointEntry
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory, Health, MigPlace
 from gpushare_agent.model.isolation import Sharing
-from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid
+from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, unit_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.units import NvidiaNames, UnitTerms, terms_of
@@ -341,3 +343,16 @@ def test_no_gpu_is_ever_over_its_memory_or_compute(data: st.DataObject) -> None:
             served = world.policy.names.nvidia.served(gpu)
             is_served = kind is not ResourceKind.GPU or (served is not None and served.resource == resource)
             assert healthy(world, resource)[gpu.index] == (world.policy.names.units(gpu, kind) if is_served else 0)
+
+
+@pytest.mark.parametrize(("unit", "is_accepted"), [("0/16", True), ("15/16", True), ("16/16", False), ("0/1", False)])
+def test_a_unit_on_the_terms_of_before_is_given_where_it_has_room(unit: str, is_accepted: bool) -> None:
+    """The kubelet may have begun the admission before it had the list with the new terms."""
+    world = node(1, replicas=((GPU, 8),))
+    admitted(world, "other", asks(gpu=1))
+    (gpu,) = world.found.gpus
+    number, _, terms = unit.partition("/")
+    target = Target(pod=pod("late", asks(gpu=1)), container=asks(gpu=1))
+    ids = [unit_id(gpu.uuid, int(number), terms)]
+    found = check(target, ResourceKind.GPU, ids, world.cache.ledger(world.found), world.policy, ())
+    assert (found == (gpu.uuid,)) is is_accepted

@@ -16,7 +16,7 @@ from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, gpu_of, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.units import ServedUnits, is_unit_of, parts_of, terms_of
+from gpushare_agent.model.units import ServedUnits, parts_of, terms_of
 from gpushare_agent.placement import GpuAccount, GpuRequest, Placed, place
 
 
@@ -93,15 +93,15 @@ def check_units(target: Target, ids: Sequence[str], ledger: Ledger, policy: Poli
 
 
 def is_known(target: Target, device: str, ledger: Ledger, names: ResourceNames) -> bool:
-    """The device is a unit that a GPU of the node serves, or one that an init container of the pod, or the container
-    itself, was given on earlier terms."""
+    """The device is a unit of a GPU that serves the resource, be it on the terms of before: the kubelet may have begun the
+    admission before it had the new list. Or an init container of the pod, or the container itself, was given it."""
     resource = names.name_in(target.container, ResourceKind.GPU)
     split = split_device_id(device)
     gpu = ledger.inventory.by_uuid().get(split[0]) if split is not None else None
     if gpu is None:
         return False
     found = names.nvidia.served(gpu)
-    if found is not None and is_unit_of(device, {gpu.uuid: found}, resource):
+    if split is not None and found is not None and found.resource == resource and split[1] < terms_of(device).of:
         return True
     return any(key.pod_uid == target.pod.uid for key in ledger.holders[ResourceKind.GPU].get(DeviceId(device), ()))
 
