@@ -83,32 +83,41 @@ def test_nvidias_example_of_time_slicing(cluster: Cluster, installation: Install
     assert "sharing.timeSlicing.resources.replicas" in shown and "nvidia.replicas=nvidia.com/gpu=4" in shown
 
 
+@pytest.mark.parametrize("replicas", [1, 4])
 def test_a_node_is_moved_from_nvidias_plugin_while_pods_run(
-    cluster: Cluster, installation: Installation, namespace: str
+    cluster: Cluster, installation: Installation, namespace: str, replicas: int
 ) -> None:
-    """Their containers go on and keep their GPUs, which no new pod gets."""
-    installation.install(components=["components/nvidia"])
+    """Their containers go on and keep their GPUs, which no new pod gets while they run, and gets after."""
+    patches = [with_variables({"GPUSHARE_NVIDIA__REPLICAS": f"*={replicas}"})] if replicas > 1 else []
+    installation.install(components=["components/nvidia"], patches=patches)
     gpus = [gpu["uuid"] for gpu in installation.view()["cards"]]
     installation.remove()
     cluster.wait_for("the agent's resource is gone", lambda: not offered(cluster))
-    run_stand_in(cluster, installation, namespace, gpus)
-    cluster.wait_for("the plugin's resource", lambda: offered(cluster) == len(gpus))
-    cluster.start(namespace, asking(cluster, "before-1", 1), asking(cluster, "before-2", 2))
+    run_stand_in(cluster, installation, namespace, replicas, gpus)
+    cluster.wait_for("the plugin's resource", lambda: offered(cluster) == replicas * len(gpus))
+    cluster.start(namespace, asking(cluster, "before-1", 1), asking(cluster, "before-2", 2 if replicas == 1 else 1))
     held = [gpu for name in ("before-1", "before-2") for gpu in visible(cluster, namespace, name)]
     cluster.run("delete", "pod", "nvidia-plugin", "-n", namespace, "--wait")
     running = started(cluster, namespace)
 
-    installation.install(components=["components/nvidia"])
+    installation.install(components=["components/nvidia"], patches=patches)
     installation.wait_ledger(namespace, 2)
-    cluster.wait_for("the GPUs in use are offered too, and counted as used", lambda: offered(cluster) == len(gpus))
-    names = [f"after-{number}" for number in range(len(gpus) - 3)]
+    free = cluster.wait_for("what is left is offered", lambda: number_free(cluster, installation, replicas * len(gpus)))
+    assert started(cluster, namespace) == running
+    names = [f"after-{number}" for number in range(free - (3 if replicas == 1 else 2))]
     cluster.start(namespace, *(asking(cluster, name, 1) for name in names))
     seen = [gpu for name in names for gpu in visible(cluster, namespace, name)]
-    assert sorted(held + seen) == sorted(gpus)
+    both = held + seen
+    assert len(both) == replicas * len(gpus) and all(both.count(gpu) == replicas for gpu in gpus)
     assert {name: one for name, one in started(cluster, namespace).items() if name in running} == running
 
 
-def run_stand_in(cluster: Cluster, installation: Installation, namespace: str, gpus: list[str]) -> None:
+def number_free(cluster: Cluster, installation: Installation, total: int) -> int | None:
+    found = offered(cluster)
+    return found if found == total else None
+
+
+def run_stand_in(cluster: Cluster, installation: Installation, namespace: str, replicas: int, gpus: list[str]) -> None:
     """In a pod of the agent's image, with the kubelet's directory."""
     source = {
         "apiVersion": "v1",
@@ -118,7 +127,7 @@ def run_stand_in(cluster: Cluster, installation: Installation, namespace: str, g
     }
     container = {
         "name": "main", "image": installation.image, "imagePullPolicy": "IfNotPresent", "securityContext": {"runAsUser": 0},
-        "command": ["/opt/gpushare-agent/bin/python", "/source/p.py", "1", *gpus],
+        "command": ["/opt/gpushare-agent/bin/python", "/source/p.py", str(replicas), *gpus],
         "volumeMounts": [
             {"name": "source", "mountPath": "/source"}, {"name": "kubelet", "mountPath": "/var/lib/kubelet/device-plugins"},
         ],
