@@ -187,8 +187,8 @@ CHANGES: dict[str, tuple[Callable[[list[str]], list[str]], str]] = {
     "unknown-number": (lambda ids: [*ids[1:], f"{_gpu(ids)}-100"], "names no GPU"),
     "no-id-at-all": (lambda ids: [*ids[1:], "what\nis this"], "names no GPU"),
     "two-cards": (lambda ids: [*ids[1:], "401624a8-99"], "on 2"),
-    "too-few": (lambda ids: ids[1:], "29 vcore units"),
-    "twice": (lambda ids: [*ids[1:], ids[1]], "30 vcore units"),
+    "too-few": (lambda ids: ids[1:], "29 units of tencent.com/vcuda-core"),
+    "twice": (lambda ids: [*ids[1:], ids[1]], "30 units of tencent.com/vcuda-core"),
     "taken": (lambda ids: [f"{_gpu(ids)}-{n}" for n in range(30)], "still has"),
 }
 

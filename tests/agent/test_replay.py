@@ -43,7 +43,6 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.pods import Pod, PodPhase
-from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.wire import v1beta1
 from tests.support_core import NAMES, container, inventory, pod
 
@@ -64,21 +63,21 @@ EXPECTED = {
 class Recorder:
     """Remembers what each call was resolved to."""
 
-    allocated_to: list[tuple[str, str, ResourceKind]] = field(default_factory=list)
+    allocated_to: list[tuple[str, str, str]] = field(default_factory=list)
     refusals: list[tuple[str, str, Refused]] = field(default_factory=list)
     taken: int = 0
 
-    def allocated(self, target: Target, allocation: Allocation, kind: ResourceKind, why: Explanation | None) -> None:
-        self.allocated_to.append((target.pod.name, target.container.name, kind))
+    def allocated(self, target: Target, allocation: Allocation, resource: str, why: Explanation | None) -> None:
+        self.allocated_to.append((target.pod.name, target.container.name, resource))
 
-    def start_refused(self, target: Target | None, kind: ResourceKind, refused: Refused) -> None:
+    def start_refused(self, target: Target | None, resource: str, refused: Refused) -> None:
         raise AssertionError("no container starts here")
 
-    def refused(self, target: Target | None, kind: ResourceKind, refused: Refused, why: Explanation | None) -> None:
+    def refused(self, target: Target | None, resource: str, refused: Refused, why: Explanation | None) -> None:
         name = (target.pod.name, target.container.name) if target is not None else ("", "")
         self.refusals.append((*name, refused))
 
-    def taken_ids_offered(self, kind: ResourceKind, count: int) -> None:
+    def taken_ids_offered(self, resource: str, count: int) -> None:
         self.taken += count
 
     def rpc_finished(self, resource: str, method: str, code: str, duration_s: float) -> None:
@@ -300,11 +299,11 @@ def check_preference(request: bytes, answer: Any) -> None:
 
 
 EXPECTED_CALLS = [
-    (name, inner, kind)
+    (name, inner, resource)
     for containers in EXPECTED.values()
     for name, inner in containers
-    for kind in NAMES.kinds
-    if not (name == "whole" and kind is ResourceKind.VMEMORY)
+    for resource in NAMES.names
+    if not (name == "whole" and resource == NAMES.vmemory)
 ]
 
 
@@ -369,7 +368,7 @@ async def test_a_kubelet_that_follows_our_preference_gets_every_pod_running(dire
             if method == "Allocate":
                 assert len(answer.container_responses) == 1
         cores = [o for m, o in outcomes if m == "Allocate" and o.container_responses[0].envs]
-        assert len(cores) == sum(1 for _, _, kind in EXPECTED_CALLS if kind is ResourceKind.VCORE)
+        assert len(cores) == sum(1 for _, _, resource in EXPECTED_CALLS if resource == NAMES.vcore)
         for answer in cores:
             response = answer.container_responses[0]
             assert response.envs["NVIDIA_VISIBLE_DEVICES"] in {c.uuid for c in recorded_inventory().gpus}

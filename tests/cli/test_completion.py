@@ -193,7 +193,7 @@ def test_zsh_takes_the_script(scripts: dict[str, Path]) -> None:
     ("words", "answer"),
     [
         (["gr"], ["graph"]),
-        (["top", "--nod"], ["--node-name", "--node-labels", "--node"]),
+        (["top", "--node-l"], ["--node-labels"]),
         (["top", "-o", ""], ["table", "json", "yaml"]),
         (["top", "--output=j"], ["--output=json"]),
         (["top", "--isolation", "v"], ["vcuda"]),
