@@ -83,7 +83,11 @@ def test_every_flag_that_a_document_names_exists(document: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CHANGELOG.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+    "document",
+    [
+        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "charts/gpushare-agent/README.md"),
+        *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
+    ],
 )
 def test_every_relative_link_leads_somewhere(document: str) -> None:
     """Links inside the repository name files that exist."""
@@ -160,6 +164,19 @@ def test_the_readme_lists_every_component_of_the_manifests() -> None:
     """One that nobody mentions is not found."""
     for directory in (ROOT / "manifests/components").iterdir():
         assert f"| `{directory.name}` |" in README, directory.name
+
+
+def test_a_contributor_has_the_versions_and_sessions_of_the_project() -> None:
+    """pre-commit's ruff is the one of `nox -s lint`, and each session that CONTRIBUTING.md names exists."""
+    noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    (ruff,) = re.findall(r'^RUFF = "(.*)"$', noxfile, re.M)
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    pinned = [hook["additional_dependencies"] for hook in repository["hooks"] if "ruff" in hook["entry"]]
+    assert pinned == [[ruff], [ruff]]
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = {name for names in re.findall(r"nox -s ((?:[a-z0-9]+ ?)+)", text) for name in names.split()}
+    defined = set(re.findall(r"^def ([a-z0-9]+)\(session", noxfile, re.M))
+    assert "tests" in named and named <= defined
 
 
 def test_docker_leaves_out_what_podman_leaves_out() -> None:
