@@ -33,7 +33,7 @@ async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:
     if command == "logged":
         return log.entries
     if command.startswith("held"):
-        driver.held = lambda: [GpuUuid(uuid) for uuid in command.split()[1:]]
+        driver.in_use = lambda: [GpuUuid(uuid) for uuid in command.split()[1:]]
         return None
     if command == "close":
         await driver.close()

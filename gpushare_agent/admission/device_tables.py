@@ -98,8 +98,8 @@ class DeviceTables:
         self, resource: str, inventory: GpuInventory, ledger: Ledger, gpus: Sequence[GpuAccount]
     ) -> list[DeviceRow]:
         holders = ledger.holders[ResourceKind.GPU]
-        held = [device for device, keys in holders.items() if self._resource_of(keys) == resource]
-        ids = unit_ids(inventory.gpus, resource, self._names, held)
+        in_use = [device for device, keys in holders.items() if self._resource_of(keys) == resource]
+        ids = unit_ids(inventory.gpus, resource, self._names, in_use)
         kept_back = withheld_units(gpus, ids, holders, no_replicas=self._no_replicas())
         return device_rows(inventory, ids, self._ids, kept_back)
 

@@ -29,10 +29,10 @@ log = structlog.get_logger(__name__)
 
 
 class NodeDriver(GpuDriver, MemoryLimiter, Protocol):
-    """All that the sides ask of the GPUs' driver. `held`, which the sides set, are the GPUs that containers have: a MIG
+    """All that the sides ask of the GPUs' driver. `in_use`, which the sides set, are the GPUs that containers have: a MIG
     instance of theirs that is removed stays in the inventory."""
 
-    held: Callable[[], Collection[GpuUuid]]
+    in_use: Callable[[], Collection[GpuUuid]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class GpuSide:
 def build_gpu_side(state: NodeState, driver: NodeDriver) -> GpuSide:
     """Joined, not started."""
     settings, inventory = state.settings, state.inventory
-    driver.held = lambda: {uuid for allocation in state.cache for uuid in allocation.gpus}
+    driver.in_use = lambda: {uuid for allocation in state.cache for uuid in allocation.gpus}
     watch = GpuWatch(
         driver,
         inventory,

@@ -395,9 +395,9 @@ async def test_mig_instances_come_and_go_with_the_file(tmp_path: Path) -> None:
     assert await after(_0=["1g.10gb", "3g.40gb"]) == {second: (1, True), "1g.10gb": (2, True), "3g.40gb": (3, True)}
     held = next(gpu for gpu in (await driver.read()).gpus if gpu.mig and gpu.mig.number == 1)
     assert (held.memory_mib, held.label) == (40960, "0:1")
-    driver.held = lambda: [held.uuid]
+    driver.in_use = lambda: [held.uuid]
     assert await after(_0=["1g.10gb"]) == {second: (1, True), "1g.10gb": (2, True), "3g.40gb": (3, False)}
-    driver.held = tuple
+    driver.in_use = tuple
     assert await after(_0=["1g.10gb", "2g.20gb"]) == {second: (1, True), "1g.10gb": (2, True), "2g.20gb": (4, True)}
     assert (await after(_0=[]))[first] == (0, False)
     assert await after() == {first: (0, True), second: (1, True)}

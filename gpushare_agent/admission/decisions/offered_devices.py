@@ -52,12 +52,12 @@ def offered_ids(
 
 
 def unit_ids(
-    gpus: Sequence[Gpu], resource: str, names: ResourceNames, held: Collection[DeviceId]
+    gpus: Sequence[Gpu], resource: str, names: ResourceNames, in_use: Collection[DeviceId]
 ) -> dict[GpuUuid, list[DeviceId]]:
     """The units under one of NVIDIA's names: of every GPU those that it serves, by number, and those that containers hold on
-    other terms or under NVIDIA's own texts, until they end. `held` are this resource's that containers have."""
+    other terms or under NVIDIA's own texts, until they end. `in_use` are this resource's that containers have."""
     by_gpu: dict[GpuUuid, list[DeviceId]] = {}
-    for device in held:
+    for device in in_use:
         by_gpu.setdefault(gpu_of(device), []).append(device)
     found: dict[GpuUuid, list[DeviceId]] = {}
     for gpu in gpus:

@@ -93,7 +93,7 @@ class _Sampler:
 
 class NvmlDriver:
     """The GPUs of this node. `pci_devices` is where the kernel names each GPU's NUMA node; `timeout_s` bounds one call. MIG
-    instances are listed where `with_instances`; `held`, called in the loop's thread, are the GPUs that containers have.
+    instances are listed where `with_instances`; `in_use`, called in the loop's thread, are the GPUs that containers have.
 
     Calls raise Unavailable where NVML is absent, was lost as a whole, or does not answer in time. Close it when done; a call
     after that opens NVML again.
@@ -116,7 +116,7 @@ class NvmlDriver:
             on_read=self._sampler.note_read,
             mig_minors=mig_minors if with_instances else None,
         )
-        self.held: Callable[[], Collection[GpuUuid]] = tuple
+        self.in_use: Callable[[], Collection[GpuUuid]] = tuple
         self._events = NvmlEvents(self._session)
         self._limits = NvmlMemoryLimits(self._session)
         self._timeout_s = timeout_s
@@ -128,7 +128,7 @@ class NvmlDriver:
 
         A GPU that NVML lost is Unhealthy in the answer, with the reason. Cancelled, the call goes on in its thread.
         """
-        read = partial(self._reader.read, frozenset(self.held()))
+        read = partial(self._reader.read, frozenset(self.in_use()))
         return await self._thread.call(read, "reading the GPUs through NVML", self._timeout_s)
 
     async def events(self) -> list[GpuEvent]:

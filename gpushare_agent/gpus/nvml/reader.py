@@ -80,21 +80,21 @@ class NvmlReader:
         self._on_read = on_read
         self._pci_devices = pci_devices
         self._mig_minors = mig_minors
-        self._held: Collection[GpuUuid] = ()
+        self._in_use: Collection[GpuUuid] = ()
         self._topology = NvmlTopology()
         self._opening_of_links = 0
         self._known: dict[GpuUuid, Gpu] = {}
         self._last_nvml_index: dict[GpuUuid, int] = {}
         self._answering: set[GpuUuid] = set()
 
-    def read(self, held: Collection[GpuUuid] = ()) -> GpuInventory:
+    def read(self, in_use: Collection[GpuUuid] = ()) -> GpuInventory:
         """One poll. Where NVML is lost, as a whole or with all its GPUs, it is opened again at once and read once more.
-        `held` are GPUs that containers have.
+        `in_use` are GPUs that containers have.
 
         Raises:
             Unavailable: NVML cannot be opened, or is lost again straight after.
         """
-        self._held = held
+        self._in_use = in_use
         try:
             inventory = self._read_once()
             if not self._is_all_lost(inventory):
@@ -210,7 +210,7 @@ class NvmlReader:
             gpu
             for gpu in self._known.values()
             if gpu.uuid not in seen
-            and (gpu.mig is None or gpu.uuid in self._held or gpu.mig.parent not in self._answering)
+            and (gpu.mig is None or gpu.uuid in self._in_use or gpu.mig.parent not in self._answering)
         ]
 
     def _new_index(self, nvml_index: int, taken: Iterable[int]) -> int:

@@ -80,7 +80,7 @@ class SimulatedDriver:
         self._faults = SimulatedInput(faults_file, name="faults", parse=parse_faults, default=Faults())
         self._usage: SimulatedInput[Usage] = SimulatedInput(usage_file, name="usage", parse=parse_usage, default=())
         self._limits: dict[tuple[GpuUuid, Path], int] = {}
-        self.held: Callable[[], Collection[GpuUuid]] = tuple
+        self.in_use: Callable[[], Collection[GpuUuid]] = tuple
         self._with_instances = with_instances
         self._instances = SimulatedInstances()
         self._last = self._inventory
@@ -97,7 +97,7 @@ class SimulatedDriver:
         if not self._with_instances:
             out = dict.fromkeys(faults.mig, _MIG_REASON)
             return _with_faults(self._inventory, {**out, **self._new_resets(faults), **faults.lost})
-        self._last = self._instances.divide(self._inventory, faults.mig, self.held())
+        self._last = self._instances.divide(self._inventory, faults.mig, self.in_use())
         return _with_faults(self._last, {**self._new_resets(faults), **faults.lost})
 
     async def events(self) -> list[GpuEvent]:

@@ -29,7 +29,7 @@ class SimulatedInstances:
         self._known: dict[GpuUuid, Gpu] = {}
 
     def divide(
-        self, inventory: GpuInventory, profiles: Mapping[int, Sequence[str]], held: Collection[GpuUuid]
+        self, inventory: GpuInventory, profiles: Mapping[int, Sequence[str]], in_use: Collection[GpuUuid]
     ) -> GpuInventory:
         """The inventory with the GPUs of `profiles`, by index, divided."""
         if not profiles and not self._known:
@@ -39,7 +39,7 @@ class SimulatedInstances:
             for number, profile in enumerate(profiles.get(parent.index, ())):
                 self._add(_instance(parent, number, profile), before, len(inventory.gpus))
         for gpu in before.values():
-            if gpu.uuid not in self._known and gpu.uuid in held:
+            if gpu.uuid not in self._known and gpu.uuid in in_use:
                 self._known[gpu.uuid] = replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=_GONE)
         divided = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
         empty = {index for index, of_gpu in profiles.items() if not of_gpu}
