@@ -16,6 +16,7 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.ledger import Ledger, Policy, gpu_accounts
 from gpushare_agent.admission.decisions.offered_devices import offered_ids, unit_ids, withheld, withheld_units
 from gpushare_agent.admission.decisions.recovery import gpus_of
+from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_table import DeviceRow, DeviceTable, device_rows
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -120,7 +121,8 @@ class DeviceTables:
     async def run(self) -> NoReturn:
         """Until cancelled."""
         while True:
-            await self._is_behind.wait()
+            left = [left_s for table in self.tables.values() if (left_s := table.withdrawn_left_s()) is not None]
+            await wait_for(self._is_behind, min(left, default=None))
             self._is_behind.clear()
             self.refresh()
             await asyncio.sleep(PAUSE_S)

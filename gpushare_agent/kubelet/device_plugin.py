@@ -111,6 +111,7 @@ class DevicePlugin:
     def continue_as(self, other: DevicePlugin) -> None:
         """Serves what `other` was made for, of the same resource and options: the streams stay, and send its devices."""
         table, self._table = self._table, other._table
+        self._table.take_over(table)
         self._handler, self._pre_start = other._handler, other._pre_start
         self._metrics, self._ids = other._metrics, other._ids
         table.wake()

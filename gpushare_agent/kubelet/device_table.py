@@ -10,8 +10,9 @@ Format: ListAndWatchResponse of protos/deviceplugin.proto.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from gpushare_agent.kit.wire_build import bytes_field, integer_field
 from gpushare_agent.kubelet.device_ids import DeviceIds
@@ -21,6 +22,10 @@ from gpushare_agent.model.names import DeviceId, GpuUuid, device_id
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 MIB_OF_GIB = 1024
+WITHDRAWN_S = 60.0
+"""How long an ID that is no longer offered stays in the list, Unhealthy. Longer than an admission: when the kubelet has an
+Allocate's answer it looks up each ID in the list that it has by then, and Kubernetes 1.36.3 ends there with a nil pointer
+where one is gone (seen; allocateContainerResources in pkg/kubelet/cm/devicemanager/manager.go)."""
 MAX_LIST_BYTES = 4 * 1024 * 1024 - 1024
 """The kubelet's gRPC client takes 4 MiB (measured: RESOURCE_EXHAUSTED above); a little is left for the framing."""
 STATUS_ENTRY_BYTES = len('{"resourceID":"","health":"Healthy"},')
@@ -41,10 +46,14 @@ class DeviceRow:
 
 
 class DeviceTable:
-    """The devices of one resource. Changed by its owner through `set_devices`, read by any number of streams."""
+    """The devices of one resource. Changed by its owner through `set_devices`, read by any number of streams. What is no
+    longer offered stays for `WITHDRAWN_S`."""
 
-    def __init__(self, devices: Sequence[DeviceRow] = ()) -> None:
+    def __init__(self, devices: Sequence[DeviceRow] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._rows: dict[str, DeviceRow] = {}
+        self._withdrawn: dict[str, float] = {}
+        self._is_sent = False
         self._frames: dict[str, bytes] = {}
         self._encoded = b""
         self._version = 0
@@ -61,21 +70,47 @@ class DeviceTable:
         """The devices, in the order in which they are sent."""
         return tuple(self._rows.values())
 
+    def withdrawn_left_s(self) -> float | None:
+        """Until `set_devices` is due for what was withdrawn, None where nothing was."""
+        return max(0.0, min(self._withdrawn.values()) - self._clock()) if self._withdrawn else None
+
+    def take_over(self, earlier: DeviceTable) -> None:
+        """This list follows that of `earlier`, which the kubelet has."""
+        own = tuple(row for row in self._rows.values() if row.id not in self._withdrawn)
+        self._rows = {**earlier._rows, **self._rows}
+        self._withdrawn = {**earlier._withdrawn, **self._withdrawn}
+        self._frames = {**earlier._frames, **self._frames}
+        self._is_sent |= earlier._is_sent
+        self.set_devices(own)
+
     def set_devices(self, devices: Sequence[DeviceRow]) -> bool:
         """Replaces the list; true if anything differs from before, order included. Then every waiter wakes."""
         rows = {row.id: row for row in devices}
+        rows |= self._withdraw(rows)
         if rows == self._rows and list(rows) == list(self._rows):
             return False
-        self._frames = {
+        frames = {
             row.id: self._frames[row.id] if self._rows.get(row.id) == row else _frame(row) for row in rows.values()
         }
-        self._rows = rows
-        self._encoded = b"".join(self._frames.values())
+        if self._withdrawn and sum(map(len, frames.values())) > MAX_LIST_BYTES:
+            self._rows, self._withdrawn = {row.id: row for row in devices if row.id in self._rows}, {}
+            return self.set_devices(devices)
+        self._rows, self._frames = rows, frames
+        self._encoded = b"".join(frames.values())
         self.wake()
         return True
 
+    def _withdraw(self, offered: Collection[str]) -> dict[str, DeviceRow]:
+        """The rows that are not offered any more and stay for a while."""
+        now = self._clock()
+        known = self._rows if self._is_sent else ()
+        until = {id_: self._withdrawn.get(id_, now + WITHDRAWN_S) for id_ in known if id_ not in offered}
+        self._withdrawn = {id_: at for id_, at in until.items() if at > now}
+        return {id_: replace(self._rows[id_], healthy=False) for id_ in self._withdrawn}
+
     def encode(self) -> bytes:
-        """The whole ListAndWatchResponse."""
+        """The whole ListAndWatchResponse, to be sent."""
+        self._is_sent = True
         return self._encoded
 
     def wake(self) -> None:

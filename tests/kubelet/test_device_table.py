@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from gpushare_agent.admission.decisions.offered_devices import offered_ids
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_table import (
     MAX_LIST_BYTES,
+    WITHDRAWN_S,
     DeviceRow,
     DeviceTable,
     check_size,
@@ -81,8 +83,33 @@ def test_the_frames_are_what_the_generated_classes_write_after_any_change(
     table = DeviceTable(first)
     assert table.encode() == bytes(as_message(first))
     table.set_devices(second)
-    assert table.encode() == bytes(as_message(second))
-    assert table.devices == tuple(second)
+    offered = {row.id for row in second}
+    listed = second + [replace(row, healthy=False) for row in first if row.id not in offered]
+    assert table.encode() == bytes(as_message(listed))
+    assert table.devices == tuple(listed)
+
+
+def test_an_id_that_is_no_longer_offered_stays_for_a_while_as_unhealthy() -> None:
+    """A kubelet (1.36.3) whose Allocate is under way ends with a nil pointer where the ID is gone from its list."""
+    now = 0.0
+    rows = [DeviceRow(id=name, healthy=True) for name in ("a", "b", "c")]
+    earlier = DeviceTable(rows[:2], clock=lambda: now)
+    earlier.encode()
+    earlier.set_devices(rows[:1])
+    table = DeviceTable(rows[2:], clock=lambda: now)
+    table.take_over(earlier)
+    gone = [replace(row, healthy=False) for row in rows[:2]]
+    assert table.devices == (rows[2], *gone) and table.withdrawn_left_s() == WITHDRAWN_S
+    now = WITHDRAWN_S
+    assert table.set_devices(rows[2:]) and table.devices == (rows[2],) and table.withdrawn_left_s() is None
+
+
+def test_a_list_that_is_too_long_with_what_is_withdrawn_goes_without_it() -> None:
+    rows = [DeviceRow(id=f"{number:02}" + "x" * 100_000, healthy=True) for number in range(60)]
+    table = DeviceTable(rows[:30])
+    table.encode()
+    table.set_devices(rows[30:])
+    assert table.devices == tuple(rows[30:]) and len(table.encode()) <= MAX_LIST_BYTES
 
 
 @settings(deadline=None)

@@ -105,8 +105,8 @@ async def test_a_change_of_devices_reaches_the_kubelet_as_one_message() -> None:
         async with fake_kubelet(directory) as kubelet, agent(directory) as a:
             await both_registered(kubelet)
             a.tables[CORES].set_devices([DeviceRow(id="x", healthy=False), DeviceRow(id="y", healthy=True)])
-            await kubelet.happened.wait_for(("list", CORES, 2))
-            assert [d.health for d in kubelet.lists[CORES][-1].devices] == ["Unhealthy", "Healthy"]
+            await kubelet.happened.wait_for(("list", CORES, 3))  # with the one that is no longer offered
+            assert [d.health for d in kubelet.lists[CORES][-1].devices] == ["Unhealthy", "Healthy", "Unhealthy"]
 
 
 async def test_a_kubelet_that_comes_later_is_waited_for() -> None:
