@@ -58,12 +58,13 @@ class DeviceTables:
         self._has_earlier_ids = False
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        """For AllocationCache.subscribe. The lists depend on what is allocated for GPUShare's resource, for shares that have
-        grown, and for containers that hold IDs as an earlier agent named them."""
-        depends = (
-            self._names.gpu_mem or self._names.gpu or self._cache.resized or self._has_lent or self._has_earlier_ids
-        )
-        if depends or (new is not None and any(has_kubelet_text(new.ids(kind)) for kind in self._names.kinds)):
+        """For AllocationCache.subscribe. The lists depend on what is allocated for GPUShare's resource and of units under
+        NVIDIA's names (also where this agent offers none), for shares that have grown, and for containers that hold IDs as
+        an earlier agent named them."""
+        depends = self._names.gpu_mem or self._cache.resized or self._has_lent or self._has_earlier_ids
+        is_of_units = self._names.gpu or any(one is not None and one.gpu_ids for one in (old, new))
+        has_texts = new is not None and any(has_kubelet_text(new.ids(kind)) for kind in self._names.kinds)
+        if depends or is_of_units or has_texts:
             self._is_behind.set()
 
     def request_refresh(self) -> None:

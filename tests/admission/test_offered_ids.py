@@ -13,7 +13,16 @@ from gpushare_agent.admission.decisions.offered_devices import offered_ids
 from gpushare_agent.admission.device_tables import DeviceTables
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.names import VCORE_RESOURCE, DeviceId, GpuUuid, PodUid, device_id, known_as, split_device_id
+from gpushare_agent.model.names import (
+    VCORE_RESOURCE,
+    DeviceId,
+    GpuUuid,
+    PodUid,
+    device_id,
+    known_as,
+    split_device_id,
+    unit_id,
+)
 from tests.support_core import NAMES, allocation, container, inventory, pod
 from tests.support_sandbox import key_of
 
@@ -57,6 +66,29 @@ async def test_the_table_takes_the_new_text_when_the_container_ends() -> None:
         cache.put(share)
         await _listed(tables, [f"{uuid}::{n}" for n in range(3)] + [f"{key_of(uuid)}-{n}" for n in range(3, 100)])
         cache.release(share.key)
+        await _listed(tables, [f"{key_of(uuid)}-{n}" for n in range(100)])
+        running.cancel()
+
+
+async def test_cores_come_back_when_a_unit_ends_whose_resource_is_no_longer_offered() -> None:
+    """Of a container that began when nvidia.enabled was on."""
+    gpus = inventory(1)
+    uuid, cache = gpus.gpus[0].uuid, AllocationCache()
+    tables = DeviceTables(
+        names=NAMES, inventory=lambda: gpus, offered=lambda: gpus, cache=cache, ids=DeviceIds(), no_shares=lambda: False
+    )
+    cache.subscribe(tables.allocation_changed)
+    whole = replace(
+        allocation(pod("old", container(cores=0)), "main", [], []),
+        gpu_ids=frozenset({unit_id(uuid, 0, "1")}),
+        gpus=(uuid,),
+    )
+    cache.put(whole)
+    tables.refresh()
+    assert not any(row.healthy for row in tables.tables[VCORE_RESOURCE].devices)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(tables.run())
+        cache.release(whole.key)
         await _listed(tables, [f"{key_of(uuid)}-{n}" for n in range(100)])
         running.cancel()
 

@@ -85,7 +85,8 @@ def test_what_the_agent_asks_of_the_api_server_is_what_it_may(
         cluster.run("delete", "replicaset", "refused", "-n", namespace)
     used, forbidden = audited(log, USER)
     assert not forbidden
-    assert used <= granted(cluster) | EVERYBODYS | rights_of_component("components/dra")
+    others = rights_of_component("components/dra") | rights_of_component("components/node-configuration")
+    assert used <= granted(cluster) | EVERYBODYS | others
 
 
 EVERYBODYS = {("create", "selfsubjectaccessreviews")}
