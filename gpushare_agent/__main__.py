@@ -22,8 +22,8 @@ def main() -> int:
 
 
 def _import_structlog() -> None:
-    """Without rich, which it would import for coloured tracebacks: 50 ms and 5 MiB (docs/measurements.md) for nothing
-    that the agent prints. Commands that want rich import it as ever."""
+    """Without rich, which it would import for coloured tracebacks: 50 ms and 5 MiB (docs/reference/measurements.md) for
+    nothing that the agent prints. Commands that want rich import it as ever."""
     if "rich" in sys.modules:
         return
     sys.modules["rich"] = None  # type: ignore[assignment]  # Python's own way to say "not to be had"

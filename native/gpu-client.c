@@ -14,7 +14,7 @@
  * | they do not | 1 |
  * | wrong arguments | 2 |
  *
- * The call is gRPC's RegisterVDevice over HTTP/2 (RFC 9113, header compression RFC 7541) on a unix socket: docs/vdevice.md.
+ * The call is gRPC's RegisterVDevice over HTTP/2 (RFC 9113, header compression RFC 7541) on a unix socket: docs/reference/vdevice.md.
  * The connection begins with SETTINGS_HEADER_TABLE_SIZE 0, so that answers refer to no table of earlier headers. What an
  * answer may cost is bounded: ATTEMPT_MS, ATTEMPT_BYTES, frames and header blocks of 16 KiB, no allocation.
  *

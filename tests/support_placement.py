@@ -209,7 +209,7 @@ def nodes(draw: st.DrawFn) -> GpuInventory:
 def leaves_blocks_without_cores(owner: Pod) -> bool:
     """An init container's cores go on to a whole-GPU container, and its memory blocks, of which that one wants none, to a
     share after it. Where the kubelet then hands on the blocks first, the agent looks for the share on the init container's
-    GPU, which is full: it refuses, or not, by the kubelet's order (docs/critique.md)."""
+    GPU, which is full: it refuses, or not, by the kubelet's order (docs/explanation/critique.md)."""
     has_share_before = False
     has_whole_between = False
     for one in owner.containers:

@@ -1,4 +1,4 @@
-"""`python3 -m bench.gpu`: measures on a real GPU what the isolations keep; docs/gpu.md.
+"""`python3 -m bench.gpu`: measures on a real GPU what the isolations keep; docs/how-to/measure-on-a-gpu.md.
 
     python3 -m bench.gpu --pack build/gpu      where there is a network: gathers what the run needs
     python3 -m bench.gpu --from build/gpu      on the machine with the GPU: measures and writes the report

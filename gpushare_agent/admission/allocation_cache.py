@@ -2,8 +2,8 @@
 
 State owned: `_allocations` by container, and for each resource the holders of each device ID. An ID may have several
 holders, all of one pod: the kubelet passes an init container's IDs on to the containers after it without any release
-(measured, docs/architecture.md), so use is counted by distinct IDs. The counts by GPU are kept too, because every admission
-call reads them and a node has thousands of IDs.
+(measured, docs/explanation/architecture.md), so use is counted by distinct IDs. The counts by GPU are kept too, because
+every admission call reads them and a node has thousands of IDs.
 
 The kubelet's records are the truth; this cache is rebuilt from them at start and reconciled with them afterwards. It
 exists because the kubelet may offer an ID that it has forgotten to be taken.

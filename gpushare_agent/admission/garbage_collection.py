@@ -40,7 +40,7 @@ log = structlog.get_logger(__name__)
 GETS_AT_ONCE = 5
 GET_PAUSE_S = 0.1
 """So many Gets, then a pause: the kubelet allows 100 calls a second, ten of them at once, and admissions need theirs.
-One at a time they take twice the processor time, because each wakes the process up anew (docs/measurements.md)."""
+One at a time they take twice the processor time, because each wakes the process up anew (docs/reference/measurements.md)."""
 RECHECKED_PODS = 5
 """Of those that agreed, so many are asked about in each reconcile, the longest unasked first: 100 pods in ten minutes."""
 QUIET_WAIT_S = 10.0

@@ -11,7 +11,7 @@ starts one. In a round, in this order:
 
 State owned: what is in the file, and what is enforced since when. The sizes themselves belong to the allocation cache, what
 was reported to resize_reports.py. The annotation's grammar and every decision: decisions/resize.py. Who may write it:
-docs/resize.md.
+docs/explanation/resize.md.
 """
 
 from __future__ import annotations

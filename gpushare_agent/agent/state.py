@@ -1,6 +1,6 @@
 """The states that several sides of the agent read: built first, handed to every builder.
 
-Each has one owner, the only one to change it: docs/architecture.md.
+Each has one owner, the only one to change it: docs/explanation/architecture.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads an agent's document of its node and its decisions, for `top`, `inspect`, `graph` and `explain`.
 
 Two clients exist: of the agent's own HTTP address, here, and of the API server's proxy to the agent's pod (agent_pods.py).
-Formats: docs/api.md. State: the connection.
+Formats: docs/reference/api.md. State: the connection.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def read_node(agent: AgentClient) -> dict[str, Any]:
 async def read_decisions(
     agent: AgentClient, *, pod: str = "", namespace: str = "", limit: int = MAX_DECISIONS
 ) -> list[dict[str, Any]]:
-    """The newest first, as docs/api.md has them: of one pod where it is named."""
+    """The newest first, as docs/reference/api.md has them: of one pod where it is named."""
     wanted = {"pod": pod, "namespace": namespace, "limit": str(limit)}
     answer = await agent.get("/api/v1/decisions", {key: value for key, value in wanted.items() if value})
     found = answer.get("decisions")

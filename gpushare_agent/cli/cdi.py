@@ -1,7 +1,7 @@
 """`gpushare-agent cdi generate|list`: names the node's GPUs for container runtimes by CDI, and lists which spec names each.
 
 The agent does the same by itself where a CDI strategy is set. The command is for a host that only needs the names, and for
-a person who asks why a container does not start. For operators: docs/device-lists.md.
+a person who asks why a container does not start. For operators: docs/reference/device-lists.md.
 """
 
 from __future__ import annotations

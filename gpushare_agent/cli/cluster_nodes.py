@@ -1,7 +1,7 @@
 """The nodes as the API server shows them, for a person's credentials: all GPUs of the cluster with their allocations.
 
-observability/gpu_summaries.py and observability/inspection.py check the annotations. docs/cli.md lists the rights that
-each command needs. No state.
+observability/gpu_summaries.py and observability/inspection.py check the annotations. docs/reference/cli.md lists the rights
+that each command needs. No state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpushare_agent.observability.inspection import NodeSums, node_sums
 from gpushare_agent.settings.settings import Settings
 
 _LIST_TIMEOUT_S = 120.0
-_CURE = "check the rights of your own credentials; docs/cli.md lists those that are needed"
+_CURE = "check the rights of your own credentials; docs/reference/cli.md lists those that are needed"
 
 
 @asynccontextmanager

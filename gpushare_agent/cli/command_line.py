@@ -129,7 +129,7 @@ class Command:
             parts.append(help_text(select_keys(["config", *self.settings])))
         if self.settings is not None and self.settings != ALL_SETTINGS:
             parts.append(
-                f"The flags of all other settings are accepted too; `{PROGRAM} run --help` and docs/settings.md list them."
+                f"The flags of all other settings work too; `{PROGRAM} run --help` and docs/reference/settings.md list them."
             )
         return "\n\n".join(parts)
 

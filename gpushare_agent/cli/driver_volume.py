@@ -2,7 +2,7 @@
 
 Runs before the agent serves (for example as an init container) and after each update of the driver. A volume that fails
 does not stop the other, nor the removal of old versions; its former version stays in force. For operators:
-docs/driver-volume.md.
+docs/how-to/driver-volume.md.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from gpushare_agent.settings.settings import Settings
 
 _NO_NODE = (
     "no node has GPUs: none has the annotation gpushare-agent/cards, or a capacity of the resources; is the agent installed"
-    " (docs/guide/install.md)?"
+    " (docs/how-to/install.md)?"
 )
 
 

@@ -40,5 +40,5 @@ PLUGIN_LINE = CommandLine(
     program=KUBECTL,
     purpose="shows which pod has which share of which GPU, on every node of a cluster.",
     commands=(*view_commands(is_plugin=True), print_version("kubectl-gpushare")),
-    more=f"`{KUBECTL} COMMAND --help` explains one; docs/cli.md lists the rights that you need.",
+    more=f"`{KUBECTL} COMMAND --help` explains one; docs/reference/cli.md lists the rights that you need.",
 )

@@ -1,6 +1,6 @@
 """A decision for people: the request, what was chosen or why not, every GPU's verdict, what to do. Pure.
 
-Reads decisions as docs/api.md has them (the fields of model/decision_records.py).
+Reads decisions as docs/reference/api.md has them (the fields of model/decision_records.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Allocated and total of every GPU, per node and for the cluster. Pure: sums in, a document or tables out.
 
-The document's format is docs/cli.md; sizes are bytes.
+The document's format is docs/reference/cli.md; sizes are bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`gpushare-agent simulate`: replays a workload on a simulated cluster, and compares policies (docs/simulate.md).
+"""`gpushare-agent simulate`: replays a workload on a simulated cluster, and compares policies (docs/how-to/simulate.md).
 
 Results go to standard output and are the same for the same input and seed; progress goes to standard error.
 """

@@ -1,7 +1,7 @@
 """The commands that show the node to an operator: top, inspect, graph, explain.
 
 `gpushare-agent` on a node asks the agent of that node. `kubectl gpushare` has the same commands, options and output, and
-goes through the API server. docs/cli.md has the formats, and the rights that a user of the plugin needs.
+goes through the API server. docs/reference/cli.md has the formats, and the rights that a user of the plugin needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SUMS_SETTINGS = (*_SETTINGS, "resources", "gpushare")
 
 _PLUGIN_NOTE = """\
 The cluster is that of $KUBECONFIG or ~/.kube/config, its current context; --kubeconfig FILE names another file.
-docs/cli.md lists the rights that you need."""
+docs/reference/cli.md lists the rights that you need."""
 
 
 def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:

@@ -6,7 +6,8 @@ at the next start: the ledger is rebuilt from the kubelet's records, and the fir
 
 Never in the admission path. The annotations are for people, for the scheduler extender and for gpu-manager's tools; the
 agent itself never relies on them. `predicate-node` and `predicate-time` are the extender's and are not written here. State
-owned: the pods to compare, the resize status of each, and what each was last given. Format: docs/formats.md, section 1.
+owned: the pods to compare, the resize status of each, and what each was last given. Format: docs/reference/formats.md,
+section 1.
 """
 
 from __future__ import annotations

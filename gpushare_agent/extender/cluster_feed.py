@@ -1,7 +1,7 @@
 """Handlers of the informers: put the cluster's pods and nodes into the extender's state.
 
 A pod's annotations decide nothing: those that carry an extender's choice are compared with this extender's reservation and
-with what the node's agent reports, and the pods where both differ are counted (docs/extender.md).
+with what the node's agent reports, and the pods where both differ are counted (docs/reference/extender.md).
 
 State owned: the unscheduled pods, whose requests a bind needs, the pods with foreign predicate annotations, those whose
 agent has not reported yet, those missing from a list, and what was logged lately.

@@ -1,4 +1,4 @@
-"""The extender's metrics: counted by event, read at /metrics. Listed in docs/extender.md.
+"""The extender's metrics: counted by event, read at /metrics. Listed in docs/reference/extender.md.
 
 Methods are named for the event and never fail. Label sets that are known from the start begin at zero, or rate() would miss
 the first event. State owned: the registry, one per instance.

@@ -1,7 +1,7 @@
 """Reads a Node of the API server: its GPUs, how they are linked, and what is allocated of them to which pod.
 
 Everything is checked and bounded; nothing raises. Where the annotations cannot be read, the node's resource counts are used
-instead, and `problem` names the reason. Formats: docs/node-facts.md, Kubernetes core/v1 Node.
+instead, and `problem` names the reason. Formats: docs/reference/node-facts.md, Kubernetes core/v1 Node.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ now, and makes a new version of the pod. A bind names the version it is for, so 
 bind still under way. One accepted patch therefore resolves an unknown outcome: a pod that it shows without a node can no
 longer be bound by an earlier request of ours.
 
-Formats: docs/formats.md, sections 1 and 5; Kubernetes core/v1 Binding. State owned: the last time written.
+Formats: docs/reference/formats.md, sections 1 and 5; Kubernetes core/v1 Binding. State owned: the last time written.
 """
 
 from __future__ import annotations

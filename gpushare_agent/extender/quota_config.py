@@ -1,6 +1,6 @@
 """Reads gpu-admission's configuration file, for a migration from it.
 
-Format: JSON, docs/formats.md, section 9. Its SkipBindTime is accepted and not used: there is no such wait here.
+Format: JSON, docs/reference/formats.md, section 9. Its SkipBindTime is accepted and not used: there is no such wait here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What counts against the quotas of namespaces, and whether a pod may use a node under them.
 
 State owned: the quota in force (quota_watch.py reads it), what each namespace uses, and the pods and nodes that this is
-computed from. docs/quota.md has the rules; decisions/quota.py and decisions/quota_use.py apply them.
+computed from. docs/reference/quota.md has the rules; decisions/quota.py and decisions/quota_use.py apply them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads the quota's ConfigMap as the informer delivers it, and puts it in force (quota_state.py).
 
 A ConfigMap that cannot be read leaves the last good one in force; where there never was one, pods that ask for GPUs are
-refused until it is corrected, as in gpu-admission. An absent ConfigMap is no quota. Format and table: docs/quota.md.
-State owned: whether the quota in force was read from a good ConfigMap.
+refused until it is corrected, as in gpu-admission. An absent ConfigMap is no quota. Format and table:
+docs/reference/quota.md. State owned: whether the quota in force was read from a good ConfigMap.
 """
 
 from __future__ import annotations

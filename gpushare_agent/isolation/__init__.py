@@ -1,8 +1,8 @@
 """What enforces a container's share: one pure function per isolation, and the services that prepare the host for it.
 
 An isolation turns a container's allocation and the node's settings into container edits: one module in decisions/, named
-like its line in model/isolation.py (docs/isolation.md). What must exist on the host before the container starts is made by
-a service: `VirtualManager` (vcuda/), `PrivateCaches` (hami_core/), `DriverLimits` (driver_limits/).
+like its line in model/isolation.py (docs/explanation/isolation.md). What must exist on the host before the container starts
+is made by a service: `VirtualManager` (vcuda/), `PrivateCaches` (hami_core/), `DriverLimits` (driver_limits/).
 `AvailabilityWatch` checks what the deployer supplies.
 
 State owned: `VirtualManager`, `DirectoryReconciler`, `ContainerProcesses` (vDevice directories and sockets, the processes in

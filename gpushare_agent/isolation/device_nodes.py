@@ -1,7 +1,7 @@
 """Which device nodes containers get besides the GPUs' own: the driver's control nodes, and those of the extra-config file.
 
-Format of gpu-manager's extra-config file: `{"default": {"devices": ["/dev/…"]}}` (docs/formats.md). State owned, by
-`ControlNodes`: which nodes were missing at the last check, for the log.
+Format of gpu-manager's extra-config file: `{"default": {"devices": ["/dev/…"]}}` (docs/reference/formats.md). State owned,
+by `ControlNodes`: which nodes were missing at the last check, for the log.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 h2 4.4 hands `repr(frame)` of every received frame to its logger, which by default drops it. For a DATA frame that text
 is formatted from all of its bytes in hexadecimal: 0.4 ms of a List answer of 390 kB, which every admission waits for
-(docs/measurements.md).
+(docs/reference/measurements.md).
 
 h2 remembers how each of the last 65,536 streams of a connection was closed, 107 bytes for one (measured). The kubelet keeps
 its connections for months, and each pod takes about ten streams: a kilobyte for each pod, until it is 7 MiB a connection.

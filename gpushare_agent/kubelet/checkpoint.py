@@ -3,7 +3,7 @@
 It names the pod UID, which PodResources does not, and it has the ordinary init containers, which PodResources leaves out.
 It keeps entries of ended pods until the next Allocate, so it is never used alone where PodResources answers.
 
-Format: docs/formats.md, section 3. DeviceIDs is a map from NUMA node to IDs, in old kubelets a plain list.
+Format: docs/reference/formats.md, section 3. DeviceIDs is a map from NUMA node to IDs, in old kubelets a plain list.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _ITEMS = re.compile(r'"items"\s*:\s*(\[|null)')
 _SEPARATOR = re.compile(r"\s*([,\]])\s*")
 _OF_ANOTHER_HOST = (62, 64)
 """OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
-CURE = "see docs/static-pods.md"
+CURE = "see docs/how-to/static-pods.md"
 
 
 class StaticPods:

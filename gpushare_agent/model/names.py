@@ -1,6 +1,6 @@
 """Names that existing programs expect: resources, annotations, labels, environment variables.
 
-Source: TKEStack gpu-manager 1.1.5 and gpu-admission 1.0 (docs/formats.md). These are contracts: change none.
+Source: TKEStack gpu-manager 1.1.5 and gpu-admission 1.0 (docs/reference/formats.md). These are contracts: change none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CORE_LIMIT_ANNOTATION = "tencent.com/vcuda-core-limit"
 ISOLATION_ANNOTATION = "tencent.com/gpu-isolation"
 """Our own: which of the isolations that the node allows the pod wants."""
 RESIZE_ANNOTATION = "gpushare-agent/resize"
-"""Our own, on the pod: the sizes that its running shares are to have (docs/resize.md)."""
+"""Our own, on the pod: the sizes that its running shares are to have (docs/explanation/resize.md)."""
 RESIZE_STATUS_ANNOTATION = "gpushare-agent/resize-status"
 """Written by the agent: what of it is in force."""
 QUOTA_RETRY_ANNOTATION = "gpushare-agent/quota-retry-at"

@@ -4,7 +4,7 @@ State owned: the current round of usage (UsageSampling), its past (UsageHistory)
 (SnapshotCache), counters (AgentMetrics), readers of the stream (LiveStream), listeners (WebServer, DebugServer,
 DisplayServer). The agent's composition builds and subscribes all of it; `cli` uses the inspection, `extender` the answers.
 Open first: node_snapshot.py (what is shown), then http/server.py (where). /metrics has gpu-manager's four series from
-metrics/containers.py (`_requested`, `_used_as_gpu_manager_shows_it`); docs/formats.md, section 8.
+metrics/containers.py (`_requested`, `_used_as_gpu_manager_shows_it`); docs/reference/formats.md, section 8.
 
 Others import: display, gpu_summaries, http.answers, http.debug_pages, http.debug_server, http.live_stream, http.node_api,
 http.server, inspection, metrics.agent, metrics.node, metrics.text, node_snapshot, snapshot_cache, usage_history,

@@ -3,7 +3,8 @@
 A message is a dictionary as gpu-manager's gateway writes it: the proto's own field names, zero and empty fields left out.
 `encode_usage` gives the bytes of the one that is large: the generated classes need 100 ms for 200 containers, this 2 ms.
 Units are gpu-manager's: gpu in percent of a GPU (`spec` in GPUs), memory in MiB. What the driver does not report is
-left out, for the messages know no third state; /api/v1/node has it. Formats: protos/display.proto and docs/display.md.
+left out, for the messages know no third state; /api/v1/node has it. Formats: protos/display.proto and
+docs/reference/display.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The GPUs of a node by its object, for `inspect`: from the annotation, which cluster/node_annotations.py parses.
 
-The agent writes it (docs/node-facts.md). A node without one, of an older agent or of gpu-manager, still has its capacity:
-GPUs of equal size are derived from that. Pure.
+The agent writes it (docs/reference/node-facts.md). A node without one, of an older agent or of gpu-manager, still has its
+capacity: GPUs of equal size are derived from that. Pure.
 """
 
 from __future__ import annotations

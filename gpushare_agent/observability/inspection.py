@@ -2,7 +2,7 @@
 
 Pure sums for `inspect --all-nodes`; for one node its agent's ledger is read instead. Any tenant can write a pod's
 annotations: an index that the node has no GPU for, or that does not fit what the container asks for, is shown and charged to
-no GPU. Format: docs/formats.md, section 1.
+no GPU. Format: docs/reference/formats.md, section 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The one description of the node that everything shows: `/api/v1/node`, the dashboard, `top`, `inspect`.
 
 Pure functions from the parts' states to JSON values, sorted, in base units (bytes, seconds, ratios 0..1, hertz, watts).
-The format is docs/api.md; SCHEMA grows when a reader of an older one would be misled.
+The format is docs/reference/api.md; SCHEMA grows when a reader of an older one would be misled.
 """
 
 from __future__ import annotations

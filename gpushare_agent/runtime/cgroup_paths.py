@@ -1,7 +1,7 @@
 """The owner of a process: from the text of `/proc/<pid>/cgroup` to a pod's UID and a container's ID.
 
 Not for reading files or searching hierarchies: runtime/cgroups.py does that, with the same names of directories. No
-state. Format: docs/formats.md section 4, and cgroups(7) for the lines `<hierarchy>:<controllers>:<path>`.
+state. Format: docs/reference/formats.md section 4, and cgroups(7) for the lines `<hierarchy>:<controllers>:<path>`.
 
 What counts in a path, from its beginning on:
 

@@ -1,7 +1,7 @@
 """What the Kubernetes version changes in the sandbox, in one table, and the kubelet's times.
 
 The embedded kubelet and the API server ask a `KubeletBehaviour` and never a version number. A version behaves as
-measured on a real kubelet of it (docs/sandbox.md, "What the embedded kubelet does"). No state.
+measured on a real kubelet of it (docs/reference/sandbox.md, "What the embedded kubelet does"). No state.
 """
 
 from __future__ import annotations

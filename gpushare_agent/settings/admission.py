@@ -46,7 +46,7 @@ class AllocationSettings(Section):
 
 
 class ResizeSettings(Section):
-    """Live resize: the annotation gpushare-agent/resize of running pods (docs/resize.md)."""
+    """Live resize: the annotation gpushare-agent/resize of running pods (docs/explanation/resize.md)."""
 
     mode: ResizeMode = Field(
         default=ResizeMode.DISABLED,

@@ -46,7 +46,7 @@ class ExtenderSettings(Section):
     )
     quota_name: _Name = Field(
         default="gpuquota",
-        description="ConfigMap with the quota of each namespace (docs/quota.md). One that does not exist is no quota.",
+        description="ConfigMap with the quota of each namespace (docs/reference/quota.md). None: no quota.",
     )
     quota_namespace: _Name = Field(default="kube-system", description="Namespace of that ConfigMap.")
     model_label: _Label = Field(
@@ -67,7 +67,7 @@ class ExtenderSettings(Section):
     claims_webhook: Literal["off", "open", "certificate"] = Field(
         default="off",
         description="Answer POST /mutate-pods, the webhook that turns pods' limits into ResourceClaims"
-        " (docs/guide/turn-limits-into-claims.md). open: for every client, as an API server shows no certificate unless"
+        " (docs/how-to/turn-limits-into-claims.md). open: for every client, as an API server shows no certificate unless"
         " configured to. certificate: only for those of client_ca, as the scheduler's verbs. Both need TLS.",
     )
     max_body_mib: Count = Field(

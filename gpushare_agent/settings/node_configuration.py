@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?", re.ASCII)
 
 
 class NodeConfigurationSettings(Section):
-    """Settings per node, by a label of the Node (docs/guide/configure-single-nodes.md)."""
+    """Settings per node, by a label of the Node (docs/how-to/configure-single-nodes.md)."""
 
     directory: OptionalPath = Field(
         default=None,

@@ -52,7 +52,7 @@ Texts = Annotated[tuple[str, ...], BeforeValidator(comma_list)]
 
 
 class NvidiaSettings(Section):
-    """GPUs, replicas of them and MIG instances under the names of NVIDIA's device plugin (docs/nvidia.md)."""
+    """GPUs, replicas of them and MIG instances under the names of NVIDIA's device plugin (docs/explanation/nvidia.md)."""
 
     enabled: bool = Field(
         default=False,
@@ -61,7 +61,7 @@ class NvidiaSettings(Section):
     config: OptionalPath = Field(
         default=None,
         description="Configuration file of NVIDIA's device plugin (version: v1, YAML or JSON), whose variables"
-        " and flags are read too (docs/migration-nvidia.md). Settings of this agent win over it. Empty: none.",
+        " and flags are read too (docs/how-to/migrate-from-nvidia.md). Settings of this agent win over it. Empty: none.",
     )
     resource: NvidiaName = Field(
         default=NVIDIA_GPU_RESOURCE, description="Resource whose unit is a GPU, or a replica of one. NVIDIA's name."
@@ -118,8 +118,8 @@ class NvidiaSettings(Section):
     labels: bool = Field(
         default=False,
         description="Write the labels of NVIDIA's GPU Feature Discovery to the node, such as nvidia.com/gpu.product"
-        " (docs/node-facts.md). Labels of one that runs are left alone. false: those that the agent wrote are removed. Needs"
-        " facts.is_written.",
+        " (docs/reference/node-facts.md). Labels of one that runs are left alone. false: those that the agent wrote are"
+        " removed. Needs facts.is_written.",
     )
 
     @property

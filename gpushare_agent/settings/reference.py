@@ -1,4 +1,4 @@
-"""The settings as a list of keys, and what people read about them: `--help`, docs/settings.md, what a key allows.
+"""The settings as a list of keys, and what people read about them: `--help`, docs/reference/settings.md, what a key allows.
 
 Everything here is derived from settings/tree.py; a setting needs no line of its own in this file.
 """
@@ -187,7 +187,7 @@ def _default_text(key: Key) -> str:
 
 
 def markdown() -> str:
-    """docs/settings.md, whole."""
+    """docs/reference/settings.md, whole."""
     lines = [_MARKDOWN_HEAD.strip()]
     section = ""
     for key in all_keys():

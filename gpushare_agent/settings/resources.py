@@ -26,7 +26,7 @@ class ResourceSettings(Section):
         ge=1,
         le=65536,
         description="Size of one memory block, MiB. Smaller blocks mean more device IDs: the kubelet takes 4 MiB of them, "
-        "and writes a pod's into its status (docs/formats.md).",
+        "and writes a pod's into its status (docs/reference/formats.md).",
     )
 
     @model_validator(mode="after")

@@ -43,7 +43,7 @@ class SimulatedSettings(Section):
     )
     usage: OptionalPath = Field(
         default=None,
-        description="JSON file with what processes use of simulated GPUs (docs/sandbox.md). Empty: they idle.",
+        description="JSON file with what processes use of simulated GPUs (docs/reference/sandbox.md). Empty: they idle.",
     )
 
     @model_validator(mode="after")

@@ -164,7 +164,7 @@ def read_variables(environ: Mapping[str, str]) -> Layer:
             layer.values[key.name] = RawSetting(value=environ[name], source=f"variable {name}")
         elif name not in _OF_COMMANDS and not _is_service_link(name, environ[name]):
             layer.problems.append(
-                f"variable {name} is unknown{nearest(name, known)}; docs/settings.md lists all variables"
+                f"variable {name} is unknown{nearest(name, known)}; docs/reference/settings.md lists all variables"
             )
     return layer
 
@@ -242,5 +242,5 @@ def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Lay
             )
         else:
             layer.problems.append(
-                f"{source}: key {name} is unknown{nearest(name, known | sections)}; see docs/settings.md"
+                f"{source}: key {name} is unknown{nearest(name, known | sections)}; see docs/reference/settings.md"
             )

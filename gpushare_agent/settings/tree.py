@@ -2,8 +2,8 @@
 
 The sections are the modules beside this one. A description has the unit, the meaning of None or empty, and the reason for
 the default. `Settings()` reads neither the environment nor the command line. settings/sources.py reads flags, variables and
-files; settings/reference.py makes `--help` and docs/settings.md. The flag names of gpu-manager (docs/formats.md, section 1)
-are `ALIASES` of these names.
+files; settings/reference.py makes `--help` and docs/reference/settings.md. The flag names of gpu-manager
+(docs/reference/formats.md, section 1) are `ALIASES` of these names.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     config: OptionalPath = Field(
-        default=None, description="YAML file with settings, nested as in docs/settings.md. Empty: no file."
+        default=None, description="YAML file with settings, nested as in docs/reference/settings.md. Empty: no file."
     )
     node_name: str = Field(
         default="",
@@ -85,7 +85,7 @@ class Settings(BaseModel):
     )
     isolation: IsolationName = Field(
         default=IsolationName.HAMI_CORE,
-        description="What limits a container to its share (docs/isolation.md). hami-core: HAMi-core's library in"
+        description="What limits a container to its share (docs/explanation/isolation.md). hami-core: HAMi-core's library in"
         " every process. vcuda: TKEStack's library in the driver directory, which reads its limits from /etc/vcuda, for CUDA"
         " up to 11.5. mps: NVIDIA MPS. driver: NVIDIA's driver limits memory, nothing limits compute; hami-core+driver,"
         " mps+driver: both. none: nothing, containers see their GPUs and are trusted. auto: the agent chooses at its start"
@@ -99,8 +99,8 @@ class Settings(BaseModel):
     device_list_strategy: Annotated[tuple[DeviceListStrategy, ...], BeforeValidator(comma_list)] = Field(
         default=(DeviceListStrategy.ENVVAR, DeviceListStrategy.DEVICE_NODES),
         min_length=1,
-        description="How containers get their GPUs' devices, comma list (docs/device-lists.md): envvar, volume-mounts,"
-        " device-nodes, cdi-annotations, cdi-cri.",
+        description="How containers get their GPUs' devices, comma list (docs/reference/device-lists.md): envvar,"
+        " volume-mounts, device-nodes, cdi-annotations, cdi-cri.",
     )
     excluded_gpus: Annotated[tuple[str, ...], BeforeValidator(comma_list)] = Field(
         default=(),
@@ -121,8 +121,8 @@ class Settings(BaseModel):
     )
     volume_config: OptionalPath = Field(
         default=None,
-        description="gpu-manager's volume.conf, the driver files to collect (docs/driver-volume.md). Empty: its place there,"
-        " /etc/gpu-manager/volume.conf. Used by `driver-volume`, and with isolation vcuda, which"
+        description="gpu-manager's volume.conf, the driver files to collect (docs/how-to/driver-volume.md). Empty: its place"
+        " there, /etc/gpu-manager/volume.conf. Used by `driver-volume`, and with isolation vcuda, which"
         " then mounts the driver directory into containers.",
     )
     kubeconfig: OptionalPath = Field(

@@ -14,7 +14,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 
 class Section(BaseModel):
-    """One section of the tree: frozen, without unknown keys. Its docstring is its title in `--help` and docs/settings.md."""
+    """One section of the tree: frozen, without unknown keys. Its docstring is its title in `--help` and
+    docs/reference/settings.md."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 

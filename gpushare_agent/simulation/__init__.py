@@ -1,4 +1,4 @@
-"""Replays a workload on a simulated cluster, with the decisions of the extender and the agent (docs/simulate.md).
+"""Replays a workload on a simulated cluster, with the decisions of the extender and the agent (docs/how-to/simulate.md).
 
 Time, pods, nodes and the scheduler's queue are simulated; whether a pod fits, and which GPUs it gets, is decided by the
 code that decides it in a cluster (extender/cluster_state.py; of claims, the sandbox's allocator). Nothing here waits or

@@ -1,4 +1,5 @@
-"""Makes clusters and workloads from documented distributions: the same for the same seed (docs/simulate.md has the table).
+"""Makes clusters and workloads from documented distributions: the same for the same seed (docs/how-to/simulate.md has the
+table).
 
 The shapes are few on purpose: platforms offer sizes, and people ask for round numbers. The distributions are the
 project's own, in the manner of published traces of shared clusters: most pods are small and short, few large and long.

@@ -1,4 +1,4 @@
-"""What a container with GPUs gets, by the names of docs/formats.md."""
+"""What a container with GPUs gets, by the names of docs/reference/formats.md."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ async def test_the_running_process_has_what_the_golden_files_say(isolation: str,
                 await wait_running(node, name)
                 golden = host.golden(node, agent, isolation, case, name, strategies)
                 assert sorted_lists(answered(node, name)) == sorted_lists(golden), case
-                # The spec's own name comes last: docs/device-lists.md names what such a combination leads to.
+                # The spec's own name comes last: docs/reference/device-lists.md names what such a combination leads to.
                 last_word = {"NVIDIA_VISIBLE_DEVICES": "void"} if "cdi" in strategies else {}
                 assert await environment_of(node, name) == golden["env"] | last_word, case
 

@@ -216,7 +216,9 @@ async def test_a_missing_right_names_the_users_credentials(short_dir: Path) -> N
     """Not the agent's, which are not used here."""
     denied = {"message": 'nodes is forbidden: User "me" cannot list resource "nodes"'}
     async with cluster(short_dir, {"/api/v1/nodes": (403, denied)}) as (_, settings):
-        with pytest.raises(Rejected, match=r'cannot list the nodes: .*User "me".*your own credentials; docs/cli.md'):
+        with pytest.raises(
+            Rejected, match=r'cannot list the nodes: .*User "me".*your own credentials; docs/reference/cli.md'
+        ):
             await inspect.run(settings, AgentTarget(), is_all_nodes=True, with_details=False, form="table")
 
 

@@ -78,7 +78,9 @@ def test_the_help_of_a_command_lists_the_settings_that_it_declares(
     out = capsys.readouterr().out
     listed = {key.name for key in all_keys() if f"; {key.variable}]" in " ".join(out.split())}
     assert listed == {key.name for key in select_keys(["config", *command.settings])}
-    assert ("`gpushare-agent run --help` and docs/settings.md list them" in out) == (len(listed) < len(all_keys()))
+    assert ("`gpushare-agent run --help` and docs/reference/settings.md list them" in out) == (
+        len(listed) < len(all_keys())
+    )
 
 
 def test_a_flag_that_the_help_leaves_out_is_accepted() -> None:

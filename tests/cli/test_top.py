@@ -135,7 +135,7 @@ async def test_a_node_without_gpus_says_so(capsys: pytest.CaptureFixture[str]) -
 
 
 async def test_json_and_yaml_are_the_agents_document(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unchanged, so that docs/api.md is the format of both."""
+    """Unchanged, so that docs/reference/api.md is the format of both."""
     document = busy_node()
     assert json.loads(await printed(document, capsys, "json")) == document
     assert yaml.safe_load(await printed(document, capsys, "yaml")) == document

@@ -32,19 +32,19 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 OWN_DOCUMENTS = [
     "README.md",
     "CHANGELOG.md",
-    "docs/settings.md",
-    "docs/formats.md",
-    "docs/glossary.md",
-    "docs/metrics.md",
-    "docs/migration.md",
+    "docs/reference/settings.md",
+    "docs/reference/formats.md",
+    "docs/reference/glossary.md",
+    "docs/reference/metrics.md",
+    "docs/how-to/migrate-from-gpu-manager.md",
 ]
 
 COMMAND = "python3 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s {}"
 
 
 def test_the_settings_document_is_the_generated_one() -> None:
-    """docs/settings.md is `gpushare-agent config --output markdown`, character by character."""
-    assert (ROOT / "docs/settings.md").read_text(encoding="utf-8") == markdown()
+    """docs/reference/settings.md is `gpushare-agent config --output markdown`, character by character."""
+    assert (ROOT / "docs/reference/settings.md").read_text(encoding="utf-8") == markdown()
 
 
 def test_the_readme_begins_with_three_sentences_and_the_two_commands() -> None:
@@ -86,7 +86,7 @@ def test_every_flag_that_a_document_names_exists(document: str) -> None:
     "document",
     [
         *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "charts/gpushare-agent/README.md"),
-        *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
+        *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md")),
     ],
 )
 def test_every_relative_link_leads_somewhere(document: str) -> None:
@@ -131,7 +131,7 @@ def test_the_metrics_document_lists_every_metric_with_its_type_and_labels() -> N
         assert family.samples, f"nothing has happened yet for {family.name}"
         labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
         expected[family.name + ("_total" if family.type == "counter" else "")] = (family.type, labels)
-    text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z_]+)` \| (\w+) \| ([a-z_, ]*)\| ", text, flags=re.M)
     assert {name: (kind, sorted(labels.replace(",", " ").split())) for name, kind, labels in rows} == expected
     assert len(rows) == len(expected)
@@ -139,13 +139,13 @@ def test_the_metrics_document_lists_every_metric_with_its_type_and_labels() -> N
 
 def test_the_metrics_document_names_every_reason_of_a_refusal() -> None:
     """They are labels that somebody alerts on."""
-    text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     assert all(f"`{reason.value}`" in text for reason in RefusalReason)
 
 
 def test_the_isolation_document_has_every_term_of_what_is_not_kept() -> None:
     """In the words that the agent uses."""
-    text = (ROOT / "docs/isolation.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/explanation/isolation.md").read_text(encoding="utf-8")
     rows = dict(
         re.findall(r"^\| `([a-z-]+)` \| ([^|]+) \|$", text.split("## What is kept, and by whom")[1], flags=re.M)
     )
@@ -154,7 +154,7 @@ def test_the_isolation_document_has_every_term_of_what_is_not_kept() -> None:
 
 def test_the_isolation_document_has_a_row_for_each_isolation() -> None:
     """A new one needs what it enforces and what it requires."""
-    text = (ROOT / "docs/isolation.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/explanation/isolation.md").read_text(encoding="utf-8")
     rows = re.findall(r"^[|] `([a-z+-]+)`(?: .the default.)? [|]", text, flags=re.M)
     assert [name for name in rows if name in set(ISOLATIONS)] == list(ISOLATIONS)
     assert f"`{Settings().isolation}` (the default)" in text
@@ -186,8 +186,8 @@ def test_docker_leaves_out_what_podman_leaves_out() -> None:
 
 def test_the_readme_leads_to_every_document() -> None:
     """A document that nothing links is not found."""
-    for path in (ROOT / "docs").glob("*.md"):
-        assert f"](docs/{path.name})" in README, path.name
+    for path in [p for folder in ("explanation", "reference") for p in (ROOT / "docs" / folder).glob("*.md")]:
+        assert f"](docs/{path.parent.name}/{path.name})" in README, path.name
 
 
 def test_the_readmes_pod_is_the_sample() -> None:

@@ -13,7 +13,7 @@ import pytest
 from gpushare_agent.extender.tls import Tls, tls_context
 from tests.support_manifests import documents
 
-GUIDE = Path(__file__).parents[2] / "docs/guide/schedule-with-the-extender.md"
+GUIDE = Path(__file__).parents[2] / "docs/how-to/schedule-with-the-extender.md"
 NAME = documents("extender/default-scheduler/scheduler.yaml")[0]["extenders"][0]["tlsConfig"]["serverName"]
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")

@@ -1,4 +1,4 @@
-"""docs/migration-nvidia.md: its table of the plugin's keys is the code's."""
+"""docs/how-to/migrate-from-nvidia.md: its table of the plugin's keys is the code's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpushare_agent.settings.nvidia_options import OPTIONS
 
-PAGE = Path(__file__).parents[2] / "docs" / "migration-nvidia.md"
+PAGE = Path(__file__).parents[2] / "docs/how-to/migrate-from-nvidia.md"
 CHART_VARIABLES = (
     "MPS_ROOT", "MIG_STRATEGY", "FAIL_ON_INIT_ERROR", "PASS_DEVICE_SPECS", "DEVICE_LIST_STRATEGY", "DEVICE_ID_STRATEGY",
     "NVIDIA_DRIVER_ROOT", "NVIDIA_DEV_ROOT", "NVIDIA_CDI_HOOK_PATH", "CDI_FEATURE_FLAGS", "GDRCOPY_ENABLED", "GDS_ENABLED",

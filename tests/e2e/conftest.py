@@ -1,4 +1,4 @@
-"""`nox -s e2e`: the product on a real cluster, named by KUBECONFIG. For users: docs/guide/test-your-cluster.md.
+"""`nox -s e2e`: the product on a real cluster, named by KUBECONFIG. For users: docs/how-to/test-your-cluster.md.
 
 To add a test: a file tests/e2e/test_<topic>.py with `pytestmark = pytest.mark.e2e`, plain functions, and these fixtures:
 - `cluster` (session): kubectl (`run`, `get`, `apply`), pods with shares (`pod`, `container`), `start`, `wait_for`, …

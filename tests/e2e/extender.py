@@ -1,4 +1,4 @@
-"""The scheduler extender and the second scheduler, as docs/guide/schedule-with-the-extender.md installs them."""
+"""The scheduler extender and the second scheduler, as docs/how-to/schedule-with-the-extender.md installs them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NAME, SCHEDULER = "gpushare-agent-extender", "gpushare-scheduler"
 APP = f"app.kubernetes.io/name={NAME}"
 LEADER = f"{APP},gpushare-agent/role=leader"
 WEBHOOK = MANIFESTS / "extender/components/claims-webhook"
-WEBHOOK_GUIDE = MANIFESTS.parent / "docs/guide/turn-limits-into-claims.md"
-GUIDE = MANIFESTS.parent / "docs/guide/schedule-with-the-extender.md"
+WEBHOOK_GUIDE = MANIFESTS.parent / "docs/how-to/turn-limits-into-claims.md"
+GUIDE = MANIFESTS.parent / "docs/how-to/schedule-with-the-extender.md"
 NOT_PULLED = {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull"}
 
 

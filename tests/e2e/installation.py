@@ -1,4 +1,4 @@
-"""The product as a user installs it: `kubectl apply -k` of a kustomization of his own, as docs/guide/install.md has it."""
+"""The product as a user installs it: `kubectl apply -k` of a kustomization of his own, as docs/how-to/install.md has it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpushare_agent.model.names import GpuUuid, split_device_id
 from tests.e2e.cluster import CORE, DEADLINE_S, MEMORY, Cluster, KubectlError, Object, Right, read_unix
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
-UNINSTALL = MANIFESTS.parent / "docs/guide/uninstall.md"
+UNINSTALL = MANIFESTS.parent / "docs/how-to/uninstall.md"
 SYSTEM = "gpushare-system"
 NODE_LABEL = "nvidia-device-enable"
 LABEL = "app.kubernetes.io/name=gpushare-agent"
@@ -171,7 +171,7 @@ class Installation:
                 self.wait_ready()
 
     def remove(self) -> None:
-        """The steps 1 and 2 of docs/guide/uninstall.md."""
+        """The steps 1 and 2 of docs/how-to/uninstall.md."""
         if self._installed is None:
             return
         take_off_node(self.cluster)

@@ -12,7 +12,7 @@ export RIG_DIR=${RIG_DIR:-${TMPDIR:-/tmp}/rig}
 export PATH=$RIG_DIR/bin:$PATH
 
 work=$(mktemp -d) child='' made=()
-# What the agent leaves on its node by design (docs/guide/uninstall.md): this machine is the node.
+# What the agent leaves on its node by design (docs/how-to/uninstall.md): this machine is the node.
 for folder in /etc/gpu-manager /var/lib/gpushare-agent; do [[ -e $folder ]] || made+=("$folder"); done
 cleanup() {
   trap - EXIT

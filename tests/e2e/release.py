@@ -1,4 +1,4 @@
-"""The product as a user installs it with Helm, as docs/guide/install.md has it."""
+"""The product as a user installs it with Helm, as docs/how-to/install.md has it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Release:
         return self._cluster.run("-n", SYSTEM, "logs", "job/gpushare-check")
 
     def remove(self) -> None:
-        """The steps 1 and 2 of docs/guide/uninstall.md."""
+        """The steps 1 and 2 of docs/how-to/uninstall.md."""
         take_off_node(self._cluster)
         self._helm("uninstall", RELEASE)
         self._cluster.run("delete", "namespace", SYSTEM, f"--timeout={DEADLINE_S:.0f}s", timeout_s=DEADLINE_S + 20)

@@ -1,5 +1,5 @@
-"""Pods with old limits run by ResourceClaims, installed by docs/guide/turn-limits-into-claims.md. As test_claims.py; without
-a kube-proxy the API server needs --enable-aggregator-routing to reach the webhook."""
+"""Pods with old limits run by ResourceClaims, installed by docs/how-to/turn-limits-into-claims.md. As test_claims.py;
+without a kube-proxy the API server needs --enable-aggregator-routing to reach the webhook."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_an_upgrade_in_a_burst_gives_nothing_out_twice(cluster: Cluster, before:
 def test_on_a_drained_node_the_earlier_build_comes_back(
     cluster: Cluster, before: Installation, image_before: str, namespace: str
 ) -> None:
-    """As docs/guide/upgrade.md has it; nothing that the later one wrote is in its way."""
+    """As docs/how-to/upgrade.md has it; nothing that the later one wrote is in its way."""
     before.change()
     cluster.start(namespace, cluster.pod("later", 40, 8))
     cluster.delete_pods(namespace)

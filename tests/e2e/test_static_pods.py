@@ -81,7 +81,7 @@ def _install_reading(installation: Installation, **more: Any) -> Installation:
             found = str(error)
         if "certificate is not verified" not in found:
             return installation
-    pytest.skip("this node's kubelet has no certificate of the cluster's CA, nor its own: docs/static-pods.md")
+    pytest.skip("this node's kubelet has no certificate of the cluster's CA, nor its own: docs/how-to/static-pods.md")
 
 
 def _names_gpu(pod: Object | None, index: int) -> bool:

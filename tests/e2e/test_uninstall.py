@@ -1,4 +1,4 @@
-"""What is left after the steps of docs/guide/uninstall.md is what that page names, and running pods go on."""
+"""What is left after the steps of docs/how-to/uninstall.md is what that page names, and running pods go on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.e2e.installation import Installation
 from tests.e2e.release import open_release
 
 pytestmark = pytest.mark.e2e
-PAGE = Path(__file__).parents[2] / "docs/guide/uninstall.md"
+PAGE = Path(__file__).parents[2] / "docs/how-to/uninstall.md"
 OURS = re.compile(r"gpushare|gpu-manager|tencent|vcuda|vcore|vmemory|gpumem", re.I)
 
 

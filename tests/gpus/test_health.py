@@ -43,7 +43,7 @@ POLICY = HealthPolicy(
     recovery_period_s=10.0,
     recovery_period_max_s=600.0,
 )
-DOCUMENT = (Path(__file__).parents[2] / "docs/health.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[2] / "docs/explanation/health.md").read_text(encoding="utf-8")
 
 
 def bad(reason: str = "fell off the bus") -> Gpu:
@@ -279,7 +279,7 @@ def test_whatever_happens_an_offered_gpu_passed_enough_polls_since_it_last_faile
 
 
 def test_the_document_shows_every_state_as_the_code_has_it() -> None:
-    """docs/health.md's table of states is made from the code's."""
+    """docs/explanation/health.md's table of states is made from the code's."""
     assert set(STATES) == set(HealthState)
     rows = "".join(
         f"| `{state}` | {reported} | {means} | {ends} |\n" for state, (reported, means, ends) in STATES.items()

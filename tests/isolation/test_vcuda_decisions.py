@@ -39,7 +39,7 @@ def test_a_core_limit_is_read_as_gpu_manager_reads_it(text: str, percent: int) -
 
 @pytest.mark.parametrize("text", ["", "-1", "39", "60%", "6e1", " 60", "60.0", "\u0666\u0660", "1" * 10, "x" * 10_000])
 def test_a_core_limit_that_would_stop_or_starve_programs_is_ignored_with_the_reason(text: str) -> None:
-    """docs/migration.md lists them: gpu-manager ends the programs, or holds them below their cores."""
+    """docs/how-to/migrate-from-gpu-manager.md lists them: gpu-manager ends the programs, or holds them below their cores."""
     found = core_limit({CORE_LIMIT_ANNOTATION: text}, 40)
     assert found.percent == 0
     assert CORE_LIMIT_ANNOTATION in found.problem

@@ -328,7 +328,7 @@ def test_the_quotas_example_says_what_its_comment_says() -> None:
 
 def test_the_guide_shows_the_quotas_example() -> None:
     """Word for word, so that it is one that was read by the code."""
-    text = (MANIFESTS.parent / "docs/guide/set-a-quota.md").read_text(encoding="utf-8")
+    text = (MANIFESTS.parent / "docs/how-to/set-a-quota.md").read_text(encoding="utf-8")
     (found,) = documents("extender/quota/gpuquota.yaml")
     block = text.partition("```yaml\n")[2].partition("```")[0]
     assert yaml.safe_load(block)["data"] == found["data"]
@@ -351,7 +351,7 @@ def test_the_claims_webhook_reaches_every_replica() -> None:
     asked = webhook["clientConfig"]["service"]
     name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
     assert (asked["name"], asked["namespace"], asked["port"]) == (name, namespace, served["port"])
-    guide = (MANIFESTS.parent / "docs/guide/schedule-with-the-extender.md").read_text(encoding="utf-8")
+    guide = (MANIFESTS.parent / "docs/how-to/schedule-with-the-extender.md").read_text(encoding="utf-8")
     assert f"DNS:{name}.{namespace}.svc" in guide
     web = (MANIFESTS.parent / "gpushare_agent/extender/http.py").read_text(encoding="utf-8")
     assert f'web.post("{asked["path"]}"' in web

@@ -50,7 +50,7 @@ def metric_names(text: str) -> set[str]:
 
 
 def documented() -> set[str]:
-    text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     return set(re.findall(r"^\| `([a-z_]+)` \|", text, flags=re.M))
 
 
@@ -81,7 +81,7 @@ def test_promtool_accepts_every_expression_of_the_dashboard(tmp_path: Path) -> N
 
 
 def test_alerts_and_dashboard_name_only_metrics_that_exist() -> None:
-    """docs/metrics.md lists them all, and another test compares that list with the code."""
+    """docs/reference/metrics.md lists them all, and another test compares that list with the code."""
     variables = [one.get("definition", "") for one in dashboard()["templating"]["list"]]
     named = {name for rule in alerts() for name in metric_names(rule["expr"])}
     shown = {name for text in (*expressions(), *variables) for name in metric_names(text)}
@@ -90,8 +90,8 @@ def test_alerts_and_dashboard_name_only_metrics_that_exist() -> None:
 
 
 def test_every_alert_says_what_to_do_and_is_explained() -> None:
-    """Severity, summary, description, and a row in docs/monitoring.md."""
-    text = (ROOT / "docs/monitoring.md").read_text(encoding="utf-8")
+    """Severity, summary, description, and a row in docs/how-to/monitor.md."""
+    text = (ROOT / "docs/how-to/monitor.md").read_text(encoding="utf-8")
     for rule in alerts():
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
         assert set(rule["annotations"]) == {"summary", "description"}

@@ -1,4 +1,4 @@
-/* Reads vcuda.config and pids.config as an in-container library does: the struct is declared here, from docs/formats.md,
+/* Reads vcuda.config and pids.config as an in-container library does: the struct is declared here, from docs/reference/formats.md,
  * and the compiler lays it out. `config FILE` prints each field, `pids FILE PID...` searches each PID by bisection. */
 #include <stddef.h>
 #include <stdint.h>

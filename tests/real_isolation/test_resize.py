@@ -1,4 +1,4 @@
-"""A running program follows a live resize, in both directions, as docs/resize.md says of each isolation.
+"""A running program follows a live resize, in both directions, as docs/explanation/resize.md says of each isolation.
 
 One container, as root, on a GPU of 24,576 MiB and 1,000 kernels a second. A program's context takes 300 MiB, so of a share
 of n blocks of 256 MiB it can allocate n - 2.

@@ -102,8 +102,9 @@ async def test_a_state_directory_that_is_a_file_is_exit_code_one(folder: Path) -
 
 
 def documented_commands() -> list[list[str]]:
-    """Arguments of the command lines in the first code block of docs/sandbox.md; a remark stands behind three blanks."""
-    block = (ROOT / "docs" / "sandbox.md").read_text().split("```")[1]
+    """Arguments of the command lines in the first code block of docs/reference/sandbox.md; a remark stands behind three
+    blanks."""
+    block = (ROOT / "docs/reference/sandbox.md").read_text().split("```")[1]
     lines = [line.partition("   ")[0].split() for line in block.splitlines() if line]
     assert all(words[:2] == ["gpushare-agent", "sandbox"] for words in lines)
     return [words[2:] for words in lines]
@@ -111,7 +112,7 @@ def documented_commands() -> list[list[str]]:
 
 @pytest.mark.parametrize("arguments", [c for c in documented_commands() if "--once" in c], ids=" ".join)
 async def test_the_documented_runs_work(folder: Path, arguments: list[str]) -> None:
-    """As they stand in docs/sandbox.md, beside a pods.yaml and a folder with the name of the package."""
+    """As they stand in docs/reference/sandbox.md, beside a pods.yaml and a folder with the name of the package."""
     (folder / "pods.yaml").write_text(yaml.safe_dump(pod("mine", container("main", cores=100))))
     (folder / "gpushare_agent").mkdir()
     (folder / "gpushare_agent" / "__init__.py").write_text("raise RuntimeError('the wrong code')")

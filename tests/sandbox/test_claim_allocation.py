@@ -50,7 +50,7 @@ def allocated(step: dict[str, Any], claims: list[dict[str, Any]]) -> list[dict[s
 
 
 def test_claims_get_the_devices_and_amounts_that_kube_scheduler_gave_them() -> None:
-    """All kinds of claims of docs/dra.md in one cluster that fills up, also those that found no place."""
+    """All kinds of claims of docs/explanation/dra.md in one cluster that fills up, also those that found no place."""
     claims: list[dict[str, Any]] = []
     for step in RECORDED["steps"]:
         found = allocated(step, claims)

@@ -1,4 +1,4 @@
-"""The annotations that a pod should have for its GPUs, by the ledger. Pure. Format: docs/formats.md, section 1."""
+"""The annotations that a pod should have for its GPUs, by the ledger. Pure. Format: docs/reference/formats.md, section 1."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What an Allocate answer puts into a container: names, devices by the node's strategies, and what its isolation adds. Pure.
 
-Source of the names: docs/formats.md, section 1.
+Source of the names: docs/reference/formats.md, section 1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads the scheduler extender's annotations. Any tenant can write them, so they are hints: bounded, checked, else ignored.
 
-Format: docs/formats.md, predicate annotations of gpu-admission, and GPUShare's.
+Format: docs/reference/formats.md, predicate annotations of gpu-admission, and GPUShare's.
 """
 
 from __future__ import annotations

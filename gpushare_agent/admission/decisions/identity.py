@@ -4,7 +4,7 @@ The device-plugin API names no pod. The kubelet admits one pod at a time, and it
 GetPreferredAllocation, already lists the pod under admission with the devices that it has got so far. So the target is the
 first container, in spec order, that requests the resource and does not have it yet; exactly one listed pod has such a
 container of the right size once terminal pods and those that this agent refused are excluded. What was measured of the
-kubelet is in docs/architecture.md.
+kubelet is in docs/explanation/architecture.md.
 
 Ordinary init containers are never listed; the allocation cache has theirs.
 """

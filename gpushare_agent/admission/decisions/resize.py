@@ -124,7 +124,7 @@ def mode_refusal(allocation: Allocation, wanted: WantedSize, policy: ResizePolic
         return ResizeRefused(
             reason=ResizeReason.DISABLED,
             detail="this node does not resize running shares. Leave the annotation out, or have the node's setting"
-            " resize.mode changed (docs/resize.md).",
+            " resize.mode changed (docs/explanation/resize.md).",
         )
     if target.at_least(allocated) == allocated:
         return None
@@ -307,7 +307,7 @@ def _not_possible(before: ShareSize, target: ShareSize, isolation: Isolation) ->
             return ResizeRefused(
                 reason=ResizeReason.UNSUPPORTED,
                 detail=f"isolation {isolation.name} fixes a container's {what} when the container is created. Create the pod"
-                " anew with another request, or use an isolation that can change it (docs/resize.md).",
+                " anew with another request, or use an isolation that can change it (docs/explanation/resize.md).",
             )
     return None
 

@@ -93,7 +93,11 @@ async def _check_static_pods(api: KubeApi, settings: Settings) -> list[Finding]:
     try:
         found = await reader.read(timeout_s=4.0)
     except AgentError as failure:
-        return [warning("static pods", f"{failure}; those that ask for a share will be refused", "docs/static-pods.md")]
+        return [
+            warning(
+                "static pods", f"{failure}; those that ask for a share will be refused", "docs/how-to/static-pods.md"
+            )
+        ]
     return [ok("static pods", f"the kubelet at {kubelet.api_address} lists {len(found)}")]
 
 

@@ -2,7 +2,7 @@
 
 All probes run beside each other, each is bounded, and the report has their findings in a fixed order. They only read: in
 particular the PodResources socket is connected to but gets no request, because a List while an Allocate is open makes the
-kubelet give the same device twice (docs/architecture.md).
+kubelet give the same device twice (docs/explanation/architecture.md).
 """
 
 from __future__ import annotations

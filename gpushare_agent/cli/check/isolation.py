@@ -56,14 +56,18 @@ async def check_driver_directory(settings: Settings) -> list[Finding]:
     try:
         volumes = await asyncio.to_thread(read_volume_config, settings.volume_config)
     except StartupError as failure:
-        cure = f"mount or mend the file (docs/driver-volume.md); it cannot be left out: without it {_NOT_ENFORCED}"
+        cure = (
+            f"mount or mend the file (docs/how-to/driver-volume.md); it cannot be left out: without it {_NOT_ENFORCED}"
+        )
         return [error("driver directory", str(failure), cure)]
     if settings.driver == "simulated":
         return [ok("driver directory", f"{settings.volume_config} is right; simulated GPUs need no driver files")]
     findings = [await asyncio.to_thread(_volume_finding, settings, volume) for volume in volumes]
     if VolumeName.SHARED not in {volume.name for volume in volumes}:
         detail = f"{settings.volume_config} has no volume {VolumeName.SHARED}: {_NOT_ENFORCED}"
-        findings.append(warning("driver directory", detail, f"describe it there (docs/driver-volume.md); {_INSTALL}"))
+        findings.append(
+            warning("driver directory", detail, f"describe it there (docs/how-to/driver-volume.md); {_INSTALL}")
+        )
     return findings
 
 
@@ -72,7 +76,9 @@ def _no_config(settings: Settings) -> Finding:
         return ok("driver directory", "not needed for simulated GPUs")
     is_there = USUAL_CONFIG.exists()
     detail = f"no volume.conf is set, so containers get no driver directory: {_NOT_ENFORCED}"
-    cure = f"set --volume-config={USUAL_CONFIG}" + (", which is there" if is_there else " (docs/driver-volume.md)")
+    cure = f"set --volume-config={USUAL_CONFIG}" + (
+        ", which is there" if is_there else " (docs/how-to/driver-volume.md)"
+    )
     return warning("driver directory", detail, f"{cure}; {_INSTALL}; isolation none says that it is meant so")
 
 

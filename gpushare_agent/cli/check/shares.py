@@ -40,8 +40,8 @@ async def check_mps(settings: Settings) -> list[Finding]:
         await mps_control(settings).check()
     except Unavailable as failure:
         cure = (
-            "start the daemon with this pipe directory, or run `gpushare-agent mps` (docs/mps.md); until it answers no share"
-            " is given under isolation mps"
+            "start the daemon with this pipe directory, or run `gpushare-agent mps` (docs/explanation/mps.md); until then"
+            " no share is given under isolation mps"
         )
         return [error("mps", str(failure), cure)]
     return [ok("mps", f"the control daemon of {settings.mps.pipe_directory} answers")]
@@ -56,7 +56,7 @@ async def check_hami_core(settings: Settings) -> list[Finding]:
         content = await asyncio.to_thread(files.library_content)
         await asyncio.to_thread(partial(node_probes.require_writable, hami.directory))
     except AgentError as failure:
-        cure = "docs/isolation.md lists what isolation hami-core needs on the node; without it every share of it is refused"
+        cure = "docs/explanation/isolation.md lists what hami-core needs on the node; without it its shares are refused"
         return [error("hami-core", str(failure), cure)]
     text = f"{hami.library} is a library for this machine, {hami.directory} can be written"
     return [ok("hami-core", text), await asyncio.to_thread(_library_finding, hami.library, content)]
@@ -99,7 +99,9 @@ async def check_driver_limits(settings: Settings) -> list[Finding]:
     try:
         await limits.check_driver_limits(driver, cgroups, may_set=may_set)
     except AgentError as failure:
-        cure = "docs/isolation.md lists what isolation driver needs; without it every share of it is refused"
+        cure = (
+            "docs/explanation/isolation.md lists what isolation driver needs; without it every share of it is refused"
+        )
         return [error("driver limits", str(failure), cure)]
     finally:
         await driver.close()
@@ -112,7 +114,7 @@ async def check_device_lists(settings: Settings) -> list[Finding]:
     has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
     mounts_driver = settings.isolation is IsolationName.VCUDA and settings.volume_config is not None
     texts = strategy_warnings(settings.device_list_strategy, mounts_driver=mounts_driver, has_gpu_nodes=has_nodes)
-    findings = [warning("device lists", text, "see docs/device-lists.md") for text in texts]
+    findings = [warning("device lists", text, "see docs/reference/device-lists.md") for text in texts]
     if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & set(settings.device_list_strategy):
         return findings
     return [*findings, *await _check_cdi(settings)]
@@ -139,12 +141,12 @@ def _status_finding(size: int) -> Finding:
     detail = f"that of a pod with all cores and memory of this node has {size} bytes of device IDs"
     if size <= MAX_STATUS_BYTES:
         return ok("pod status", detail)
-    cure = "set a larger resources.memory_block_mib, or have whole GPUs asked for without memory (docs/formats.md)"
+    cure = "set a larger resources.memory_block_mib, or have whole GPUs asked for without memory (docs/reference/formats.md)"
     return warning("pod status", f"{detail}, more than {MAX_STATUS_BYTES}", cure)
 
 
 async def _check_cdi(settings: Settings) -> list[Finding]:
-    cure = "see docs/device-lists.md; `gpushare-agent cdi list` prints who names which GPU"
+    cure = "see docs/reference/device-lists.md; `gpushare-agent cdi list` prints who names which GPU"
     try:
         inventory = await read_inventory(settings)
         state = await asyncio.to_thread(cdi_specs(settings).plan, inventory.gpus)

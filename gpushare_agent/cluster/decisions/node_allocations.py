@@ -1,7 +1,7 @@
 """What the node's object should have of the allocations: one annotation, for the scheduler extender. Pure.
 
 The extender takes it for the truth in the place of what it has planned, so a pod is named only when its admission is over:
-half a pod would set the other half free for another. Format: docs/node-facts.md.
+half a pod would set the other half free for another. Format: docs/reference/node-facts.md.
 """
 
 from __future__ import annotations

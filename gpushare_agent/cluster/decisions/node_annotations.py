@@ -1,7 +1,7 @@
 """The annotations by which a node reports its GPUs, read as text that others may have written: bounded and checked. Pure.
 
 The agent writes them (node_facts.py, node_allocations.py); the extender and the command line read them. Formats:
-docs/node-facts.md.
+docs/reference/node-facts.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the node's object should have of its GPUs: labels, and one annotation for the scheduler extender. Pure.
 
-Names: docs/node-facts.md; `gaia.tencent.com/gpu-model` is gpu-manager's, the names under the prefix `nvidia.com` are those
-of NVIDIA's feature discovery. What is patched: node_patch.py.
+Names: docs/reference/node-facts.md; `gaia.tencent.com/gpu-model` is gpu-manager's, the names under the prefix `nvidia.com`
+are those of NVIDIA's feature discovery. What is patched: node_patch.py.
 """
 
 from __future__ import annotations

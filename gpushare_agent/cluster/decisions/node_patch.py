@@ -1,7 +1,7 @@
 """From what the node's object has to what it should have: the least patch. Pure.
 
 Others write the same object (kubelet, people, other agents), and whoever may patch nodes can write everything here: what is
-not ours is left. node_fields.py reads and patches; docs/node-facts.md has the names.
+not ours is left. node_fields.py reads and patches; docs/reference/node-facts.md has the names.
 """
 
 from __future__ import annotations

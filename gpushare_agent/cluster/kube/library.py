@@ -1,7 +1,7 @@
 """Loads the few modules of kubernetes-asyncio that are used here, without the 900 generated ones that are not.
 
 The library's packages import every API class and model in their `__init__`: 33 MiB of memory and a third of a second
-of one core (docs/measurements.md), for an agent that works on raw JSON. So the packages are put in place without
+of one core (docs/reference/measurements.md), for an agent that works on raw JSON. So the packages are put in place without
 running their `__init__`, and the modules that are needed are imported from them.
 
 State owned: the library's entries in sys.modules. A library that the process has imported already is used as it is;

@@ -1,8 +1,8 @@
 """Plans all containers of a pod on one node as its agent would place them, with counts in place of device IDs. Pure.
 
 Both use placement/ and its GpuAccount, so they agree. Containers follow one another in the kubelet's order; what an init
-container has is handed on to those after it (measured, docs/architecture.md): it counts as free for them, and its GPUs bind
-them. admission/decisions/ledger.py does the same on IDs.
+container has is handed on to those after it (measured, docs/explanation/architecture.md): it counts as free for them, and
+its GPUs bind them. admission/decisions/ledger.py does the same on IDs.
 """
 
 from __future__ import annotations

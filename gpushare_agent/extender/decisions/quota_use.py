@@ -1,4 +1,5 @@
-"""What one pod counts against its namespace's quota. Pure. docs/quota.md has the reasons; quota_state.py keeps the sums.
+"""What one pod counts against its namespace's quota. Pure. docs/reference/quota.md has the reasons; quota_state.py keeps
+the sums.
 
 GPUs are counted in 1/100, as vcore is.
 """

@@ -3,7 +3,7 @@
 An event or a failed poll makes a GPU Unhealthy at once. It is offered again after several polls in a row found it usable,
 a period apart; the period doubles with each relapse. Some errors leave a GPU that answers but must not be used: it waits
 until a reset is observed, that is, a poll finds the GPU missing and a later one finds it usable.
-Numbers and names of Xid errors: NVIDIA's catalogue of Xid errors (docs/health.md).
+Numbers and names of Xid errors: NVIDIA's catalogue of Xid errors (docs/explanation/health.md).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ STATES = {
         "a reset (a poll finds the GPU missing: `lost`), a reboot of the node, or `gpushare-agent uncordon`: `probing`",
     ),
 }
-"""For each state: the health in ListAndWatch, what the state means, and what ends it. docs/health.md shows this table."""
+"""For each state: the health in ListAndWatch, what the state means, and what ends it. docs/explanation/health.md shows this
+table."""
 
 XID_NAMES = {
     13: "graphics engine exception",

@@ -1,8 +1,8 @@
 """The faults file of simulated GPUs: what fails, what the driver reports, which GPU was reset. Pure.
 
 `{"lost": {"<index>": "<reason>"}, "all_lost": "<reason>", "xids": [{"id": 1, "card": 3, "xid": 79}],
-"resets": [{"id": 2, "card": 3}], "mig": {"<index>": ["1g.10gb", "3g.40gb"]}}`, each key optional (docs/sandbox.md). IDs
-grow; those that a driver finds at its first poll are history to it. An entry of `xids` may have
+"resets": [{"id": 2, "card": 3}], "mig": {"<index>": ["1g.10gb", "3g.40gb"]}}`, each key optional
+(docs/reference/sandbox.md). IDs grow; those that a driver finds at its first poll are history to it. An entry of `xids` may have
 `"kind": "double-bit-ecc"` instead of an xid, and no GPU, as where a driver does not name it.
 """
 

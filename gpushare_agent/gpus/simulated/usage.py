@@ -1,7 +1,7 @@
 """The usage file of simulated GPUs: what processes use of them. The values of the whole GPU are computed from it.
 
-`{"processes": [{"pid": 123, "card": 0, "sm": 0.25, "memory_bytes": 1073741824}]}` (docs/sandbox.md). Ratios are of the whole
-GPU, 0..1. Optional: `memory`, `encoder` and `decoder`, ratios too, and `kind`: compute, graphics or mps.
+`{"processes": [{"pid": 123, "card": 0, "sm": 0.25, "memory_bytes": 1073741824}]}` (docs/reference/sandbox.md). Ratios are
+of the whole GPU, 0..1. Optional: `memory`, `encoder` and `decoder`, ratios too, and `kind`: compute, graphics or mps.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Specs of others (mostly of nvidia-ctk) have precedence, for they also mount the 
 GPUs that no other names. Two files of one directory that name the same device make its name ambiguous, and runtimes then
 reject it; of two directories the later one counts.
 
-Source: the CDI specification 1.1.0 and its reference library. For operators: docs/device-lists.md.
+Source: the CDI specification 1.1.0 and its reference library. For operators: docs/reference/device-lists.md.
 """
 
 from __future__ import annotations

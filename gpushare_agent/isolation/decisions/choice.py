@@ -1,7 +1,7 @@
 """Isolation `auto`: which isolation a node gets, from what is found on it. Pure.
 
-The order, and why, is docs/isolation.md's, from what was measured: HAMi-core holds most programs of today, MPS more of them
-where programs trust each other, vcuda those up to CUDA 11.5.
+The order, and why, is docs/explanation/isolation.md's, from what was measured: HAMi-core holds most programs of today, MPS
+more of them where programs trust each other, vcuda those up to CUDA 11.5.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How a container gets its GPUs' devices: one function per strategy; several may be configured at once.
 
-Source: docs/formats.md, sections 1 and 7; NVIDIA's container toolkit and device plugin for the names of each way in.
+Source: docs/reference/formats.md, sections 1 and 7; NVIDIA's container toolkit and device plugin for the names of each way
+in.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def device_edits(request: DeviceListRequest, strategies: Iterable[DeviceListStra
     """All of the strategies together, in the order of the enumeration: of envvar and volume-mounts the latter's variable
     counts. Where neither is given it is "void": CUDA images set it to "all", which NVIDIA's runtime would follow.
 
-    docs/device-lists.md lists which of them go together.
+    docs/reference/device-lists.md lists which of them go together.
     """
     wanted = [strategy for strategy in STRATEGIES if strategy in set(strategies)]
     return merged(ContainerEdits(env=((ENV_VISIBLE_DEVICES, "void"),)), *(STRATEGIES[name](request) for name in wanted))

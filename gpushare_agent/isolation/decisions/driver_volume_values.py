@@ -1,6 +1,6 @@
 """Values of a driver volume: the content of volume.conf, what the host has, and the plan.
 
-Paths are values here; nothing in this module touches a file. Format of volume.conf: docs/driver-volume.md.
+Paths are values here; nothing in this module touches a file. Format of volume.conf: docs/how-to/driver-volume.md.
 """
 
 from __future__ import annotations

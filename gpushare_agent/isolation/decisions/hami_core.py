@@ -1,6 +1,6 @@
 """HAMi-core: its library is preloaded into every process of the container and enforces the limits.
 
-Source: docs/formats.md, section 7; the units, the rounding and the library's own path were read in HAMi-core's sources.
+Source: docs/reference/formats.md, section 7; the units, the rounding and the library's own path were read in HAMi-core's sources.
 Whole GPUs get neither library nor limits. The files on the host are made by isolation/hami_core/files.py.
 
 | variable | meaning to the library |

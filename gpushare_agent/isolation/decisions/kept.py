@@ -1,7 +1,7 @@
 """What of a container's share is kept, by whom, and what is known not to be. Pure.
 
-Every term is measured with the real libraries, or read where the term says so (docs/isolation.md). A share is no security
-boundary under any isolation but the driver's: `BYPASS` says so where the program itself decides.
+Every term is measured with the real libraries, or read where the term says so (docs/explanation/isolation.md). A share is
+no security boundary under any isolation but the driver's: `BYPASS` says so where the program itself decides.
 """
 
 from __future__ import annotations

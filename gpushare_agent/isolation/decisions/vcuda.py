@@ -2,7 +2,7 @@
 
 The edits mount the container's vDevice directory; the numbers are what vcuda.config holds. A container on whole GPUs gets
 the untouched libraries, and its vcuda.config sets no limit.
-Source: docs/formats.md, the vDevice protocol and the driver directory.
+Source: docs/reference/formats.md, the vDevice protocol and the driver directory.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def core_limit(annotations: Mapping[str, str], cores: int) -> CoreLimit:
     """Reads the pod's vcuda-core-limit for a container of `cores`.
 
     The numbers that gpu-manager 1.1.5 reads are read alike (Go's Atoi: a sign, leading zeros), and what is above 100 is 100.
-    What would end or starve the container's programs there is ignored here with the reason: docs/migration.md.
+    What would end or starve the container's programs there is ignored here with the reason:
+    docs/how-to/migrate-from-gpu-manager.md.
     """
     text = annotations.get(CORE_LIMIT_ANNOTATION)
     if text is None:

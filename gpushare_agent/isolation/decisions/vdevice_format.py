@@ -1,7 +1,7 @@
 """The files that the in-container library reads, and the names that are allowed in a path or a request.
 
-The files themselves: isolation/vcuda/files.py. No state. Source of the formats: docs/formats.md, section 5 (they are the
-library's own C structs: native, little-endian, fixed sizes).
+The files themselves: isolation/vcuda/files.py. No state. Source of the formats: docs/reference/formats.md, section 5 (they
+are the library's own C structs: native, little-endian, fixed sizes).
 
 | offset | size | vcuda.config |
 |---|---|---|

@@ -1,7 +1,7 @@
 """Reads volume.conf: which programs and libraries of the driver go into which volume.
 
-The format is gpu-manager's, JSON, described in docs/driver-volume.md. A mistake is a StartupError that names the place in
-the file: a misspelt key that was ignored would show as a missing library weeks later.
+The format is gpu-manager's, JSON, described in docs/how-to/driver-volume.md. A mistake is a StartupError that names the
+place in the file: a misspelt key that was ignored would show as a missing library weeks later.
 """
 
 from __future__ import annotations

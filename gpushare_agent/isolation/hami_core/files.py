@@ -16,11 +16,11 @@ it), and `containers`, of mode 0700, keeps other users away: the only access is 
 its directory, so a tenant cannot place other files there. No sticky bit anywhere: behind one the kernel
 (fs.protected_regular) refuses the file to the second user of a container.
 
-A tenant can make its file as large as the file system allows, and the kubelet does not count it: docs/isolation.md shows
-how to bound that.
+A tenant can make its file as large as the file system allows, and the kubelet does not count it:
+docs/explanation/isolation.md shows how to bound that.
 
 Every step is one of kit/directories.py, relative to a descriptor and following no link. State owned: none but the files.
-Source of the layout: docs/formats.md, section 7, and isolation/decisions/hami_core.py, which names the same paths.
+Source of the layout: docs/reference/formats.md, section 7, and isolation/decisions/hami_core.py, which names the same paths.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ CONTAINERS_MODE = 0o700
 CACHE_MODE = 0o666
 
 _CURE = (
-    "This image was built without HAMi-core: build it with its source (docs/isolation.md), mount a libvgpu.so at the path"
-    " that --hami-core.library names, or choose another isolation"
+    "This image was built without HAMi-core: build it with its source (docs/explanation/isolation.md), mount a libvgpu.so at"
+    " the path that --hami-core.library names, or choose another isolation"
 )
 _FRESH = ".new"
 _FULL = (errno.ENOSPC, errno.EDQUOT)

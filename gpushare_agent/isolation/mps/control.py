@@ -2,7 +2,7 @@
 
 The program is given the two directories in an environment of its own and the command on standard input; never through a
 shell. Where it is not installed (an agent's image without the driver's programs) `check` can only find out whether a process
-listens on the daemon's socket. Source: docs/formats.md, section 7. State owned: none.
+listens on the daemon's socket. Source: docs/reference/formats.md, section 7. State owned: none.
 """
 
 from __future__ import annotations

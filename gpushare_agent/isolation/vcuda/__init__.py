@@ -1,2 +1,3 @@
 """The vDevice directories of isolation vcuda: `virtual_manager` prepares, refreshes and removes them, `reconcile` compares
-and writes, `server` answers RegisterVDevice, `client` is the other side, inside a container. Format: docs/vdevice.md."""
+and writes, `server` answers RegisterVDevice, `client` is the other side, inside a container. Format:
+docs/reference/vdevice.md."""

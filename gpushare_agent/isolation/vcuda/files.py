@@ -8,7 +8,7 @@ files are compared with their content before the container starts again, so a to
 disk is written less.
 
 The calls block for some system calls each and may come from several threads; a lock keeps them apart. State owned: none
-but the files. Source of the layout: docs/formats.md, section 5.
+but the files. Source of the layout: docs/reference/formats.md, section 5.
 """
 
 from __future__ import annotations

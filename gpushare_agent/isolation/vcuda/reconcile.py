@@ -5,7 +5,7 @@ What the agent does not know yet is not overwritten: at its start the pods' anno
 containers, and a running container must not lose its elastic limit or its list of processes meanwhile.
 
 State owned, by `DirectoryReconciler`: the servers by container, what was last written, and the failures in the log.
-Format: docs/formats.md, the vDevice protocol.
+Format: docs/reference/formats.md, the vDevice protocol.
 """
 
 from __future__ import annotations

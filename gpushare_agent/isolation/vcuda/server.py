@@ -11,7 +11,7 @@ were logged.
 Every CUDA program of the container registers when it starts, and may end where it is refused: a burst is delayed, by what it
 costs (kit/bounded_grpc.py), and not refused. What a call causes elsewhere is shared by all that wait: `Refresh` and the
 question to the runtime are each carried out at most ten times a second.
-Source of the protocol: docs/formats.md, section 5.
+Source of the protocol: docs/reference/formats.md, section 5.
 """
 
 from __future__ import annotations

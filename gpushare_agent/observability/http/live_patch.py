@@ -1,7 +1,7 @@
 """What changed between two documents of the node, small enough to be sent each second.
 
-Pure functions over the JSON of observability/node_snapshot.py. The format of a patch is docs/api.md. Uses are rounded
-to three digits, so that what nobody can see is not sent; and they come as lists in the order of GPU_USE and
+Pure functions over the JSON of observability/node_snapshot.py. The format of a patch is docs/reference/api.md. Uses are
+rounded to three digits, so that what nobody can see is not sent; and they come as lists in the order of GPU_USE and
 CONTAINER_USE, because with names 16 GPUs and 200 containers would take 60 KB a second.
 """
 

@@ -1,4 +1,4 @@
-"""`/api/v1/stream`: the node's document and then its changes, as server-sent events. The format is docs/api.md.
+"""`/api/v1/stream`: the node's document and then its changes, as server-sent events. The format is docs/reference/api.md.
 
 Each change is computed and encoded once, whatever the number of readers; without a reader nothing is computed. A reader
 first gets the document from which the next patch starts; one that falls behind is dropped and connects again, which gives

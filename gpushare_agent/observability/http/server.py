@@ -2,8 +2,8 @@
 
 Reads only; any client that reaches the address may read. The Host header is not checked: a node is reached by many names.
 aiohttp is imported in a thread once `run` begins, for it takes 190 ms that the registration with the kubelet should not wait
-for. Limits and connections are kit/http_server.py's. Paths kept from gpu-manager: docs/formats.md, section 8. State owned:
-the listening sockets between `bind` and `run`.
+for. Limits and connections are kit/http_server.py's. Paths kept from gpu-manager: docs/reference/formats.md, section 8.
+State owned: the listening sockets between `bind` and `run`.
 """
 
 from __future__ import annotations

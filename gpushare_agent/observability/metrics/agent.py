@@ -3,7 +3,7 @@
 Methods are named for the event and never fail. States (GPUs, containers and their use) are not counted but made
 from the node's snapshot (metrics/node.py), so that no series outlives its pod. Label sets that are known from the start
 begin at zero, or rate() would miss the first event. The mutable state is the registry, one per instance, and the page of
-the node. Names kept from gpu-manager: docs/formats.md, section 8.
+the node. Names kept from gpu-manager: docs/reference/formats.md, section 8.
 """
 
 from __future__ import annotations

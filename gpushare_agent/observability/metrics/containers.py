@@ -1,7 +1,7 @@
 """Allocations and use of containers as metrics: gpu-manager's four series, and ours. Pure functions over the node's
 snapshot.
 
-Names and labels kept from gpu-manager: docs/formats.md, section 8. What is not known has no row.
+Names and labels kept from gpu-manager: docs/reference/formats.md, section 8. What is not known has no row.
 """
 
 from __future__ import annotations

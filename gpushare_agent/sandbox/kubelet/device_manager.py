@@ -3,7 +3,7 @@
 State owned: the known resources with their devices, the set of allocated IDs, the records (device_records), the IDs that
 later containers of the pod under admission may reuse. The set of allocated IDs is kept beside the records, and is
 rebuilt from them whenever a device pod has ended: an Allocate that is open then loses its IDs, which the next admission
-is offered again. This fault is the real kubelet's, and is kept on purpose (docs/sandbox.md).
+is offered again. This fault is the real kubelet's, and is kept on purpose (docs/reference/sandbox.md).
 
 Calls for admissions are serial because the kubelet's sync loop is; nothing here makes them so.
 """

@@ -1,6 +1,7 @@
 """Which device IDs the embedded kubelet has given to which container, and its checkpoint file.
 
-State owned: the records, and `kubelet_internal_checkpoint`, whose shape is that of a real one (docs/formats.md): node ->
+State owned: the records, and `kubelet_internal_checkpoint`, whose shape is that of a real one (docs/reference/formats.md):
+node ->
 IDs, AllocResp in base64, entries of ended pods until the next allocation. The Checksum is a CRC of our own: the real one
 hashes Go structures.
 """

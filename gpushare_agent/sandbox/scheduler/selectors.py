@@ -62,7 +62,7 @@ def parse_selector(expression: str) -> Callable[[DeviceView], bool]:
     """Both this and the result raise Rejected for what is not known here, the result SelectorFailed too."""
     unknown = Rejected(
         f"the sandbox's scheduler cannot evaluate the CEL selector {expression!r:.200}; it knows comparisons of"
-        " device.driver, device.attributes and device.capacity (docs/sandbox.md)"
+        " device.driver, device.attributes and device.capacity (docs/reference/sandbox.md)"
     )
     try:
         tree = ast.parse(_translated(expression), mode="eval").body
