@@ -2,8 +2,8 @@
 
 `{"lost": {"<index>": "<reason>"}, "all_lost": "<reason>", "xids": [{"id": 1, "card": 3, "xid": 79}],
 "resets": [{"id": 2, "card": 3}], "mig": {"<index>": ["1g.10gb", "3g.40gb"]}}`, each key optional
-(docs/reference/sandbox.md). IDs grow; those that a driver finds at its first poll are history to it. An entry of `xids` may have
-`"kind": "double-bit-ecc"` instead of an xid, and no GPU, as where a driver does not name it.
+(docs/reference/sandbox.md). IDs grow; those that a driver finds at its first poll are history to it. An entry of `xids` may
+have `"kind": "double-bit-ecc"` instead of an xid, and no GPU, as where a driver does not name it.
 """
 
 from __future__ import annotations
