@@ -14,7 +14,7 @@ from pathlib import Path
 import nox
 
 nox.needs_version = ">=2025.2"
-nox.options.sessions = ["tests", "lint", "types", "protos", "lock"]
+nox.options.sessions = ["tests", "lint", "types", "protos", "lock", "docs"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = False  # tests-3.13 passes over a machine that has only 3.11
 
@@ -105,6 +105,13 @@ def tests_on(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Build the site of README.md and docs/ into build/site; a link or an anchor that leads nowhere is an error."""
+    session.install("--require-hashes", "-r", str(REQUIREMENTS / "docs.txt"))
+    session.run("mkdocs", "build", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, formatting, and the direction of imports."""
     session.install(RUFF, IMPORT_LINTER, ".")
@@ -151,6 +158,7 @@ def lock(session: nox.Session) -> None:
         "agent.txt": project["project"]["dependencies"],
         "build.txt": project["build-system"]["requires"] + project["dependency-groups"]["image"],
         "compiler.txt": project["project"]["optional-dependencies"]["isolation"],
+        "docs.txt": project["dependency-groups"]["docs"],
     }
     with tempfile.TemporaryDirectory(prefix="gpushare-lock-") as directory:
         made = Path(directory)

@@ -190,6 +190,13 @@ def test_the_readme_leads_to_every_document() -> None:
         assert f"](docs/{path.parent.name}/{path.name})" in README, path.name
 
 
+def test_the_navigation_of_the_site_has_every_page_once() -> None:
+    """`nox -s docs` finds a page that is missing there as well, but needs packages for it."""
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    named = [name for name in re.findall(r"(\S+\.md)$", nav, flags=re.M) if (ROOT / "docs" / name).exists()]
+    assert sorted(named) == sorted(str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md"))
+
+
 def test_the_readmes_pod_is_the_sample() -> None:
     """The one that a reader copies is the one that the tests check."""
     block = re.findall(r"^```yaml\n(.*?)^```$", README, flags=re.M | re.S)[0]

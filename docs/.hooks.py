@@ -1,0 +1,49 @@
+"""MkDocs calls these while it builds the site: some files outside docs/ become pages, and links lead to pages of the site.
+
+A link to a file that is no page leads into the repository, where its address is known (`repo_url`), and is plain text else.
+Source: MkDocs 1.6, "Hooks" and `File.generated`.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = {
+    "README.md": "index.md",
+    "charts/gpushare-agent/README.md": "reference/chart.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/security.md",
+}
+"""Path in the repository: path on the site."""
+
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for source, target in OUTSIDE.items():
+        files.append(File.generated(config, target, content=(ROOT / source).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    origin = {target: source for source, target in OUTSIDE.items()}.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+
+    def moved(link: re.Match[str]) -> str:
+        image, text, target, anchor = link[1], link[2], link[3], link[4] or ""
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), target))
+        on_site = OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if on_site is not None:
+            return f"{image}[{text}]({posixpath.relpath(on_site, posixpath.dirname(page.file.src_uri))}{anchor})"
+        if not (ROOT / path).exists():
+            return link[0]  # MkDocs warns, which ends a strict build
+        return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{anchor})" if config.repo_url else text
+
+    return _LINK.sub(moved, markdown)
