@@ -16,7 +16,7 @@ class PlacementSettings(Section):
 
     share_policy: Literal["binpack", "spread"] = Field(
         default="binpack",
-        description="Shares go to the fullest GPU that fits (binpack: whole GPUs stay free) or the emptiest (spread).",
+        description="Shares go to the fullest GPU that fits (binpack) or to the emptiest (spread).",
     )
 
 
@@ -27,21 +27,21 @@ class AllocationSettings(Section):
         default=30.0,
         ge=0.05,
         le=3600,
-        description="How often allocations are compared with what the kubelet lists, seconds.",
+        description="Period of comparing allocations with the kubelet's list.",
     )
     checkpoint_path: GivenPath = Field(
         default=Path("/etc/gpu-manager/checkpoint"),
-        description="Accepted for gpu-manager's manifests and not used: the kubelet's own checkpoint is the state.",
+        description="gpu-manager's; no effect.",
     )
     cleanup_rejected_pods: bool = Field(
         default=True,
-        description="Delete pods rejected at admission whose controller replaces them, ten times a second otherwise.",
+        description="Delete pods rejected at admission that a controller replaces.",
     )
     cleanup_per_minute: Count = Field(
         default=30,
         ge=1,
         le=6000,
-        description="Most rejected pods deleted per minute: a bound on the load of the API server.",
+        description="Most rejected pods deleted per minute.",
     )
 
 
@@ -50,12 +50,12 @@ class ResizeSettings(Section):
 
     mode: ResizeMode = Field(
         default=ResizeMode.DISABLED,
-        description="disabled: shares keep what was allocated, for a tenant who may edit his pods would otherwise escape the"
-        " ResourceQuota. within-request: a share may shrink, and grow back up to its request. free-capacity: it may grow"
-        " as far as its GPU has free capacity; only with an admission policy for the annotation.",
+        description="disabled: shares keep what was allocated. within-request: a share may shrink, and grow back to its "
+        "request. free-capacity: it may grow into its GPU's free capacity; needs the admission policy "
+        "manifests/resize.",
     )
     state_file: OptionalPath = Field(
         default=Path("/var/lib/gpushare-agent/resize.json"),
-        description="File that preserves the resized shares over a restart of the agent. Empty: they have what was allocated"
-        " until the API server answers, and what was lent to them may be allocated again meanwhile.",
+        description="File that keeps resized shares over a restart. Empty: they return to their allocation until the API "
+        "server answers.",
     )

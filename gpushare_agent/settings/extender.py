@@ -27,89 +27,82 @@ class ExtenderSettings(Section):
     addr: str = Field(
         default="127.0.0.1",
         max_length=253,
-        description="Address to listen on. The default serves a scheduler on the same host; empty listens on every address.",
+        description="Address to listen on. Empty: every address.",
     )
     port: Count = Field(default=3456, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
     reserve: Literal["bind", "filter"] = Field(
         default="bind",
-        description="When GPUs are set aside. bind: the scheduler delegates the bind, and filter changes nothing. filter:"
-        " as gpu-admission does, for schedulers that bind themselves; the answer is then exactly one node.",
+        description="When GPUs are reserved. bind: at the bind, which the scheduler delegates. filter: at the filter, for"
+        " schedulers that bind themselves.",
     )
     node_policy: Literal["binpack", "spread"] = Field(
         default="binpack",
-        description="Pods go to the fullest node that fits (binpack: whole nodes stay free) or to the emptiest (spread).",
+        description="Pods go to the fullest node that fits (binpack) or to the emptiest (spread).",
     )
     config: OptionalPath = Field(
         default=None,
-        description="gpu-admission's configuration file (JSON). Its values replace quota_name, quota_namespace,"
-        " model_label and pool_label. Empty: none.",
+        description="gpu-admission's configuration file (JSON). It replaces quota_name, quota_namespace, model_label and "
+        "pool_label. Empty: none.",
     )
     quota_name: _Name = Field(
         default="gpuquota",
-        description="ConfigMap with the quota of each namespace (docs/reference/quota.md). None: no quota.",
+        description="ConfigMap with the namespaces' quota (docs/reference/quota.md).",
     )
     quota_namespace: _Name = Field(default="kube-system", description="Namespace of that ConfigMap.")
     model_label: _Label = Field(
         default=GPU_MODEL_LABEL, description="Node label with the GPUs' model, by which quota counts."
     )
-    pool_label: _Label = Field(
-        default="gaia.tencent.com/gpu-pool", description="Node label with the pool to which a node belongs."
-    )
+    pool_label: _Label = Field(default="gaia.tencent.com/gpu-pool", description="Node label with the node's pool.")
     tls_cert: OptionalPath = Field(
-        default=None, description="Certificate chain to serve HTTPS with, PEM; read again when it changes. Empty: HTTP."
+        default=None, description="Certificate chain for HTTPS, PEM; read again when it changes. Empty: HTTP."
     )
-    tls_key: OptionalPath = Field(default=None, description="The certificate's private key, PEM.")
+    tls_key: OptionalPath = Field(default=None, description="Private key of the certificate, PEM.")
     client_ca: OptionalPath = Field(
         default=None,
-        description="Certificate authorities, PEM. Only clients with a certificate of theirs may call the scheduler's verbs;"
-        " health and metrics stay open. Empty: whoever reaches the address may call them.",
+        description="Certificate authorities, PEM, of the clients that may call the scheduler's verbs. Empty: every "
+        "client may.",
     )
     claims_webhook: Literal["off", "open", "certificate"] = Field(
         default="off",
-        description="Answer POST /mutate-pods, the webhook that turns pods' limits into ResourceClaims"
-        " (docs/how-to/turn-limits-into-claims.md). open: for every client, as an API server shows no certificate unless"
-        " configured to. certificate: only for those of client_ca, as the scheduler's verbs. Both need TLS.",
+        description="Answer POST /mutate-pods (docs/how-to/turn-limits-into-claims.md). open: every client. certificate: "
+        "clients of client_ca. Both need TLS.",
     )
     max_body_mib: Count = Field(
         default=8,
         ge=1,
         le=512,
-        description="Longest request, MiB. Names of 5,000 nodes are 0.2 MiB; whole node objects 10 to 20 KiB each. It is"
-        " decoded in steps, between which others are answered.",
+        description="Longest request, MiB. Names of 5,000 nodes are 0.2 MiB, a whole node object 10 to 20 KiB.",
     )
     bind_timeout_s: Seconds = Field(
         default=4.0,
         ge=0.1,
         le=60,
-        description="How long a bind may take, seconds. Less than the scheduler's httpTimeout, which is 5 s unless set.",
+        description="Time limit of a bind. Must be less than the scheduler's httpTimeout.",
     )
     assume_timeout_s: Seconds = Field(
         default=60.0,
         ge=1,
         le=3600,
-        description="With reserve filter: how long a reservation waits for its pod to be bound, seconds.",
+        description="How long a reservation waits for the bind (reserve filter).",
     )
     leader_elect: bool = Field(
         default=True,
-        description="Only the replica that holds the lease answers. false: this one always does, so there must be no other.",
+        description="Elect a leader by the Lease. false: there must be only one replica.",
     )
     lease_name: _Name = Field(default="gpushare-agent-extender", description="Name of the Lease.")
     lease_namespace: _NameOrEmpty = Field(
-        default="", description="Its namespace. Empty: the pod's own (variable POD_NAMESPACE), else kube-system."
+        default="", description="Namespace of the Lease. Empty: the variable POD_NAMESPACE, else kube-system."
     )
     lease_duration_s: Seconds = Field(
-        default=15.0, ge=1, le=600, description="How long others wait for a leader that does not renew, seconds."
+        default=15.0, ge=1, le=600, description="How long others wait for a leader that does not renew."
     )
     renew_deadline_s: Seconds = Field(
         default=10.0,
         ge=0.5,
         le=600,
-        description="How long a leader continues without having renewed its lease, seconds. The rest of lease_duration_s is"
-        " for its last requests to end.",
+        description="How long a leader continues without a renewal.",
     )
-    retry_period_s: Seconds = Field(
-        default=2.0, ge=0.05, le=60, description="How often the lease is read or renewed, seconds."
-    )
+    retry_period_s: Seconds = Field(default=2.0, ge=0.05, le=60, description="Period of reading or renewing the Lease.")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

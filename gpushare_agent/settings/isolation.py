@@ -17,8 +17,7 @@ class VirtualManagerSettings(Section):
 
     path: GivenPath = Field(
         default=Path("/etc/gpu-manager/vm"),
-        description="Directory with one directory per pod and container, in gpu-manager's layout. Used with"
-        " isolation vcuda.",
+        description="Directory of the containers' vDevice directories (isolation vcuda).",
     )
 
 
@@ -27,18 +26,16 @@ class DriverVolumeSettings(Section):
 
     root: GivenPath = Field(
         default=Path("/"),
-        description="Where the host's file system is. In a pod the place of its mount, such as /host; with the driver in a"
-        " container of its own, that container's root, such as /run/nvidia/driver.",
+        description="Root of the host's file system as this process sees it, such as /host; of a driver container "
+        "/run/nvidia/driver.",
     )
     control_library: GivenPath = Field(
         default=Path("/usr/lib64/libcuda-control.so"),
-        description="The library that limits shares (vcuda-control), as this process sees it, not below root. The default is"
-        " its place in gpu-manager's image.",
+        description="The library that limits shares (vcuda-control), as this process sees it, not below root.",
     )
     gpu_client: GivenPath = Field(
         default=Path("/opt/gpushare-agent/bin/gpu-client"),
-        description="The program that the control library runs at each start of a CUDA program, as this process sees it. The"
-        " default is its place in this project's image; its source is native/gpu-client.c.",
+        description="The program that the control library runs at the start of a CUDA program, as this process sees it.",
     )
 
 
@@ -47,45 +44,40 @@ class MpsSettings(Section):
 
     pipe_directory: GivenPath = Field(
         default=Path("/run/gpushare-mps/pipe"),
-        description="Where the MPS control daemon has its pipes, on the host; containers get it mounted at the same path."
-        " Set it to the daemon's CUDA_MPS_PIPE_DIRECTORY where you run the daemon yourself.",
+        description="The MPS daemon's CUDA_MPS_PIPE_DIRECTORY on the host, mounted into containers at the same path.",
     )
     shm_directory: GivenPath = Field(
         default=Path("/dev/shm"),  # noqa: S108 - the shared memory itself, which MPS needs, not a temporary file
-        description="The daemon's /dev/shm on the host; containers get it as theirs. The default is right for a daemon that"
-        " runs on the host; one in a container has a directory of its own.",
+        description="The daemon's /dev/shm on the host, mounted into containers. A daemon in a container has a directory "
+        "of its own.",
     )
     log_directory: GivenPath = Field(
-        default=Path("/run/gpushare-mps/log"), description="Where a daemon started by the command mps writes its logs."
+        default=Path("/run/gpushare-mps/log"), description="Directory of the daemon's logs (command mps)."
     )
     control: GivenPath = Field(
         default=Path("nvidia-cuda-mps-control"),
-        description="The control program: a path, or a name that is searched in PATH.",
+        description="The control program: a path, or a name in PATH.",
     )
-    probe_period_s: Seconds = Field(
-        default=5.0, ge=0.1, le=3600, description="Time between two probes of the daemon, seconds."
-    )
+    probe_period_s: Seconds = Field(default=5.0, ge=0.1, le=3600, description="Period of probing the daemon.")
     command_timeout_s: Seconds = Field(
-        default=5.0, ge=0.1, le=120, description="Longest wait for the answer to one command, seconds."
+        default=5.0, ge=0.1, le=120, description="Time limit of one command to the daemon."
     )
     max_clients: Count = Field(
         default=48, ge=1, le=4096, description="Most sharing containers of one GPU. MPS serves 48 clients a GPU."
     )
     default_active_thread_percentage: Count = Field(
         default=100, ge=1, le=100,
-        description="What a client without a limit of its own may use, percent; set by the command mps when it starts the"
-        " daemon.",
+        description="Compute of a client without a limit of its own, percent (command mps).",
     )  # fmt: skip
     exclusive_process: bool = Field(
         default=False,
-        description="Let the command mps set the GPUs' compute mode to EXCLUSIVE_PROCESS, so that nobody uses them beside"
-        " the MPS server; whole GPUs then go through it too, without limits. Off: the mode stays as it is.",
+        description="Set the GPUs' compute mode to EXCLUSIVE_PROCESS (command mps): every program on them goes through MPS.",
     )
     drain_timeout_s: Seconds = Field(
         default=30.0,
         ge=0,
         le=3600,
-        description="How long the command mps waits for clients at its end, seconds.",
+        description="How long the command mps waits for clients at its end.",
     )
 
 
@@ -94,34 +86,30 @@ class HamiCoreSettings(Section):
 
     library: GivenPath = Field(
         default=Path("/usr/local/vgpu/libvgpu.so"),
-        description="Where the library comes from, as this process sees it; the default is its place in the agent's image."
-        " It is copied to hami_core.directory, from which sharing containers get it.",
+        description="HAMi-core's library as this process sees it; it is copied to hami_core.directory.",
     )
     directory: GivenPath = Field(
         default=Path("/etc/gpu-manager/hami-core"),
-        description="Directory on the host of the library's copy, the preload file and each container's own cache directory."
-        " Not on a file system mounted noexec.",
+        description="Directory on the host of the library, its preload file and the containers' cache directories. Its "
+        "file system must not be mounted noexec.",
     )
     memory_scaling: float = Field(
         default=1.0, ge=1.0, le=16.0, allow_inf_nan=False,
-        description="What a container may allocate is its share times this, at most the GPU's memory. Above 1 memory is"
-        " oversubscribed.",
+        description="Factor of a container's memory limit, at most the GPU's memory. Above 1 memory is oversubscribed.",
     )  # fmt: skip
     core_scaling: float = Field(
         default=1.0, ge=1.0, le=100.0, allow_inf_nan=False,
-        description="What a container may compute is its share times this, at most 100 percent. Above 1 compute is"
-        " oversubscribed.",
+        description="Factor of a container's compute limit, at most 100 percent. Above 1 compute is oversubscribed.",
     )  # fmt: skip
     core_policy: CorePolicy = Field(
         default="default",
-        description="Whether compute is limited, HAMi's GPU_CORE_UTILIZATION_POLICY. default: yes. force: yes, even where a"
-        " container's processes switched it off in their cache file. disable: memory alone is limited.",
+        description="HAMi's GPU_CORE_UTILIZATION_POLICY. default: compute is limited. force: the container cannot switch "
+        "that off. disable: memory alone is limited.",
     )
     allow_opt_out: bool = Field(
         default=False,
-        description="Let a container with a share go without the library and its limits by CUDA_DISABLE_CONTROL=true in its"
-        " spec, and without the limit of compute by GPU_CORE_UTILIZATION_POLICY=disable, as under HAMi. Off: the first"
-        " changes nothing, and the second is refused.",
+        description="Let a container's spec switch its limits off by CUDA_DISABLE_CONTROL or GPU_CORE_UTILIZATION_POLICY,"
+        " as under HAMi.",
     )
 
 
@@ -130,9 +118,8 @@ class DriverLimitsSettings(Section):
 
     set_by_agent: bool = Field(
         default=False,
-        description="The agent sets the limits itself, which takes root, SYS_ADMIN and the host's cgroups writable"
-        " (manifests/components/driver-limits). false: NVIDIA's container toolkit 1.20.1 or later does, and the agent"
-        " checks that it did.",
+        description="The agent sets the driver's memory limits itself (component driver-limits). false: NVIDIA's "
+        "container toolkit 1.20.1 or later does, and the agent checks it.",
     )
 
 
@@ -140,13 +127,12 @@ class CdiSettings(Section):
     """Container Device Interface (strategies cdi-annotations and cdi-cri, command cdi)."""
 
     kind: str = Field(
-        default="nvidia.com/gpu", description="Vendor and class of the devices' names; a device is <kind>=<GPU UUID>."
+        default="nvidia.com/gpu", description="Vendor and class of CDI names; a device is <kind>=<GPU UUID>."
     )
     spec_directories: Annotated[tuple[GivenPath, ...], BeforeValidator(comma_list)] = Field(
         default=(Path("/etc/cdi"), Path("/var/run/cdi")),
         min_length=1,
-        description="Where specs are searched, comma list; the last one is where the agent writes its own if nobody else's"
-        " names the GPUs.",
+        description="Directories of CDI specs; the agent writes its own into the last.",
     )
 
     @field_validator("kind")

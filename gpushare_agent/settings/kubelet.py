@@ -15,40 +15,38 @@ class KubeletSettings(Section):
 
     device_plugin_path: GivenPath = Field(
         default=Path("/var/lib/kubelet/device-plugins"),
-        description="Directory of kubelet.sock and of the agent's own sockets. The default is the kubelet's own.",
+        description="Directory of kubelet.sock and of the agent's sockets.",
     )
     pod_resources_socket: GivenPath = Field(
         default=Path("/var/lib/kubelet/pod-resources/kubelet.sock"),
-        description="Socket of the PodResources API, which matches an Allocate to its pod. The default is the kubelet's.",
+        description="Socket of the PodResources API.",
     )
     api_address: str = Field(
         default="",
-        description="Address of the kubelet's HTTPS port on this node, of which static pods are read: they are admitted"
-        " before the API server knows them. Empty: none is read, and static pods that ask for a share are refused. The"
-        " component static-pods sets it, with the right that it needs.",
+        description="Address of the kubelet's HTTPS port, from which static pods are read (docs/how-to/static-pods.md). "
+        "Empty: static pods with a share are refused.",
     )
     api_port: int = Field(default=10250, ge=1, le=65535, description="The kubelet's HTTPS port.")
     api_ca: GivenPath | None = Field(
         default=None,
-        description="File of the certificate authority that signed the kubelet's serving certificate. Unset: the service"
-        " account's ca.crt. The certificate is always verified, for the agent's token is sent to who has it.",
+        description="CA of the kubelet's serving certificate, a file. Empty: the service account's ca.crt.",
     )
     allow_unsupported: bool = Field(
         default=False,
-        description="Run with kubelets older than 1.30, whose PodResources cannot be read during an admission."
-        " Pods are then identified by the API server's list alone and refused where two would fit.",
+        description="Run with kubelets older than 1.30. Pods are then identified by the API server alone, and refused "
+        "where two are possible.",
     )
     pod_lookup_timeout_s: Seconds = Field(
         default=2.0,
         ge=0.1,
         le=10,
-        description="How long an admission may take to find its pod, seconds. The whole node waits meanwhile.",
+        description="How long an admission may take to identify its pod. The node's admissions wait meanwhile.",
     )
     look_again_s: Seconds = Field(
         default=0.4,
         ge=0,
         le=5,
-        description="How long to repeat the lookup while two pods remain possible, seconds, before the call is refused.",
+        description="How long the lookup is repeated while two pods are possible.",
     )
 
 
@@ -57,22 +55,21 @@ class RuntimeSettings(Section):
 
     endpoint: str = Field(
         default="",
-        description="Socket of the container runtime (CRI), with or without unix://. Empty: the first known one."
-        " Used with isolation vcuda, to learn container IDs; where none answers they come from the pods' statuses.",
+        description="Socket of the container runtime (CRI), for container IDs (isolation vcuda). Empty: the first known "
+        "one, else the pods' statuses.",
     )
     request_timeout_s: Seconds = Field(
         default=5.0,
         ge=0.1,
         le=120,
-        description="Time limit of one request to the runtime, seconds. Used with isolation vcuda.",
+        description="Time limit of one request to the runtime (isolation vcuda).",
     )
     cgroup_driver: Literal["", "cgroupfs", "systemd"] = Field(
         default="",
-        description="Not needed: the paths show it. If set, it is compared with them at the start, and a disagreement is"
-        " logged.",
+        description="Compared with the cgroup paths at the start; a difference is logged. Empty: not compared.",
     )
-    cgroup_root: GivenPath = Field(default=Path("/sys/fs/cgroup"), description="Where the host's cgroups are mounted.")
+    cgroup_root: GivenPath = Field(default=Path("/sys/fs/cgroup"), description="Mount point of the host's cgroups.")
     proc_root: GivenPath = Field(
         default=Path("/proc"),
-        description="The /proc that shows the host's processes: the pod's own where it has the host's PID namespace.",
+        description="A /proc that shows the host's processes.",
     )

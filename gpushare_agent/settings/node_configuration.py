@@ -26,9 +26,7 @@ class NodeConfigurationSettings(Section):
 
     directory: OptionalPath = Field(
         default=None,
-        description="Directory with named configurations, a mounted ConfigMap: settings files, or files of NVIDIA's device"
-        " plugin. The Node's label gpushare-agent/config, else nvidia.com/device-plugin.config, names the one that this node"
-        " has. Empty: all nodes have the same settings.",
+        description="Directory with named configurations, a mounted ConfigMap. Empty: all nodes have the same settings.",
     )
     default: str = Field(
         default="",

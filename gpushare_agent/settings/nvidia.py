@@ -56,70 +56,66 @@ class NvidiaSettings(Section):
 
     enabled: bool = Field(
         default=False,
-        description="Offer them. false: nothing here is used, and NVIDIA's own device plugin may run for other GPUs.",
+        description="Offer these resources. NVIDIA's device plugin must not run on the same GPUs.",
     )
     config: OptionalPath = Field(
         default=None,
-        description="Configuration file of NVIDIA's device plugin (version: v1, YAML or JSON), whose variables"
-        " and flags are read too (docs/how-to/migrate-from-nvidia.md). Settings of this agent win over it. Empty: none.",
+        description="Configuration file of NVIDIA's device plugin, version v1 (docs/how-to/migrate-from-nvidia.md). "
+        "Settings of this agent win over it. Empty: none.",
     )
     resource: NvidiaName = Field(
-        default=NVIDIA_GPU_RESOURCE, description="Resource whose unit is a GPU, or a replica of one. NVIDIA's name."
+        default=NVIDIA_GPU_RESOURCE, description="Resource with the unit one GPU, or one replica."
     )
     gpus: Texts = Field(
         default=("all",),
-        description="GPUs that serve these resources, comma list: all, indexes, UUIDs, models' names, which may be glob"
-        " patterns such as *A100*. The others serve shares alone.",
+        description="GPUs that serve these resources: all, indexes, UUIDs, models or their glob patterns such as *A100*.",
     )
     names: Texts = Field(
         default=(),
-        description="Other resource names by model, comma list of PATTERN=RESOURCE such as *A100*=nvidia.com/a100; the first"
-        " whose pattern matches counts. Empty: all have nvidia.resource.",
+        description="Other resource names by model, PATTERN=RESOURCE such as *A100*=nvidia.com/a100; the first match "
+        "counts. Empty: nvidia.resource.",
     )
     mig_strategy: Literal["none", "single", "mixed"] = Field(
         default="none",
-        description="MIG instances. none: not offered by these names. single: an instance is a unit of nvidia.resource."
-        " mixed: of nvidia.com/mig-PROFILE, such as nvidia.com/mig-1g.10gb.",
+        description="none: MIG instances are not offered by these names. single: an instance is a unit of "
+        "nvidia.resource. mixed: of nvidia.com/mig-PROFILE.",
     )
     mig_names: Texts = Field(
         default=(),
-        description="Other resource names of MIG instances with strategy mixed, comma list of PROFILE=RESOURCE, the profile"
-        " as nvidia-smi has it, such as 1g.10gb; glob patterns may be used, the first that matches counts.",
+        description="Other resource names of MIG instances with strategy mixed, PROFILE=RESOURCE such as "
+        "1g.10gb=nvidia.com/small; glob patterns, the first match counts.",
     )
     replicas: Texts = Field(
         default=(),
-        description="How many containers may have one GPU or instance, comma list of SELECTOR=COUNT, the first that matches"
-        " counts; the selector is a resource's name, an index, a UUID, a model's glob pattern, or *. Empty: one.",
+        description="Replicas of a GPU or instance, SELECTOR=COUNT, the first match counts. SELECTOR: resource, index, "
+        "UUID, model or its glob pattern, *. Empty: one.",
     )
     sharing: Sharing = Field(
         default=Sharing.TIME_SLICING,
-        description="What a replica is. time-slicing: nothing limits it. mps: NVIDIA MPS limits it to 1/COUNT of memory and"
-        " compute. shares: the node's isolation does.",
+        description="Limit of a replica. time-slicing: none. mps: 1/COUNT of memory and compute by NVIDIA MPS. shares: "
+        "the same by the node's isolation.",
     )
     rename_replicas: bool = Field(
-        default=False, description="Resources of replicas have .shared after their names, NVIDIA's renameByDefault."
+        default=False, description="Add .shared to names of resources with replicas, NVIDIA's renameByDefault."
     )
     refuse_several_replicas: Annotated[bool | None, BeforeValidator(empty_is_none)] = Field(
         default=None,
-        description="Refuse containers that ask for more than one replica, NVIDIA's failRequestsGreaterThanOne. Empty: true"
-        " for sharing mps, else false.",
+        description="Refuse containers that ask for several replicas, NVIDIA's failRequestsGreaterThanOne. Empty: true "
+        "with sharing mps.",
     )
     device_ids: Literal["uuid", "index"] = Field(
         default="uuid",
-        description="How a container's GPUs are named to the container runtime, NVIDIA's deviceIDStrategy. index: as"
-        " NVIDIA_VISIBLE_DEVICES=0,1; an instance is PARENT:INSTANCE.",
+        description="Names of a container's GPUs for the container runtime, NVIDIA's deviceIDStrategy.",
     )
     replica_policy: Literal["packed", "distributed"] = Field(
         default="distributed",
-        description="Replicas go to the fullest GPU that has one (packed) or the emptiest (distributed), NVIDIA's"
-        " sharedDevicesAllocationPolicy.",
+        description="Replicas go to the fullest GPU (packed) or the emptiest (distributed), NVIDIA's "
+        "sharedDevicesAllocationPolicy.",
     )
 
     labels: bool = Field(
         default=False,
-        description="Write the labels of NVIDIA's GPU Feature Discovery to the node, such as nvidia.com/gpu.product"
-        " (docs/reference/node-facts.md). Labels of one that runs are left alone. false: those that the agent wrote are"
-        " removed. Needs facts.is_written.",
+        description="Write the labels of GPU Feature Discovery (docs/reference/node-facts.md). Needs facts.is_written.",
     )
 
     @property

@@ -29,7 +29,7 @@ class LogSettings(Section):
     )
     format: Literal["auto", "json", "console"] = Field(
         default="auto",
-        description="One JSON object a line, or text for people. auto: text on a terminal, JSON elsewhere.",
+        description="json: one object a line. console: text. auto: console on a terminal, else json.",
     )
 
 
@@ -40,7 +40,7 @@ class WebSettings(Section):
         default="localhost",
         min_length=1,
         max_length=253,
-        description="Address to listen on. localhost serves this host only; 0.0.0.0 lets Prometheus and probes in.",
+        description="Address to listen on. 0.0.0.0 lets Prometheus and probes in.",
     )
     port: Count = Field(default=5678, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
 
@@ -49,23 +49,21 @@ class HealthSettings(Section):
     """Watching the GPUs."""
 
     check_period_s: Seconds = Field(
-        default=5.0, ge=0.05, le=3600, description="Period of reading the GPUs' state from the driver, seconds."
+        default=5.0, ge=0.05, le=3600, description="Period of reading the GPUs' state from the driver."
     )
     event_period_s: Seconds = Field(
         default=1.0,
         ge=0.05,
         le=60,
-        description="How often the driver's events (Xid errors, ECC) are fetched, seconds.",
+        description="Period of fetching the driver's events (Xid errors, ECC).",
     )
     ignored_xids: Xids = Field(
         default=(13, 31, 43, 45, 68, 109),
-        description="Xid errors that leave a GPU Healthy, comma list. The default are those that a program causes, not the"
-        " GPU. Empty: none is ignored.",
+        description="Xid errors that leave a GPU Healthy. Empty: none.",
     )
     reset_xids: Xids = Field(
         default=(48, 62, 64, 74, 79, 95, 119, 120, 136, 140, 143),
-        description="Xid errors after which a GPU stays Unhealthy until it was reset (or uncordoned by hand), comma list."
-        " After any other the GPU comes back once it has passed the probes.",
+        description="Xid errors after which a GPU stays Unhealthy until it is reset or uncordoned.",
     )
     recovery_probes: Count = Field(
         default=3, ge=1, le=100, description="Probes in a row that an Unhealthy GPU must pass to be Healthy again."
@@ -74,33 +72,27 @@ class HealthSettings(Section):
         default=10.0,
         ge=0.05,
         le=3600,
-        description="Time between two of these probes, seconds. It doubles each time that the GPU becomes Unhealthy again.",
+        description="Time between two of these probes. It doubles each time the GPU becomes Unhealthy again.",
     )
     recovery_period_max_s: Seconds = Field(
-        default=600.0, ge=0.05, le=86400, description="Most time between two of these probes, seconds."
+        default=600.0, ge=0.05, le=86400, description="Most time between two of these probes."
     )
     state_file: OptionalPath = Field(
         default=Path("/var/lib/gpushare-agent/health.json"),
-        description="File that preserves, over a restart of the agent, which GPUs are cordoned and which wait for a reset."
-        " Empty: neither outlives the agent.",
+        description="File that keeps cordons and pending resets over a restart. Empty: none.",
     )
 
 
 class UsageSettings(Section):
     """History of the samples (their period is sample_period_s)."""
 
-    history_s: Seconds = Field(
-        default=900.0, ge=10, le=86400, description="How much of the past the dashboard's curves show, seconds."
-    )
-    history_points: Count = Field(
-        default=180, ge=10, le=3600, description="Points of one curve; more are memory and nothing else."
-    )
+    history_s: Seconds = Field(default=900.0, ge=10, le=86400, description="Length of the history.")
+    history_points: Count = Field(default=180, ge=10, le=3600, description="Points of one curve of the history.")
     idle_period_s: Seconds = Field(
         default=60.0,
         ge=0,
         le=3600,
-        description="Period of sampling while nothing reads the use, seconds: for the history alone. 0 samples each"
-        " sample_period_s always.",
+        description="Period of sampling while nothing reads the use. 0: always sample_period_s.",
     )
 
 
@@ -117,13 +109,12 @@ class FactsSettings(Section):
 
     is_written: bool = Field(
         default=True,
-        description="Write labels and one annotation about the GPUs to the node's object. Needs the right to patch nodes."
-        " false: the scheduler extender knows nothing of this node.",
+        description="Write labels and annotations about the GPUs to the Node. Needs the right to patch nodes; the "
+        "scheduler extender needs them.",
     )
     label_prefix: Annotated[str, matches(DNS_NAME, "is no label prefix such as gpushare-agent or nvidia.com")] = Field(
         default="gpushare-agent",
-        description="Prefix of the labels gpu.product, gpu.memory, gpu.count and so on. nvidia.com gives the names of"
-        " NVIDIA's feature discovery, for clusters that do not run it.",
+        description="Prefix of the labels gpu.product, gpu.memory, gpu.count and so on.",
     )
 
 
@@ -132,7 +123,7 @@ class ControlSettings(Section):
 
     socket: OptionalPath = Field(
         default=Path("/run/gpushare-agent/control.sock"),
-        description="Unix socket through which root takes GPUs out of service and back. Empty: none.",
+        description="Unix socket of `cordon` and `uncordon`. Empty: none.",
     )
 
 
@@ -141,7 +132,7 @@ class DisplaySettings(Section):
 
     socket: OptionalPath = Field(
         default=Path("/var/run/gpu-manager.sock"),
-        description="Unix socket of the service display.GPUDisplay. The default is gpu-manager's. Empty: none.",
+        description="Unix socket of the service display.GPUDisplay. Empty: none.",
     )
 
 
@@ -151,10 +142,10 @@ class DebugSettings(Section):
     addr: str = Field(
         default="localhost",
         max_length=253,
-        description="Address of the debug listener. Any other than this host's own needs debug.token_file. Empty: none.",
+        description="Address to listen on. One that other hosts reach needs debug.token_file. Empty: no listener.",
     )
-    port: Count = Field(default=5679, ge=0, le=65535, description="Its port; 0 takes any free one.")
+    port: Count = Field(default=5679, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
     token_file: OptionalPath = Field(
         default=None,
-        description="File with the token that callers must send as `Authorization: Bearer`. Empty: none is needed.",
+        description="File with the token that callers send as `Authorization: Bearer`. Empty: none is needed.",
     )

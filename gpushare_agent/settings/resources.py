@@ -15,18 +15,17 @@ class ResourceSettings(Section):
 
     vcore: ResourceName = Field(
         default=VCORE_RESOURCE,
-        description="Resource whose unit is 1/100 of a GPU's compute. The default is gpu-manager's, for its manifests.",
+        description="Resource with the unit 1/100 of a GPU's compute.",
     )
     vmemory: ResourceName = Field(
         default=VMEMORY_RESOURCE,
-        description="Resource whose unit is one memory block. The default is gpu-manager's, for its manifests.",
+        description="Resource with the unit one memory block.",
     )
     memory_block_mib: Count = Field(
         default=MEMORY_BLOCK_MIB,
         ge=1,
         le=65536,
-        description="Size of one memory block, MiB. Smaller blocks mean more device IDs: the kubelet takes 4 MiB of them, "
-        "and writes a pod's into its status (docs/reference/formats.md).",
+        description="Size of one memory block, MiB. Smaller blocks make more device IDs (docs/reference/formats.md).",
     )
 
     @model_validator(mode="after")
@@ -41,12 +40,12 @@ class GpushareSettings(Section):
 
     enabled: bool = Field(default=False, description="Offer GPUShare's resource on this node.")
     resource: ResourceName = Field(
-        default="aliyun.com/gpu-mem", description="Resource whose unit is one unit of a GPU's memory. GPUShare's name."
+        default="aliyun.com/gpu-mem", description="Resource with the unit one unit of a GPU's memory."
     )
     count_resource: ResourceName = Field(
         default="aliyun.com/gpu-count",
-        description="Capacity of the node with its number of GPUs. GPUShare's name.",
+        description="Capacity of the node with its number of GPUs.",
     )
     unit: Literal["GiB", "MiB"] = Field(
-        default="GiB", description="What one unit is. MiB means many device IDs: the kubelet takes 4 MiB of them."
+        default="GiB", description="Size of one unit. MiB makes one device ID for each MiB."
     )

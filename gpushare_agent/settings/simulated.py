@@ -12,13 +12,13 @@ from gpushare_agent.settings.values import Count, OptionalPath, Section, comma_l
 class SimulatedSettings(Section):
     """GPUs without hardware (driver simulated)."""
 
-    cards: Count = Field(default=8, ge=1, le=64, description="GPUs to simulate. With a topology file, its rows count.")
+    cards: Count = Field(default=8, ge=1, le=64, description="GPUs to simulate. With a topology file its rows count.")
     card_memory_mib: Annotated[tuple[Annotated[Count, Field(ge=1, le=4_194_304)], ...], BeforeValidator(comma_list)] = (
         Field(
             default=(24576,),
             min_length=1,
             max_length=64,
-            description="Memory of the GPUs, MiB: one value for all, or a comma list with one for each GPU.",
+            description="Memory of the GPUs, MiB: one value for all, or one for each GPU.",
         )
     )
     topology: OptionalPath = Field(
@@ -29,21 +29,20 @@ class SimulatedSettings(Section):
         default="NVIDIA Simulated 24GB",
         min_length=1,
         max_length=96,
-        description="The GPUs' product name, as NVML reports it.",
+        description="The GPUs' product name.",
     )
     device_nodes: bool = Field(
         default=False,
-        description="Give containers the device nodes /dev/nvidia0… of simulated GPUs. A real runtime cannot start a"
-        " container whose device nodes do not exist, so only the embedded node wants this.",
+        description="Give containers /dev/nvidia0… of simulated GPUs. For the sandbox: a real runtime starts no container"
+        " whose device nodes are missing.",
     )
     faults: OptionalPath = Field(
         default=None,
-        description="JSON file that makes simulated GPUs fail while it exists, to rehearse it:"
-        ' {"lost": {"0": "reason"}} or {"all_lost": "reason"}. Empty: none.',
+        description="JSON file that makes simulated GPUs fail (docs/reference/sandbox.md). Empty: none.",
     )
     usage: OptionalPath = Field(
         default=None,
-        description="JSON file with what processes use of simulated GPUs (docs/reference/sandbox.md). Empty: they idle.",
+        description="JSON file with the use of simulated GPUs by processes (docs/reference/sandbox.md). Empty: they idle.",
     )
 
     @model_validator(mode="after")

@@ -69,72 +69,62 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    config: OptionalPath = Field(
-        default=None, description="YAML file with settings, nested as in docs/reference/settings.md. Empty: no file."
-    )
+    config: OptionalPath = Field(default=None, description="YAML file with settings. Empty: none.")
     node_name: str = Field(
         default="",
         description="Name of this node in the API server. Empty: the variable NODE_NAME, else the host's name.",
     )
     node_labels: Annotated[dict[str, str], BeforeValidator(pairs_of)] = Field(
-        default_factory=dict, description="Further labels for the node, k=v,k=v. Empty: none."
+        default_factory=dict, description="Further labels for the node. Empty: none."
     )
     driver: Annotated[Literal["nvml", "simulated"], BeforeValidator(lambda v: "nvml" if v == "nvidia" else v)] = Field(
         default="nvml",
-        description="Where GPUs come from: NVML (also called nvidia), or simulated for nodes without any.",
+        description="Source of the GPUs: NVML (also named nvidia), or simulated GPUs.",
     )
     isolation: IsolationName = Field(
         default=IsolationName.HAMI_CORE,
-        description="What limits a container to its share (docs/explanation/isolation.md). hami-core: HAMi-core's library in"
-        " every process. vcuda: TKEStack's library in the driver directory, which reads its limits from /etc/vcuda, for CUDA"
-        " up to 11.5. mps: NVIDIA MPS. driver: NVIDIA's driver limits memory, nothing limits compute; hami-core+driver,"
-        " mps+driver: both. none: nothing, containers see their GPUs and are trusted. auto: the agent chooses at its start"
-        " by what it finds on the node.",
+        description="What limits a container to its share (docs/explanation/isolation.md). auto: the agent chooses at its"
+        " start.",
     )
     isolations_allowed: Annotated[tuple[IsolationName, ...], BeforeValidator(comma_list)] = Field(
         default=(),
-        description="Further isolations that a pod may choose with the annotation tencent.com/gpu-isolation, comma list."
-        " Empty: none but the node's own. auto is none of them.",
+        description="Further isolations that a pod may choose by the annotation tencent.com/gpu-isolation; auto cannot be"
+        " one. Empty: none.",
     )
     device_list_strategy: Annotated[tuple[DeviceListStrategy, ...], BeforeValidator(comma_list)] = Field(
         default=(DeviceListStrategy.ENVVAR, DeviceListStrategy.DEVICE_NODES),
         min_length=1,
-        description="How containers get their GPUs' devices, comma list (docs/reference/device-lists.md): envvar,"
-        " volume-mounts, device-nodes, cdi-annotations, cdi-cri.",
+        description="How containers get their GPUs' devices (docs/reference/device-lists.md).",
     )
     excluded_gpus: Annotated[tuple[str, ...], BeforeValidator(comma_list)] = Field(
         default=(),
-        description="GPUs that the agent offers to nobody, by no resource and no ResourceClaim, comma list: indexes, UUIDs,"
-        " models' names, which may be glob patterns such as *T400*. One in use is offered no more, and its containers stay."
-        " Empty: none.",
+        description="GPUs that the agent does not offer: indexes, UUIDs, models or glob patterns of models such as "
+        "*T400*. Running containers keep theirs. Empty: none.",
     )
     fail_on_init_error: bool = Field(
         default=True,
-        description="Exit when the driver cannot be read at start. false: stay, offer no device, retry every 30 s.",
+        description="Exit when the driver cannot be read at start. false: offer no device and retry every 30 s.",
     )
-    share_mode: bool = Field(
-        default=True, description="Allow several containers on one GPU. false: only whole GPUs are allocated."
-    )
+    share_mode: bool = Field(default=True, description="Allow several containers on one GPU. false: whole GPUs only.")
     extra_config: OptionalPath = Field(
         default=None,
-        description='JSON file with device nodes for every container, {"default": {"devices": ["/dev/..."]}}. Empty: none.',
+        description='JSON file with device nodes for every container: {"default": {"devices": ["/dev/..."]}}. Empty: none.',
     )
     volume_config: OptionalPath = Field(
         default=None,
-        description="gpu-manager's volume.conf, the driver files to collect (docs/how-to/driver-volume.md). Empty: its place"
-        " there, /etc/gpu-manager/volume.conf. Used by `driver-volume`, and with isolation vcuda, which"
-        " then mounts the driver directory into containers.",
+        description="gpu-manager's volume.conf (docs/how-to/driver-volume.md), for isolation vcuda and `driver-volume`. "
+        "Empty: /etc/gpu-manager/volume.conf.",
     )
     kubeconfig: OptionalPath = Field(
         default=None,
         description="Kubeconfig for the API server. Empty: the pod's service account, else the user's default file.",
     )
-    sample_period_s: Seconds = Field(default=1.0, ge=0.05, le=3600, description="How often usage is sampled, seconds.")
+    sample_period_s: Seconds = Field(default=1.0, ge=0.05, le=3600, description="Period of sampling the use of GPUs.")
     wait_timeout_s: Seconds = Field(
         default=60.0,
         ge=0.05,
         le=3600,
-        description="Accepted for gpu-manager's manifests and not used: the agent waits as long as it takes.",
+        description="gpu-manager's; no effect.",
     )
     node_configuration: NodeConfigurationSettings = NodeConfigurationSettings()
     simulated: SimulatedSettings = SimulatedSettings()
