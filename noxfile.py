@@ -112,6 +112,13 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def pages(session: nox.Session) -> None:
+    """Compare the pages of settings, metrics, commands and chart values with the code; `-- --write` writes them."""
+    session.install(".[dev]")
+    session.run("python", "-m", "tests.docs.generated", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, formatting, and the direction of imports."""
     session.install(RUFF, IMPORT_LINTER, ".")

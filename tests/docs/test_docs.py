@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from gpushare_agent import __version__
-from gpushare_agent.cli.main import COMMANDS
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.decisions.kept import NOT_KEPT_TEXTS
 from gpushare_agent.model.errors import RefusalReason
-from gpushare_agent.model.usage import GpuSample
-from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
-from gpushare_agent.observability.metrics.agent import AgentMetrics
-from gpushare_agent.observability.metrics.node import node_series
-from gpushare_agent.observability.metrics.text import NodePage
-from gpushare_agent.settings.reference import markdown
 from gpushare_agent.settings.settings import Settings
 from gpushare_agent.settings.sources import read_flags
-from tests.support_core import mig_instance
-from tests.support_usage import UUIDS, allocation, driver_sample, facts, id_of, key_of, owner, process, snapshot
+from tests.docs.generated import families, outdated
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -42,9 +31,9 @@ OWN_DOCUMENTS = [
 COMMAND = "python3 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s {}"
 
 
-def test_the_settings_document_is_the_generated_one() -> None:
-    """docs/reference/settings.md is `gpushare-agent config --output markdown`, character by character."""
-    assert (ROOT / "docs/reference/settings.md").read_text(encoding="utf-8") == markdown()
+def test_the_generated_pages_are_what_the_code_makes() -> None:
+    """Settings, metrics, commands, the chart's values; `nox -s pages -- --write` writes them."""
+    assert outdated() == []
 
 
 def test_the_readme_begins_with_three_sentences_and_the_two_commands() -> None:
@@ -56,13 +45,6 @@ def test_the_readme_begins_with_three_sentences_and_the_two_commands() -> None:
     assert COMMAND.format("tests") in (ROOT / ".ci/run").read_text(encoding="utf-8")
 
 
-def test_every_command_is_in_the_reference() -> None:
-    """No command is unknown to a reader."""
-    text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
-    for command in COMMANDS:
-        assert re.search(rf"`gpushare-agent {command.name}[ `]", text), command.name
-
-
 @pytest.mark.parametrize("document", OWN_DOCUMENTS)
 def test_every_flag_that_a_document_names_exists(document: str) -> None:
     """A flag of the agent in backquotes, with or without a value, is one that the agent takes."""
@@ -71,6 +53,29 @@ def test_every_flag_that_a_document_names_exists(document: str) -> None:
     for flag in re.findall(r"`(--[a-z][a-z.-]*)", text):
         if flag not in others:
             assert read_flags([f"{flag}=x"]).values, flag
+
+
+def test_every_page_that_the_code_names_exists() -> None:
+    """An error or a comment that points to a page still finds it."""
+    named: dict[str, str] = {}
+    for folder in ("gpushare_agent", "tests", "manifests", "charts", "bench", "native", ".ci", ".github"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and path.suffix in (
+                ".py",
+                ".yaml",
+                ".yml",
+                ".json",
+                ".c",
+                ".sh",
+                ".txt",
+                ".tpl",
+                ".md",
+                "",
+            ):
+                text = path.read_text(encoding="utf-8", errors="replace")
+                named |= dict.fromkeys(re.findall(r"\bdocs/[A-Za-z0-9/_-]+\.md", text), str(path))
+    assert {page: where for page, where in named.items() if not (ROOT / page).exists()} == {}
+    assert len(named) > 20
 
 
 @pytest.mark.parametrize(
@@ -87,45 +92,11 @@ def test_every_relative_link_leads_somewhere(document: str) -> None:
         assert (path.parent / target).exists(), target
 
 
-def full_metrics() -> str:
-    """Every event has happened once and the driver reports everything, so that every series is there."""
-    metrics = AgentMetrics()
-    metrics.know_resources(["r"])
-    metrics.know_gpus([UUIDS[0]], 0)
-    metrics.gpu_event("xid", 79, is_ignored=False)
-    metrics.driver_error("timeout")
-    metrics.show_pod_event_age(lambda: 1.0)
-    metrics.show_mps(lambda: True)
-    metrics.show_node_configuration(lambda: False)
-    reported: dict[str, Any] = {
-        field.name: 1 for field in fields(GpuSample) if "|" in str(field.type) and field.name != "processes"
-    }
-    one = replace(process(10), encoder_ratio=0.0, decoder_ratio=0.0)
-    sample = GpuSample(**{**reported, "uuid": UUIDS[0], "throttle_reasons": (), "processes": (one,)})
-    allocated = allocation(key_of(1))
-    holders = AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={id_of(1): allocated.key})
-    usage = join_usage(driver_sample(sample), {10: owner(1)}, holders, sampled_at=1.0)
-    shown = snapshot(facts(allocated), usage=usage)
-    first, second = shown.inventory.gpus
-    with_instance = replace(shown.inventory, gpus=(first, replace(second, mig=mig_instance(1, 0, 0).mig)))
-    shown = replace(shown, inventory=with_instance)
-    metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
-    return metrics.exposition("")[1].decode()
-
-
-def test_the_metrics_document_lists_every_metric_with_its_type_and_labels() -> None:
-    """No more, no fewer, and no family is without a series to read the labels from."""
-    expected: dict[str, tuple[str, list[str]]] = {}
-    for family in text_string_to_metric_families(full_metrics()):
-        if family.name.startswith("process_"):
-            continue
-        assert family.samples, f"nothing has happened yet for {family.name}"
-        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
-        expected[family.name + ("_total" if family.type == "counter" else "")] = (family.type, labels)
+def test_the_metrics_document_lists_every_metric_once() -> None:
+    """No family is in no table."""
     text = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([a-z_]+)` \| (\w+) \| ([a-z_, ]*)\| ", text, flags=re.M)
-    assert {name: (kind, sorted(labels.replace(",", " ").split())) for name, kind, labels in rows} == expected
-    assert len(rows) == len(expected)
+    names = [one.name + ("_total" if one.type == "counter" else "") for one in families()]
+    assert sorted(re.findall(r"^\| `([a-z_]+)` \| ", text, flags=re.M)) == sorted(names)
 
 
 def test_the_metrics_document_names_every_reason_of_a_refusal() -> None:

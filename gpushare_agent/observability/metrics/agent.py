@@ -45,7 +45,10 @@ class AgentMetrics:
         self._states: list[Collector] = []
         ProcessCollector(registry=registry)
         build = Gauge(
-            "gpushare_build_info", "Version of the agent and of Python.", ["version", "python"], registry=registry
+            "gpushare_build_info",
+            "Version of the agent and of Python; always 1.",
+            ["version", "python"],
+            registry=registry,
         )
         build.labels(__version__, platform.python_version()).set(1)
         self._count_calls()
@@ -54,33 +57,45 @@ class AgentMetrics:
 
     def _count_calls(self) -> None:
         """The kubelet's calls and the containers'."""
-        self._admissions = self._counter("admissions", "Allocate calls by outcome.", resource=(), outcome=(), reason=())
-        text = "Containers identified as the target of a call of the kubelet, by method."
+        self._admissions = self._counter(
+            "admissions",
+            "Allocate calls, and claims as resourceclaims.resource.k8s.io; allocated, or refused and the reason.",
+            resource=(),
+            outcome=(),
+            reason=(),
+        )
+        text = "Targets of calls of the kubelet, by how they were identified: listed, fetched, looked-again, own-books."
         self._identifications = self._counter("identifications", text, method=IDENTIFIED_BY)
-        text = "Duration of a call of the kubelet."
+        text = "Duration of a call of the kubelet; the node's admissions wait for it."
         self._rpc_duration = self._histogram("rpc_duration_seconds", text, RPC_BUCKETS_S, "resource", "method")
-        self._rpcs = self._counter("rpcs", "Calls of the kubelet by gRPC status.", resource=(), method=(), code=())
+        self._rpcs = self._counter(
+            "rpcs",
+            "Calls of the kubelet by gRPC status; GetPreferredAllocation by the status of its decision.",
+            resource=(),
+            method=(),
+            code=(),
+        )
         self._vdevice_registrations = self._counter(
             "vdevice_registrations",
-            "RegisterVDevice calls of containers by gRPC status.",
+            "RegisterVDevice calls of containers by gRPC status (isolation vcuda).",
             code=("OK", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"),
         )
         self._registered: set[str] = set()
         self._registrations = self._counter("registrations", "Registrations with the kubelet.", resource=())
-        text = "Registrations with the kubelet after the first one."
+        text = "Registrations after the first: the kubelet restarted or a stream was lost."
         self._reregistrations = self._counter("reregistrations", text, resource=())
         self._lists = self._counter(
             "pod_resources_lists",
-            "List calls to the kubelet's PodResources API.",
+            "PodResources Lists: admission, recovery, reconcile; overlapped met an open Allocate and should stay 0.",
             purpose=("admission", "overlapped", "reconcile", "recovery"),
         )
-        text = "What device IDs add to the status of a pod that has all cores and memory of the node, as JSON."
+        text = "Size of the device IDs in the status of a pod with all cores and memory of the node."
         self._status_bytes = Gauge("gpushare_pod_status_max_bytes", text, registry=self.registry)
-        text = "Device IDs that the kubelet offered though they are allocated to a live container."
+        text = "Device IDs that the kubelet offered though they are allocated; they are not allocated again."
         self._taken_ids = self._counter("taken_ids_offered", text, resource=())
         self._corrections = self._counter(
             "reconcile_corrections",
-            "Differences between the agent's allocations and the kubelet's that were corrected.",
+            "Corrected differences between the agent's ledger and the kubelet's; should stay 0.",
             kind=("adopted", "changed", "ended", "unlisted"),
         )
 
@@ -89,7 +104,7 @@ class AgentMetrics:
         self._pod_lists = self._counter("pod_lists", "Lists of the node's pods from the API server.")
         self._pod_watches = self._counter(
             "pod_watches_ended",
-            "Watches of the node's pods, by why they ended.",
+            "Watches of the node's pods by why they ended: ended, or the kind of error.",
             outcome=("conflict", "corrupt", "ended", "notfound", "rejected", "unavailable"),
         )
         self._unreadable = self._counter("pods_unreadable", "Pods of the API server that could not be read.")
@@ -98,7 +113,7 @@ class AgentMetrics:
             "Patches of pod annotations by outcome.",
             outcome=("gone", "patched", "refused", "unavailable"),
         )
-        text = "Kubernetes Events on pods by outcome."
+        text = "Events on pods by outcome."
         self._events = self._counter("pod_events", text, outcome=("dropped", "refused", "sent"))
         self._deletions = self._counter("rejected_pods_deleted", "Rejected pods deleted after their replacement.")
 
@@ -106,18 +121,22 @@ class AgentMetrics:
         """The driver: events, errors, sampling."""
         self._uuids: set[str] = set()
         self._errors: set[str] = set()
-        text = "Events that the driver reported of a GPU."
+        text = (
+            "Events of the driver: kind xid or double-bit-ecc, xid 1 to 200 or other, ignored by health.ignored_xids."
+        )
         self._gpu_events = self._counter("gpu_events", text, kind=(), xid=(), ignored=())
         text = "GPUs that became unhealthy or healthy."
         self._health_changes = self._counter("card_health_changes", text, uuid=(), to=())
         self._driver_errors = self._counter(
-            "driver_errors", "Errors of the GPU driver by its own name for them.", error=()
+            "driver_errors",
+            "Errors of the GPU driver by its own names; look_failed and events_failed where it could not be read.",
+            error=(),
         )
         self._sampling = self._histogram(
             "sampling_duration_seconds", "Duration of a round of sampling.", SAMPLING_BUCKETS_S
         )
         self._sampling_failures = self._counter("sampling_failures", "Rounds of sampling that failed.")
-        text = "Rounds of sampling that took longer than their period."
+        text = "Rounds of sampling that took longer than their period; the next were left out."
         self._sampling_overruns = self._counter("sampling_overruns", text)
 
     def _counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:

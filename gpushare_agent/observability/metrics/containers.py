@@ -116,8 +116,8 @@ def _used_as_gpu_manager_shows_it(
     containers: Iterable[tuple[Labels, ContainerFacts]], shares: Mapping[ContainerKey, Sequence[_Share]]
 ) -> list[Series]:
     """A row for each GPU and one for all of them; none of what is not known."""
-    sm = Series("container_gpu_utilization", "Used compute of GPUs, in percent of a GPU.")
-    memory = Series("container_gpu_memory_total", "Used GPU memory, in MiB.")
+    sm = Series("container_gpu_utilization", "Used compute in percent of a GPU, by GPU (gpu0) and in total.")
+    memory = Series("container_gpu_memory_total", "Used GPU memory in MiB, by GPU (gpu0) and in total.")
     for labels, facts in containers:
         ratios: list[float] = []
         sizes: list[int] = []
@@ -141,12 +141,12 @@ def _used_as_gpu_manager_shows_it(
 _CONTAINER_STATES: tuple[tuple[str, str, Callable[[_Share], Number]], ...] = (
     (
         "allocated_cores_ratio",
-        "Compute of the GPU that the container was given, 1 is the whole GPU.",
+        "Compute of the GPU that is allocated to the container, 1 is the whole GPU.",
         lambda share: 1.0 if share.facts.allocation.is_whole else share.facts.cores / CORES_PER_GPU,
     ),
     (
         "cores_limit_ratio",
-        "Compute of the GPU that the container may use at most.",
+        "Compute of the GPU that the container may use at most; more than allocated for an elastic share.",
         lambda share: (
             1.0 if share.facts.allocation.is_whole else (share.facts.core_limit or share.facts.cores) / CORES_PER_GPU
         ),
@@ -160,7 +160,7 @@ _CONTAINER_STATES: tuple[tuple[str, str, Callable[[_Share], Number]], ...] = (
 
 _CONTAINER_USES: tuple[tuple[str, str, Callable[[ContainerUse], Number | None]], ...] = (
     ("memory_used_bytes", "Memory of the GPU that the container uses.", attrgetter("memory_bytes")),
-    ("sm_utilization_ratio", "Time in which the container computed on the GPU.", attrgetter("sm_ratio")),
+    ("sm_utilization_ratio", "Compute of the GPU that the container uses.", attrgetter("sm_ratio")),
     (
         "memory_bandwidth_utilization_ratio",
         "Time in which the container read or wrote the GPU's memory.",
@@ -188,7 +188,7 @@ def _isolation_info(snapshot: NodeSnapshot, containers: Iterable[ContainerFacts]
         for facts in containers
         if facts.kept is not None
     }
-    text = "Who keeps the container's memory and compute to its share, and what is known not to be kept; always 1."
+    text = "Who enforces the share's memory and compute, and what is not enforced; always 1."
     return Series("gpushare_container_isolation_info", text, rows=[(one, 1) for one in labels])
 
 

@@ -36,8 +36,12 @@ _GPU_SAMPLES = (
     ("power_limit_watts", "power_limit_watts", "Power that the GPU may draw at most."),
     ("sm_clock_hertz", "sm_clock_hertz", "Clock of the GPU's compute."),
     ("memory_clock_hertz", "memory_clock_hertz", "Clock of the GPU's memory."),
-    ("pcie_received_bytes_per_second", "pcie_received_bytes_per_second", "What the GPU receives over PCIe."),
-    ("pcie_sent_bytes_per_second", "pcie_sent_bytes_per_second", "What the GPU sends over PCIe."),
+    (
+        "pcie_received_bytes_per_second",
+        "pcie_received_bytes_per_second",
+        "Traffic that the GPU receives over PCIe, a spot check of the driver.",
+    ),
+    ("pcie_sent_bytes_per_second", "pcie_sent_bytes_per_second", "Traffic that the GPU sends over PCIe, likewise."),
     ("nvlink_received_bytes_total", "nvlink_received_bytes_total", "What the GPU received over NVLink."),
     ("nvlink_sent_bytes_total", "nvlink_sent_bytes_total", "What the GPU sent over NVLink."),
 )
@@ -48,7 +52,7 @@ def node_series(snapshot: NodeSnapshot) -> list[Series]:
     """Those that have a row, always in the same order."""
     found = [*container_series(snapshot), *gpu_series(snapshot)]
     if snapshot.usage is not None:
-        text = "When usage was last sampled, in seconds since the epoch."
+        text = "When usage was last sampled; no row after three rounds without a sample."
         rows: list[tuple[str, Number]] = [(labels_text(node=snapshot.node), snapshot.usage.sampled_at)]
         found.append(Series("gpushare_usage_sampled_timestamp_seconds", text, rows=rows))
     return [series for series in found if series.rows]
@@ -80,7 +84,7 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
 
 
 def _gpu_info(snapshot: NodeSnapshot, gpus: Iterable[Gpu]) -> Series:
-    info = Series("gpushare_card_info", "What the GPU is, always 1.")
+    info = Series("gpushare_card_info", "Name, bus ID and driver version of the GPU; always 1.")
     for gpu in gpus:
         labels = labels_text(
             uuid=gpu.uuid,
@@ -95,7 +99,9 @@ def _gpu_info(snapshot: NodeSnapshot, gpus: Iterable[Gpu]) -> Series:
 
 
 def _mig_info(snapshot: NodeSnapshot, gpus: Iterable[Gpu]) -> Series:
-    info = Series("gpushare_card_mig_info", "What the MIG instance is a part of, always 1.")
+    info = Series(
+        "gpushare_card_mig_info", "Instance such as 0:1, profile and parent's UUID of a MIG instance; always 1."
+    )
     for gpu in gpus:
         if gpu.mig is not None:
             labels = labels_text(
@@ -113,7 +119,7 @@ def _mig_info(snapshot: NodeSnapshot, gpus: Iterable[Gpu]) -> Series:
 def _gpu_states(snapshot: NodeSnapshot) -> tuple[tuple[str, str, Callable[[Gpu], Number]], ...]:
     cores, memory, cordoned = snapshot.cores_allocated, snapshot.memory_allocated_bytes, snapshot.cordoned
     return (
-        ("cores_capacity_ratio", "Compute of the GPU that can be allocated, 1 is all of it.", lambda gpu: 1.0),
+        ("cores_capacity_ratio", "Compute of the GPU that can be allocated: 1.", lambda gpu: 1.0),
         (
             "cores_allocated_ratio",
             "Compute of the GPU that is allocated to containers.",
@@ -135,7 +141,11 @@ def _labelled_samples(
 ) -> tuple[Series, Series]:
     """What has a label of its own."""
     index = {gpu.uuid: str(gpu.index) for gpu in gpus}
-    ecc = Series("gpushare_card_ecc_errors_total", "Memory errors of the GPU since its driver was loaded.", "counter")
+    ecc = Series(
+        "gpushare_card_ecc_errors_total",
+        "Memory errors since the driver was loaded: corrected, uncorrected.",
+        "counter",
+    )
     throttled = Series("gpushare_card_throttled", "1 while the GPU is slowed down for this reason.")
     for sample in samples:
         common = {"uuid": sample.uuid, "gpu": index[sample.uuid], "node": snapshot.node}

@@ -1,0 +1,190 @@
+"""The pages that code makes, whole or between two lines: `nox -s pages -- --write` writes them, a test compares.
+
+A line `<!-- generated: NAME -->` begins what BLOCKS[NAME] makes, `<!-- end -->` ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpushare_agent.cli.command_line import Command
+from gpushare_agent.cli.main import COMMAND_LINE
+from gpushare_agent.model.usage import GpuSample
+from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
+from gpushare_agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.observability.metrics.node import node_series
+from gpushare_agent.observability.metrics.text import NodePage
+from gpushare_agent.settings.reference import markdown
+from tests.support_core import mig_instance
+from tests.support_usage import UUIDS, allocation, driver_sample, facts, id_of, key_of, owner, process, snapshot
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.S)
+
+
+def _full_metrics() -> str:
+    """Every event has happened once and the driver reports everything, so that every series is there."""
+    metrics = AgentMetrics()
+    metrics.know_resources(["r"])
+    metrics.know_gpus([UUIDS[0]], 0)
+    metrics.gpu_event("xid", 79, is_ignored=False)
+    metrics.driver_error("timeout")
+    metrics.show_pod_event_age(lambda: 1.0)
+    metrics.show_mps(lambda: True)
+    metrics.show_node_configuration(lambda: False)
+    reported: dict[str, Any] = {
+        field.name: 1 for field in fields(GpuSample) if "|" in str(field.type) and field.name != "processes"
+    }
+    one = replace(process(10), encoder_ratio=0.0, decoder_ratio=0.0)
+    sample = GpuSample(**{**reported, "uuid": UUIDS[0], "throttle_reasons": (), "processes": (one,)})
+    allocated = allocation(key_of(1))
+    holders = AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={id_of(1): allocated.key})
+    usage = join_usage(driver_sample(sample), {10: owner(1)}, holders, sampled_at=1.0)
+    shown = snapshot(facts(allocated), usage=usage)
+    first, second = shown.inventory.gpus
+    with_instance = replace(shown.inventory, gpus=(first, replace(second, mig=mig_instance(1, 0, 0).mig)))
+    shown = replace(shown, inventory=with_instance)
+    metrics.show_node(NodePage(lambda: node_series(shown), max_age_s=1.0))
+    return metrics.exposition("")[1].decode()
+
+
+def families() -> list[Metric]:
+    """Without those of the process. Raises AssertionError: one has no series to read the labels from."""
+    found = [one for one in text_string_to_metric_families(_full_metrics()) if not one.name.startswith("process_")]
+    assert [one.name for one in found if not one.samples] == []
+    return found
+
+
+def _metrics(*prefixes: str) -> str:
+    """The families whose names begin so and are in no table of a longer beginning."""
+    chosen = [one for one in families() if _group(one.name) in prefixes]
+    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for family in chosen:
+        names = dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le")
+        name = family.name + ("_total" if family.type == "counter" else "")
+        lines.append(f"| `{name}` | {family.type} | {', '.join(names)} | {family.documentation.rstrip('.')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _group(name: str) -> str:
+    beginnings = ("gpushare_container_", "gpushare_card_", "gpushare_usage_", "gpushare_", "container_")
+    return next(one for one in beginnings if name.startswith(one))
+
+
+def _commands() -> str:
+    """Each command with its options, those that several have first; flags of settings are settings.md's."""
+    rows = {command: list(_rows(_parser(command))) for command in COMMAND_LINE.commands}
+    shared = [row for row, count in Counter(chain(*rows.values())).items() if count > 2]
+    lines = ["Options of several commands:", "", *_table(shared)]
+    for command, own in rows.items():
+        lines += [f"### {command.name}", "", command.description, ""]
+        lines += [f"    {COMMAND_LINE.program} {example}" for example in command.examples[:1]] + [""]
+        lines += _table([row for row in own if row not in shared])
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+
+
+def _parser(command: Command) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=command.name, add_help=False)
+    command.add_arguments(parser)
+    return parser
+
+
+def _table(rows: Sequence[str]) -> list[str]:
+    return ["| option | meaning |", "|---|---|", *rows, ""] if rows else []
+
+
+def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """One for each option, positional argument and subcommand."""
+    for action in _actions(parser):
+        if isinstance(action, argparse._SubParsersAction):
+            texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, inner in action.choices.items():
+                yield _row(" ".join([name, *map(_usage, _actions(inner))]), texts.get(name, ""))
+        else:
+            names, value = ", ".join(action.option_strings), _value(action)
+            text = (action.help or "") % {"default": action.default, "prog": parser.prog}
+            yield _row(f"{names} {value}".strip(), text.replace(f"-{os.getuid()}", "-UID"))
+
+
+def _row(option: str, text: str) -> str:
+    option, text = (one.replace("|", "\\|") for one in (option, text))
+    return f"| `{option}` | {text} |"
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [one for one in parser._actions if one.help != argparse.SUPPRESS and one.dest != "help"]
+
+
+def _usage(action: argparse.Action) -> str:
+    shown = f"{action.option_strings[0]} {_value(action)}".strip() if action.option_strings else _value(action)
+    return shown if action.required else f"[{shown}]"
+
+
+def _value(action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return ""
+    name = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
+    return str(name)
+
+
+def _chart() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("values_table", ROOT / "charts/values_table.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "containers": lambda: _metrics("gpushare_container_"),
+    "gpus": lambda: _metrics("gpushare_card_", "gpushare_usage_"),
+    "agent": lambda: _metrics("gpushare_"),
+    "kept": lambda: _metrics("container_"),
+    "commands": _commands,
+}
+
+
+def _filled(text: str) -> str:
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{BLOCKS[block[2]]().rstrip()}\n\n{block[3]}", text)
+
+
+PAGES: dict[str, Callable[[str], str]] = {
+    "docs/reference/settings.md": lambda _: markdown(),
+    "docs/reference/metrics.md": _filled,
+    "docs/reference/cli.md": _filled,
+    "charts/gpushare-agent/README.md": lambda text: str(_chart().readme_with_table(text)),
+}
+"""What each page is, made of its present text."""
+
+
+def outdated(*, write: bool = False) -> list[str]:
+    """The pages that are not what the code makes; with `write` they are afterwards."""
+    found: list[str] = []
+    for name, made in PAGES.items():
+        path = ROOT / name
+        before = path.read_text(encoding="utf-8")
+        if (after := made(before)) != before:
+            found.append(name)
+            if write:
+                path.write_text(after, encoding="utf-8")
+    return found
+
+
+if __name__ == "__main__":
+    changed = outdated(write="--write" in sys.argv)
+    sys.stdout.writelines(f"{name}\n" for name in changed)
+    sys.exit(bool(changed) and "--write" not in sys.argv)
