@@ -20,7 +20,6 @@ from bench.pods import CONTAINER, FOREIGN_RESOURCE, NAMESPACE, BenchPod, bench_p
 from gpushare_agent.gpus.simulated.driver import GPUS_PER_NUMA_NODE, simulated_uuid
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, device_id
-from gpushare_agent.sandbox.api.access import write_kubeconfig
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 
 NODE_NAME = "bench"
@@ -141,7 +140,7 @@ async def open_node(
                 "apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE_NAME}, "spec": {},
                 "status": {"nodeInfo": {"kubeletVersion": api.release}},
             })  # fmt: skip
-            write_kubeconfig(state / "kubeconfig", api.url, api.token)
+            api.write_kubeconfig(state / "kubeconfig")
             Containers(state / "cgroup")
             (state / "proc" / "self").mkdir(parents=True)
             (state / "proc" / "self" / "cgroup").write_text("0::/\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -127,6 +128,7 @@ def _introduce(
         notify(places)
     where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
     return [
+        f"export KUBECONFIG={shlex.quote(str(cluster.paths.kubeconfig))}\n  for kubectl and other clients, as on a cluster",
         f"from another terminal: gpushare-agent sandbox{where} "
         "apply -f FILE | delete NAME | exec POD -- COMMAND | fail-card N | heal-card N | restart-kubelet | "
         f"kill-agent | {'kill-extender | ' if extender is not None else ''}status",

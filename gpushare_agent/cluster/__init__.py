@@ -8,6 +8,6 @@ node; events.py writes Events. The extender patches the pods that it binds in ex
 The agent and the extender build and run these; admission reads the pods and reports to the writers. Open informer.py first.
 
 Others import: decisions.feature_labels, decisions.node_allocations, decisions.node_annotations, decisions.node_facts,
-decisions.node_patch, events, informer, kube.client, kube.cluster, kube.configuration, kube.lists, kube.pods,
-kube.quantities, kube.session, node_fields, node_pods, pod_annotations, pod_store.
+decisions.node_patch, events, informer, kube.client, kube.cluster, kube.configuration, kube.library, kube.lists,
+kube.pods, kube.quantities, kube.session, node_fields, node_pods, pod_annotations, pod_store.
 """

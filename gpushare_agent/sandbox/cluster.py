@@ -6,12 +6,13 @@ extender to `open_embedded_cluster`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpushare_agent.sandbox.api.access import write_kubeconfig
+from gpushare_agent.sandbox.api.certificate import make_certificate
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_task
@@ -55,11 +56,12 @@ async def open_embedded_cluster(
     until it answers. Raises StartupError.
     """
     paths = prepare_state_directory(state)
+    certificate = await asyncio.to_thread(make_certificate, paths.state)
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(
-            EmbeddedApiServer(version=kubelet_version, seed=seed, history_limit=_HISTORY)
+            EmbeddedApiServer(version=kubelet_version, seed=seed, history_limit=_HISTORY, certificate=certificate)
         )
-        write_kubeconfig(paths.kubeconfig, api.url, api.token)
+        api.write_kubeconfig(paths.kubeconfig)
         await stack.enter_async_context(_scheduling(api, extender_url, scheduler_times, seed))
         nodes = []
         for number, name in enumerate(node_names):

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from gpushare_agent.kit.supervision import forever, stop_task
-from gpushare_agent.sandbox.api.access import write_kubeconfig
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.kubelet import EmbeddedKubelet
@@ -81,7 +80,7 @@ async def open_node_on(
         paths.usage,
     ):  # of an earlier node: this one's GPUs are new
         left.unlink(missing_ok=True)
-    write_kubeconfig(paths.kubeconfig, api.url, api.token)
+    api.write_kubeconfig(paths.kubeconfig)
     kubelet = EmbeddedKubelet(
         paths=paths, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times,
         cgroups=cgroups,

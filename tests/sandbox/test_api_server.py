@@ -10,7 +10,7 @@ import pytest
 
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.api.store import KINDS
+from gpushare_agent.sandbox.api.store import GROUPS, KINDS
 from tests.fakes.api_server import JSON_PATCH, MERGE, PODS, STRATEGIC, open_client
 from tests.support_sandbox import pod
 
@@ -273,22 +273,16 @@ async def test_discovery_names_the_resources_for_kubectl() -> None:
     async with open_client() as client:
         assert (await client.call("GET", "/api"))[1]["versions"] == ["v1"]
         groups = (await client.call("GET", "/apis"))[1]
-        assert (groups["kind"], [group["name"] for group in groups["groups"]]) == (
-            "APIGroupList",
-            ["coordination.k8s.io", "resource.k8s.io"],
-        )
-        found = (await client.call("GET", "/api/v1"))[1]
-        leases = (await client.call("GET", "/apis/coordination.k8s.io/v1"))[1]
-        claims = (await client.call("GET", "/apis/resource.k8s.io/v1"))[1]
-    assert (found["kind"], found["groupVersion"]) == ("APIResourceList", "v1")
-    assert (leases["groupVersion"], [entry["name"] for entry in leases["resources"]]) == (
-        "coordination.k8s.io/v1",
-        ["leases"],
-    )
-    by_name = {entry["name"]: entry for one in (found, leases, claims) for entry in one["resources"]}
-    assert by_name.keys() == {*KINDS, "nodes/status", "pods/status", "resourceclaims/status"}
+        assert groups["kind"] == "APIGroupList"
+        versions = [group["preferredVersion"]["groupVersion"] for group in groups["groups"]]
+        assert versions == sorted(set(GROUPS.values()))
+        found = [(await client.call("GET", path))[1] for path in ("/api/v1", *(f"/apis/{one}" for one in versions))]
+    assert [(one["kind"], one["groupVersion"]) for one in found] == [("APIResourceList", v) for v in ("v1", *versions)]
+    by_name = {entry["name"]: entry for one in found for entry in one["resources"]}
+    assert {name for name in by_name if "/" not in name} == KINDS.keys()
+    assert by_name.keys() >= {"nodes/status", "pods/status", "resourceclaims/status"}
     cluster_wide = {name for name in KINDS if not by_name[name]["namespaced"]}
-    assert cluster_wide == {"nodes", "deviceclasses", "resourceslices"}
+    assert cluster_wide == {"namespaces", "nodes", "deviceclasses", "resourceslices"}
     assert all({"get", "list", "watch", "delete"} <= set(by_name[name]["verbs"]) for name in KINDS)
 
 

@@ -9,6 +9,7 @@ Versions and health are open, as in a real API server. State owned: the token, a
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import re
 import secrets
@@ -26,7 +27,7 @@ apiVersion: v1
 kind: Config
 clusters:
 - name: sandbox
-  cluster: {{server: "{url}"}}
+  cluster: {cluster}
 users:
 - name: sandbox
   user: {{token: "{token}"}}
@@ -54,7 +55,8 @@ class ApiAccess:
             return status_response(401, "Unauthorized", "Unauthorized")
         if request.body_exists and _JSON_TYPES.fullmatch(request.content_type) is None:
             message = (
-                f"the body of the request is {request.content_type}; accepted are application/json and its patches"
+                f"the body of the request is {request.content_type}; accepted are application/json and its patches: "
+                "kubectl create … --dry-run=client -o yaml | kubectl apply -f -"
             )
             return status_response(415, "UnsupportedMediaType", message)
         return None
@@ -64,9 +66,13 @@ class ApiAccess:
         return len(sent) == 1 and hmac.compare_digest(sent[0].encode("utf-8", "surrogateescape"), expected)
 
 
-def write_kubeconfig(path: Path, url: str, token: str) -> None:
-    """A new file, in place of whatever has its name; never readable for others, not even for a moment. Raises OSError."""
+def write_kubeconfig(path: Path, url: str, token: str, certificate: Path | None = None) -> None:
+    """A new file, in place of whatever has its name; never readable for others, not even for a moment. Raises OSError.
+
+    The certificate is named, not copied: kubernetes-asyncio would write a copy to a file that a kill leaves behind.
+    """
     path.unlink(missing_ok=True)
+    trusted = {} if certificate is None else {"certificate-authority": str(certificate)}
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(file, "w") as text:
-        text.write(_KUBECONFIG.format(url=url, token=token))
+        text.write(_KUBECONFIG.format(cluster=json.dumps({"server": url, **trusted}), token=token))

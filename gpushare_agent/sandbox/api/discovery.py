@@ -9,12 +9,16 @@ from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, GROUPS, KINDS, base_p
 from gpushare_agent.sandbox.pod_manifest import RawObject
 
 _VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
-_SHORT_NAMES = {"pods": ["po"], "nodes": ["no"], "events": ["ev"], "configmaps": ["cm"]}
+_SHORT_NAMES = {"pods": ["po"], "nodes": ["no"], "events": ["ev"], "configmaps": ["cm"], "namespaces": ["ns"],
+                "deployments": ["deploy"], "replicasets": ["rs"]}  # fmt: skip
+_IN_ALL = frozenset({"pods", "deployments", "replicasets", "jobs"})
+"""Those of `kubectl get all`."""
 _WITH_STATUS = frozenset({"pods", "nodes", "resourceclaims"})
 
 
 def discovery(resources: tuple[str, ...]) -> dict[str, RawObject]:
-    """By path. Older clients than aggregated discovery know these three; newer ones fall back to them."""
+    """By path. Older clients than aggregated discovery know the first three; newer ones fall back to them."""
+    paths = sorted({base_path(name) for name in resources})
     return {
         "/api": {
             "kind": "APIVersions",
@@ -27,6 +31,28 @@ def discovery(resources: tuple[str, ...]) -> dict[str, RawObject]:
             "groups": [_group(group) for group in sorted({GROUPS[name] for name in resources if name in GROUPS})],
         },
         **{base_path(name): _resources(group_version(name), resources) for name in resources},
+        "/openapi/v3": {"paths": {path[1:]: {"serverRelativeURL": f"/openapi/v3{path}"} for path in paths}},
+        **{f"/openapi/v3{path}": _openapi(path, resources) for path in paths},
+    }
+
+
+def _openapi(path: str, resources: tuple[str, ...]) -> RawObject:
+    """No schemas: kubectl asks only whether the server checks fields. It does not merge by this document, then, but by the
+    types that it has itself."""
+    return {
+        "openapi": "3.0.0",
+        "info": {"title": "gpushare-agent sandbox", "version": "1"},
+        "paths": {f"{path}/{name}/{{name}}": {"patch": _patch(name)} for name in resources if base_path(name) == path},
+    }
+
+
+def _patch(name: str) -> RawObject:
+    group, _, version = group_version(name).rpartition("/")
+    return {
+        "parameters": [{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}],
+        "requestBody": {"content": {"application/merge-patch+json": {"schema": {"type": "object"}}}},
+        "responses": {"200": {"description": "OK"}},
+        "x-kubernetes-group-version-kind": {"group": group, "version": version, "kind": KINDS[name]},
     }
 
 
@@ -48,7 +74,7 @@ def _entries(name: str) -> list[RawObject]:
     common = {"singularName": "", "namespaced": name not in CLUSTER_WIDE, "kind": KINDS[name]}
     whole = {
         "name": name, **common, "singularName": KINDS[name].lower(), "verbs": _VERBS,
-        "shortNames": _SHORT_NAMES.get(name, []),
+        "shortNames": _SHORT_NAMES.get(name, []), **({"categories": ["all"]} if name in _IN_ALL else {}),
     }  # fmt: skip
     if name not in _WITH_STATUS:
         return [whole]

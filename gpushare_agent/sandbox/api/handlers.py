@@ -5,20 +5,29 @@ Holds no state; the objects and the rules of pods are objects.py's, watch stream
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeGuard
 
 from aiohttp import web
+from multidict import CIMultiDict
 
 from gpushare_agent.model.errors import AgentError, Conflict, Rejected
 from gpushare_agent.sandbox.api import patch
 from gpushare_agent.sandbox.api.discovery import discovery
+from gpushare_agent.sandbox.api.field_validation import unknown_fields
 from gpushare_agent.sandbox.api.objects import ApiObjects
 from gpushare_agent.sandbox.api.responses import bad_request, error_response, json_body, status_response
 from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, KINDS, ObjectKey, base_path, group_version
-from gpushare_agent.sandbox.api.watch import Watches, request_selector
-from gpushare_agent.sandbox.pod_manifest import RawObject
+from gpushare_agent.sandbox.api.tables import table
+from gpushare_agent.sandbox.api.watch import TRUE, Watches, request_selector
+from gpushare_agent.sandbox.pod_manifest import RawObject, completed_manifest
 
+_TABLE = re.compile(r"application/json;as=Table;v=v1(?=[;,]|$)")
+"""In an Accept header of kubectl."""
 _PATCH_TYPES = (patch.MERGE, patch.STRATEGIC, patch.JSON_PATCH)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -86,13 +95,24 @@ class ApiHandlers:
     # --- reading ---
 
     async def _get(self, request: web.Request, resource: str) -> web.StreamResponse:
-        return web.json_response(self._store.get(resource, _key(request, resource)))
+        raw = self._store.get(resource, _key(request, resource))
+        return web.json_response(self._shape(request, resource)(raw))
+
+    def _shape(self, request: web.Request, resource: str) -> Callable[[RawObject], RawObject]:
+        """What an object is answered as: itself, or a table of one row."""
+        if not _TABLE.search(request.headers.get("Accept", "")):
+            return lambda raw: raw
+        include = request.query.get("includeObject", "Metadata")
+        return lambda raw: table(resource, [raw], raw["metadata"]["resourceVersion"], include)
 
     async def _list(self, request: web.Request, resource: str) -> web.StreamResponse:
         selects = request_selector(request)
-        if request.query.get("watch") in ("true", "1", "True"):
-            return await self._watches.serve(request, resource, selects)
+        if request.query.get("watch") in TRUE:
+            return await self._watches.serve(request, resource, selects, self._shape(request, resource))
         items = [raw for raw in self._store.all(resource) if selects(raw)]
+        if _TABLE.search(request.headers.get("Accept", "")):
+            include = request.query.get("includeObject", "Metadata")
+            return web.json_response(table(resource, items, str(self._store.version), include))
         body = {
             "kind": f"{KINDS[resource]}List", "apiVersion": group_version(resource),
             "metadata": {"resourceVersion": str(self._store.version)}, "items": items,
@@ -103,11 +123,28 @@ class ApiHandlers:
 
     async def _create(self, request: web.Request, resource: str) -> web.StreamResponse:
         raw, namespace = await json_body(request), request.match_info.get("namespace", "")
-        if resource == "pods":
-            if (raw.get("metadata") or {}).get("namespace", namespace) != namespace:
-                bad_request("the namespace of the provided object does not match the namespace sent on the request")
-            return web.json_response(self._objects.create_pod(raw, namespace), status=201)
-        return web.json_response(self._objects.create(resource, raw, namespace), status=201)
+        warnings = await self._checked_fields(request, resource, raw)
+        if resource == "pods" and (raw.get("metadata") or {}).get("namespace", namespace) != namespace:
+            bad_request("the namespace of the provided object does not match the namespace sent on the request")
+        if request.query.get("dryRun"):
+            return web.json_response(raw, status=201, headers=warnings)
+        make = self._objects.create_pod if resource == "pods" else partial(self._objects.create, resource)
+        return web.json_response(make(raw, namespace), status=201, headers=warnings)
+
+    async def _checked_fields(self, request: web.Request, resource: str, raw: RawObject) -> CIMultiDict[str]:
+        """As the client asks by fieldValidation: unknown fields are refused, or named in headers that warn. kubectl always
+        asks; who does not, such as an agent that patches often, is not checked."""
+        mode = request.query.get("fieldValidation", "Ignore")
+        if mode not in ("Strict", "Warn"):
+            return CIMultiDict()
+        cannot = f'{KINDS[resource]} in version "{group_version(resource)}" cannot be handled as a {KINDS[resource]}: '
+        try:
+            found = await asyncio.to_thread(unknown_fields, raw, KINDS[resource])
+        except Rejected as error:
+            bad_request(f"{cannot}{error}")
+        if found and mode == "Strict":
+            bad_request(f"{cannot}strict decoding error: {', '.join(found)}")
+        return CIMultiDict(("Warning", f'299 - "{json.dumps(text)[1:-1]}"') for text in found)
 
     async def _bind(self, request: web.Request, _resource: str) -> web.StreamResponse:
         """A Binding. Its metadata names the pod, may insist on a UID and a version, and brings annotations."""
@@ -131,6 +168,8 @@ class ApiHandlers:
     async def _delete(self, request: web.Request, resource: str) -> web.StreamResponse:
         key = _key(request, resource)
         options = await json_body(request) if request.can_read_body else {}
+        if options.get("dryRun"):
+            return web.json_response(self._store.get(resource, key))
         if resource != "pods":
             return web.json_response(self._objects.delete(resource, key))
         grace = options.get("gracePeriodSeconds", request.query.get("gracePeriodSeconds"))
@@ -146,15 +185,26 @@ class ApiHandlers:
         if content_type not in _PATCH_TYPES:
             message = f"the body was in an unknown format; accepted media types: {', '.join(_PATCH_TYPES)}"
             return status_response(415, "UnsupportedMediaType", message)
-        old = self._store.get(resource, _key(request, resource))
-        new = patch.patched(old, await json_body(request, of=(dict, list)), content_type)
-        return self._replaced(request, resource, old, new)
+        body = await json_body(request, of=(dict, list))
+        return await self._written(request, resource, lambda old: patch.patched(old, body, content_type))
 
     async def _put(self, request: web.Request, resource: str) -> web.StreamResponse:
         raw = await json_body(request)
-        return self._replaced(request, resource, self._store.get(resource, _key(request, resource)), raw)
+        return await self._written(request, resource, lambda _: raw)
 
-    def _replaced(self, request: web.Request, resource: str, old: RawObject, new: RawObject) -> web.StreamResponse:
+    async def _written(
+        self, request: web.Request, resource: str, change: Callable[[RawObject], RawObject]
+    ) -> web.StreamResponse:
+        """The change is made once more after the check of its fields, which may take a while: others write meanwhile."""
+        key = _key(request, resource)
+        warnings = await self._checked_fields(request, resource, change(self._store.get(resource, key)))
+        old = self._store.get(resource, key)
+        new = self._replaced(request, resource, old, change(old))
+        if not request.query.get("dryRun"):
+            new = self._store.replace(resource, new)
+        return web.json_response(new, headers=warnings)
+
+    def _replaced(self, request: web.Request, resource: str, old: RawObject, new: RawObject) -> RawObject:
         """Keeps what the addressed subresource does not own; a resourceVersion or UID in the body must be the current."""
         metadata, known = new.get("metadata") or {}, old["metadata"]
         for field in ("resourceVersion", "uid"):
@@ -171,11 +221,22 @@ class ApiHandlers:
             kept["spec"] = old.get("spec", {})
         elif resource in ("pods", "nodes", "resourceclaims"):
             kept["status"] = old.get("status", {})
-        if resource == "pods" and new.get("spec") != old["spec"]:
-            raise Rejected(
-                f'Pod "{known["name"]}" is invalid: spec: Forbidden: pod updates may not change these fields'
-            )
-        return web.json_response(self._store.replace(resource, {**new, **kept}))
+        if resource == "pods" and not request.path.endswith("/status") and new.get("spec") != old["spec"]:
+            if not _is_same_spec(new, old):
+                raise Rejected(
+                    f'Pod "{known["name"]}" is invalid: spec: Forbidden: pod updates may not change these fields; '
+                    "delete the pod and create it again"
+                )
+            kept["spec"] = old["spec"]
+        return {**new, **kept}
+
+
+def _is_same_spec(new: RawObject, old: RawObject) -> bool:
+    """40 and "40" are one quantity: kubectl sends the manifest's words at each apply."""
+    try:
+        return bool(completed_manifest(new, namespace="", uid="", suffix="")["spec"] == old["spec"])
+    except Rejected:
+        return False
 
 
 def _is_text_map(given: object) -> TypeGuard[dict[str, str]]:

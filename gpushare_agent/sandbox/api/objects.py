@@ -13,7 +13,15 @@ from types import MappingProxyType
 from typing import Any
 
 from gpushare_agent.model.errors import Conflict, Rejected
-from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, KINDS, ObjectKey, ObjectStore, PodsByNode, group_version
+from gpushare_agent.sandbox.api.store import (
+    CLUSTER_WIDE,
+    KINDS,
+    ObjectKey,
+    ObjectStore,
+    PodsByNode,
+    group_version,
+    key_of,
+)
 from gpushare_agent.sandbox.behaviour import behaviour_of
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.pod_manifest import RawObject, completed_manifest, is_terminal, timestamp
@@ -47,6 +55,8 @@ class ApiObjects:
         self.release = behaviour_of(version).release
         self.store = ObjectStore(history_limit=history_limit)
         self._rng = random.Random(seed)
+        for name in ("default", "kube-system"):
+            self._make_namespace(name)
 
     @property
     def signal(self) -> ChangeSignal:
@@ -70,17 +80,34 @@ class ApiObjects:
     def create_pod(self, raw: RawObject, namespace: str = "default") -> RawObject:
         """Raises Rejected for a manifest that is not valid, AlreadyExists for a name in use."""
         suffix = "".join(self._rng.choices("bcdfghjklmnpqrstvwxz2456789", k=5))
-        return self.store.add(
-            "pods", completed_manifest(raw, namespace=namespace, uid=str(uuid.uuid4()), suffix=suffix)
-        )
+        pod = completed_manifest(raw, namespace=namespace, uid=str(uuid.uuid4()), suffix=suffix)
+        self._make_namespace(pod["metadata"]["namespace"])
+        return self.store.add("pods", pod)
 
     def create(self, resource: str, raw: RawObject, namespace: str = "default") -> RawObject:
         """Of any other resource. Raises Rejected for one without a name, AlreadyExists for a name in use."""
+        if resource not in CLUSTER_WIDE:
+            self._make_namespace(namespace)
         return self.store.add(resource, _named(raw, resource, namespace))
 
+    def _make_namespace(self, name: str) -> None:
+        """A namespace is there as soon as something is in it: nobody has to create it first."""
+        if self.store.find("namespaces", ("", name)) is None:
+            raw = {"spec": {"finalizers": ["kubernetes"]}, "status": {"phase": "Active"}}
+            labels = {"kubernetes.io/metadata.name": name}
+            self.store.add(
+                "namespaces", _named({**raw, "metadata": {"name": name, "labels": labels}}, "namespaces", "")
+            )
+
     def delete(self, resource: str, key: ObjectKey) -> RawObject:
-        """A claim in use goes when its last pod has ended. Raises NotFound."""
+        """A claim in use goes when its last pod has ended, a namespace takes with it what is in it. Raises NotFound."""
+        if resource == "pods":
+            return self.delete_pod(*key)
         raw = self.store.get(resource, key)
+        if resource == "namespaces":
+            for inside in [name for name in KINDS if name not in CLUSTER_WIDE]:
+                for one in [one for one in self.store.all(inside) if one["metadata"]["namespace"] == key[1]]:
+                    self.delete(inside, key_of(one))
         if resource == "resourceclaims" and (raw.get("status") or {}).get("reservedFor"):
             marked = {**raw["metadata"], "deletionTimestamp": raw["metadata"].get("deletionTimestamp") or timestamp()}
             return self.store.replace(resource, {**raw, "metadata": marked})

@@ -1,8 +1,8 @@
 """Patches of the embedded API server: merge (RFC 7386), JSON patch (RFC 6902: add, replace, remove, test), and the
-strategic merge of Kubernetes as far as a node agent needs it.
+strategic merge of Kubernetes.
 
-Strategic merge is a merge in which the lists of `_MERGE_KEYS` are merged by key instead of being replaced; its
-directives (`$patch`, `$setElementOrder`) are not supported.
+Strategic merge is a merge in which the lists of `_MERGE_KEYS` are merged by key instead of being replaced, with directives:
+`$patch: delete` and `replace`, `$retainKeys`, `$setElementOrder/LIST`, `$deleteFromPrimitiveList/LIST`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 
-_MERGE_KEYS = {"conditions": "type", "containers": "name", "initContainers": "name", "ownerReferences": "uid"}
+_MERGE_KEYS = {
+    **dict.fromkeys(
+        ("containers", "initContainers", "env", "volumes", "imagePullSecrets", "resourceClaims"), "name"
+    ),
+    "conditions": "type", "addresses": "type", "ownerReferences": "uid", "ports": "containerPort",
+    "volumeMounts": "mountPath", "volumeDevices": "devicePath", "hostAliases": "ip", "finalizers": "",
+}  # fmt: skip
+"""`patchMergeKey` of the API's types; empty for texts, which are a set."""
 
 
 def patched(raw: RawObject, patch: Any, content_type: str) -> RawObject:
@@ -32,27 +39,59 @@ def patched(raw: RawObject, patch: Any, content_type: str) -> RawObject:
 
 def _merged(old: Any, patch: Any, *, is_strategic: bool, name: str = "") -> Any:
     if isinstance(patch, dict):
-        result = dict(old) if isinstance(old, dict) else {}
-        for key, value in patch.items():
-            if value is None:
-                result.pop(key, None)
-            else:
-                result[key] = _merged(result.get(key), value, is_strategic=is_strategic, name=key)
-        return result
+        if is_strategic and patch.get("$patch") == "replace":
+            return copy.deepcopy({key: value for key, value in patch.items() if key != "$patch"})
+        return _merged_object(old if isinstance(old, dict) else {}, patch, is_strategic=is_strategic)
     if is_strategic and isinstance(patch, list) and isinstance(old, list) and name in _MERGE_KEYS:
         return _merged_by_key(old, patch, _MERGE_KEYS[name])
     return copy.deepcopy(patch)
 
 
+def _merged_object(old: dict[str, Any], patch: dict[str, Any], *, is_strategic: bool) -> dict[str, Any]:
+    retained = patch.get("$retainKeys") if is_strategic else None
+    result = {key: value for key, value in old.items() if retained is None or key in retained}
+    orders: dict[str, list[Any]] = {}
+    for key, value in patch.items():
+        directive, _, target = key.partition("/")
+        if is_strategic and directive == "$setElementOrder":
+            orders[target] = value
+        elif is_strategic and directive == "$deleteFromPrimitiveList":
+            result[target] = [one for one in result.get(target) or () if one not in value]
+        elif is_strategic and key in ("$retainKeys", "$patch"):
+            continue
+        elif value is None:
+            result.pop(key, None)
+        else:
+            result[key] = _merged(result.get(key), value, is_strategic=is_strategic, name=key)
+    for target, order in orders.items():
+        if isinstance(result.get(target), list):
+            result[target] = _ordered(result[target], order, _MERGE_KEYS.get(target, ""))
+    return result
+
+
+def _identity(item: Any, key: str) -> Any:
+    return item.get(key) if key and isinstance(item, dict) else item
+
+
 def _merged_by_key(old: list[Any], patch: list[Any], key: str) -> list[Any]:
     result = list(old)
     for item in patch:
-        position = next((i for i, known in enumerate(result) if known.get(key) == item.get(key)), None)
+        wanted = _identity(item, key)
+        position = next((i for i, known in enumerate(result) if _identity(known, key) == wanted), None)
+        is_deleted = isinstance(item, dict) and item.get("$patch") == "delete"
         if position is None:
-            result.append(copy.deepcopy(item))
+            result += [] if is_deleted else [_merged(None, item, is_strategic=True)]
+        elif is_deleted:
+            del result[position]
         else:
             result[position] = _merged(result[position], item, is_strategic=True)
     return result
+
+
+def _ordered(items: list[Any], order: list[Any], key: str) -> list[Any]:
+    """Items that the order does not name stay behind those that it names."""
+    wanted = [_identity(item, key) for item in order]
+    return sorted(items, key=lambda i: wanted.index(_identity(i, key)) if _identity(i, key) in wanted else len(wanted))
 
 
 def _json_patched(raw: RawObject, patch: Any) -> RawObject:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from aiohttp import web
@@ -20,7 +21,7 @@ _REASONS: tuple[tuple[type[AgentError], int, str], ...] = (
 )
 
 
-def status_body(code: int, reason: str, message: str, details: dict[str, str] | None = None) -> RawObject:
+def status_body(code: int, reason: str, message: str, details: Mapping[str, Any] | None = None) -> RawObject:
     """A Status of meta/v1."""
     body = {
         "kind": "Status",
@@ -30,16 +31,20 @@ def status_body(code: int, reason: str, message: str, details: dict[str, str] | 
         "message": message,
         "reason": reason,
     }
-    return {**body, **({"details": details} if details else {}), "code": code}
+    return {**body, **({"details": dict(details)} if details else {}), "code": code}
 
 
-def status_response(code: int, reason: str, message: str, details: dict[str, str] | None = None) -> web.Response:
+def status_response(code: int, reason: str, message: str, details: Mapping[str, Any] | None = None) -> web.Response:
     return web.json_response(status_body(code, reason, message, details), status=code)
 
 
 def error_response(error: AgentError, resource: str, name: str) -> web.Response:
     code, reason = next((c, r) for kind, c, r in _REASONS if isinstance(error, kind))
-    return status_response(code, reason, str(error), {"name": name, "kind": resource})
+    details: dict[str, Any] = {"name": name, "kind": resource}
+    if code == 422:  # kubectl shows the causes of an invalid object, and not the message
+        field, _, text = str(error).partition(": ")
+        details["causes"] = [{"reason": "FieldValueInvalid", "field": field, "message": text}]
+    return status_response(code, reason, str(error), details)
 
 
 def bad_request(message: str) -> NoReturn:

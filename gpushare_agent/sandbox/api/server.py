@@ -3,19 +3,21 @@ on a real TCP port.
 
 The kubelet and the scheduler of the embedded node, and tests, use its methods in process (objects.py); the agent speaks HTTP
 to it (handlers.py) and needs the server's token (access.py). State owned: the listener and its port. Not for admission
-plugins, authorization of single verbs, other resources, label selectors or paged lists.
+plugins, authorization of single verbs, other resources or paged lists.
 """
 
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from aiohttp import web
 
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.sandbox.api.access import ApiAccess
+from gpushare_agent.sandbox.api.access import ApiAccess, write_kubeconfig
+from gpushare_agent.sandbox.api.certificate import ServerCertificate
 from gpushare_agent.sandbox.api.faults import ApiFaults
 from gpushare_agent.sandbox.api.handlers import ApiHandlers
 from gpushare_agent.sandbox.api.objects import ApiObjects
@@ -27,7 +29,8 @@ _MAX_BODY_BYTES = 3 * 2**20
 
 
 class EmbeddedApiServer(ApiObjects):
-    """`async with EmbeddedApiServer() as api:` listens on `api.url`; objects outlive `stop_listening`."""
+    """`async with EmbeddedApiServer() as api:` listens on `api.url`; objects outlive `stop_listening`. Plain HTTP without a
+    certificate: for tests, and no kubectl."""
 
     def __init__(
         self,
@@ -37,9 +40,11 @@ class EmbeddedApiServer(ApiObjects):
         history_limit: int = 2000,
         bookmark_interval_s: float = 60.0,
         seed: int = 0,
+        certificate: ServerCertificate | None = None,
     ) -> None:
         super().__init__(version=version, history_limit=history_limit, seed=seed)
         self.port = port
+        self.certificate = certificate
         self.access = ApiAccess()
         self.faults = ApiFaults(self.store)
         self.requests: list[tuple[str, str]] = []
@@ -52,16 +57,17 @@ class EmbeddedApiServer(ApiObjects):
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
+        return f"{'http' if self.certificate is None else 'https'}://{HOST}:{self.port}"
 
     @property
     def headers(self) -> dict[str, str]:
         """What a client must send."""
         return self.access.headers
 
-    @property
-    def token(self) -> str:
-        return self.access.token
+    def write_kubeconfig(self, path: Path) -> None:
+        """Raises OSError."""
+        trusted = self.certificate.certificate if self.certificate is not None else None
+        write_kubeconfig(path, self.url, self.access.token, trusted)
 
     async def __aenter__(self) -> Self:
         await self.start_listening()
@@ -83,7 +89,8 @@ class EmbeddedApiServer(ApiObjects):
         await runner.setup()
         try:
             self._hold_port()
-            await web.TCPSite(runner, HOST, self.port, reuse_address=True).start()
+            context = self.certificate.server_context() if self.certificate is not None else None
+            await web.TCPSite(runner, HOST, self.port, reuse_address=True, ssl_context=context).start()
         except OSError as error:
             await runner.cleanup()
             if self._port_holder is not None:

@@ -19,6 +19,7 @@ ObjectKey = tuple[str, str]
 """Namespace (empty for cluster-wide resources) and name."""
 
 KINDS = {"pods": "Pod", "nodes": "Node", "events": "Event", "configmaps": "ConfigMap", "leases": "Lease",
+         "namespaces": "Namespace",
          "deviceclasses": "DeviceClass", "resourceclaims": "ResourceClaim", "resourceslices": "ResourceSlice",
          "resourceclaimtemplates": "ResourceClaimTemplate"}  # fmt: skip
 """The resources served."""
@@ -29,7 +30,7 @@ GROUPS = {
     **dict.fromkeys((*CLAIM_KINDS.values(), "resourceslices"), "resource.k8s.io/v1"),
 }
 """Group and version of those that are not of core/v1."""
-CLUSTER_WIDE = frozenset({"nodes", "deviceclasses", "resourceslices"})
+CLUSTER_WIDE = frozenset({"namespaces", "nodes", "deviceclasses", "resourceslices"})
 
 
 class AlreadyExists(Conflict):

@@ -1,4 +1,4 @@
-"""Field selectors and watch streams of the embedded API server.
+"""Watch streams of the embedded API server.
 
 A watch sends its changes as JSON lines; an object that starts or stops to match its selector is ADDED or DELETED for it.
 """
@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import Callable
-from typing import Any
 
 import structlog
 from aiohttp import web
@@ -18,6 +16,7 @@ from aiohttp import web
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.sandbox.api.faults import ApiFaults
 from gpushare_agent.sandbox.api.responses import bad_request, query_number, status_body
+from gpushare_agent.sandbox.api.selectors import Selector, parse_field_selector, parse_label_selector
 from gpushare_agent.sandbox.api.store import KINDS, Change, Expired, ObjectStore, group_version
 from gpushare_agent.sandbox.pod_manifest import RawObject
 
@@ -25,28 +24,7 @@ log = structlog.get_logger(__name__)
 
 _WRITE_TIMEOUT_S = 10.0
 _DEFAULT_WATCH_S = 3600
-
-Selector = Callable[[RawObject], bool]
-
-_TERM = re.compile(r"(?P<path>[A-Za-z0-9_.]+)\s*(?P<operator>==|!=|=)\s*(?P<value>.*)")
-
-
-def _field(raw: RawObject, path: str) -> str:
-    value: Any = raw
-    for step in path.split("."):
-        value = value.get(step) if isinstance(value, dict) else None
-    return "" if value is None else str(value)
-
-
-def parse_field_selector(text: str) -> Selector:
-    """An absent field counts as empty. Raises Rejected for a term that is not `path=value` or `path!=value`."""
-    terms: list[tuple[str, bool, str]] = []
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        match = _TERM.fullmatch(part)
-        if match is None:
-            raise Rejected(f"unable to parse field selector term {part!r}: expected path=value or path!=value")
-        terms.append((match["path"], match["operator"] != "!=", match["value"]))
-    return lambda raw: all((_field(raw, path) == value) is wanted for path, wanted, value in terms)
+TRUE = ("true", "1", "True")
 
 
 def seen_by(change: Change, selects: Selector) -> tuple[str, RawObject] | None:
@@ -61,14 +39,13 @@ def seen_by(change: Change, selects: Selector) -> tuple[str, RawObject] | None:
 
 
 def request_selector(request: web.Request) -> Selector:
-    if request.query.get("labelSelector"):
-        bad_request("the embedded API server supports no labelSelector")
     try:
-        chosen = parse_field_selector(request.query.get("fieldSelector", ""))
+        by_fields = parse_field_selector(request.query.get("fieldSelector", ""))
+        by_labels = parse_label_selector(request.query.get("labelSelector", ""))
     except Rejected as error:
         bad_request(str(error))
     namespace = request.match_info.get("namespace")
-    return lambda raw: chosen(raw) and namespace in (None, raw["metadata"].get("namespace"))
+    return lambda raw: by_fields(raw) and by_labels(raw) and namespace in (None, raw["metadata"].get("namespace"))
 
 
 class Watches:
@@ -79,18 +56,24 @@ class Watches:
         self._faults = faults
         self._bookmark_interval_s = bookmark_interval_s
 
-    async def serve(self, request: web.Request, resource: str, selects: Selector) -> web.StreamResponse:
+    async def serve(
+        self, request: web.Request, resource: str, selects: Selector, shape: Callable[[RawObject], RawObject]
+    ) -> web.StreamResponse:
+        """Each object goes out as `shape` makes it. With sendInitialEvents a bookmark ends the objects of the beginning."""
         version = query_number(request, "resourceVersion", 0)
+        has_initial = request.query.get("sendInitialEvents") in TRUE
         ends_at = time.monotonic() + query_number(request, "timeoutSeconds", _DEFAULT_WATCH_S)
-        stream = _WatchStream(request, resource)
+        stream = _WatchStream(request, resource, shape)
         try:
             await stream.open()
-            if version == 0:
+            if version == 0 or has_initial:
                 version = self._store.version
                 await stream.send([("ADDED", raw) for raw in self._store.all(resource) if selects(raw)])
+            if has_initial:
+                await stream.send_bookmark(version, {"k8s.io/initial-events-end": "true"})
             await self._follow(stream, resource, selects, version=version, ends_at=ends_at)
         except Expired as error:
-            await stream.send([("ERROR", status_body(410, "Expired", str(error)))])
+            await stream.send_error(status_body(410, "Expired", str(error)))
         except ConnectionError:
             log.debug("watcher_disconnected", resource=resource)
         return stream.response
@@ -127,23 +110,31 @@ class Watches:
 class _WatchStream:
     """One watch response: events as JSON lines."""
 
-    def __init__(self, request: web.Request, resource: str) -> None:
+    def __init__(self, request: web.Request, resource: str, shape: Callable[[RawObject], RawObject]) -> None:
         self.response = web.StreamResponse(headers={"Content-Type": "application/json"})
         self._request = request
+        self._shape = shape
         self._type = {"kind": KINDS[resource], "apiVersion": group_version(resource)}
-        self._wants_bookmarks = request.query.get("allowWatchBookmarks") in ("true", "1", "True")
+        self._wants_bookmarks = request.query.get("allowWatchBookmarks") in TRUE
 
     async def open(self) -> None:
         self.response.enable_chunked_encoding()
         await self.response.prepare(self._request)
 
     async def send(self, events: list[tuple[str, RawObject]]) -> None:
+        await self._write([(kind, self._shape(raw)) for kind, raw in events])
+
+    async def send_error(self, status: RawObject) -> None:
+        await self._write([("ERROR", status)])
+
+    async def send_bookmark(self, version: int, annotations: dict[str, str] | None = None) -> None:
+        if self._wants_bookmarks:
+            metadata = {"resourceVersion": str(version), "creationTimestamp": None}
+            marked = {**metadata, **({"annotations": annotations} if annotations else {})}
+            await self._write([("BOOKMARK", {**self._type, "metadata": marked})])
+
+    async def _write(self, events: list[tuple[str, RawObject]]) -> None:
         if events:
             lines = "".join(json.dumps({"type": kind, "object": raw}) + "\n" for kind, raw in events)
             async with asyncio.timeout(_WRITE_TIMEOUT_S):
                 await self.response.write(lines.encode())
-
-    async def send_bookmark(self, version: int) -> None:
-        if self._wants_bookmarks:
-            metadata = {"resourceVersion": str(version), "creationTimestamp": None}
-            await self.send([("BOOKMARK", {**self._type, "metadata": metadata})])

@@ -8,6 +8,7 @@ holds up everything else, as in a real kubelet.
 from __future__ import annotations
 
 import asyncio
+import platform
 import random
 from collections.abc import Awaitable, Collection, Coroutine
 
@@ -16,7 +17,7 @@ import structlog
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.supervision import wait_for
-from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.server import HOST, EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletBehaviour, KubeletTimes
 from gpushare_agent.sandbox.kubelet.calls import CallLog
 from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager
@@ -260,7 +261,14 @@ class KubeletBoot:
             "spec": {},
             "status": {
                 "capacity": capacity, "allocatable": allocatable, "conditions": [ready],
-                "nodeInfo": {"kubeletVersion": self._behaviour.release, "containerRuntimeVersion": "embedded://1"},
+                "addresses": [
+                    {"type": "InternalIP", "address": HOST}, {"type": "Hostname", "address": self._node_name}
+                ],
+                "nodeInfo": {
+                    "kubeletVersion": self._behaviour.release, "containerRuntimeVersion": "embedded://1",
+                    "operatingSystem": "linux", "osImage": "gpushare-agent sandbox", "architecture": platform.machine(),
+                    "kernelVersion": platform.release(),
+                },
             },
         })  # fmt: skip
 

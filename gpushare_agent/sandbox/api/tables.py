@@ -1,0 +1,274 @@
+"""Objects as the rows that kubectl prints (`Table` of meta.k8s.io/v1), with the columns of a real API server. Pure.
+
+Source of columns and words: pkg/printers/internalversion of Kubernetes 1.36.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from gpushare_agent.sandbox.pod_manifest import RawObject
+
+NONE, UNKNOWN = "<none>", "<unknown>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One with `is_wide` is shown by `-o wide` alone."""
+
+    name: str
+    read: Callable[[RawObject], Any]
+    is_wide: bool = False
+    kind: str = "string"
+
+
+def table(resource: str, objects: Iterable[RawObject], version: str, include: str) -> RawObject:
+    """`include` is what comes with each row: None, Metadata or Object."""
+    columns = _COLUMNS.get(resource, _DEFAULT)
+    return {
+        "kind": "Table", "apiVersion": "meta.k8s.io/v1", "metadata": {"resourceVersion": version},
+        "columnDefinitions": [
+            {"name": c.name, "type": c.kind, "format": "name" if c.name == "Name" else "", "description": "",
+             "priority": int(c.is_wide)} for c in columns
+        ],
+        "rows": [{"cells": [c.read(raw) for c in columns], "object": _shown(raw, include)} for raw in objects],
+    }  # fmt: skip
+
+
+def _shown(raw: RawObject, include: str) -> RawObject | None:
+    if include == "None":
+        return None
+    if include == "Object":
+        return raw
+    return {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": raw["metadata"]}
+
+
+def duration_text(seconds: float) -> str:
+    """As `kubectl` has ages: at most two units, and two only where the first is small."""
+    s = int(seconds)
+    if s < 0:
+        return "<invalid>"
+    for size, limit, unit, next_size, next_unit, short in _AGES:
+        if s < limit:
+            count, rest = s // size, s % size // next_size if s < short else 0
+            return f"{count}{unit}" + (f"{rest}{next_unit}" if rest else "")
+    return f"{s // _YEAR}y"
+
+
+_MINUTE, _HOUR, _DAY, _YEAR = 60, 3600, 86400, 365 * 86400
+_AGES = (
+    (1, 2 * _MINUTE, "s", 1, "", 0),
+    (_MINUTE, 3 * _HOUR, "m", 1, "s", 10 * _MINUTE),
+    (_HOUR, 2 * _DAY, "h", _MINUTE, "m", 8 * _HOUR),
+    (_DAY, 2 * _YEAR, "d", _HOUR, "h", 8 * _DAY),
+)
+"""Seconds of the unit, up to which age, its letter; the second unit, and up to which age it is shown."""
+
+
+def _since(text: object, until: object = None) -> str:
+    if not isinstance(text, str):
+        return UNKNOWN
+    end = datetime.fromisoformat(until) if isinstance(until, str) else datetime.now(UTC)
+    return duration_text((end - datetime.fromisoformat(text)).total_seconds())
+
+
+def _at(raw: Mapping[str, Any], path: str, default: Any = NONE) -> Any:
+    value: Any = raw
+    for step in path.split("."):
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return default if value is None or value == "" else value
+
+
+def _field(path: str, default: Any = NONE) -> Callable[[RawObject], Any]:
+    return lambda raw: _at(raw, path, default)
+
+
+# --- pods ---
+
+
+def _statuses(raw: RawObject, kind: str) -> list[Mapping[str, Any]]:
+    return list(_at(raw, f"status.{kind}", []))
+
+
+def _pod_ready(raw: RawObject) -> str:
+    sidecars = {c["name"] for c in raw["spec"].get("initContainers") or () if c.get("restartPolicy") == "Always"}
+    inits = [s for s in _statuses(raw, "initContainerStatuses") if s["name"] in sidecars]
+    ready = sum(bool(s.get("ready")) for s in (*inits, *_statuses(raw, "containerStatuses")))
+    return f"{ready}/{len(raw['spec']['containers']) + len(sidecars)}"
+
+
+def _pod_restarts(raw: RawObject) -> int:
+    return sum(s.get("restartCount", 0) for s in _statuses(raw, "containerStatuses"))
+
+
+def _pod_status(raw: RawObject) -> str:
+    """The first init container that has not ended well, else what the newest trouble of a main container is called."""
+    text = str(_at(raw, "status.reason", _at(raw, "status.phase", UNKNOWN)))
+    total = len(raw["spec"].get("initContainers") or ())
+    is_starting = False
+    for index, status in enumerate(_statuses(raw, "initContainerStatuses")):
+        state = status.get("state") or {}
+        if "running" in state and status.get("started"):
+            continue
+        if "terminated" in state and state["terminated"].get("exitCode") == 0:
+            continue
+        if "terminated" in state:
+            text = f"Init:{state['terminated'].get('reason') or 'Error'}"
+        else:
+            reason = _at(state, "waiting.reason", "PodInitializing")
+            text = f"Init:{reason}" if reason != "PodInitializing" else f"Init:{index}/{total}"
+        is_starting = True
+        break
+    if not is_starting:
+        text = _main_status(raw, text)
+    return "Terminating" if raw["metadata"].get("deletionTimestamp") else text
+
+
+def _main_status(raw: RawObject, text: str) -> str:
+    has_running = False
+    for status in reversed(_statuses(raw, "containerStatuses")):
+        state = status.get("state") or {}
+        if reason := _at(state, "waiting.reason", ""):
+            text = reason
+        elif "terminated" in state:
+            text = state["terminated"].get("reason") or f"ExitCode:{state['terminated'].get('exitCode')}"
+        elif status.get("ready") and "running" in state:
+            has_running = True
+    return "Running" if text == "Completed" and has_running else text
+
+
+# --- the others ---
+
+
+def _node_status(raw: RawObject) -> str:
+    ready = next((c for c in _at(raw, "status.conditions", []) if c.get("type") == "Ready"), {"status": "Unknown"})
+    text = {"True": "Ready", "False": "NotReady"}.get(ready["status"], "Unknown")
+    return text + (",SchedulingDisabled" if _at(raw, "spec.unschedulable", False) else "")
+
+
+def _node_roles(raw: RawObject) -> str:
+    prefix = "node-role.kubernetes.io/"
+    return (
+        ",".join(sorted(k.removeprefix(prefix) for k in _at(raw, "metadata.labels", {}) if k.startswith(prefix)))
+        or NONE
+    )
+
+
+def _address(kind: str) -> Callable[[RawObject], str]:
+    def read(raw: RawObject) -> str:
+        return next((a["address"] for a in _at(raw, "status.addresses", []) if a.get("type") == kind), NONE)
+
+    return read
+
+
+def _event_object(raw: RawObject) -> str:
+    about = raw.get("involvedObject") or {}
+    return f"{str(about.get('kind', '')).lower()}/{about.get('name', '')}"
+
+
+def _event_age(field: str) -> Callable[[RawObject], str]:
+    return lambda raw: _since(
+        _at(raw, field, None) or _at(raw, "eventTime", None) or raw["metadata"]["creationTimestamp"]
+    )
+
+
+def _each(path: str, field: str) -> Callable[[RawObject], str]:
+    """One field of each item of a list, joined by commas."""
+    return lambda raw: ",".join(str(one.get(field, "")) for one in _at(raw, path, [])) or NONE
+
+
+def _selector(raw: RawObject) -> str:
+    return ",".join(f"{k}={v}" for k, v in sorted(_at(raw, "spec.selector.matchLabels", {}).items())) or NONE
+
+
+def _claim_state(raw: RawObject) -> str:
+    states = ["allocated"] if _at(raw, "status.allocation", None) else []
+    states += ["reserved"] if _at(raw, "status.reservedFor", None) else []
+    return ",".join(["deleted", *states] if raw["metadata"].get("deletionTimestamp") else states) or "pending"
+
+
+def _job_status(raw: RawObject) -> str:
+    held = {c["type"] for c in _at(raw, "status.conditions", []) if c.get("status") == "True"}
+    return next((kind for kind in ("Complete", "Failed", "Suspended") if kind in held), "Running")
+
+
+def _job_duration(raw: RawObject) -> str:
+    started = _at(raw, "status.startTime", None)
+    return _since(started, _at(raw, "status.completionTime", None)) if started else ""
+
+
+def _columns(*given: tuple[str, Callable[[RawObject], Any]], wide: Sequence[tuple[str, Callable[[RawObject], Any]]] = (),
+             has_age: bool = True) -> tuple[Column, ...]:  # fmt: skip
+    shown = (("Name", _field("metadata.name")), *given, *([("Age", _age)] if has_age else ()))
+    return (
+        *(Column(name=name, read=read) for name, read in shown),
+        *(Column(name=name, read=read, is_wide=True) for name, read in wide),
+    )
+
+
+def _age(raw: RawObject) -> str:
+    return _since(raw["metadata"].get("creationTimestamp"))
+
+
+_DEFAULT = _columns()
+_TEMPLATE = (
+    ("Containers", _each("spec.template.spec.containers", "name")),
+    ("Images", _each("spec.template.spec.containers", "image")),
+    ("Selector", _selector),
+)
+_COLUMNS: dict[str, tuple[Column, ...]] = {
+    "pods": _columns(
+        ("Ready", _pod_ready), ("Status", _pod_status), ("Restarts", _pod_restarts),
+        wide=(
+            ("IP", _field("status.podIP")), ("Node", _field("spec.nodeName")),
+            ("Nominated Node", _field("status.nominatedNodeName")), ("Readiness Gates", lambda _: NONE),
+        ),
+    ),
+    "nodes": _columns(
+        ("Status", _node_status), ("Roles", _node_roles), ("Age", _age),
+        ("Version", _field("status.nodeInfo.kubeletVersion")),
+        wide=(
+            ("Internal-IP", _address("InternalIP")), ("External-IP", _address("ExternalIP")),
+            ("OS-Image", _field("status.nodeInfo.osImage", UNKNOWN)),
+            ("Kernel-Version", _field("status.nodeInfo.kernelVersion", UNKNOWN)),
+            ("Container-Runtime", _field("status.nodeInfo.containerRuntimeVersion", UNKNOWN)),
+        ),
+        has_age=False,
+    ),
+    "events": (
+        Column(name="Last Seen", read=_event_age("lastTimestamp")), Column(name="Type", read=_field("type", "")),
+        Column(name="Reason", read=_field("reason", "")), Column(name="Object", read=_event_object),
+        Column(name="Subobject", read=_field("involvedObject.fieldPath", ""), is_wide=True),
+        Column(name="Source", read=_field("source.component", ""), is_wide=True),
+        Column(name="Message", read=lambda raw: str(raw.get("message", "")).strip()),
+        Column(name="First Seen", read=_event_age("firstTimestamp"), is_wide=True),
+        Column(name="Count", read=_field("count", 1), is_wide=True, kind="integer"),
+        Column(name="Name", read=_field("metadata.name"), is_wide=True),
+    ),
+    "namespaces": _columns(("Status", _field("status.phase", "Active"))),
+    "configmaps": _columns(("Data", lambda raw: len(raw.get("data") or {}) + len(raw.get("binaryData") or {}))),
+    "leases": _columns(("Holder", _field("spec.holderIdentity", ""))),
+    "deployments": _columns(
+        ("Ready", lambda raw: f"{_at(raw, 'status.readyReplicas', 0)}/{_at(raw, 'spec.replicas', 0)}"),
+        ("Up-to-date", _field("status.updatedReplicas", 0)), ("Available", _field("status.availableReplicas", 0)),
+        wide=_TEMPLATE,
+    ),
+    "replicasets": _columns(
+        ("Desired", _field("spec.replicas", 0)), ("Current", _field("status.replicas", 0)),
+        ("Ready", _field("status.readyReplicas", 0)),
+        wide=_TEMPLATE,
+    ),
+    "jobs": _columns(
+        ("Status", _job_status),
+        ("Completions", lambda raw: f"{_at(raw, 'status.succeeded', 0)}/{_at(raw, 'spec.completions', 1)}"),
+        ("Duration", _job_duration),
+        wide=_TEMPLATE,
+    ),
+    "resourceclaims": _columns(("State", _claim_state)),
+    "resourceslices": _columns(
+        ("Node", _field("spec.nodeName")), ("Driver", _field("spec.driver")), ("Pool", _field("spec.pool.name"))
+    ),
+}  # fmt: skip
