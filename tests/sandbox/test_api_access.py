@@ -38,7 +38,7 @@ async def test_nothing_is_created_without_the_token(authorization: str | None) -
     async with EmbeddedApiServer() as api:
         headers = dict(JSON)
         if authorization is not None:
-            headers["Authorization"] = authorization.format(token=api.access.token, short=api.access.token[:-1])
+            headers["Authorization"] = authorization.format(token=api.token, short=api.token[:-1])
         status, body = await posted(api, headers)
         assert (status, body["kind"], body["code"], body["reason"]) == (401, "Status", 401, "Unauthorized")
         assert api.pods() == [] and api.requests == []
@@ -89,7 +89,7 @@ async def test_the_kubeconfig_of_a_node_holds_the_token_for_its_user_only() -> N
     async with open_test_node() as node, open_test_node() as other:
         assert stat.S_IMODE(node.paths.kubeconfig.stat().st_mode) == 0o600
         user = yaml.safe_load(node.paths.kubeconfig.read_text())["users"][0]["user"]
-        assert user == {"token": node.api.access.token}
+        assert user == {"token": node.api.token}
         assert (await posted(other.api, {**node.api.headers, **JSON}))[0] == 401
         assert (await posted(node.api, {"Authorization": f"Bearer {user['token']}", **JSON}))[0] == 201
 

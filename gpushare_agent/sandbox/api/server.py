@@ -64,10 +64,14 @@ class EmbeddedApiServer(ApiObjects):
         """What a client must send."""
         return self.access.headers
 
+    @property
+    def token(self) -> str:
+        return self.access.token
+
     def write_kubeconfig(self, path: Path) -> None:
         """Raises OSError."""
         trusted = self.certificate.certificate if self.certificate is not None else None
-        write_kubeconfig(path, self.url, self.access.token, trusted)
+        write_kubeconfig(path, self.url, self.token, trusted)
 
     async def __aenter__(self) -> Self:
         await self.start_listening()
