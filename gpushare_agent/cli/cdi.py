@@ -38,14 +38,14 @@ async def run(
     is_done = action == "generate" and not check
     if action == "list":
         print(_list_as_json(state) if output == "json" else _list_as_text(state))
-        return 1 if state.unnamed or _is_missing(state) else 0
+        return 1 if state.unnamed or _missing(state) else 0
     print(_as_json(state, is_done=is_done) if output == "json" else _as_text(state, is_done=is_done))
     return 1 if state.unnamed else 0
 
 
-def _is_missing(state: CdiState) -> bool:
-    """Whether a GPU's name would only come with the agent's own spec, which is missing or differs."""
-    return state.change is SpecChange.WRITTEN and any(path == state.own_path for _, path in state.named)
+def _missing(state: CdiState) -> set[str]:
+    """The GPUs whose name would only come with the agent's own spec. One that was written with other settings names them."""
+    return {uuid for uuid, path in state.named if path == state.own_path and uuid not in state.own_names}
 
 
 def _as_json(state: CdiState, *, is_done: bool) -> str:
@@ -53,9 +53,9 @@ def _as_json(state: CdiState, *, is_done: bool) -> str:
 
 
 def _list_as_json(state: CdiState) -> str:
-    missing = _is_missing(state)
-    named = {uuid: path for uuid, path in state.named if not (missing and path == state.own_path)}
-    unnamed = [*state.unnamed, *(uuid for uuid, path in state.named if uuid not in named)]
+    missing = _missing(state)
+    named = {uuid: path for uuid, path in state.named if uuid not in missing}
+    unnamed = [*state.unnamed, *missing]
     document = {
         "kind": state.kind,
         "named": named,
@@ -80,10 +80,12 @@ def _as_text(state: CdiState, *, is_done: bool) -> str:
 
 def _list_as_text(state: CdiState) -> str:
     cure = f"nobody yet: `gpushare-agent cdi generate` writes {state.own_path}"
-    missing = _is_missing(state)
-    lines = [
-        f"{state.kind}={uuid}  {cure if missing and path == state.own_path else path}" for uuid, path in state.named
-    ]
+    missing = _missing(state)
+    lines = [f"{state.kind}={uuid}  {cure if uuid in missing else path}" for uuid, path in state.named]
+    if state.change is SpecChange.WRITTEN and state.own_names and not missing:
+        lines.append(
+            f"  other settings  {state.own_path} was written with others: `gpushare-agent cdi generate --check` shows these"
+        )
     return "\n".join([*lines, *_remarks(state)])
 
 

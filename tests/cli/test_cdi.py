@@ -62,6 +62,18 @@ async def test_generate_writes_a_valid_spec_and_list_tells_of_it(command: Comman
     assert (await command.run("generate")).out.startswith(f"{command.own_path}: unchanged")
 
 
+async def test_list_names_what_the_written_spec_names_whatever_the_settings(command: Command) -> None:
+    """A spec that was written with a setting which `list` is not given is there, and is reported as such."""
+    await command.run("generate")
+    command.flags = [flag for flag in command.flags if not flag.startswith("--simulated.device-nodes")]
+    listed = await command.run("list")
+    assert (listed.code, listed.out.count("nobody yet")) == (0, 0)
+    assert listed.out.count(str(command.own_path)) == 3 and "was written with others" in listed.out
+    assert (await command.json("list"))["unnamed"] == []
+    command.flags = [flag.replace("cards=2", "cards=3") for flag in command.flags]
+    assert len((await command.json("list", code=1))["unnamed"]) == 1
+
+
 async def test_check_shows_the_spec_and_writes_nothing(command: Command) -> None:
     """The shown spec is the one that is written afterwards."""
     ended = await command.run("generate", "--check")

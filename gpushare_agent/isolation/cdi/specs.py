@@ -44,14 +44,16 @@ class SpecChange(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CdiState:
     """Who names which GPU, by UUID: the file that the runtime uses once `change` is made. `spec` is the agent's own, None
-    where it needs none. `troubles` are GPUs without a usable name, each with the remedy; `passed_over` files that are no
-    specs; `left_out` paths that the spec lacks because the host has none. The names are keys of `cdi -o json`."""
+    where it needs none; `own_names` are those that its file has before `change`. `troubles` are GPUs without a usable name,
+    each with the remedy; `passed_over` files that are no specs; `left_out` paths that the spec lacks because the host has
+    none. The names are keys of `cdi -o json`."""
 
     kind: str
     own_path: str
     named: tuple[tuple[str, str], ...]
     unnamed: tuple[str, ...] = ()
     spec: dict[str, Any] | None = None
+    own_names: tuple[str, ...] = ()
     change: SpecChange = SpecChange.NONE
     troubles: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
@@ -84,6 +86,7 @@ class CdiSpecs:
             named=tuple((gpu.uuid, named[gpu.uuid]) for gpu in gpus if gpu.uuid in named),
             unnamed=unnamed,
             spec=spec,
+            own_names=tuple(n for f in files if f.path == own_path and f.kind == self._kind for n in sorted(f.devices)),
             change=self._change(spec, gpus, files),
             troubles=(
                 *(_ambiguity(self._kind, uuid, paths) for uuid, paths in found.ambiguous.items()),
