@@ -15,7 +15,6 @@ from gpushare_agent.cli.agent_client import (
     AGENT_NAMESPACE,
     AgentClient,
     Query,
-    check_url,
     local_url,
     open_agent_client,
 )
@@ -32,8 +31,9 @@ _GET_TIMEOUT_S = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTarget:
-    """Whose node is meant. `server` is the agent's URL. `node` is a node's name; `is_remote` without one means the node
-    that the pod is on, or the only one with an agent. An empty `agent_namespace` means all."""
+    """Whose node is meant. `server` is the agent's URL, without a last slash. `node` is a node's name;
+    `is_remote` without one means the node that the pod is on, or the only one with an agent. An empty `agent_namespace`
+    means all."""
 
     server: str = ""
     node: str = ""
@@ -45,9 +45,10 @@ class AgentTarget:
 async def open_agent(
     settings: Settings, target: AgentTarget, *, pod: str = "", namespace: str = "default"
 ) -> AsyncIterator[AgentClient]:
-    """The node is that of `pod`, where one is named, unless `target` names one. Raises AgentError."""
+    """The node is that of `pod`, where one is named, unless `target` names one; an empty `namespace` means any. Raises
+    AgentError."""
     if target.server or not (target.node or target.is_remote):
-        url = check_url(target.server) if target.server else local_url(settings.web.addr, settings.web.port)
+        url = target.server or local_url(settings.web.addr, settings.web.port)
         async with open_agent_client(url) as agent:
             yield agent
         return
@@ -133,6 +134,8 @@ async def node_of_pod(api: KubeApi, namespace: str, pod: str) -> str:
         NotFound: there is no such pod.
         Unavailable: no node was chosen for it yet.
     """
+    if not namespace:
+        namespace = await _only_namespace(api, pod)
     raw = await api.get_pod(namespace, pod, timeout_s=_GET_TIMEOUT_S)
     node = mapping_of(raw.get("spec")).get("nodeName")
     if not isinstance(node, str) or not node:
@@ -141,3 +144,20 @@ async def node_of_pod(api: KubeApi, namespace: str, pod: str) -> str:
             f"waits for: kubectl describe pod -n {namespace} {pod}"
         )
     return node
+
+
+async def _only_namespace(api: KubeApi, pod: str) -> str:
+    """Where the only pod of this name is. Raises NotFound."""
+    named = pods(fields=f"metadata.name={pod}")
+
+    def namespace_of(raw: dict[str, Any]) -> str | None:
+        metadata = mapping_of(raw.get("metadata"))
+        return str(metadata.get("namespace")) if metadata.get("name") == pod else None
+
+    found, _ = await api.list_all(named, namespace_of)
+    if len(found) != 1:
+        where = (
+            f"in {len(found)} namespaces ({', '.join(sorted(found)[:10])}): name one with -n" if found else "nowhere"
+        )
+        raise NotFound(f"a pod of the name {pod} is {where}")
+    return found[0]

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict
-from typing import Literal
+from typing import Any, Literal
 
 from gpushare_agent.agent.values import cdi_specs
 from gpushare_agent.cli.check.local import read_inventory
+from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.render_text import print_report
 from gpushare_agent.isolation.cdi.specs import CdiState, SpecChange
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.settings.settings import Settings
@@ -20,9 +22,7 @@ from gpushare_agent.settings.settings import Settings
 _DRIVER_TIMEOUT_S = 60.0
 
 
-async def run(
-    settings: Settings, *, action: Literal["generate", "list"], check: bool, output: Literal["text", "json"]
-) -> int:
+async def run(settings: Settings, *, action: Literal["generate", "list"], check: bool, form: Form) -> int:
     """Prints the report; 1 where a GPU has no name that a runtime takes, or there is no GPU, else 0.
 
     Raises:
@@ -37,9 +37,10 @@ async def run(
     state = specs.ensure(gpus) if action == "generate" and not check else specs.plan(gpus)
     is_done = action == "generate" and not check
     if action == "list":
-        print(_list_as_json(state) if output == "json" else _list_as_text(state))
+        print_report(form, _list_document(state), _list_as_text(state))
         return 1 if state.unnamed or _missing(state) else 0
-    print(_as_json(state, is_done=is_done) if output == "json" else _as_text(state, is_done=is_done))
+    document = asdict(state) | {"is_done": is_done, "named": dict(state.named)}
+    print_report(form, document, _as_text(state, is_done=is_done))
     return 1 if state.unnamed else 0
 
 
@@ -48,22 +49,17 @@ def _missing(state: CdiState) -> set[str]:
     return {uuid for uuid, path in state.named if path == state.own_path and uuid not in state.own_names}
 
 
-def _as_json(state: CdiState, *, is_done: bool) -> str:
-    return json.dumps(asdict(state) | {"is_done": is_done, "named": dict(state.named)}, indent=2)
-
-
-def _list_as_json(state: CdiState) -> str:
+def _list_document(state: CdiState) -> dict[str, Any]:
     missing = _missing(state)
     named = {uuid: path for uuid, path in state.named if uuid not in missing}
     unnamed = [*state.unnamed, *missing]
-    document = {
+    return {
         "kind": state.kind,
         "named": named,
         "unnamed": sorted(unnamed),
         "troubles": state.troubles,
         "passed_over": state.passed_over,
     }
-    return json.dumps(document, indent=2)
 
 
 def _as_text(state: CdiState, *, is_done: bool) -> str:

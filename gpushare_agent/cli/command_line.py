@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from gpushare_agent import __version__
 from gpushare_agent.kit.log_writer import write_stderr
@@ -27,6 +27,8 @@ from gpushare_agent.settings.sources import split_flags
 
 PROGRAM = "gpushare-agent"
 ALL_SETTINGS = ("*",)
+Form = Literal["table", "wide", "json", "yaml"]
+FORMS: tuple[Form, ...] = ("table", "wide", "json", "yaml")
 COMPLETION_VARIABLE = "_ARGCOMPLETE"
 """argcomplete's shell code sets it when it asks the program for completions."""
 _INTERRUPTED = 130
@@ -40,6 +42,28 @@ def no_arguments(parser: argparse.ArgumentParser) -> None:
 def no_rest(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """For a command whose words are all its own."""
     return argv, ()
+
+
+def add_output(parser: argparse.ArgumentParser, *, also: Sequence[str] = (), default: str = "table") -> None:
+    """`-o`, with the same forms in every command; `also` are one command's own."""
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=_former_form,
+        choices=(*FORMS, *also),
+        default=default,
+        help="table for people, wide with more columns, json or yaml for programs (table)",
+    )
+
+
+def _former_form(text: str) -> str:
+    """Some commands called their table `text`."""
+    return "table" if text == "text" else text
+
+
+def add_hidden(parser: argparse._ActionsContainer, name: str, **fields: Any) -> None:
+    """A former name of an option: accepted, in no help and no completion."""
+    parser.add_argument(name, help=argparse.SUPPRESS, **{"default": argparse.SUPPRESS, **fields})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

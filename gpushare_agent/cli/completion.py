@@ -18,7 +18,7 @@ from argcomplete.finders import CompletionFinder
 from argcomplete.shell_integration import shellcode
 
 from gpushare_agent.cli.command_line import CommandLine
-from gpushare_agent.settings.reference import all_keys
+from gpushare_agent.settings.reference import select_keys
 
 
 def script(shell: str, lines: Sequence[CommandLine]) -> str:
@@ -61,15 +61,16 @@ def _parser(line: CommandLine, words: Sequence[str]) -> argparse.ArgumentParser:
         )
         if command.name in words[:1]:
             if command.settings is not None:
-                _add_settings(one)
+                _add_settings(one, command.settings)
             command.add_arguments(one)  # after the settings: an option that both have is the command's
     return parser
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    for key in all_keys():
-        names = [f"--{name}" for name in (key.flag, *key.aliases)]
+def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Those that its `--help` lists."""
+    for key in select_keys(["config", *names]):
+        flags = [f"--{name}" for name in (key.flag, *key.aliases)]
         about = (key.field.description or "").partition(". ")[0].replace("%", "%%")
-        action = parser.add_argument(*names, nargs="?" if key.is_boolean else None, help=about)
+        action = parser.add_argument(*flags, nargs="?" if key.is_boolean else None, help=about)
         if choices := dict.fromkeys(key.kind.choices, ""):  # no `choices=`, which would refuse a comma list of them
             action.completer = ChoicesCompleter(choices)  # type: ignore[attr-defined]  # argcomplete's attribute

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpushare_agent.cli.command_line import Form, add_output
+from gpushare_agent.cli.render_text import grid, print_as
 from gpushare_agent.kit.log_writer import write_stderr
 from gpushare_agent.kit.sockets import connectable_path
 from gpushare_agent.model.errors import Unavailable
@@ -30,12 +32,13 @@ class Answer:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A GPU, or `--list`; and the socket."""
+    """A GPU, or `--list` and its form; and the socket."""
     one = parser.add_mutually_exclusive_group()
     one.add_argument(
         "gpu", metavar="GPU", nargs="?", default="", help="the GPU: its index, its UUID, or the beginning of it"
     )
     one.add_argument("--list", action="store_true", help="print the GPUs and their health, and change nothing")
+    add_output(parser)
     parser.add_argument("--socket", metavar="PATH", type=Path, help="the agent's control socket (default: the setting)")
 
 
@@ -47,7 +50,7 @@ def run(action: str, options: argparse.Namespace, setting: Path | None) -> int:
             f"cannot {action} a GPU: the setting control.socket is empty, so the agent has no such socket"
         )
     if options.list:
-        return _print_gpus(ask(path, "GET", "/cards"))
+        return _print_gpus(ask(path, "GET", "/cards"), options.output)
     if not options.gpu:
         write_stderr(
             f"gpushare-agent: {action}: name a GPU: its index, its UUID or the beginning of it; --list prints the GPUs\n"
@@ -129,18 +132,18 @@ def _check(answer: Answer, what: str) -> None:
         raise Unavailable(f"cannot {what}: {answer.document.get('error', f'HTTP {answer.status}')}")
 
 
-def _print_gpus(answer: Answer) -> int:
+def _print_gpus(answer: Answer, form: Form) -> int:
     _check(answer, "list the GPUs")
-    print(f"{'GPU':>3}  {'UUID':<40}  {'STATE':<21}  REASON")
-    for gpu in answer.document["cards"]:
-        print(f"{gpu['index']:>3}  {gpu['uuid']:<40}  {_state(gpu):<21}  {_reason(gpu) or '-'}")
+    rows = [(str(gpu["index"]), gpu["uuid"], _health(gpu), _reason(gpu) or "-") for gpu in answer.document["cards"]]
+    print_as(form, answer.document, lambda _: [grid(("GPU", "UUID", "HEALTH", "REASON"), rows, right=("GPU",))])
     return 0
 
 
-def _state(gpu: dict[str, Any]) -> str:
-    if gpu["cordoned"] is None:
-        return str(gpu["state"])
-    return "cordoned" if gpu["state"] == "healthy" else f"cordoned, {gpu['state']}"
+def _health(gpu: dict[str, Any]) -> str:
+    """As every view, with the state of a GPU that is not healthy: `Cordoned, Unhealthy (needs-reset)`."""
+    cordoned = [] if gpu["cordoned"] is None else ["Cordoned"]
+    unhealthy = [] if gpu["state"] == "healthy" else [f"Unhealthy ({gpu['state']})"]
+    return ", ".join([*cordoned, *unhealthy]) or "Healthy"
 
 
 def _reason(gpu: dict[str, Any]) -> str:

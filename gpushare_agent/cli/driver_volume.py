@@ -8,7 +8,6 @@ docs/how-to/driver-volume.md.
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.render_text import print_report
 from gpushare_agent.isolation.decisions.driver_volume import driver_version_text, plan_volume
 from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName, VolumePlan, VolumeRefused
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
@@ -50,15 +51,15 @@ class VolumeReport:
     error: str = ""
 
 
-def run(settings: Settings, *, check: bool, prune: bool, output: Literal["text", "json"]) -> int:
+def run(settings: Settings, *, check: bool, prune: bool, form: Form) -> int:
     """Makes (or, with `check`, only examines) every volume and prints the report; 1 if one failed, else 0.
 
     Raises:
         StartupError: volume.conf is missing or wrong.
     """
     reports = [_volume_report(settings, volume, check=check, prune=prune) for volume in configured_volumes(settings)]
-    text = _as_json(reports) if output == "json" else _as_text(reports)
-    print(text.encode("utf-8", "replace").decode())
+    document = {"errors": sum(bool(report.error) for report in reports), "volumes": [asdict(item) for item in reports]}
+    print_report(form, document, _as_text(reports))
     return 1 if any(report.error for report in reports) else 0
 
 
@@ -149,11 +150,6 @@ def _progress(volume: DriverVolume) -> Callable[[str, int, int], None]:
         print(f"volume {volume.name}: {what} {done // _MIB} of {total // _MIB} MiB", file=sys.stderr, flush=True)
 
     return report
-
-
-def _as_json(reports: Sequence[VolumeReport]) -> str:
-    document = {"errors": sum(bool(report.error) for report in reports), "volumes": [asdict(item) for item in reports]}
-    return json.dumps(document, indent=2)
 
 
 def _as_text(reports: Sequence[VolumeReport]) -> str:

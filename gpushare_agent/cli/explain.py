@@ -15,8 +15,9 @@ from rich.text import Text
 
 from gpushare_agent.cli.agent_client import AgentClient, read_decisions
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
+from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_explain import decision_parts
-from gpushare_agent.cli.render_text import Form, counted, plain, print_as
+from gpushare_agent.cli.render_text import counted, plain, print_as
 from gpushare_agent.model.errors import NotFound
 from gpushare_agent.settings.settings import Settings
 
@@ -31,11 +32,13 @@ class PodQuery:
     pod: str
     namespace: str = ""
     container: str = ""
+    is_any_namespace: bool = False
 
 
 async def run(settings: Settings, target: AgentTarget, query: PodQuery, *, form: Form) -> int:
     """Raises AgentError, NotFound where nothing was decided about the pod."""
-    namespace = query.namespace or ("default" if target.is_remote or target.node else "")
+    is_in_default = (target.is_remote or target.node) and not query.is_any_namespace
+    namespace = query.namespace or ("default" if is_in_default else "")
     async with open_agent(settings, target, pod=query.pod, namespace=namespace) as agent:
         decisions = await read_decisions(agent, pod=query.pod, namespace=namespace)
         chosen = newest_of_containers(decisions, query.container)

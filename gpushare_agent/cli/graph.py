@@ -10,7 +10,8 @@ from rich.text import Text
 
 from gpushare_agent.cli.agent_client import read_node
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
-from gpushare_agent.cli.render_text import MIB, Form, gpu_label, health_line, is_cordoned, plain, print_as
+from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.render_text import MIB, gpu_label, health_line, is_cordoned, plain, print_as
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.topology import Branch, LinkKind, Topology
 from gpushare_agent.placement.topology_tree import render_tree

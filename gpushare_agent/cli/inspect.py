@@ -15,8 +15,9 @@ from rich.text import Text
 from gpushare_agent.cli.agent_client import read_node
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.cluster_nodes import open_cluster, read_cluster
+from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_inspect import inspection_document, inspection_tables
-from gpushare_agent.cli.render_text import Form, print_as
+from gpushare_agent.cli.render_text import in_namespace, print_as
 from gpushare_agent.observability.gpu_summaries import GpuSummary
 from gpushare_agent.observability.inspection import ContainerSums, GpuSums, NodeSums
 from gpushare_agent.settings.settings import Settings
@@ -27,7 +28,9 @@ _NO_NODE = (
 )
 
 
-async def run(settings: Settings, target: AgentTarget, *, is_all_nodes: bool, with_details: bool, form: Form) -> int:
+async def run(
+    settings: Settings, target: AgentTarget, *, is_all_nodes: bool, with_details: bool, namespace: str = "", form: Form
+) -> int:
     """Raises AgentError."""
     if is_all_nodes:
         async with open_cluster(settings) as api:
@@ -36,6 +39,7 @@ async def run(settings: Settings, target: AgentTarget, *, is_all_nodes: bool, wi
         async with open_agent(settings, target) as agent:
             nodes = [sums_of_document(await read_node(agent))]
     document = inspection_document(nodes)
+    document["nodes"] = [in_namespace(node, namespace) for node in document["nodes"]]
 
     def tables(_width: int) -> Sequence[RenderableType]:
         return inspection_tables(document, with_details=with_details) if nodes else [Text(_NO_NODE)]

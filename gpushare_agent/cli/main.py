@@ -20,6 +20,7 @@ from gpushare_agent.cli.command_line import (
     Command,
     CommandLine,
     Invocation,
+    add_output,
     print_version,
     run_app,
 )
@@ -68,13 +69,7 @@ def _log_foreign_keys(loaded: LoadedSettings) -> None:
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-o",
-        "--output",
-        choices=("table", "json", "yaml", "markdown"),
-        default="table",
-        help="table for people, json with sources, yaml as a settings file, markdown for the reference of all settings",
-    )
+    add_output(parser, also=("markdown",))
 
 
 def _config(call: Invocation) -> int:
@@ -147,7 +142,8 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="config",
         summary="print the settings in effect and where each came from",
-        description="Prints the settings in effect and where each came from.",
+        description="Prints the settings in effect and where each came from; yaml is a settings file, markdown the"
+        " reference of all settings.",
         run=_config,
         examples=("config --config settings.yaml -o yaml",),
         add_arguments=_config_arguments,
@@ -168,7 +164,7 @@ COMMANDS: tuple[Command, ...] = (
         summary="try the agent on an embedded node, without a cluster or a GPU",
         description="Runs the agent on an embedded node: no cluster, no GPU, no root.",
         run=_sandbox,
-        examples=("sandbox --cards 4 --samples fitting",),
+        examples=("sandbox --gpus 4 --samples fitting",),
         add_arguments=_sandbox_arguments,
         settings=("isolation", "share_mode", "simulated", *_RESOURCE_SETTINGS, "web", "debug", "log"),
         help_note="The settings are those of its agents.",

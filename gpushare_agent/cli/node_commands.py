@@ -8,35 +8,29 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from gpushare_agent.cli.command_line import PROGRAM, Command, Invocation, run_app
+from gpushare_agent.cli.command_line import PROGRAM, Command, Invocation, add_output, run_app
 
 _GPU_SETTINGS = ("driver", "simulated")
-
-
-def _text_or_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="text for people, or one JSON document"
-    )
 
 
 def _check(call: Invocation) -> int:
     settings = call.settings(log_level="error")
     from gpushare_agent.cli.check import check as node_check
 
-    return run_app(node_check.run(settings, output=call.options.output))
+    return run_app(node_check.run(settings, form=call.options.output))
 
 
 def _driver_volume_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="print what would be done, and change nothing")
     parser.add_argument("--prune", action="store_true", help="remove old versions that no container has mounted")
-    _text_or_json(parser)
+    add_output(parser)
 
 
 def _driver_volume(call: Invocation) -> int:
     settings, options = call.settings(), call.options
     from gpushare_agent.cli import driver_volume
 
-    return driver_volume.run(settings, check=options.check, prune=options.prune, output=options.output)
+    return driver_volume.run(settings, check=options.check, prune=options.prune, form=options.output)
 
 
 def _cdi_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,14 +38,14 @@ def _cdi_arguments(parser: argparse.ArgumentParser) -> None:
         "action", choices=("generate", "list"), help="write the agent's spec, or print which spec names each GPU"
     )
     parser.add_argument("--check", action="store_true", help="generate: print what would be done, and change nothing")
-    _text_or_json(parser)
+    add_output(parser)
 
 
 def _cdi(call: Invocation) -> int:
     settings, options = call.settings(log_level="error"), call.options
     from gpushare_agent.cli import cdi
 
-    return run_app(cdi.run(settings, action=options.action, check=options.check, output=options.output))
+    return run_app(cdi.run(settings, action=options.action, check=options.check, form=options.output))
 
 
 def _vdevice_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +97,7 @@ NODE_COMMANDS: tuple[Command, ...] = (
         description="Checks what of this node is in place for the agent, and prints the cure for what is not.",
         run=_check,
         examples=("check --isolation mps",),
-        add_arguments=_text_or_json,
+        add_arguments=add_output,
         settings=(
             *("node_name", "isolation", "isolations_allowed", "device_list_strategy", "fail_on_init_error"),
             *("extra_config", "volume_config", "kubeconfig", *_GPU_SETTINGS, "resources", "gpushare", "kubelet"),

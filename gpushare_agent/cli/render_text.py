@@ -8,17 +8,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpushare_agent.cli.command_line import Form
 from gpushare_agent.observability.node_snapshot import NO_REASON
 
-Form = Literal["table", "json", "yaml"]
-FORMS: tuple[Form, ...] = ("table", "json", "yaml")
 MIB = 1024 * 1024
 PIPE_WIDTH = 500
 """Where no terminal sets the width, lines stay whole: a pod's name alone may have 253 characters."""
@@ -30,14 +29,28 @@ _EMPTY_REASONS = ("cordoned", NO_REASON)
 
 def print_as(form: Form, document: dict[str, Any], tables: Callable[[int], Sequence[RenderableType]]) -> None:
     """The document, or the tables that `tables` makes for a width."""
-    if form == "json":
-        print(json.dumps(document, indent=2, ensure_ascii=False))
-    elif form == "yaml":
-        import yaml
-
-        print(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), end="")
+    if form in ("json", "yaml"):
+        print_report(form, document, "")
     else:
         _print_tables(tables)
+
+
+def print_report(form: Form, document: dict[str, Any], text: str) -> None:
+    """The document, or the text of a command whose report is lines. A file's name that is no UTF-8 is shown with `?`."""
+    if form in ("json", "yaml"):
+        text = json.dumps(document, indent=2, ensure_ascii=False)
+    if form == "yaml":
+        import yaml
+
+        text = yaml.safe_dump(json.loads(text), sort_keys=False, allow_unicode=True).rstrip("\n")
+    print(text.encode("utf-8", "replace").decode())
+
+
+def in_namespace(document: dict[str, Any], namespace: str) -> dict[str, Any]:
+    """The node's document with the containers of one namespace; as it is where that is empty."""
+    if not namespace:
+        return document
+    return document | {"containers": [one for one in document["containers"] if one["namespace"] == namespace]}
 
 
 def _print_tables(tables: Callable[[int], Sequence[RenderableType]]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpushare_agent.cli.command_line import FORMS, add_hidden, add_output
 from gpushare_agent.cli.sandbox_exec import add_exec_arguments, become, split_inner_command
 from gpushare_agent.cli.sandbox_extender import free_port
 from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
@@ -33,13 +34,18 @@ _GPUS = re.compile(r"([0-9]{1,2})x([0-9]{1,9})")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--cards", metavar="N", help="simulated GPUs (default 8, or one for each memory size)")
+    add("--gpus", dest="cards", metavar="N", help="simulated GPUs (default 8, or one for each memory size)")
     add("--topology", metavar="FILE", help="text of `nvidia-smi topo -m` that gives the GPUs and their links")
-    add("--card-memory-mib", metavar="M[,M...]", help="memory of the GPUs, MiB: one value, or one for each")
+    add(
+        "--gpu-memory-mib",
+        dest="card_memory_mib",
+        metavar="M[,M...]",
+        help="memory of the GPUs, MiB: one value, or one for each",
+    )
     add("--nodes", metavar="N", type=int, help="embedded nodes, each with an agent (default 1, or one for each entry of "
-        "--node-cards)")  # fmt: skip
-    add("--node-cards", metavar="CxM[,CxM...]", help="GPUs of each node and their memory in MiB, such as 8x24576,4x16384 "
-        "or 2x24576+1x81920; fewer entries than nodes are used in turn")  # fmt: skip
+        "--node-gpus)")  # fmt: skip
+    add("--node-gpus", dest="node_cards", metavar="CxM[,CxM...]", help="GPUs of each node and their memory in MiB, such"
+        " as 8x24576,4x16384 or 2x24576+1x81920; fewer entries than nodes are used in turn")  # fmt: skip
     add("--extender", action="store_true", help="run the scheduler extender too, and let the embedded scheduler ask it")
     add("--dra", action="store_true", help="offer the GPUs by ResourceClaims (Dynamic Resource Allocation): all of them, or "
         "those of --dra.gpus; the samples are claims then")  # fmt: skip
@@ -55,8 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "with --apply none)")  # fmt: skip
     add("--once", action="store_true", help="wait until every pod runs, has ended or fits nowhere, print, clean up; exit 0 "
         "if all of them are Running or Succeeded, else 1 (with the sample pod that cannot fit: 1)")  # fmt: skip
-    add("--format", choices=("table", "json"), default="table", help="what --once and status print to standard output; "
-        "progress goes to standard error then (%(default)s)")  # fmt: skip
+    add_output(parser)  # of --once, with progress on standard error, and of status
+    for former in ("--cards", "--card-memory-mib", "--node-cards"):
+        add_hidden(parser, former)
+    add_hidden(parser, "--format", dest="output", choices=FORMS)
     add(
         "--state-dir",
         metavar="DIR",
@@ -83,34 +91,41 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     commands.add_parser("kill-extender", help="SIGKILL the extender; the sandbox starts it again")
     _add_gpu_commands(commands)
     commands.add_parser("status", help="print GPUs and pods")
-    for name in ("restart-kubelet", "kill-agent", "fail-card", "heal-card"):
+    for name in ("restart-kubelet", "kill-agent", "fail-gpu", "fail-card", "heal-gpu", "heal-card"):
         commands.choices[name].add_argument("--node", metavar="NAME", help="which node, where there are several")
     for command in commands.choices.values():
         command.add_argument("--state-dir", type=Path, default=argparse.SUPPRESS, help="of the running sandbox")
-    commands.choices["status"].add_argument("--format", choices=("table", "json"), default=argparse.SUPPRESS,
-        help="table for people, json for scripts (table)")  # fmt: skip
+    add_output(commands.choices["status"], default=argparse.SUPPRESS)
+    add_hidden(commands.choices["status"], "--format", dest="output", choices=FORMS)
 
 
 def _add_gpu_commands(commands: Any) -> None:
-    fail = commands.add_parser(
-        "fail-card",
-        help="make a simulated GPU fail",
-        description="Makes a simulated GPU fail, as the driver would report it. `status` shows the agent's reaction a"
-        " few seconds later: the GPU's units are Unhealthy, running pods go on, new ones go elsewhere.",
-    )
-    fail.add_argument("card", metavar="INDEX", type=int, help="of the GPU, as `status` counts them")
-    how = fail.add_mutually_exclusive_group()
-    how.add_argument("--xid", metavar="N", type=int, help="the driver reports this Xid error, once; 79: the GPU fell off"
-        " the bus, 94: a contained memory error, 31: a program's own fault, which is ignored")  # fmt: skip
-    how.add_argument("--lost", metavar="REASON", help="the driver no longer finds the GPU, for this reason; the default,"
-        f" with the reason {LOST_REASON!r}")  # fmt: skip
-    heal = commands.add_parser(
-        "heal-card",
-        help="undo fail-card",
-        description="Ends the loss of a GPU; after an Xid error lets the driver see the GPU reset. It is Healthy again"
-        " when it has passed the agent's probes (--health.recovery-probes, --health.recovery-period-s).",
-    )
-    heal.add_argument("card", metavar="INDEX", type=int, help="of the GPU")
+    for name in ("fail-gpu", "fail-card"):
+        fail = commands.add_parser(
+            name,
+            **_listed(name, "make a simulated GPU fail"),
+            description="Makes a simulated GPU fail, as the driver would report it. `status` shows the agent's reaction a"
+            " few seconds later: the GPU's units are Unhealthy, running pods go on, new ones go elsewhere.",
+        )
+        fail.add_argument("card", metavar="INDEX", type=int, help="of the GPU, as `status` counts them")
+        how = fail.add_mutually_exclusive_group()
+        how.add_argument("--xid", metavar="N", type=int, help="the driver reports this Xid error, once; 79: the GPU fell off"
+            " the bus, 94: a contained memory error, 31: a program's own fault, which is ignored")  # fmt: skip
+        how.add_argument("--lost", metavar="REASON", help="the driver no longer finds the GPU, for this reason; the default,"
+            f" with the reason {LOST_REASON!r}")  # fmt: skip
+    for name in ("heal-gpu", "heal-card"):
+        heal = commands.add_parser(
+            name,
+            **_listed(name, "undo fail-gpu"),
+            description="Ends the loss of a GPU; after an Xid error lets the driver see the GPU reset. It is Healthy again"
+            " when it has passed the agent's probes (--health.recovery-probes, --health.recovery-period-s).",
+        )
+        heal.add_argument("card", metavar="INDEX", type=int, help="of the GPU")
+
+
+def _listed(name: str, text: str) -> dict[str, str]:
+    """argparse lists what has a help; the former names have none."""
+    return {} if name.endswith("-card") else {"help": text}
 
 
 async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_command: Sequence[str] = ()) -> int:
@@ -129,7 +144,7 @@ async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_comm
 
         plan = sandbox_run.Plan(
             state=args.state_dir, kubelet_version=args.kubelet_version, flags=tuple(_agent_flags(args, extra_agent_flags)),
-            manifests=tuple(manifests), is_once=args.once, form=args.format, node_flags=node_flags(args),
+            manifests=tuple(manifests), is_once=args.once, form=args.output, node_flags=node_flags(args),
             has_extender=args.extender,
         )  # fmt: skip
         return await sandbox_run.run(plan)
@@ -172,13 +187,9 @@ def node_flags(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
     if not 1 <= count <= _MOST_NODES:
         raise ManifestError(f"--nodes {count}: there can be 1 to {_MOST_NODES}; a real cluster is for more")
     if len(entries) > count:
-        raise ManifestError(
-            f"--node-cards has {len(entries)} entries for {count} nodes: leave some out, or add --nodes"
-        )
+        raise ManifestError(f"--node-gpus has {len(entries)} entries for {count} nodes: leave some out, or add --nodes")
     if entries and any(getattr(args, name) is not None for name in _SETTINGS_OPTIONS):
-        raise ManifestError(
-            "--node-cards has everything about the GPUs: leave out --cards, --card-memory-mib, --topology"
-        )
+        raise ManifestError("--node-gpus has everything about the GPUs: leave out --gpus, --gpu-memory-mib, --topology")
     gpus = [_gpus_flags(entry) for entry in entries]
     ports = [(), *((f"--web.port={free_port()}",) for _ in range(count - 1))]
     return tuple((*(gpus[number % len(gpus)] if gpus else ()), *ports[number]) for number in range(count))
@@ -190,10 +201,10 @@ def _gpus_flags(entry: str) -> tuple[str, ...]:
     for kind in entry.split("+"):
         match = _GPUS.fullmatch(kind.strip())
         if match is None or not 1 <= int(match[1]) <= _MOST_GPUS:
-            raise ManifestError(f"--node-cards: {entry!r} must be COUNTxMIB, such as 8x24576, several joined by +")
+            raise ManifestError(f"--node-gpus: {entry!r} must be COUNTxMIB, such as 8x24576, several joined by +")
         sizes += [match[2]] * int(match[1])
     if len(sizes) > _MOST_GPUS:
-        raise ManifestError(f"--node-cards: {entry!r} has {len(sizes)} GPUs; a node can have {_MOST_GPUS}")
+        raise ManifestError(f"--node-gpus: {entry!r} has {len(sizes)} GPUs; a node can have {_MOST_GPUS}")
     return (f"--simulated.cards={len(sizes)}", f"--simulated.card-memory-mib={','.join(sizes)}")
 
 
@@ -203,12 +214,13 @@ def _gpus_flags(entry: str) -> tuple[str, ...]:
 async def _run_command(args: argparse.Namespace, extra: list[str], inner_command: Sequence[str]) -> int:
     if extra:
         raise ManifestError(f"unknown arguments for {args.command}: {' '.join(extra)}")
-    request: dict[str, Any] = {"command": args.command}
+    command = args.command.replace("-gpu", "-card")
+    request: dict[str, Any] = {"command": command}
     if args.command == "apply":
         request["pods"] = [manifest.raw for manifest in read_manifests(args.files)]
     elif args.command == "delete":
         request |= {"names": args.names, "namespace": args.namespace}
-    elif args.command in ("fail-card", "heal-card"):
+    elif command in ("fail-card", "heal-card"):
         request |= {name: value for name in ("card", "xid", "lost") if (value := getattr(args, name, None)) is not None}
     if getattr(args, "node", None) is not None:
         request["node"] = args.node
@@ -218,9 +230,9 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
         request |= {"namespace": args.namespace, "pod": args.pod, "container": args.container}
     answer: Answer = await ask(NodePaths(state=args.state_dir.absolute()).control_socket, request)
     if args.command == "status" and answer["ok"]:
-        from gpushare_agent.sandbox.report.tables import print_document
+        from gpushare_agent.cli.render_sandbox import print_document
 
-        print_document(answer["document"], args.format, has_addresses=True)
+        print_document(answer["document"], args.output, has_addresses=True)
     for line in answer["lines"]:
         print(line, flush=True)  # before the errors, where both go to one place
     for error in answer["errors"]:

@@ -16,10 +16,11 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
+from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.render_sandbox import has_several_nodes, pod_line, print_document, reason_text, report_tables
 from gpushare_agent.sandbox.agent_process import last_lines
 from gpushare_agent.sandbox.controller import SandboxController
 from gpushare_agent.sandbox.manifests import Manifest
-from gpushare_agent.sandbox.report.tables import has_several_nodes, pod_line, print_document, reason_text, report_tables
 from gpushare_agent.sandbox.workload_player import WorkloadPlayer
 
 STEADY_TIMEOUT_S = 60.0
@@ -33,11 +34,11 @@ _STILL_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A running sandbox as its modes use it. `form` is "table" or "json"."""
+    """A running sandbox as its modes use it. `form` is that of the report."""
 
     controller: SandboxController
     manifests: Sequence[Manifest]
-    form: str
+    form: Form
     notify: Callable[[str], None]
     players: Sequence[WorkloadPlayer]
 
@@ -109,7 +110,7 @@ async def run_live(session: Session, notes: Sequence[str]) -> int:
         session.notify(note)
     async with asyncio.TaskGroup() as group:
         group.create_task(_create(session), name="create-pods")
-        if sys.stdout.isatty() and session.form == "table":
+        if sys.stdout.isatty() and session.form in ("table", "wide"):
             await _draw(session.controller)
         else:
             await _print_changes(session.controller, session.notify)

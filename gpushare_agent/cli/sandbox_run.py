@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.sandbox_extender import PlannedExtender, plan_extender, running_extender
 from gpushare_agent.cli.sandbox_modes import Session, run_live, run_once
 from gpushare_agent.cli.sandbox_nodes import (
@@ -47,14 +48,14 @@ _TIMES = KubeletTimes(status_interval_s=1.0, container_start_s=0.2)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The run of the command line. `flags` go to the agents as they are, and behind them those of each node; `form` is
-    "table" or "json"."""
+    that of the report."""
 
     state: Path
     kubelet_version: str
     flags: tuple[str, ...]
     manifests: tuple[Manifest, ...]
     is_once: bool
-    form: str
+    form: Form
     node_flags: tuple[tuple[str, ...], ...] = ((),)
     has_extender: bool = False
 
@@ -69,7 +70,7 @@ async def run(plan: Plan) -> int:
         check_driver(name, paths_of_node(whole, name, len(names)), (*plan.flags, *flags))
         for name, flags in zip(names, plan.node_flags, strict=True)
     ]
-    notify = _notifier(to_stderr=plan.is_once or plan.form == "json")
+    notify = _notifier(to_stderr=plan.is_once or plan.form in ("json", "yaml"))
     stop = _stop_on_signals()
     with owned_state_directory(plan.state) as paths:
         _check_port(loaded.settings.web.addr, loaded.settings.web.port)
@@ -130,7 +131,7 @@ def _introduce(
     return [
         f"export KUBECONFIG={shlex.quote(str(cluster.paths.kubeconfig))}\n  for kubectl and other clients, as on a cluster",
         f"from another terminal: gpushare-agent sandbox{where} "
-        "apply -f FILE | delete NAME | exec POD -- COMMAND | fail-card N | heal-card N | restart-kubelet | "
+        "apply -f FILE | delete NAME | exec POD -- COMMAND | fail-gpu N | heal-gpu N | restart-kubelet | "
         f"kill-agent | {'kill-extender | ' if extender is not None else ''}status",
         "\n".join([_agents_text(nodes), *(f"  {line}" for line in agent_lines(nodes[0]))]),
         "Ctrl-C ends the sandbox and removes everything",

@@ -9,15 +9,16 @@ import json
 from operator import attrgetter
 from typing import Any, Literal
 
+from gpushare_agent.cli.command_line import Form
 from gpushare_agent.settings.reference import all_keys, markdown, text_of
 from gpushare_agent.settings.settings import NODE_NAME_SOURCES, LoadedSettings
 from gpushare_agent.settings.sources import ForeignKey
 
 
-def render(loaded: LoadedSettings, output: Literal["table", "json", "yaml", "markdown"]) -> str:
+def render(loaded: LoadedSettings, output: Form | Literal["markdown"]) -> str:
     """The text for `gpushare-agent config`, with its last line end."""
     match output:
-        case "table":
+        case "table" | "wide":
             return _table(_settings_rows(loaded)) + (("\n" + _table(_foreign_rows(loaded))) if loaded.foreign else "")
         case "json":
             values = _plain_values(loaded)

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpushare_agent.agent.values import resource_names
+from gpushare_agent.cli.command_line import add_output
 from gpushare_agent.cli.render_simulation import tables
-from gpushare_agent.cli.render_text import FORMS, print_as
+from gpushare_agent.cli.render_text import print_as
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.model.errors import Rejected
-from gpushare_agent.settings.settings import Settings
+from gpushare_agent.model.errors import AgentError
+from gpushare_agent.settings.settings import Settings, SettingsError
 from gpushare_agent.simulation import plot
 from gpushare_agent.simulation.comparing import Rules, compare
 from gpushare_agent.simulation.generator import generate_cluster, generate_workload
@@ -36,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--nodes",
         metavar="N|FILE",
-        default=str(_USUAL_NODES),
+        type=_nodes,
+        default=_USUAL_NODES,
         help="a number of generated nodes, or a CSV file of nodes: name,GPUs,memory_mib,model, or a trace's (%(default)s)",
     )
     pods = parser.add_mutually_exclusive_group()
@@ -81,23 +83,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="nodes per try, kube-scheduler's percentageOfNodesToScore (its own rule: fewer in larger clusters)",
     )
     add("--plot", metavar="FILE", type=Path, help="also draw a chart there, as PNG")
-    add(
-        "-o",
-        "--output",
-        choices=FORMS,
-        default="table",
-        help="table for people, json and yaml with samples (%(default)s)",
-    )
+    add_output(parser)
     add("-q", "--quiet", action="store_true", help="no progress on standard error")
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Raises AgentError for a file that cannot be read or written."""
+    """Raises AgentError for a file that cannot be written, SettingsError for one that cannot be read."""
     if options.plot is not None:
         plot.need_matplotlib()
     names = resource_names(settings)
-    cluster = _cluster(options)
-    workload = _workload(options, cluster, names.memory_block_mib)
+    try:
+        cluster = _cluster(options)
+        workload = _workload(options, cluster, names.memory_block_mib)
+    except AgentError as error:  # a mistake in what the command line names
+        raise SettingsError([str(error)]) from error
     per_try = nodes_per_try(len(cluster.nodes), options.score_percent)
     rules = Rules(
         agents=ClusterPolicy(names=names, share_policy=settings.placement.share_policy),
@@ -115,13 +114,9 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:
-    text: str = options.nodes
-    if text.isascii() and text.isdigit():
-        count = int(text)
-        if not 1 <= count <= MAX_NODES:
-            raise Rejected(f"--nodes {text}: the number of generated nodes is 1 to {MAX_NODES}")
-        return generate_cluster(count, options.seed)
-    return read_cluster(Path(text))
+    if isinstance(options.nodes, int):
+        return generate_cluster(options.nodes, options.seed)
+    return read_cluster(options.nodes)
 
 
 def _workload(options: argparse.Namespace, cluster: Cluster, block_mib: int) -> Workload:
@@ -143,6 +138,10 @@ def _progress(pods: int) -> Callable[[Policy, int], None]:
             print(f"{policy}: {arrived} of {pods} pods have arrived", file=sys.stderr, flush=True)
 
     return report
+
+
+def _nodes(text: str) -> int | Path:
+    return _count(MAX_NODES)(text) if text.isascii() and text.isdigit() else Path(text)
 
 
 def _policies(text: str) -> tuple[Policy, ...]:

@@ -25,7 +25,8 @@ from rich.text import Text
 
 from gpushare_agent.cli.agent_client import AgentClient, read_node
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
-from gpushare_agent.cli.render_text import Form, plain, print_as
+from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.render_text import in_namespace, plain, print_as
 from gpushare_agent.cli.render_top import heading, top_lines, top_table
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.settings import Settings
@@ -37,14 +38,16 @@ _OTHER_LINES = 3
 _HELP = "q ends, j and k (or the arrows) scroll"
 
 
-async def run(settings: Settings, target: AgentTarget, *, once: bool, interval_s: float, form: Form) -> int:
+async def run(
+    settings: Settings, target: AgentTarget, *, once: bool, interval_s: float, namespace: str = "", form: Form
+) -> int:
     """Prints or shows the node. Raises AgentError where the first request fails."""
     async with open_agent(settings, target) as agent:
-        document = await read_node(agent)
-        if once or form != "table" or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        document = in_namespace(await read_node(agent), namespace)
+        if once or form in ("json", "yaml") or not (sys.stdout.isatty() and sys.stdin.isatty()):
             print_as(form, document, lambda width: _tables(document, width))
         else:
-            await _show_live(agent, document, interval_s)
+            await _show_live(agent, document, interval_s, namespace)
     return 0
 
 
@@ -88,22 +91,22 @@ class _Screen:
         return Group(head, top_table(lines, width, shown), *problem, Text(foot, style="dim"))
 
 
-async def _show_live(agent: AgentClient, document: dict[str, Any], interval_s: float) -> None:
+async def _show_live(agent: AgentClient, document: dict[str, Any], interval_s: float, namespace: str) -> None:
     screen, console = _Screen(document), Console(highlight=False)
     with _terminal(screen), Live(console=console, screen=True, auto_refresh=False) as live:
         async with asyncio.TaskGroup() as group:
-            poll = group.create_task(_poll(agent, screen, interval_s), name="poll the agent")
+            poll = group.create_task(_poll(agent, screen, interval_s, namespace), name="poll the agent")
             draw = group.create_task(_draw(screen, console, live), name="draw the screen")
             await screen.is_over.wait()
             poll.cancel()
             draw.cancel()
 
 
-async def _poll(agent: AgentClient, screen: _Screen, interval_s: float) -> None:
+async def _poll(agent: AgentClient, screen: _Screen, interval_s: float, namespace: str) -> None:
     while True:
         await asyncio.sleep(interval_s)
         try:
-            screen.document, screen.problem = await read_node(agent), ""
+            screen.document, screen.problem = in_namespace(await read_node(agent), namespace), ""
         except AgentError as e:
             screen.problem = f"as of the last answer: {e}"
         screen.is_changed.set()

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpushare_agent.cli.agent_client import AGENT_NAMESPACE
-from gpushare_agent.cli.command_line import Command, Invocation, run_app
+from gpushare_agent.cli.agent_client import AGENT_NAMESPACE, check_url
+from gpushare_agent.cli.command_line import Command, Invocation, add_output, run_app
+from gpushare_agent.model.errors import Rejected
 
 if TYPE_CHECKING:
     from gpushare_agent.cli.agent_pods import AgentTarget
 
 KUBECTL = "kubectl gpushare"
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 3600.0
-_SETTINGS = ("kubeconfig", "web")
-_SUMS_SETTINGS = (*_SETTINGS, "resources", "gpushare")
+_SUMS_SETTINGS = ("resources", "gpushare")
 
 _PLUGIN_NOTE = """\
 The cluster is that of $KUBECONFIG or ~/.kube/config, its current context; --kubeconfig FILE names another file.
@@ -37,7 +37,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
         run: Callable[[Invocation, AgentTarget], int],
         arguments: Callable[..., None],
         examples: tuple[str, ...],
-        settings: tuple[str, ...] = _SETTINGS,
+        settings: tuple[str, ...] = (),
     ) -> Command:
         return Command(
             name=name,
@@ -46,7 +46,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
             run=lambda call: run(call, _target(call, is_plugin=is_plugin)),
             examples=examples,
             add_arguments=partial(arguments, is_plugin=is_plugin),
-            settings=settings,
+            settings=("kubeconfig", *(() if is_plugin else ("web",)), *settings),
             help_note=_PLUGIN_NOTE if is_plugin else "",
         )
 
@@ -57,7 +57,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
             "Shows the GPUs of a node, below each its containers and their usage. Keys: q ends, j and k scroll.",
             _top,
             _top_arguments,
-            ("top --node gpu-1",) if is_plugin else ("top", "top --once -o json"),
+            ("top gpu-1", "top gpu-1 -n research") if is_plugin else ("top", "top --once -o json"),
         ),
         command(
             "inspect",
@@ -65,7 +65,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
             "Prints allocated and total cores and memory of every GPU, per node and in all.",
             _inspect,
             _inspect_arguments,
-            ("inspect -d", "inspect --node gpu-1" if is_plugin else "inspect --all-nodes"),
+            ("inspect -d", "inspect gpu-1" if is_plugin else "inspect --all-nodes"),
             _SUMS_SETTINGS,
         ),
         command(
@@ -73,8 +73,8 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
             "how the GPUs are connected, and what is free on each",
             "Draws how the GPUs of a node are connected, with what is free on each.",
             _graph,
-            _target_arguments,
-            ("graph --node gpu-1" if is_plugin else "graph",),
+            _node_arguments,
+            ("graph gpu-1" if is_plugin else "graph",),
         ),
         command(
             "explain",
@@ -92,7 +92,12 @@ def _target_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> No
     if is_plugin:
         add("--node", metavar="NODE", default="", help="whose agent to ask, through the API server")
     else:
-        add("--server", metavar="URL", default="", help="the agent's address (default: this host, and web.port)")
+        add(
+            "--server",
+            metavar="URL",
+            type=_server_url,
+            help="the agent's address (default: this host, and web.port)",
+        )
         add("--node", metavar="NODE", default="", help="ask another node's agent, through the API server")
     add(
         "--agent-namespace",
@@ -100,13 +105,25 @@ def _target_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> No
         default=AGENT_NAMESPACE,
         help="where the agents' pods are, with --node; empty: anywhere (%(default)s)",
     )
-    add(
-        "-o",
-        "--output",
-        choices=("table", "json", "yaml"),
-        default="table",
-        help="table for people, json and yaml for programs (%(default)s)",
-    )
+    add_output(parser)
+
+
+def _node_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
+    parser.add_argument("node_name", metavar="NODE", nargs="?", default="", help="the same as --node NODE")
+    _target_arguments(parser, is_plugin=is_plugin)
+
+
+def _namespace_arguments(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("-n", "--namespace", metavar="NS", default="", help="only the containers of this namespace")
+    which.add_argument("-A", "--all-namespaces", action="store_true", help="those of all (the default)")
+
+
+def _server_url(text: str) -> str:
+    try:
+        return check_url(text)
+    except Rejected as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _top_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
@@ -116,7 +133,8 @@ def _top_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
     parser.add_argument(
         "--interval", metavar="S", type=_interval_s, default=1.0, help="time between two polls, seconds (%(default)g)"
     )
-    _target_arguments(parser, is_plugin=is_plugin)
+    _namespace_arguments(parser)
+    _node_arguments(parser, is_plugin=is_plugin)
 
 
 def _interval_s(text: str) -> float:
@@ -133,13 +151,16 @@ def _inspect_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> N
     if not is_plugin:
         parser.add_argument("--all-nodes", action="store_true", help="every node of the cluster, by the API server")
     parser.add_argument("-d", "--details", action="store_true", help="list the containers as well")
-    _target_arguments(parser, is_plugin=is_plugin)
+    _namespace_arguments(parser)
+    _node_arguments(parser, is_plugin=is_plugin)
 
 
 def _explain_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
     parser.add_argument("pod", metavar="POD", help="its name, or NAMESPACE/NAME")
     usual = "default" if is_plugin else "any; with --node: default"
-    parser.add_argument("-n", "--namespace", metavar="NS", default="", help=f"of the pod ({usual})")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("-n", "--namespace", metavar="NS", default="", help=f"of the pod ({usual})")
+    which.add_argument("-A", "--all-namespaces", action="store_true", help="the pod of this name in any namespace")
     parser.add_argument("-c", "--container", metavar="NAME", default="", help="only this container of it")
     _target_arguments(parser, is_plugin=is_plugin)
 
@@ -148,8 +169,8 @@ def _target(call: Invocation, *, is_plugin: bool) -> AgentTarget:
     from gpushare_agent.cli.agent_pods import AgentTarget
 
     return AgentTarget(
-        server=getattr(call.options, "server", ""),
-        node=call.options.node,
+        server=getattr(call.options, "server", None) or "",
+        node=call.options.node or getattr(call.options, "node_name", ""),
         is_remote=is_plugin,
         agent_namespace=call.options.agent_namespace,
     )
@@ -159,7 +180,16 @@ def _top(call: Invocation, target: AgentTarget) -> int:
     settings, options = call.settings(log_level="error"), call.options
     from gpushare_agent.cli import top
 
-    return run_app(top.run(settings, target, once=options.once, interval_s=options.interval, form=options.output))
+    return run_app(
+        top.run(
+            settings,
+            target,
+            once=options.once,
+            interval_s=options.interval,
+            namespace=options.namespace,
+            form=options.output,
+        )
+    )
 
 
 def _inspect(call: Invocation, target: AgentTarget) -> int:
@@ -168,7 +198,14 @@ def _inspect(call: Invocation, target: AgentTarget) -> int:
 
     is_all = (target.is_remote and not target.node) or getattr(options, "all_nodes", False)
     return run_app(
-        inspect.run(settings, target, is_all_nodes=is_all, with_details=options.details, form=options.output)
+        inspect.run(
+            settings,
+            target,
+            is_all_nodes=is_all,
+            with_details=options.details,
+            namespace=options.namespace,
+            form=options.output,
+        )
     )
 
 
@@ -184,5 +221,10 @@ def _explain(call: Invocation, target: AgentTarget) -> int:
     from gpushare_agent.cli import explain
 
     namespace, slash, pod = options.pod.rpartition("/")
-    wanted = explain.PodQuery(pod=pod, namespace=namespace if slash else options.namespace, container=options.container)
+    wanted = explain.PodQuery(
+        pod=pod,
+        namespace=namespace if slash else options.namespace,
+        container=options.container,
+        is_any_namespace=options.all_namespaces,
+    )
     return run_app(explain.run(settings, target, wanted, form=options.output))

@@ -6,5 +6,5 @@ scheduler, report. Called by cli/sandbox*.py and tests. Open node.py first, then
 version changes, and controller.py for what people do with a running sandbox.
 
 Others import: agent_process, behaviour, cluster, control, controller, fake_mps, gpu_faults, manifests, node,
-report.document, report.tables, scheduler.allocation, scheduler.selectors, state_directory, workload_player.
+report.document, scheduler.allocation, scheduler.selectors, state_directory, workload_player.
 """

@@ -196,7 +196,7 @@ async def test_a_cordoned_gpu_gets_no_new_pod_until_it_is_put_back() -> None:
         assert gpus_of(node, "second") == {other}
         code, out, _ = await _cordon(node, "cordon", "--list")
         rows = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
-        assert rows[1:] == [["0", uuid, "cordoned", "new fan"], ["1", other, "healthy", "-"]]
+        assert rows[1:] == [["0", uuid, "Cordoned", "new fan"], ["1", other, "Healthy", "-"]]
         assert await _shown(agent) == [("new fan", "", False), (None, "", True)]
         code, out, _ = await _cordon(node, "uncordon", uuid[:12])
         assert (code, out) == (0, f"GPU 0 ({uuid}) is in service again.\n")
@@ -216,7 +216,7 @@ async def test_a_cordon_without_a_reason_and_a_failure_are_reported_apart() -> N
         reason = agent.parts.state.inventory.unhealthy_reasons[other]
         _, out, _ = await _cordon(node, "cordon", "--list")
         rows = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
-        assert rows[1:] == [["0", uuid, "cordoned", "-"], ["1", other, "cordoned, needs-reset", reason]]
+        assert rows[1:] == [["0", uuid, "Cordoned", "-"], ["1", other, "Cordoned, Unhealthy (needs-reset)", reason]]
         assert reason.startswith("Xid 79 (GPU has fallen off the bus); waits for a reset")
         assert await _shown(agent) == [("no reason given", "", False), ("no reason given", reason, False)]
 
@@ -301,7 +301,7 @@ async def test_a_reload_keeps_what_is_known_against_the_gpus_also_where_no_file_
             await wait_until(node, node.paths.agent_control_socket.exists, "the control socket again")
             _, out, _ = await _cordon(node, "cordon", "--list")
             states = [re.split(r" {2,}", line.strip())[2] for line in out.splitlines()[1:]]
-            assert states == ["cordoned", "needs-reset", "probing", "healthy"]
+            assert states == ["Cordoned", "Unhealthy (needs-reset)", "Unhealthy (probing)", "Healthy"]
 
 
 async def test_without_a_place_for_the_socket_and_the_state_file_the_agent_serves() -> None:

@@ -30,7 +30,7 @@ def may_open_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_complete_node_is_ready(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every line is ok and the exit code 0."""
     async with complete_node(short_dir) as node:
-        assert await run(node.settings(), output="text") == 0
+        assert await run(node.settings(), form="table") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "This node is ready: errors 0, warnings 0."
     assert all(line.startswith("ok ") for line in lines[:-1])

@@ -48,10 +48,12 @@ def test_commands_are_completed() -> None:
 
 
 def test_flags_and_settings_are_completed() -> None:
-    """A command's own and, where it takes them, every setting's with its aliases."""
+    """A command's own, and those of the settings that it uses: of all of them for `run`."""
     flags = offered("top", "-")
-    assert {"--once", "--interval", "--server", "-o", "--output", "--help"} <= set(flags)
-    assert {f"--{name}" for key in all_keys() for name in (key.flag, *key.aliases)} <= set(flags)
+    assert {"--once", "--interval", "--server", "-o", "--output", "--help", "--web.port", "--query-port"} <= set(flags)
+    assert len(offered("top", "--")) < 20
+    settings = {f"--{name}" for key in all_keys() for name in (key.flag, *key.aliases)}
+    assert settings <= set(offered("run", "-"))
     assert offered("top", "--web.p") == ["--web.port"]
     assert offered("vdevice", "--web") == []
     assert "--no-register" in offered("vdevice", "-")
@@ -60,11 +62,11 @@ def test_flags_and_settings_are_completed() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("inspect", "-o", ""), ["table", "json", "yaml"]),
+        (("inspect", "-o", ""), ["table", "wide", "json", "yaml"]),
         (("inspect", "--output", "j"), ["json"]),
-        (("inspect", "--output="), ["--output=table", "--output=json", "--output=yaml"]),
+        (("inspect", "--output="), ["--output=table", "--output=wide", "--output=json", "--output=yaml"]),
         (("inspect", "--output=y"), ["--output=yaml"]),
-        (("config", "-o", ""), ["table", "json", "yaml", "markdown"]),
+        (("config", "-o", ""), ["table", "wide", "json", "yaml", "markdown"]),
         (("run", "--driver", ""), ["nvml", "simulated"]),
         (("run", "--isolation=v"), ["--isolation=vcuda"]),
         (("run", "--log.level", "d"), ["debug"]),
@@ -74,6 +76,9 @@ def test_flags_and_settings_are_completed() -> None:
         (("completion", "z"), ["zsh"]),
         (("sandbox", "--samples", "f"), ["fitting"]),
         (("sandbox", "app"), ["apply"]),
+        (("sandbox", "fail-"), ["fail-gpu", "fail-card"]),
+        (("sandbox", "--gpu-"), ["--gpu-memory-mib"]),
+        (("sandbox", "--card"), []),
         (("top", "--interval", ""), []),
     ],
 )
@@ -193,10 +198,10 @@ def test_zsh_takes_the_script(scripts: dict[str, Path]) -> None:
     ("words", "answer"),
     [
         (["gr"], ["graph"]),
-        (["top", "--node-l"], ["--node-labels"]),
-        (["top", "-o", ""], ["table", "json", "yaml"]),
+        (["top", "--agent-n"], ["--agent-namespace"]),
+        (["top", "-o", ""], ["table", "wide", "json", "yaml"]),
         (["top", "--output=j"], ["--output=json"]),
-        (["top", "--isolation", "v"], ["vcuda"]),
+        (["top", "--isolation", "v"], []),
         (["top", "--node", ""], []),
         (["explain", ""], []),
     ],

@@ -13,9 +13,10 @@ import yaml
 
 from gpushare_agent.cli import explain
 from gpushare_agent.cli.agent_pods import AgentTarget
+from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.explain import PodQuery
+from gpushare_agent.cli.kubectl import PLUGIN_LINE
 from gpushare_agent.cli.render_explain import ADVICE
-from gpushare_agent.cli.render_text import Form
 from gpushare_agent.model.decision_records import Asked, DecisionRecord, Outcome
 from gpushare_agent.model.errors import NotFound, RefusalReason, Unavailable
 from gpushare_agent.model.names import GpuUuid
@@ -244,6 +245,26 @@ async def test_a_container_without_a_decision_names_those_that_have_one(capsys: 
     """A misspelt name is easy to correct."""
     with pytest.raises(NotFound, match=r"nothing about container x of pod train, but about: main$"):
         await explained(capsys, [decision()], PodQuery(pod="train", container="x"))
+
+
+async def test_a_pod_of_any_namespace_is_found_through_the_api_server(
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `-A`, where only one has this name."""
+    agents, pods = "/api/v1/namespaces/gpushare-system/pods", "/api/v1/pods"
+    train = raw_pod("train", metadata={"namespace": "research"}, spec={"nodeName": "n1"})
+    proxy = f"{agents}/http:agent-n1:5678/proxy/api/v1"
+    answers = agent_answers(busy_node(), decision(namespace="research"))
+    async with json_server({agents: raw_list([raw_agent_pod("n1")]), pods: raw_list([train])}) as server:
+        server.answers |= {f"{proxy}/decisions": answers["/api/v1/decisions"]}
+        server.answers |= {"/api/v1/namespaces/research/pods/train": train}
+        kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
+        words = ["explain", "train", "-A", "--kubeconfig", str(kubeconfig)]
+        assert await asyncio.to_thread(PLUGIN_LINE.main, words, {}) == 0
+        assert "research/train" in capsys.readouterr().out
+        server.answers[pods] = raw_list([train, raw_pod("train", metadata={"namespace": "b"})])
+        assert await asyncio.to_thread(PLUGIN_LINE.main, words, {}) == 1
+        assert "in 2 namespaces (b, research): name one with -n" in capsys.readouterr().err
 
 
 @pytest.mark.slow

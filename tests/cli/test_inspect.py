@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
@@ -14,8 +15,9 @@ import yaml
 
 from gpushare_agent.cli import graph, inspect, top
 from gpushare_agent.cli.agent_pods import AgentTarget
+from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.kubectl import PLUGIN_LINE
-from gpushare_agent.cli.render_text import Form
+from gpushare_agent.cli.main import main
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.observability.node_snapshot import NO_REASON
 from gpushare_agent.settings.settings import Settings, load_settings
@@ -269,6 +271,34 @@ async def test_another_nodes_agent_is_asked_through_its_pod(
     assert [request.path for request in server.requests] == ["/api/v1/namespaces/gpushare-system/pods", proxy]
     assert server.requests[0].query["labelSelector"] == "app.kubernetes.io/name=gpushare-agent"
     assert server.requests[0].query["fieldSelector"] == "spec.nodeName=n1"
+
+
+@pytest.mark.parametrize("command", ["top", "graph", "inspect"])
+async def test_the_node_may_stand_behind_the_command(
+    command: str, short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`kubectl gpushare top n1` is `--node n1`."""
+    path = "/api/v1/namespaces/gpushare-system/pods"
+    proxy = f"{path}/http:agent-n1:5678/proxy/api/v1/node"
+    async with cluster(short_dir, {path: raw_list([raw_agent_pod("n1")]), proxy: busy_node()}) as (server, settings):
+        words = [command, "n1", "--kubeconfig", str(settings.kubeconfig), "-o", "json"]
+        assert await asyncio.to_thread(PLUGIN_LINE.main, words, {}) == 0
+    assert server.requests[0].query["fieldSelector"] == "spec.nodeName=n1"
+    assert "cards" in capsys.readouterr().out
+
+
+async def test_the_containers_of_one_namespace_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """By `-n`; what is allocated of the GPUs stays."""
+    document = busy_node()
+    document["containers"][0]["namespace"] = "research"
+    async with json_server(agent_answers(document)) as agent:
+        for command in ("top", "inspect"):
+            words = [command, "-n", "research", "--server", agent.url, "-o", "json"]
+            assert await asyncio.to_thread(main, words, {"NODE_NAME": "n1"}) == 0
+            shown = json.loads(capsys.readouterr().out)
+            node = shown if command == "top" else shown["nodes"][0]
+            assert [one["namespace"] for one in node["containers"]] == ["research"]
+            assert node["cards"][0]["cores"] == {"allocated": 60, "capacity": 100}
 
 
 async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import yaml
 
 from gpushare_agent import __version__
+from gpushare_agent.cli import sandbox
 from gpushare_agent.cli.command_line import Command
 from gpushare_agent.cli.main import COMMANDS, main
 from gpushare_agent.settings.reference import all_keys, select_keys
@@ -209,3 +212,48 @@ async def test_reading_settings_loads_no_slow_library() -> None:
     async with asyncio.timeout(DEADLINE_S):
         out, _ = await process.communicate()
     assert out.decode().strip() == "[]"
+
+
+VIEWS = ("top", "inspect", "graph", "explain pod", "config", "check", "cdi list", "driver-volume", "cordon --list")
+
+
+@pytest.mark.parametrize("command", [*VIEWS, "simulate", "sandbox --once", "sandbox status"])
+def test_every_command_has_the_same_forms_of_output(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`-o table|wide|json|yaml`; another form ends in 2."""
+    assert main([*command.split(), "-o", "xml"], {}) == 2
+    assert "choose from 'table', 'wide', 'json', 'yaml'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("top", "--server", "localhost:5678"),
+        ("top", "-A", "-n", "default"),
+        ("simulate", "--nodes", "0"),
+        ("simulate", "--nodes", "/absent.csv"),
+        ("simulate", "--pods", "/absent.csv"),
+        ("sandbox", "--once", "--gpus", "0"),
+        ("sandbox", "--once", "--apply", "/absent"),
+        ("inspect", "--config", "/absent"),
+    ],
+)
+async def test_a_bad_value_ends_in_2_by_every_command(words: tuple[str, ...], short_dir: Path) -> None:
+    """1 is for what could not be done."""
+    state = ("--state-dir", str(short_dir / "s")) if words[0] == "sandbox" else ()
+    assert (await run_program(*words, *state)).code == 2
+
+
+def test_former_names_work_and_are_listed_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--format`, `--cards` and `fail-card` stand in scripts."""
+    parser = argparse.ArgumentParser()
+    sandbox.add_arguments(parser)
+    former = parser.parse_args(["--cards", "2", "--format", "json", "--node-cards", "1x1024", "--card-memory-mib", "7"])
+    named = parser.parse_args(["--gpus", "2", "-o", "json", "--node-gpus", "1x1024", "--gpu-memory-mib", "7"])
+    assert former == named
+    assert parser.parse_args(["--format", "json", "fail-card", "3"]).card == 3
+    assert parser.parse_args(["status", "--format", "json"]).output == "json"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    shown = capsys.readouterr().out
+    assert "fail-gpu" in shown and "--gpus" in shown
+    assert not re.search(r"(?i)card|--format", shown)

@@ -15,7 +15,7 @@ from rich.console import Console
 from gpushare_agent.cli import top
 from gpushare_agent.cli.agent_client import MAX_ANSWER_BYTES, check_url, local_url, open_agent_client, read_node
 from gpushare_agent.cli.agent_pods import AgentTarget
-from gpushare_agent.cli.render_text import Form
+from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_top import top_lines, top_table
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.observability.node_snapshot import NO_REASON

@@ -112,8 +112,8 @@ def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in _actions(parser):
         if isinstance(action, argparse._SubParsersAction):
             texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
-            for name, inner in action.choices.items():
-                yield _row(" ".join([name, *map(_usage, _actions(inner))]), texts.get(name, ""))
+            for name, text in texts.items():  # a former name of a command has none
+                yield _row(" ".join([name, *map(_usage, _actions(action.choices[name]))]), text)
         else:
             names, value = ", ".join(action.option_strings), _value(action)
             text = (action.help or "") % {"default": action.default, "prog": parser.prog}

@@ -141,8 +141,8 @@ async def test_every_documented_command_is_known() -> None:
         "restart-kubelet",
         "kill-agent",
         "kill-extender",
-        "fail-card",
-        "heal-card",
+        "fail-gpu",
+        "heal-gpu",
         "status",
     }
 

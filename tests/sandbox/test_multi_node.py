@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from gpushare_agent.cli import sandbox as app
+from gpushare_agent.cli.render_sandbox import pod_line, print_document
 from gpushare_agent.cli.sandbox import node_flags
 from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.sandbox.agent_process import AgentProcess
@@ -23,7 +24,6 @@ from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import ManifestError
 from gpushare_agent.sandbox.report.document import ReportedNode
-from gpushare_agent.sandbox.report.tables import pod_line, print_document
 from tests.support_containers import needs_processes
 from tests.support_extender_nodes import (
     DEADLINE_S,
@@ -97,7 +97,7 @@ def test_the_gpus_of_each_node_are_given_in_turn() -> None:
         (("--node-cards", "8"), "'8' must be COUNTxMIB"),
         (("--node-cards", "0x1024"), "must be COUNTxMIB"),
         (("--node-cards", "64x1024+1x1024"), "has 65 GPUs"),
-        (("--node-cards", "1x1024", "--cards", "2"), "leave out --cards"),
+        (("--node-cards", "1x1024", "--cards", "2"), "leave out --gpus"),
     ],
 )
 def test_nodes_and_gpus_that_cannot_be_are_refused(words: tuple[str, ...], why: str) -> None:

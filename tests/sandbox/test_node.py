@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare_agent.cli.render_sandbox import gpu_text, pod_line
 from gpushare_agent.cli.sandbox_nodes import build_node, check_driver
 from gpushare_agent.model.errors import Rejected, StartupError, Unavailable
 from gpushare_agent.model.gpus import Gpu
@@ -21,7 +22,6 @@ from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.manifests import ManifestError, parse_manifests, read_manifests, sample_manifests
 from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
 from gpushare_agent.sandbox.report.document import ReportedNode, reason_and_message, report
-from gpushare_agent.sandbox.report.tables import gpu_text, pod_line
 from gpushare_agent.sandbox.state_directory import owned_state_directory
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, DeviceSpec, Mount
 from tests.support_containers import needs_processes

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gpushare_agent.isolation.decisions.vdevice_format import encode_pids
-from gpushare_agent.sandbox.report.tables import (
+from gpushare_agent.cli.render_sandbox import (
     gpus_table,
     limit_text,
     pids_text,
@@ -21,6 +20,7 @@ from gpushare_agent.sandbox.report.tables import (
     reason_lines,
     used_text,
 )
+from gpushare_agent.isolation.decisions.vdevice_format import encode_pids
 from gpushare_agent.sandbox.report.vdevice_reader import VDeviceReader
 from tests.support_vdevice import share_config
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Literal
 
 from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.cli.check import api, containers, isolation, local, shares
-from gpushare_agent.cli.check.finding import Finding, Level, as_json, as_text, error, ok
+from gpushare_agent.cli.check.finding import Finding, Level, as_text, error, ok, report_document
+from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.render_text import print_report
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.settings.settings import Settings
 
@@ -49,10 +50,10 @@ _PROBES: tuple[tuple[str, Probe, float, IsolationName | None], ...] = (
 """Name, probe, time limit, and the isolation that alone needs it (None: every node does)."""
 
 
-async def run(settings: Settings, *, output: Literal["text", "json"]) -> int:
+async def run(settings: Settings, *, form: Form) -> int:
     """Prints the report; 1 if anything is an error, else 0."""
     findings = await check_node(settings)
-    print(as_json(settings.node_name, findings) if output == "json" else as_text(findings))
+    print_report(form, report_document(settings.node_name, findings), as_text(findings))
     return 1 if any(finding.level is Level.ERROR for finding in findings) else 0
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class Level(StrEnum):
@@ -54,14 +54,13 @@ def _summary(findings: Sequence[Finding]) -> str:
     return f"This node is {'not ' if errors else ''}ready: errors {errors}, warnings {warnings}."
 
 
-def as_json(node_name: str, findings: Sequence[Finding]) -> str:
-    document = {
+def report_document(node_name: str, findings: Sequence[Finding]) -> dict[str, Any]:
+    return {
         "node": node_name,
         "errors": _count(findings, Level.ERROR),
         "warnings": _count(findings, Level.WARNING),
         "findings": [asdict(finding) for finding in findings],
     }
-    return json.dumps(document, indent=2, ensure_ascii=False)
 
 
 def _count(findings: Sequence[Finding], level: Level) -> int:

@@ -1,15 +1,15 @@
-"""The report for people: tables for a terminal, lines for a pipe. Reads the document of node_report only."""
+"""The sandbox's report for people: tables for a terminal, lines for a pipe. Pure, from sandbox/report/document.py."""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.render_text import print_as
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.sandbox.manifests import EXPECTATION_ANNOTATION
 
@@ -22,7 +22,6 @@ _PHASE_STYLES = {
 }
 ALLOCATED = ("cores allocated", "memory allocated MiB")
 """Columns of card_use."""
-_PIPE_WIDTH = 160
 NARROW = 100
 """Below this width a GPU's name, a request or a PID would take the place of what changes."""
 _ROOM_FOR_PIDS = 130
@@ -153,13 +152,8 @@ def report_tables(document: dict[str, Any], width: int, *, has_addresses: bool =
     return Group(*parts, pods_table(document, width), *reason_lines(document))
 
 
-def print_document(document: dict[str, Any], form: str, *, has_addresses: bool = False) -> None:
-    """`form` is "json" or "table". Wide enough for whole reasons where no terminal sets the width."""
-    if form == "json":
-        print(json.dumps(document, indent=2))
-        return
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
-    console.print(report_tables(document, console.width, has_addresses=has_addresses))
+def print_document(document: dict[str, Any], form: Form, *, has_addresses: bool = False) -> None:
+    print_as(form, document, lambda width: [report_tables(document, width, has_addresses=has_addresses)])
 
 
 def cores_asked(container: dict[str, Any]) -> str:
