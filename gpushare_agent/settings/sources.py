@@ -19,6 +19,8 @@ from gpushare_agent.settings.reference import ENVIRONMENT_PREFIX, Key, all_keys
 
 _BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 _FILE_LIMIT_BYTES = 1 << 20
+MAX_PROBLEMS = 50
+"""Of one file, in messages and in the log: a file may have a mistake in each of a hundred thousand lines."""
 
 _NOT_PER_NODE = frozenset({"node_name", "kubeconfig"})
 _OF_COMMANDS = frozenset({"GPUSHARE_SANDBOX_CGROUPS", "GPUSHARE_VDEVICE"})
@@ -226,6 +228,9 @@ def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Lay
     known = {key.name for key in all_keys()} - {"config"}
     sections = {name.partition(".")[0] for name in known if "." in name}
     for raw_name, value in tree.items():
+        if len(layer.problems) >= MAX_PROBLEMS:
+            layer.problems[MAX_PROBLEMS:] = [f"{source}: there may be more mistakes; correct these first"]
+            return
         name = prefix + str(raw_name).replace("-", "_")
         if name in known:
             if value is not None:  # `key:` with nothing behind it means the default

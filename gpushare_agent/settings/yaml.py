@@ -1,7 +1,7 @@
 """Parses a settings file: plain YAML without aliases, tags, and duplicate keys.
 
 Aliases are refused because a few lines of them unfold into gigabytes; a duplicate key is refused because YAML takes
-the last one silently.
+the last one silently. What comes out is what JSON has too: a date is a text, and a number has at most 40 characters.
 """
 
 from __future__ import annotations
@@ -11,19 +11,36 @@ from typing import Any
 
 import yaml
 
+_DATE = "tag:yaml.org,2002:timestamp"
+_INTEGER = "tag:yaml.org,2002:int"
+_MAX_NUMBER_CHARS = 40
+"""Python shows no integer of more than 4,300 digits, and a message about it would fail."""
+
 
 class UnreadableYaml(Exception):  # noqa: N818 - names what is wrong with the file
     """One line: what is wrong and where."""
 
 
 class _PlainLoader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as in the class above it
+        first: [(tag, pattern) for tag, pattern in found if tag != _DATE]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs leave the parser untyped
+        where = f" (line {event.start_mark.line + 1})" if event.start_mark else ""
         if isinstance(event, yaml.AliasEvent):
-            raise UnreadableYaml(
-                "aliases are not allowed" + (f" (line {event.start_mark.line + 1})" if event.start_mark else "")
+            raise UnreadableYaml(f"aliases are not allowed{where}")
+        if event.tag is not None:
+            raise UnreadableYaml(f"tags are not allowed{where}")
+        node = super().compose_node(parent, index)
+        if node is not None and node.tag == _INTEGER and len(node.value) > _MAX_NUMBER_CHARS:
+            raise yaml.MarkedYAMLError(
+                problem=f"a number has {len(node.value)} characters, {_MAX_NUMBER_CHARS} are read",
+                problem_mark=node.start_mark,
             )
-        return super().compose_node(parent, index)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()

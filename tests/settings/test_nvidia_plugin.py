@@ -174,6 +174,12 @@ def test_a_file_is_bounded(tmp_path: Path) -> None:
     assert len(many.foreign) == 50
 
 
+def test_an_unknown_key_is_reported_whatever_it_has() -> None:
+    """A date is a text in JSON and has no other form there: with one as a key the report failed, and the agent with it."""
+    (key,) = nvidia_layer(b"{flags: {since: {2026-01-01: 2026-01-02}}}", "x").foreign
+    assert (key.name, key.value) == ("flags.since", '{"2026-01-01": "2026-01-02"}')
+
+
 @pytest.mark.parametrize(
     ("without", "enabled", "ignored"),
     [

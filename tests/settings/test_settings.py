@@ -218,14 +218,17 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\n"
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (BOMB, "aliases are not allowed (line 2)"),
+        (BOMB, "aliases are not allowed (line 2"),
+        (f"web: {{port: 0x{'f' * 6000}}}\n", "a number has 6002 characters, 40 are read (line 1"),
+        ("web: {? !!binary aGk= : 1}\n", "tags are not allowed (line 1"),
+        ("web: {2026-01-01: 1}\n", "key web.2026_01_01 is unknown"),
         ("web: {port: 1}\nweb: {port: 2}\n", "'web' is given twice"),
         ("web: {port: 1, port: 2}\n", "'port' is given twice"),
         ("- a\n- b\n", "must be a mapping"),
         ("just text", "must be a mapping"),
         ("web: [", "line 1"),
         ("? [a]\n: 1\n", "plain text"),
-        ("x: !!python/object/apply:os.system [id]\n", "could not determine a constructor"),
+        ("x: !!python/object/apply:os.system [id]\n", "tags are not allowed"),
         (b"\xff\xfe\x00\x00x", "it is no text"),
         (b"web: \x01\n", "it is no text"),
         ("[" * 5000, "nested too deeply"),
@@ -244,6 +247,14 @@ def test_a_bad_file_ends_in_one_line_that_names_it(directory: Path, content: str
     (problem,) = problems_of("--config", path)
     assert path in problem
     assert expected in problem
+
+
+def test_of_a_file_full_of_mistakes_fifty_are_reported(directory: Path) -> None:
+    """The messages go to the log and into an Event; looking for the name that was meant takes time for each."""
+    path = write(directory, "".join(f"web{n}: 1\n" for n in range(60)))
+    problems = problems_of("--config", path)
+    assert len(problems) == 51
+    assert problems[-1].endswith("there may be more mistakes; correct these first")
 
 
 def test_a_missing_file_and_a_directory_are_reported(directory: Path) -> None:
