@@ -20,9 +20,24 @@ from tests.support_usage import UUIDS, allocation, key_of
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs/how-to"
-PAGES = sorted(GUIDE.glob("*.md"))
+PAGES = sorted([*GUIDE.glob("*.md"), *(ROOT / "docs/tutorial").glob("*.md")])
 OWN_KUSTOMIZATION = "manifests/own"
 """What install.md has the reader make."""
+
+
+ANSWERS = {
+    "How do I install it?": "helm install",
+    "What do 30 cores mean?": "% of one GPU",
+    "Is a share isolated?": "| held |",
+    "Which isolation do I take?": "`hami-core`",
+    "Why is my pod pending, or refused?": "Insufficient",
+    "How do I see who uses what?": "gpushare-agent top",
+    "How do I take a GPU out of service?": "gpushare-agent cordon",
+    "Does it work with MIG?": "nvidia.mig_strategy",
+    "How do I upgrade it?": "rollout status",
+    "How do I uninstall it?": "helm uninstall",
+}
+"""What a newcomer asks first: what the page that the README links must have."""
 
 
 def text_of(path: Path) -> str:
@@ -32,7 +47,7 @@ def text_of(path: Path) -> str:
 def test_every_page_is_listed_and_begins_with_its_task() -> None:
     """The index leaves none out."""
     listed = set(re.findall(r"\]\(([a-z-]+\.md)\)", text_of(GUIDE / "README.md")))
-    assert listed == {page.name for page in PAGES} - {"README.md"}
+    assert listed == {page.name for page in GUIDE.glob("*.md")} - {"README.md"}
     assert all(text_of(page).startswith("# ") for page in PAGES)
 
 
@@ -69,6 +84,13 @@ def test_the_metrics_that_the_guide_names_exist() -> None:
     named = [name for page in PAGES for name in re.findall(r"\b(gpushare_(?!agent|extender)[a-z_]+)", text_of(page))]
     assert set(named) <= set(known)
     assert "gpushare_container_sm_utilization_ratio" in named
+
+
+@pytest.mark.parametrize("question", ANSWERS)
+def test_the_readme_leads_to_the_answer_of_a_first_question(question: str) -> None:
+    """One click away."""
+    (target,) = re.findall(rf"^\| {re.escape(question)} \| \[.*?\]\(([^)#]+)", text_of(ROOT / "README.md"), flags=re.M)
+    assert ANSWERS[question] in text_of(ROOT / target)
 
 
 async def test_the_guides_question_of_the_api_names_the_pod_that_uses_most(short_dir: Path) -> None:
