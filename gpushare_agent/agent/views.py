@@ -11,7 +11,7 @@ from gpushare_agent import __version__
 from gpushare_agent.admission.decisions.annotations import pod_annotations
 from gpushare_agent.agent.isolation_side import IsolationSide
 from gpushare_agent.agent.state import NodeState
-from gpushare_agent.cluster.decisions.feature_labels import Replicas, feature_labels
+from gpushare_agent.cluster.decisions.feature_labels import feature_labels
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.decisions.node_facts import NodeFacts, node_facts
 from gpushare_agent.gpus.machine import machine_name, pci_class
@@ -22,7 +22,6 @@ from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.observability.node_snapshot import MIB, AgentFacts, ContainerFacts, NodeSnapshot
-from gpushare_agent.settings.nvidia import NvidiaSettings
 
 
 class ContainerViews:
@@ -106,27 +105,16 @@ def _features(state: NodeState) -> Mapping[str, str]:
     nvidia, inventory = state.settings.nvidia, state.inventory.current
     if not nvidia.labels:
         return {}
-    classes = [found for gpu in inventory.gpus if (found := pci_class(gpu.bus_id)) is not None]
+    physical = (gpu for gpu in (*inventory.gpus, *inventory.divided) if gpu.mig is None)
+    classes = [found for gpu in physical if (found := pci_class(gpu.bus_id)) is not None]
     return feature_labels(
         inventory,
-        replicas=lambda gpu: Replicas(
-            count=_replicas(nvidia, gpu) if nvidia.enabled else 1,
-            strategy=nvidia.sharing,
-            is_renamed=nvidia.rename_replicas,
-        ),
+        served=state.names.nvidia.served if nvidia.enabled else lambda _: None,
         mig_strategy=nvidia.mig_strategy,
         machine=machine_name(),
         pci_classes=classes,
         written_at=int(time.time()),
     )
-
-
-def _replicas(nvidia: NvidiaSettings, gpu: Gpu) -> int:
-    """Of the first selector that matches."""
-    counts = (
-        n for selector, n in nvidia.replica_counts if selector in (nvidia.resource, "*") or gpu.is_selected([selector])
-    )
-    return next(counts, 1)
 
 
 def wanted_allocations(state: NodeState) -> str | None:

@@ -27,11 +27,26 @@ class NvLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MigAttributes:
+    """What a MIG instance has of its GPU (nvmlDeviceAttributes_t): counts, and memory in MiB."""
+
+    memory_mib: int
+    gi_slices: int
+    ci_slices: int
+    multiprocessors: int = 0
+    copy_engines: int = 0
+    decoders: int = 0
+    encoders: int = 0
+    jpeg_engines: int = 0
+    ofa_engines: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MigPlace:
     """What a MIG instance is a part of. `profile` is as nvidia-smi has it, such as `1g.10gb` or `1g.10gb+me`; `number` is
     the driver's, the 1 of NVIDIA's name `0:1`, and changes when others are made or removed. `gi` and `ci` are the IDs of the
     GPU instance and the compute instance, `gi_cap` and `ci_cap` the n of their nodes `/dev/nvidia-caps/nvidia-cap<n>`, None
-    where the host has none."""
+    where the host has none. `is_gone`: it exists no more, and is listed because a container has it."""
 
     profile: str
     number: int
@@ -41,6 +56,8 @@ class MigPlace:
     ci: int
     gi_cap: int | None = None
     ci_cap: int | None = None
+    attributes: MigAttributes | None = None
+    is_gone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +69,8 @@ class Gpu:
     topology and does not change while the agent runs. `minor` is the n of `/dev/nvidia<n>` and need not equal it.
     `memory_mib` is the whole GPU's memory. `numa_node` is None where the host reports none, `pcie_root` (such as
     `pci0000:00`) is empty there, `compute_capability` (major, minor) where the driver does not.
-    `is_exclusive_process` is the compute mode in which one process alone may open the GPU. `unhealthy_reason` is empty while
-    the GPU is healthy.
+    `is_exclusive_process` is the compute mode in which one process alone may open the GPU. `mig_mode` says whether MIG
+    mode is on, None where the GPU has none. `unhealthy_reason` is empty while the GPU is healthy.
     An unhealthy GPU of which the driver reported the UUID alone has minor -1 and 0 MiB.
     """
 
@@ -68,6 +85,7 @@ class Gpu:
     nvlinks: tuple[NvLink, ...] = ()
     compute_capability: tuple[int, int] | None = None
     is_exclusive_process: bool = False
+    mig_mode: bool | None = None
     health: Health = Health.HEALTHY
     unhealthy_reason: str = ""
     mig: MigPlace | None = None

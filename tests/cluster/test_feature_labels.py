@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.cluster.decisions.feature_labels import Replicas, feature_labels, sanitised
+from gpushare_agent.cluster.decisions.feature_labels import feature_labels, sanitised
 from gpushare_agent.cluster.decisions.node_facts import is_label, node_facts
 from gpushare_agent.cluster.decisions.node_patch import (
     FEATURES_ANNOTATION,
@@ -21,7 +21,9 @@ from gpushare_agent.cluster.decisions.node_patch import (
     plan_facts_patch,
 )
 from gpushare_agent.gpus.machine import machine_name, pci_class
-from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.gpus import Gpu, GpuInventory, MigAttributes, MigPlace
+from gpushare_agent.model.isolation import Sharing
+from gpushare_agent.model.units import ServedUnits, UnitTerms
 from gpushare_agent.placement.topology_tree import build_topology
 from tests.support_gpus import uuid_of
 
@@ -35,10 +37,19 @@ def inventory(*gpus: Gpu) -> GpuInventory:
     return GpuInventory(gpus=gpus, topology=build_topology((), ()), driver_version="570.86.15", cuda_version="12.8")
 
 
-def labels(*gpus: Gpu, written_at: int = 1700000000, mig_strategy: str = "none", **shared: Any) -> dict[str, str]:
+def labels(
+    *gpus: Gpu,
+    written_at: int = 1700000000,
+    mig_strategy: str = "none",
+    count: int = 1,
+    strategy: str = "time-slicing",
+    is_renamed: bool = False,
+    divided: tuple[Gpu, ...] = (),
+) -> dict[str, str]:
+    terms = UnitTerms(count, Sharing(strategy))
     return feature_labels(
-        inventory(*gpus),
-        replicas=lambda _: Replicas(**shared),
+        replace(inventory(*gpus), divided=divided),
+        served=lambda _: ServedUnits("nvidia.com/gpu.shared" if is_renamed else "nvidia.com/gpu", terms),
         mig_strategy=mig_strategy,
         machine="DGX Station (A100)\n",
         pci_classes=[0x030200] * len(gpus),
@@ -58,6 +69,7 @@ WHOLE = {
     "nvidia.com/gpu.machine": "DGX-Station-A100",
     "nvidia.com/gpu.mode": "compute",
     "nvidia.com/mps.capable": "false",
+    "nvidia.com/mig.capable": "false",
     "nvidia.com/cuda.driver.major": "570",
     "nvidia.com/cuda.driver.minor": "86",
     "nvidia.com/cuda.driver.rev": "15",
@@ -129,7 +141,7 @@ def test_what_is_not_known_is_left_out() -> None:
     old = replace(inventory(gpu(0)), driver_version="535.54", cuda_version="")
     found = feature_labels(
         old,
-        replicas=lambda _: Replicas(),
+        served=lambda _: None,
         mig_strategy="none",
         machine="",
         pci_classes=[0x030000, 0x030200],
@@ -137,6 +149,96 @@ def test_what_is_not_known_is_left_out() -> None:
     )
     assert found["nvidia.com/cuda.driver-version.revision"] == "" and "nvidia.com/cuda.runtime.major" not in found
     assert (found["nvidia.com/gpu.machine"], found["nvidia.com/gpu.mode"]) == ("unknown", "unknown")
+
+
+def instance(parent: Gpu, number: int, profile: str = "1g.5gb", **fields: Any) -> Gpu:
+    """Of a GPU with MIG mode on; counts as the A100's 1g.5gb has them."""
+    place = MigPlace(
+        profile=profile, number=number, parent=parent.uuid, parent_index=parent.index, gi=7 + number, ci=0,
+        attributes=MigAttributes(memory_mib=4864, gi_slices=1, ci_slices=1, multiprocessors=14, copy_engines=1), **fields,
+    )  # fmt: skip
+    return replace(
+        parent, index=10 + 10 * parent.index + number, uuid=uuid_of(10 + 10 * parent.index + number),
+        name=f"{parent.name} MIG {profile}", memory_mib=4800, mig=place,
+    )  # fmt: skip
+
+
+FIRST, SECOND = gpu(0, mig_mode=True), gpu(1, mig_mode=True)
+ONE_G = {
+    "product": "NVIDIA-A100-SXM4-40GB-MIG-1g.5gb", "count": "3", "replicas": "1", "sharing-strategy": "none",
+    "memory": "4864", "multiprocessors": "14", "slices.gi": "1", "slices.ci": "1", "engines.copy": "1",
+    "engines.decoder": "0", "engines.encoder": "0", "engines.jpeg": "0", "engines.ofa": "0",
+}  # fmt: skip
+CAPABLE = {"nvidia.com/mig.capable": "true"}
+
+
+def of_gpu(values: dict[str, str], resource: str = "nvidia.com/gpu") -> dict[str, str]:
+    return {f"{resource}.{name}": value for name, value in values.items()}
+
+
+def test_single_gives_the_instances_as_gpus() -> None:
+    """All GPUs divided into one profile: product, count and memory are the instances', family and version the GPUs'."""
+    instances = (instance(FIRST, 0), instance(FIRST, 1), instance(SECOND, 0))
+    found = labels(*instances, divided=(FIRST, SECOND), mig_strategy="single")
+    assert found == WHOLE | CAPABLE | {"nvidia.com/mig.strategy": "single"} | of_gpu(ONE_G)
+    shared = labels(*instances, divided=(FIRST, SECOND), mig_strategy="single", count=4)
+    assert shared["nvidia.com/gpu.product"] == "NVIDIA-A100-SXM4-40GB-MIG-1g.5gb-SHARED"
+    assert (shared["nvidia.com/gpu.replicas"], shared["nvidia.com/gpu.sharing-strategy"]) == ("4", "time-slicing")
+
+
+@pytest.mark.parametrize(
+    ("offered", "divided"),
+    [
+        ((FIRST,), ()),
+        ((instance(FIRST, 0), instance(FIRST, 1, "2g.10gb")), (FIRST,)),
+        ((instance(FIRST, 0), gpu(1, mig_mode=False)), (FIRST,)),
+        ((instance(FIRST, 0), SECOND), (FIRST,)),
+    ],
+    ids=["no instances", "two profiles", "a GPU without MIG", "a GPU without instances"],
+)
+def test_single_is_invalid(offered: tuple[Gpu, ...], divided: tuple[Gpu, ...]) -> None:
+    """The product says so, and nothing is counted; what is known of the GPUs otherwise stays."""
+    found = labels(*offered, divided=divided, mig_strategy="single")
+    invalid = {
+        "product": "NVIDIA-A100-SXM4-40GB-MIG-INVALID",
+        "count": "0",
+        "replicas": "0",
+        "sharing-strategy": "",
+        "memory": "0",
+    }
+    assert found == WHOLE | CAPABLE | {"nvidia.com/mig.strategy": "single"} | of_gpu(invalid)
+    assert all(is_label(name, value) for name, value in found.items())
+
+
+def test_single_without_mig_is_as_none() -> None:
+    """But for the strategy."""
+    assert labels(gpu(0), gpu(1), mig_strategy="single") == WHOLE | {"nvidia.com/mig.strategy": "single"}
+
+
+def test_mixed_has_labels_of_each_profile() -> None:
+    """Beside those of the GPUs, which have no replicas while all are divided. An instance that is gone is not counted."""
+    instances = (
+        instance(FIRST, 0), instance(FIRST, 1), instance(FIRST, 2), instance(FIRST, 3, "1g.5gb+me"),
+        instance(FIRST, 4, is_gone=True),
+    )  # fmt: skip
+    found = labels(*instances, divided=(FIRST,), mig_strategy="mixed")
+    with_media = ONE_G | {"product": "NVIDIA-A100-SXM4-40GB-MIG-1g.5gb.me", "count": "1"}
+    assert found == (
+        WHOLE | CAPABLE | {"nvidia.com/mig.strategy": "mixed"} | of_gpu({"count": "1", "replicas": "0"})
+        | of_gpu(ONE_G, "nvidia.com/mig-1g.5gb") | of_gpu(with_media, "nvidia.com/mig-1g.5gb.me")
+    )  # fmt: skip
+
+
+def test_whole_gpus_beside_divided_ones() -> None:
+    """Their replicas are shown, the count is of all of the model."""
+    found = labels(gpu(1), instance(FIRST, 0), divided=(FIRST,), mig_strategy="mixed", count=2)
+    assert found["nvidia.com/gpu.product"] == "NVIDIA-A100-SXM4-40GB-SHARED"
+    assert (found["nvidia.com/gpu.count"], found["nvidia.com/gpu.replicas"]) == ("2", "2")
+
+
+def test_strategy_none_shows_a_divided_gpu_without_replicas() -> None:
+    """It is of no use, and no MIG label is written."""
+    assert labels(FIRST, count=4) == WHOLE | CAPABLE | of_gpu({"count": "1", "replicas": "0"})
 
 
 class Node:

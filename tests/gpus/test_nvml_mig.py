@@ -73,7 +73,11 @@ async def test_an_a100_is_divided_into_1g_2g_and_3g(library: Path) -> None:
     assert [gpus[uuid]["memory_mib"] for uuid in ("MIG-1111", "MIG-2222", "MIG-3333")] == [4864, 9984, 20096]
     assert gpus["MIG-2222"]["mig"] == {
         "profile": "2g.10gb", "number": 1, "parent": "GPU-aaaa", "parent_index": 0, "gi": 3, "ci": 0,
-        "gi_cap": 3 + 9 * 3, "ci_cap": 3 + 9 * 3 + 1,
+        "gi_cap": 3 + 9 * 3, "ci_cap": 3 + 9 * 3 + 1, "is_gone": False,
+        "attributes": {
+            "memory_mib": 9984, "gi_slices": 2, "ci_slices": 2, "multiprocessors": 28, "copy_engines": 2, "decoders": 1,
+            "encoders": 1, "jpeg_engines": 2, "ofa_engines": 3,
+        },
     }  # fmt: skip
     assert gpus["MIG-2222"]["minor"] == 0
     assert inventory["links"][2] == ["PIX", "PHB", "SELF", "PIX", "PIX"]
@@ -111,6 +115,7 @@ async def test_a_repartitioned_gpu_is_followed(library: Path) -> None:
     assert labels(after)["MIG-3333"] == "3g.20gb Healthy"
     [gone] = [gpu for gpu in after["gpus"] if gpu["uuid"] == "MIG-2222"]
     assert gone["unhealthy_reason"].startswith("the MIG instance does not exist any more")
+    assert [gpu["uuid"] for gpu in after["gpus"] if gpu["mig"] and gpu["mig"]["is_gone"]] == ["MIG-2222"]
     assert labels(later).keys() == {"GPU-bbbb", "MIG-1111", "MIG-3333"}
     indexes = [{gpu["uuid"]: gpu["index"] for gpu in found["gpus"]} for found in (before, after, later, again)]
     assert {found["MIG-1111"] for found in indexes} == {2}
@@ -126,6 +131,7 @@ async def test_a_gpu_without_instances_reports_what_to_do(library: Path) -> None
         probe.becomes(A100 + ONE_G)
         made = await probe.read()
     [empty] = [gpu for gpu in inventory["gpus"] if gpu["uuid"] == "GPU-aaaa"]
+    assert {gpu["uuid"]: gpu["mig_mode"] for gpu in inventory["gpus"]} == {"GPU-aaaa": True, "GPU-bbbb": False}
     assert empty["health"] == "Unhealthy"
     assert "nvidia-smi mig -i 00000000:3B:00.0 -cgi" in empty["unhealthy_reason"]
     assert labels(made).keys() == {"GPU-bbbb", "MIG-1111"}
@@ -170,6 +176,13 @@ async def test_strategy_none_leaves_a_divided_gpu_out_of_service(library: Path) 
         inventory = await probe.read()
     assert labels(inventory) == {"GPU-aaaa": " Unhealthy", "GPU-bbbb": " Healthy"}
     assert "nvidia.mig_strategy" in inventory["gpus"][0]["unhealthy_reason"]
+
+
+async def test_a_gpu_that_knows_no_mig(library: Path) -> None:
+    """It is offered, and its mode is not known to be off."""
+    async with running_probe(library, A100.replace(" 40536 0 ", " 40536 2 ") + ONE_G, mig_minors=MINORS) as probe:
+        inventory = await probe.read()
+    assert {gpu["uuid"]: gpu["mig_mode"] for gpu in inventory["gpus"]}["GPU-bbbb"] is None
 
 
 async def test_use_is_sampled_per_instance(library: Path) -> None:

@@ -9,6 +9,7 @@
  *   hang_sample                      the same of nvmlDeviceGetUtilizationRates alone, which only samples ask
  *   count N
  *   card I UUID MINOR BUS_ID MEMORY_MIB MIG NAME...
+ *                                    MIG is 1 for its mode on, 0 for off, 2 where the card has none
  *   mig I NUMBER UUID GI CI MEMORY_MIB GI_SLICES CI_SLICES PROFILE
  *                                    a MIG instance of the GPU at index I, where its MIG is 1; PROFILE is the number of its
  *                                    GPU instance profile. Other lines name it by the index 1000 + 16 * I + NUMBER; error
@@ -393,8 +394,8 @@ int nvmlDeviceGetMigMode(device_t *device, unsigned *current, unsigned *pending)
 {
     card_t card = {0};
     int code = get_card(device, &card);
-    *current = *pending = card.mig;
-    return code;
+    *current = *pending = card.mig == 1;
+    return code == OK && card.mig > 1 ? NOT_SUPPORTED : code;
 }
 
 int nvmlDeviceGetMaxMigDeviceCount(device_t *device, unsigned *count)
@@ -443,7 +444,10 @@ int nvmlDeviceGetAttributes_v2(device_t *device, attributes_t *attributes)
 {
     mig_t mig = {0};
     int code = get_mig_of(device, &mig);
-    *attributes = (attributes_t){.gi_slices = mig.gi_slices, .ci_slices = mig.ci_slices, .memory_mib = mig.memory_mib};
+    *attributes = (attributes_t){
+        .gi_slices = mig.gi_slices, .ci_slices = mig.ci_slices, .memory_mib = mig.memory_mib,
+        .multiprocessors = 14 * mig.ci_slices, .copy_engines = mig.gi_slices, .decoders = mig.gi_slices / 2,
+        .encoders = 1, .jpeg = 2, .ofa = 3};
     return code;
 }
 

@@ -1,17 +1,19 @@
 """The labels of NVIDIA's GPU Feature Discovery, for clusters whose pods select by them and that do not run it. Pure.
 
-Source: k8s-device-plugin v0.20.0, internal/lm (resource.go, nvml.go, machine-type.go, timestamp.go): names, values, and
-what a text becomes. Not written: labels of MIG instances, `mig.capable`, vGPU and IMEX, which this agent does not read.
+Source: k8s-device-plugin v0.20.0, internal/lm (resource.go, nvml.go, mig-strategy.go, machine-type.go, timestamp.go): names,
+values, and what a text becomes. Not written: labels of vGPU and IMEX, which this agent does not read.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.gpus import Gpu, GpuInventory, MigPlace
+from gpushare_agent.model.isolation import Sharing
+from gpushare_agent.model.names import NVIDIA_MIG_PREFIX, SHARED_SUFFIX
+from gpushare_agent.model.units import ServedUnits
 
 PREFIX = "nvidia.com/"
 TIMESTAMP_LABEL = f"{PREFIX}gfd.timestamp"
@@ -23,52 +25,97 @@ _FAMILIES = {
     1: "tesla", 2: "fermi", 3: "kepler", 5: "maxwell", 6: "pascal", 9: "hopper", 10: "blackwell", 12: "blackwell",
     13: "rubin",
 }  # fmt: skip
+_INVALID = {f"{_GPU}.replicas": "0", f"{_GPU}.sharing-strategy": "", f"{_GPU}.memory": "0"}
+_ATTRIBUTES = {
+    "memory": "memory_mib", "multiprocessors": "multiprocessors", "slices.gi": "gi_slices", "slices.ci": "ci_slices",
+    "engines.copy": "copy_engines", "engines.decoder": "decoders", "engines.encoder": "encoders",
+    "engines.jpeg": "jpeg_engines", "engines.ofa": "ofa_engines",
+}  # fmt: skip
+"""Suffix of the label, and field of MigAttributes."""
 _MODES = {0x030000: "graphics", 0x030200: "compute"}
 """By PCI class: VGA controller, 3D controller."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replicas:
-    """How many containers share a GPU of nvidia.com/gpu: `strategy` is `time-slicing`, `mps` or `shares`."""
-
-    count: int = 1
-    strategy: str = "time-slicing"
-    is_renamed: bool = False
 
 
 def feature_labels(
     inventory: GpuInventory,
     *,
-    replicas: Callable[[Gpu], Replicas],
+    served: Callable[[Gpu], ServedUnits | None],
     mig_strategy: str,
     machine: str,
     pci_classes: Sequence[int],
     written_at: int,
 ) -> dict[str, str]:
-    """Of the most numerous model, where there are several. None while the driver names no GPU. `machine` is what DMI has,
-    `pci_classes` are those of the GPUs that have one, `written_at` is in seconds since the epoch."""
-    named = [gpu for gpu in inventory.gpus if gpu.name and gpu.memory_mib > 0]
-    if not named:
+    """Of the most numerous model, where there are several; of GPUs in MIG mode only where there are no others. None while
+    the driver names no GPU. `served` has what a GPU or MIG instance serves, `machine` is what DMI has, `pci_classes` are
+    those of the GPUs that have one, `written_at` is in seconds since the epoch."""
+    known = (gpu for gpu in (*inventory.gpus, *inventory.divided) if gpu.mig is None)
+    gpus = sorted((gpu for gpu in known if gpu.name and gpu.memory_mib > 0), key=lambda gpu: gpu.index)
+    if not gpus:
         return {}
-    counts = Counter(gpu.name for gpu in named)
-    gpu = min(named, key=lambda gpu: (-counts[gpu.name], gpu.name, gpu.index))
-    shared = replicas(gpu)
-    is_shared = shared.count > 1
-    suffix = "-SHARED" if is_shared and not shared.is_renamed else ""
-    labels = {
-        f"{_GPU}.product": sanitised(gpu.name)[: _MAX_CHARS - len(suffix)] + suffix,
-        f"{_GPU}.count": str(counts[gpu.name]),
-        f"{_GPU}.replicas": str(shared.count),
-        f"{_GPU}.sharing-strategy": shared.strategy if is_shared else "none",
+    counts = Counter(gpu.name for gpu in gpus)
+    whole = [gpu for gpu in gpus if not gpu.mig_mode]
+    gpu = min(whole or gpus, key=lambda gpu: (-counts[gpu.name], gpu.name, gpu.index))
+    units = served(gpu) if whole else None
+    is_mps = units is not None and units.terms.of > 1 and units.terms.sharing is Sharing.MPS
+    return {
+        **_resource(_GPU, [gpu.name], counts[gpu.name], units),
+        **({} if whole else {f"{_GPU}.replicas": "0"}),
         f"{_GPU}.memory": str(gpu.memory_mib),
         f"{_GPU}.machine": sanitised(machine.strip() or "unknown"),
         f"{_GPU}.mode": _MODES.get(pci_classes[0], "unknown") if len(set(pci_classes)) == 1 else "unknown",
-        f"{PREFIX}mps.capable": str(is_shared and shared.strategy == "mps").lower(),
+        f"{PREFIX}mps.capable": str(is_mps).lower(),
+        f"{PREFIX}mig.capable": str(any(gpu.mig_mode is not None for gpu in gpus)).lower(),
         TIMESTAMP_LABEL: str(written_at),
         **_architecture(gpu),
         **_versions(inventory),
+        **_of_strategy(mig_strategy, inventory, gpus, served),
     }
-    return labels if mig_strategy == "none" else {**labels, f"{PREFIX}mig.strategy": mig_strategy}
+
+
+def _resource(name: str, parts: Sequence[str], count: int, units: ServedUnits | None) -> dict[str, str]:
+    """`parts` make the product's name. The suffix -SHARED stays where the name is cut."""
+    shared = units if units is not None and units.terms.of > 1 else None
+    suffix = "-SHARED" if shared is not None and not shared.resource.endswith(SHARED_SUFFIX) else ""
+    model, *others = (sanitised(part) for part in parts)
+    end = "".join(f"-{part}" for part in others) + suffix
+    return {
+        f"{name}.product": model[: _MAX_CHARS - len(end)] + end,
+        f"{name}.count": str(count),
+        f"{name}.replicas": str(shared.terms.of if shared is not None else 1),
+        f"{name}.sharing-strategy": shared.terms.sharing.value if shared is not None else "none",
+    }
+
+
+def _of_strategy(
+    strategy: str, inventory: GpuInventory, gpus: Sequence[Gpu], served: Callable[[Gpu], ServedUnits | None]
+) -> dict[str, str]:
+    """With `single`, an instance is a nvidia.com/gpu: its labels are those of the GPUs, where all are divided into
+    instances of one profile; MIG-INVALID where only some are. With `mixed` each profile has labels of its own."""
+    if strategy == "none":
+        return {}
+    labels = {f"{PREFIX}mig.strategy": strategy}
+    by_profile: dict[str, list[tuple[Gpu, MigPlace]]] = {}
+    for gpu in inventory.gpus:
+        if gpu.mig is not None and not gpu.mig.is_gone:
+            by_profile.setdefault(gpu.mig.profile, []).append((gpu, gpu.mig))
+    models = {gpu.uuid: gpu.name for gpu in gpus}
+    divided = [gpu for gpu in gpus if gpu.mig_mode]
+    if strategy == "single" and divided:
+        parents = {place.parent for instances in by_profile.values() for _, place in instances}
+        if len(by_profile) != 1 or any(gpu.uuid not in parents for gpu in gpus):
+            return labels | _resource(_GPU, [divided[0].name, "MIG", "INVALID"], 0, None) | _INVALID
+    for profile, instances in sorted(by_profile.items()):
+        gpu, place = instances[0]
+        known_as = profile.replace("+", ".")
+        name = _GPU if strategy == "single" else NVIDIA_MIG_PREFIX + known_as
+        labels |= _resource(name, [models.get(place.parent, ""), "MIG", known_as], len(instances), served(gpu))
+        labels |= {f"{name}.{suffix}": str(value) for suffix, value in _attributes(place)}
+    return labels
+
+
+def _attributes(place: MigPlace) -> Iterator[tuple[str, int]]:
+    if place.attributes is not None:
+        yield from ((suffix, getattr(place.attributes, field)) for suffix, field in _ATTRIBUTES.items())
 
 
 def sanitised(text: str) -> str:

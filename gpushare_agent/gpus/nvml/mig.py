@@ -15,7 +15,7 @@ from typing import Any
 
 from gpushare_agent.gpus.nvml.session import NvmlSession
 from gpushare_agent.gpus.nvml.topology import text_of
-from gpushare_agent.model.gpus import Gpu, MigPlace
+from gpushare_agent.model.gpus import Gpu, MigAttributes, MigPlace
 from gpushare_agent.model.names import GpuUuid
 
 MINORS_FILE = Path("/proc/driver/nvidia-caps/mig-minors")
@@ -53,10 +53,10 @@ class FoundInstance:
     handle: Any
 
 
-def is_divided(session: NvmlSession, handle: Any) -> bool:
-    """Whether MIG mode is on; older GPUs and drivers know none. Raises DriverLostError."""
+def mig_mode(session: NvmlSession, handle: Any) -> bool | None:
+    """Whether MIG mode is on, None where the GPU or the driver knows none. Raises DriverLostError."""
     mode = session.ask("nvmlDeviceGetMigMode", handle)
-    return bool(mode is not None and mode[0])
+    return bool(mode[0]) if mode is not None else None
 
 
 def find_instances(session: NvmlSession, handle: Any) -> list[FoundInstance]:
@@ -79,8 +79,9 @@ def read_place(
     """Raises NVMLError."""
     gi = nvml.nvmlDeviceGetGpuInstanceId(found.handle)
     ci = nvml.nvmlDeviceGetComputeInstanceId(found.handle)
+    attributes = _attributes(nvml, found.handle)
     return MigPlace(
-        profile=_profile(session, nvml, found.handle, parent_handle, gi, parent.memory_mib),
+        profile=_profile(attributes, parent.memory_mib) + _suffix(session, nvml, parent_handle, gi),
         number=found.number,
         parent=parent.uuid,
         parent_index=parent.index,
@@ -88,6 +89,7 @@ def read_place(
         ci=ci,
         gi_cap=caps.get((parent.minor, gi, None)),
         ci_cap=caps.get((parent.minor, gi, ci)),
+        attributes=attributes,
     )
 
 
@@ -102,10 +104,25 @@ def read_cap_minors(path: Path) -> dict[tuple[int, int, int | None], int]:
     return {(int(gpu), int(gi), int(ci) if ci else None): int(minor) for gpu, gi, ci, minor in found}
 
 
-def _profile(session: NvmlSession, nvml: Any, handle: Any, parent_handle: Any, gi: int, parent_mib: int) -> str:
-    attributes = nvml.nvmlDeviceGetAttributes(handle)
-    slices, computes = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
-    name = f"{slices}g.{_gigabytes(attributes.memorySizeMB, parent_mib)}gb{_suffix(session, nvml, parent_handle, gi)}"
+def _attributes(nvml: Any, handle: Any) -> MigAttributes:
+    """Raises NVMLError."""
+    found = nvml.nvmlDeviceGetAttributes(handle)
+    return MigAttributes(
+        memory_mib=found.memorySizeMB,
+        gi_slices=found.gpuInstanceSliceCount,
+        ci_slices=found.computeInstanceSliceCount,
+        multiprocessors=found.multiprocessorCount,
+        copy_engines=found.sharedCopyEngineCount,
+        decoders=found.sharedDecoderCount,
+        encoders=found.sharedEncoderCount,
+        jpeg_engines=found.sharedJpegCount,
+        ofa_engines=found.sharedOfaCount,
+    )
+
+
+def _profile(attributes: MigAttributes, parent_mib: int) -> str:
+    slices, computes = attributes.gi_slices, attributes.ci_slices
+    name = f"{slices}g.{_gigabytes(attributes.memory_mib, parent_mib)}gb"
     return name if slices == computes else f"{computes}c.{name}"
 
 

@@ -21,7 +21,7 @@ from gpushare_agent.gpus.nvml.mig import (
     CapMinors,
     FoundInstance,
     find_instances,
-    is_divided,
+    mig_mode,
     read_cap_minors,
     read_place,
 )
@@ -152,13 +152,14 @@ class NvmlReader:
                 pcie_root=self._pcie_root(bus_id),
                 compute_capability=(capability[0], capability[1]) if capability is not None else None,
                 is_exclusive_process=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
+                mig_mode=mig_mode(self._session, handle),
             )
         except nvml.NVMLError as error:
             self._session.check_driver(error)
             blank = Gpu(index=index, minor=_UNKNOWN_MINOR, uuid=uuid, bus_id="", name="", memory_mib=0)
             return _unhealthy(known or blank, f"NVML: {error}")
         self._answering.add(uuid)
-        is_out = self._mig_minors is None and is_divided(self._session, handle)
+        is_out = self._mig_minors is None and gpu.mig_mode
         reason = _MIG_REASON if is_out else _repair_reason(self._session, nvml, handle)
         return _unhealthy(gpu, reason) if reason else gpu
 
@@ -171,7 +172,7 @@ class NvmlReader:
             if gpu.uuid not in self._answering:
                 continue
             divided.discard(gpu.uuid)
-            if not is_divided(self._session, gpu.handle):
+            if not parent.mig_mode:
                 continue
             instances = find_instances(self._session, gpu.handle)
             for instance in instances:
@@ -244,7 +245,9 @@ class NvmlReader:
         handles = {gpu.uuid: gpu.handle for gpu in found if self._answers_for_links(seen[gpu.uuid])}
         unnamed = {failure.nvml_index: failure.reason for failure in failures}
         for gpu in sorted(self._kept(seen), key=lambda gpu: gpu.mig is not None):  # instances after their GPUs
-            seen[gpu.uuid] = _unhealthy(gpu, self._why_missing(gpu, seen, unnamed))
+            is_gone = gpu.mig is not None and gpu.mig.parent in self._answering
+            kept = replace(gpu, mig=replace(gpu.mig, is_gone=True)) if gpu.mig is not None and is_gone else gpu
+            seen[gpu.uuid] = _unhealthy(kept, self._why_missing(gpu, seen, unnamed))
         gpus = sorted(seen.values(), key=lambda gpu: gpu.index)
         if self._opening_of_links != self._session.openings:
             self._topology.expire_links()

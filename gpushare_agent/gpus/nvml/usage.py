@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpushare_agent.gpus.nvml.calls import GpuLostError, NvmlCaller, UnsupportedCalls
-from gpushare_agent.gpus.nvml.mig import find_instances, is_divided
+from gpushare_agent.gpus.nvml.mig import find_instances, mig_mode
 from gpushare_agent.gpus.nvml.processes import GpuProcesses
 from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession
 from gpushare_agent.model.errors import Unavailable
@@ -107,7 +107,7 @@ class NvmlUsage:
         """Found anew in each round, for they come and go; GPUs that have some are taken out of `handles`."""
         instances: dict[GpuUuid, Any] = {}
         for uuid, handle in list(handles.items()):
-            found = find_instances(self._session, handle) if is_divided(self._session, handle) else []
+            found = find_instances(self._session, handle) if mig_mode(self._session, handle) else []
             if found:
                 del handles[uuid]
             instances |= {instance.uuid: instance.handle for instance in found}

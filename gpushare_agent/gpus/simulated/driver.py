@@ -70,6 +70,7 @@ class SimulatedDriver:
                     memory_mib=memory_mib,
                     numa_node=parsed.numa[index],
                     nvlinks=_nvlinks(parsed.links[index]),
+                    mig_mode=False,
                 )
                 for index, memory_mib in enumerate(memory)
             ),

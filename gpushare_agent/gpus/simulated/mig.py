@@ -10,14 +10,16 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, MigPlace
+from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, MigAttributes, MigPlace
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement.topology_tree import build_topology
 
-PROFILE = re.compile(r"(?:\dc\.)?\dg\.(\d{1,3})gb(?:[+-][a-z.]{2,6})?")
+PROFILE = re.compile(r"(?:(?P<ci>\d)c\.)?(?P<gi>\d)g\.(?P<gb>\d{1,3})gb(?:[+-][a-z.]{2,6})?")
 MAX_INSTANCES = 7
 """Of one GPU."""
+_MULTIPROCESSORS_PER_SLICE = 14
+"""As an A100 has."""
 
 _UUID_SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "simulated-mig.gpushare-agent")
 _GONE = "the MIG instance does not exist any more: its GPU was repartitioned while a container had it (simulated)"
@@ -35,12 +37,15 @@ class SimulatedInstances:
         if not profiles and not self._known:
             return inventory
         before, self._known = self._known, {}
+        modes = tuple(replace(gpu, mig_mode=gpu.index in profiles) for gpu in inventory.gpus)
+        inventory = replace(inventory, gpus=modes)
         for parent in inventory.gpus:
             for number, profile in enumerate(profiles.get(parent.index, ())):
                 self._add(_instance(parent, number, profile), before, len(inventory.gpus))
         for gpu in before.values():
             if gpu.uuid not in self._known and gpu.uuid in in_use:
-                self._known[gpu.uuid] = replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=_GONE)
+                mig = replace(gpu.mig, is_gone=True) if gpu.mig is not None else None
+                self._known[gpu.uuid] = replace(gpu, mig=mig, health=Health.UNHEALTHY, unhealthy_reason=_GONE)
         divided = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
         empty = {index for index, of_gpu in profiles.items() if not of_gpu}
         gpus = [
@@ -63,16 +68,23 @@ class SimulatedInstances:
 
 def _instance(parent: Gpu, number: int, profile: str) -> Gpu:
     size = PROFILE.fullmatch(profile)
+    memory_mib = int(size["gb"]) * 1024 if size else 0
+    gi_slices = int(size["gi"]) if size else 0
+    ci_slices = int(size["ci"] or gi_slices) if size else 0
     own = uuid.uuid5(_UUID_SPACE, f"{parent.uuid}/{number}/{profile}")
     return replace(
         parent,
         uuid=GpuUuid(f"MIG-{own}"),
         name=f"{parent.name} MIG {profile}",
-        memory_mib=int(size[1]) * 1024 if size else 0,
+        memory_mib=memory_mib,
         nvlinks=(),
         mig=MigPlace(
             profile=profile, number=number, parent=parent.uuid, parent_index=parent.index, gi=number + 1, ci=0,
             gi_cap=9 * (number + 1) + 3, ci_cap=9 * (number + 1) + 4,
+            attributes=MigAttributes(
+                memory_mib=memory_mib, gi_slices=gi_slices, ci_slices=ci_slices,
+                multiprocessors=_MULTIPROCESSORS_PER_SLICE * ci_slices, copy_engines=gi_slices,
+            ),
         ),
     )  # fmt: skip
 
