@@ -141,7 +141,8 @@ def _value(action: argparse.Action) -> str:
     return str(name)
 
 
-def _chart() -> ModuleType:
+def chart_table() -> ModuleType:
+    """charts/values_table.py."""
     spec = importlib.util.spec_from_file_location("values_table", ROOT / "charts/values_table.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -166,7 +167,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/reference/settings.md": lambda _: markdown(),
     "docs/reference/metrics.md": _filled,
     "docs/reference/cli.md": _filled,
-    "charts/gpushare-agent/README.md": lambda text: str(_chart().readme_with_table(text)),
+    "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
 }
 """What each page is, made of its present text."""
 

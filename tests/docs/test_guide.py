@@ -15,6 +15,7 @@ from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.usage import ContainerUse, UsageRound
 from gpushare_agent.observability.usage_history import UsageHistory
 from gpushare_agent.settings.reference import all_keys
+from tests.docs.generated import chart_table
 from tests.support_deadline import DEADLINE_S
 from tests.support_usage import UUIDS, allocation, key_of
 
@@ -64,14 +65,14 @@ def test_a_pages_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_pages_commands_files_and_settings_exist(page: Path) -> None:
-    """Whoever types a line of the guide gets no usage error."""
+    """Whoever types a line of the guide gets no usage error. A name with a dot is a setting or a value of the chart."""
     text = text_of(page)
     commands = {command.name for command in COMMANDS}
     for name in re.findall(r"(?:-- |bin/|`|^)gpushare-agent ([a-z-]+)", text, flags=re.M):
         assert name in commands, name
     for path in re.findall(r"\b(manifests/[A-Za-z0-9_./-]*[A-Za-z0-9_-])", text):
         assert path.startswith(OWN_KUSTOMIZATION) or (ROOT / path).exists(), path
-    keys = {key.name for key in all_keys()}
+    keys = {key.name for key in all_keys()} | {name for name, _, _ in chart_table().rows()}
     sections = {key.partition(".")[0] for key in keys}
     for name in re.findall(r"`([a-z_]+\.[a-z_]+)(?:: [^`]*)?`", text):
         is_ours = name.partition(".")[0] in sections and not page.name.startswith("migrate-from-")
