@@ -52,7 +52,8 @@ def rows() -> Iterator[tuple[str, str, str]]:
     texts = comments(text)
     for name, value in defaults(yaml.safe_load(text)):
         shown = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()
-        yield name, f"`{shown.removesuffix('...').strip()}`", texts[name]
+        linked = re.sub(r"docs/([a-z-]+/([a-z-]+\.md))", r"[\2](../../docs/\1)", texts[name])
+        yield name, f"`{shown.removesuffix('...').strip()}`", linked
 
 
 def table() -> str:
