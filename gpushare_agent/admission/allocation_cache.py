@@ -15,7 +15,7 @@ containers see: the greater of what is booked and of the IDs that the kubelet ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import TypeVar
@@ -25,7 +25,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedSh
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid, gpu_of
 from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.model.units import terms_of
+from gpushare_agent.model.units import parts_of
 
 K = TypeVar("K", GpuUuid, DeviceId)
 
@@ -88,11 +88,10 @@ class AllocationCache:
         own = frozenset({allocation.key})
         for kind, ids in _ids(allocation):
             holders = self._holders[kind]
+            self._count(kind, [device for device in ids if device not in holders], 1)
             for device in ids:
                 others = holders.get(device)
                 holders[device] = own if others is None else others | own
-                if others is None and kind.binds_gpu:
-                    self._count(kind, device, 1)
         self._charge(allocation, 1)
         self._changed(old, allocation)
 
@@ -243,22 +242,24 @@ class AllocationCache:
             new = self._allocations[key] = replace(allocation, granted=granted)
         self._changed(allocation, new)
 
-    def _count(self, kind: ResourceKind, device: DeviceId, by: int) -> None:
-        gpu = gpu_of(device)
-        _add(self._on_gpu[kind], gpu, by)
+    def _count(self, kind: ResourceKind, devices: Sequence[DeviceId], by: int) -> None:
+        if not kind.binds_gpu:
+            return
+        for device in devices:
+            _add(self._on_gpu[kind], gpu_of(device), by)
         if kind is ResourceKind.GPU:
-            part = self._parts.get(gpu, Fraction(0)) + by * terms_of(device).part
-            self._parts[gpu] = part
-            if not part:
-                del self._parts[gpu]
+            for gpu, part in parts_of(devices).items():
+                self._parts[gpu] = self._parts.get(gpu, Fraction(0)) + by * part
+                if not self._parts[gpu]:
+                    del self._parts[gpu]
 
     def used_parts(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, Fraction]:
         """Of each GPU that units under NVIDIA's names have, less what only `without` has."""
         used = dict(self._parts)
         left_out = self._allocations.get(without) if without is not None else None
-        for device in left_out.gpu_ids if left_out is not None else ():
-            if len(self._holders[ResourceKind.GPU][device]) == 1:
-                used[gpu_of(device)] -= terms_of(device).part
+        own = left_out.gpu_ids if left_out is not None else ()
+        for gpu, part in parts_of(d for d in own if len(self._holders[ResourceKind.GPU][d]) == 1).items():
+            used[gpu] -= part
         return {gpu: part for gpu, part in used.items() if part}
 
     def _charge(self, allocation: Allocation, by: int) -> None:
@@ -287,8 +288,7 @@ class AllocationCache:
                     holders[device] = left
                     continue
                 del holders[device]
-                if kind.binds_gpu:
-                    self._count(kind, device, -1)
+            self._count(kind, [device for device in ids if device not in holders], -1)
         self._charge(old, -1)
         return old
 

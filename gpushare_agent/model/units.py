@@ -6,6 +6,7 @@ inside the agent: replica 2 of 4, limited by the node's isolation. A container k
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -149,7 +150,6 @@ def terms_of(device: str) -> UnitTerms:
 def parts_of(units: Iterable[DeviceId]) -> dict[GpuUuid, Fraction]:
     """How much of each GPU these units are."""
     parts: dict[GpuUuid, Fraction] = {}
-    for device in units:
-        gpu = gpu_of(device)
-        parts[gpu] = parts.get(gpu, Fraction(0)) + terms_of(device).part
+    for (gpu, suffix), count in Counter((gpu_of(device), unit_suffix(device)) for device in units).items():
+        parts[gpu] = parts.get(gpu, Fraction(0)) + count * _terms(suffix).part
     return parts

@@ -262,21 +262,14 @@ def _check_ids(
             detail=f"{_who(target)} asks for {wanted} {resource}, but {len(ids)} device IDs were "
             f"allocated ({len(set(ids))} distinct). Delete the pod and create it again.",
         )
-    gpus = ledger.inventory.by_uuid()
-    for device in ids:
-        split = split_device_id(device)
-        gpu = gpus.get(split[0]) if split is not None else None
-        if kind is ResourceKind.GPU:
-            is_known = units.is_known(target, device, ledger, policy.names)
-        else:
-            is_known = split is not None and gpu is not None and split[1] < policy.names.units(gpu, kind)
-        if not is_known:
-            return Refused(
-                reason=RefusalReason.UNKNOWN_DEVICE,
-                detail=f"{_who(target)}: device ID {device[:80]!r} of {resource} names no GPU of this "
-                "node. The GPUs may have changed since they were reported to the kubelet; they are reported again now. "
-                "Create the pod again.",
-            )
+    unknown = _unknown_id(target, kind, ids, ledger, policy.names)
+    if unknown is not None:
+        return Refused(
+            reason=RefusalReason.UNKNOWN_DEVICE,
+            detail=f"{_who(target)}: device ID {unknown[:80]!r} of {resource} names no GPU of this "
+            "node. The GPUs may have changed since they were reported to the kubelet; they are reported again now. "
+            "Create the pod again.",
+        )
     free = free_ids(target, kind, ids, ledger)
     if len(free) < len(ids):
         taken = sorted(set(ids) - set(free))
@@ -285,6 +278,20 @@ def _check_ids(
             detail=f"{_who(target)}: the kubelet allocated {len(taken)} device ID(s) that another container still "
             f"has (first: {taken[0]}). Nothing was allocated twice. Create the pod again.",
         )
+    return None
+
+
+def _unknown_id(
+    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, names: ResourceNames
+) -> str | None:
+    if kind is ResourceKind.GPU:
+        return units.unknown_unit(target, ids, ledger, names)
+    gpus = ledger.inventory.by_uuid()
+    for device in ids:
+        split = split_device_id(device)
+        gpu = gpus.get(split[0]) if split is not None else None
+        if split is None or gpu is None or split[1] >= names.units(gpu, kind):
+            return device
     return None
 
 

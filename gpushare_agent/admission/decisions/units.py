@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
+from heapq import heapify, heappop, heapreplace
 
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, gpu_accounts, must_gpus
@@ -48,20 +49,26 @@ def plan_units(
         return _plan_whole(
             offer, by_gpu, ledger, policy, gpus, must_gpus(target, offer, ledger, ResourceKind.GPU), must
         )
-    allocated = {uuid: served[uuid].terms.of - len(ids) for uuid, ids in by_gpu.items()}
     room = {uuid: account.free_part for uuid, account in usable.items() if not account.is_full}
     for uuid, part in parts_of(must).items():
         room[uuid] = room.get(uuid, Fraction(0)) - part
-    chosen = list(must)
+    chosen, sign = list(must), -1 if policy.names.nvidia.is_packed else 1
+    fitting = {uuid: ids[: max(0, int(room.get(uuid, 0) * terms_of(ids[0]).of))] for uuid, ids in by_gpu.items()}
+    queue = [
+        (sign * (served[uuid].terms.of - len(by_gpu[uuid])), usable[uuid].index, ids[::-1])
+        for uuid, ids in fitting.items()
+        if ids
+    ]
+    heapify(queue)
     while len(chosen) < offer.size:
-        fitting = [uuid for uuid, ids in by_gpu.items() if ids and room.get(uuid, 0) >= terms_of(ids[0]).part]
-        if not fitting:
+        if not queue:
             return _no_room(offer.size, len(chosen), served, gpus)
-        sign = -1 if policy.names.nvidia.is_packed else 1
-        uuid = min(fitting, key=lambda uuid: (sign * allocated[uuid], usable[uuid].index))
-        chosen.append(device := by_gpu[uuid].pop(0))
-        room[uuid] -= terms_of(device).part
-        allocated[uuid] += 1
+        order, index, ids = queue[0]
+        chosen.append(ids.pop())
+        if ids:
+            heapreplace(queue, (order + sign, index, ids))
+        else:
+            heappop(queue)
     named = tuple(sorted({gpu_of(device) for device in chosen}, key=lambda uuid: _index(uuid, gpus)))
     which = "fullest" if policy.names.nvidia.is_packed else "emptiest"
     why = f"GPU {', '.join(str(_index(uuid, gpus)) for uuid in named)}: replicas go to the {which} GPU with room"
@@ -92,18 +99,20 @@ def check_units(target: Target, ids: Sequence[str], ledger: Ledger, policy: Poli
     return tuple(sorted(parts, key=lambda uuid: accounts[uuid].index))
 
 
-def is_known(target: Target, device: str, ledger: Ledger, names: ResourceNames) -> bool:
-    """The device is a unit of a GPU that serves the resource, be it on the terms of before: the kubelet may have begun the
-    admission before it had the new list. Or an init container of the pod, or the container itself, was given it."""
-    resource = names.name_in(target.container, ResourceKind.GPU)
-    split = split_device_id(device)
-    gpu = ledger.inventory.by_uuid().get(split[0]) if split is not None else None
-    if gpu is None:
-        return False
-    found = names.nvidia.served(gpu)
-    if split is not None and found is not None and found.resource == resource and split[1] < terms_of(device).of:
-        return True
-    return any(key.pod_uid == target.pod.uid for key in ledger.holders[ResourceKind.GPU].get(DeviceId(device), ()))
+def unknown_unit(target: Target, ids: Sequence[str], ledger: Ledger, names: ResourceNames) -> str | None:
+    """The first that is no unit of a GPU that serves the resource, be it on the terms of before: the kubelet may have begun
+    the admission before it had the new list. What a container of the pod has is one."""
+    served = served_units(ledger, names, names.name_in(target.container, ResourceKind.GPU))
+    present, holders = ledger.inventory.by_uuid(), ledger.holders[ResourceKind.GPU]
+    for device in ids:
+        split = split_device_id(device)
+        if split is None or split[0] not in present:
+            return device
+        if split[0] in served and split[1] < terms_of(device).of:
+            continue
+        if all(key.pod_uid != target.pod.uid for key in holders.get(DeviceId(device), ())):
+            return device
+    return None
 
 
 def served_units(ledger: Ledger, names: ResourceNames, resource: str) -> dict[GpuUuid, ServedUnits]:
