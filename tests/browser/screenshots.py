@@ -28,7 +28,7 @@ SPEED = 40
 HISTORY_S = 900.0
 SAMPLE_S = 0.1
 PODS = (
-    ("research", "train-two-cards", 200, 0),
+    ("research", "train-two-gpus", 200, 0),
     ("nlp", "chat-70b", 100, 0),
     ("vision", "detector", 30, 32),
     ("vision", "segmenter", 40, 48),

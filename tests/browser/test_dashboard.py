@@ -112,12 +112,13 @@ async def test_what_is_shown_is_what_is_in_the_json() -> None:
         document = await scene.document()
         gpus, rows = await browser.script(GPUS), await browser.script(ROWS)
 
+        gpus.sort(key=lambda one: int(one["title"].split()[1]))  # those in use stand before the free ones
         assert [(one["uuid"], one["title"]) for one in gpus] == [
             (gpu["uuid"], f"GPU {gpu['index']}") for gpu in document["cards"]
         ]
         for shown, gpu in zip(gpus, document["cards"], strict=True):
             assert shown["badge"] == "✓ Healthy"
-            assert shown["values"][0].startswith(f"{gpu['cores']['allocated']} of 100 cores allocated · ")
+            assert shown["values"][0].startswith(f"{gpu['cores']['allocated']}/100 cores allocated · ")
             assert shown["values"][0].endswith(f" · {round(gpu['usage']['sm_ratio'] * 100)} % in use")
             own = [
                 (one["pod"], allocated)
@@ -142,8 +143,8 @@ async def test_what_is_shown_is_what_is_in_the_json() -> None:
             used = sum(allocated["usage"]["sm_ratio"] for allocated in one["cards"]) * 100
             assert row["Namespace"] == "default"
             assert row["GPU"] == ", ".join(f"GPU {allocated['index']}" for allocated in one["cards"])
-            assert row["Cores"] == str(one["cores"])
-            assert float(row["Compute in use"].split(" of ")[0]) == pytest.approx(used, abs=0.5)
+            assert row["GPU cores"] == str(one["cores"])
+            assert float(row["GPU cores in use"].split("/")[0]) == pytest.approx(used, abs=0.5)
             assert float(row["Memory"].split()[0]) == pytest.approx(one["memory_bytes"] / GIB, abs=0.01)
             assert row["State"] == "Running"
 

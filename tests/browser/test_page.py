@@ -111,9 +111,9 @@ async def test_a_bar_has_its_numbers_as_text() -> None:
         compute, memory = await browser.script(
             "return [...document.querySelectorAll('.gpu .bar')].slice(0, 2).map((bar) => bar.ariaLabel)"
         )
-    assert compute.startswith("Compute: 5 of 100 cores allocated")
+    assert compute.startswith("Compute: 5/100 cores allocated")
     assert "1: team-a/inference-000 (main), " in compute
-    assert "of 5 cores" in compute
+    assert "/5 cores" in compute
     assert compute.endswith("Free: 95 cores.")
     assert "Free: 76 GiB. Processes of no container here: 800 MiB." in memory
 
@@ -173,7 +173,7 @@ async def test_the_keyboard_works_everything() -> None:
         rows = await browser.script(
             "return [...document.querySelectorAll('#decisions tbody tr')].map((row) => row.textContent)"
         )
-        assert rows[0] == "GPU 040 cores19.5 of 80 GiBlacks 60 cores"
+        assert rows[0] == "GPU 040/10019.5 of 80 GiBlacks 60 cores"
 
 
 async def test_the_chosen_theme_is_kept_and_wins_over_the_systems() -> None:
@@ -187,7 +187,7 @@ async def test_the_chosen_theme_is_kept_and_wins_over_the_systems() -> None:
         assert await browser.script("return document.documentElement.dataset.theme ?? null") is None
 
 
-@pytest.mark.parametrize("width", [360, 800, 1280, 1920])
+@pytest.mark.parametrize("width", [360, 800, 900, 1280, 1400, 1920])
 async def test_nothing_is_wider_than_the_window(width: int) -> None:
     """The page itself never scrolls sideways, and no text of a GPU is cut off."""
     async with opened(varied_node(containers=40), width=width) as (browser, _):
@@ -198,6 +198,84 @@ async def test_nothing_is_wider_than_the_window(width: int) -> None:
             " one.scrollWidth > one.clientWidth + 1).map(nameOf)"
         )
         assert cut == []
+
+
+@pytest.mark.parametrize("width", [400, 900, 1400])
+async def test_each_width_shows_everything(width: int) -> None:
+    """Rows of tiles are full, the table and the topology are not clipped, no name is cut, and the state stays in sight."""
+    async with opened(SampleNode(gpus=8, containers=12), width=width) as (browser, _):
+        tiles = await browser.script(
+            "return [...document.querySelectorAll('.tile')].map((one) => one.getBoundingClientRect().top)"
+        )
+        assert len({tiles.count(top) for top in tiles}) == 1
+        clipped = await browser.script(
+            "return [...document.querySelectorAll('#containers-table, #topology, #topology > *, .gpu-name, .legend-name')]"
+            ".filter((one) => one.checkVisibility() && one.scrollWidth > one.clientWidth + 1 && one.clientWidth).map(nameOf)"
+        )
+        assert clipped == []
+        await browser.script("scrollTo(0, document.documentElement.scrollHeight)")
+        assert await browser.wait("scrollY > 300")
+        assert await browser.script("return document.querySelector('#live').getBoundingClientRect().top") >= 0
+
+
+async def test_a_narrow_window_has_the_topology_as_a_list() -> None:
+    """Every GPU under its switches, and what is wrong with it."""
+    async with opened(varied_node(), width=400) as (browser, _):
+        assert not await browser.script("return document.querySelector('svg.topology').checkVisibility()")
+        lines = (await browser.script("return document.querySelector('.outline').innerText")).splitlines()
+        assert [line for line in lines if line.startswith("GPU")] == [
+            "GPU 0",
+            "GPU 1 ‖ cordoned",
+            "GPU 2 ✕ unhealthy",
+            "GPU 3",
+        ]
+
+
+async def test_a_free_gpu_takes_little_room() -> None:
+    """It is drawn smaller, behind those in use, without bars and curves, and grows once a container has some of it."""
+    node = SampleNode(gpus=16, containers=2)
+    async with opened(node, width=1400) as (browser, served):
+        titles = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
+        assert await browser.script(titles, "#gpus h3") == ["GPU 0", "GPU 1"]
+        assert len(await browser.script(titles, "#gpus-free h3")) == 14
+        free_text = await browser.script("return document.querySelector('#gpus-free').innerText")
+        assert free_text.count("Free: 100 cores") == 14
+        used, free = await browser.script(
+            "return ['#gpus', '#gpus-free'].map((one) => document.querySelector(`${one} .gpu`).offsetHeight)"
+        )
+        assert free < used / 2
+        node.containers = 3
+        served.stream.changed()
+        await browser.wait("document.querySelectorAll('#gpus h3').length === 3")
+
+
+async def test_a_filter_without_a_match_is_answered() -> None:
+    """With what was looked for; the table comes back with the text gone."""
+    async with opened(varied_node()) as (browser, _):
+        await browser.script("document.querySelector('#filter').focus()")
+        await browser.press(*"<b>x")
+        text = await browser.script("return document.querySelector('#containers-unmatched').innerText")
+        assert text == "No container has “<b>x” in its pod, namespace, GPU, isolation or state."
+        assert not await browser.script("return document.querySelector('#containers-table').checkVisibility()")
+        await browser.press(*["\ue003"] * 4)
+        assert await browser.script("return document.querySelector('#containers-table').checkVisibility()")
+        assert not await browser.script("return document.querySelector('#containers-unmatched').checkVisibility()")
+
+
+async def test_a_container_on_a_failed_gpu_is_marked() -> None:
+    """In its row, in words and colour, from the moment on which the GPU fails until it is back."""
+    node = SampleNode(gpus=2, containers=2)
+    states = (
+        "[...document.querySelectorAll('tbody .state')].map((one) => `${one.textContent} ${one.dataset.state}`).join()"
+    )
+    async with opened(node) as (browser, served):
+        assert await browser.script(f"return {states}") == "Running Running,Running Running"
+        node.unhealthy[1] = ILL
+        served.stream.changed()
+        await browser.wait(f"{states} === 'Running Running,Running, GPU 1 unhealthy Failed'")
+        node.unhealthy.clear()
+        served.stream.changed()
+        await browser.wait(f"{states} === 'Running Running,Running Running'")
 
 
 HEALTH = """return [...document.querySelectorAll('article.gpu')].map((gpu) => ['.badge', '.reason'].map((kind) =>
@@ -337,9 +415,11 @@ async def test_a_lost_connection_is_reported_and_mended() -> None:
             await drawn(browser)
             await browser.wait("document.querySelector('#live').dataset.state === 'good'")
         await browser.wait("document.querySelector('#live').textContent.includes('No contact for')")
+        assert not await browser.script("return document.querySelector('#ready').checkVisibility()")
         node.containers = 3
         async with served_node(node, port=port):
             await browser.wait("document.querySelector('#live').dataset.state === 'good'")
+            await browser.wait("document.querySelector('#ready').checkVisibility()")
             assert await browser.script("return document.querySelectorAll('tbody tr[data-key]').length") == 3
 
 
@@ -368,3 +448,29 @@ async def test_the_curve_is_the_agents_past() -> None:
     assert path.count("M") == 2
     assert path.endswith("300.0 29.5")
     assert label == "Last 15 minutes. SM use: now 25 %, mean 58 %, most 100 %. Memory: not known."
+
+
+async def test_the_curve_has_scales_and_the_values_under_the_pointer() -> None:
+    """Percent at the side, minutes below, and at the pointer the moment with both values."""
+    past: dict[str, Any] = {
+        "at": None,
+        "step_seconds": 5.0,
+        "cards": {uuid_of(0): {"sm_ratio": [0.25] * 90 + [0.75] * 90, "memory_used_bytes": [0] * 180}},
+        "containers": {},
+    }
+    node = SampleNode(gpus=1, containers=1)
+    async with served_node(node, history=FakeHistory(past), sample_period_s=60.0) as served, open_browser() as browser:
+        await browser.open(served.url)
+        await browser.wait("document.querySelector('.curve-sm').getAttribute('d')")
+        ticks = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
+        assert await browser.script(ticks, ".ticks-y span") == ["100 %", "50", "0"]
+        assert await browser.script(ticks, ".ticks-x span") == ["−15 min", "10", "5", "now"]
+        point = (
+            "const box = document.querySelector('.curve').getBoundingClientRect();"
+            "document.querySelector('.plot').dispatchEvent(new PointerEvent(arguments[0],"
+            " {clientX: box.left + box.width * arguments[1], clientY: box.top + 5}));"
+            "return document.querySelector('.curve-values').textContent"
+        )
+        assert await browser.script(point, "pointermove", 0.3) == "10 min ago: 25 %, memory 0 %"
+        assert await browser.script(point, "pointermove", 1) == "now: 75 %, memory 0 %"
+        assert await browser.script(point, "pointerleave", 0) == ""

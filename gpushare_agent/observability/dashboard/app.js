@@ -5,6 +5,7 @@ import { ContainerTable } from "./containers.js";
 import { Decisions } from "./decisions.js";
 import { arrange, byId, h, set, write } from "./dom.js";
 import { compareTexts } from "./format.js";
+import { isIll } from "./health.js";
 import { History } from "./history.js";
 import { Hues } from "./hues.js";
 import { Store } from "./store.js";
@@ -22,6 +23,7 @@ const table = new ContainerTable(store);
 const decisions = new Decisions(store);
 const topology = new TopologyView(store);
 const history = new History(store);
+const ill = new Set(); // uuids of the GPUs whose containers' rows say that it failed
 let inOrder = new Map(); // key -> container, by namespace, pod and container
 
 function draw(changed) {
@@ -30,6 +32,7 @@ function draw(changed) {
     inOrder = sorted();
     for (const key of hues.update(inOrder)) recoloured(key, changed);
   }
+  for (const uuid of changed.gpus) checkHealth(uuid, changed);
   summary.draw();
   drawGpus(everything ? null : new Set([...changed.gpus, ...changed.shares]));
   table.draw(everything ? null : changed.containers, changed.used, hues);
@@ -48,6 +51,14 @@ function recoloured(key, changed) {
   for (const { uuid } of store.containers.get(key).cards) changed.shares.add(uuid);
 }
 
+/** A GPU that failed, or works again, changes the rows of its containers. */
+function checkHealth(uuid, changed) {
+  const gpu = store.gpus.get(uuid);
+  if (!gpu || ill.has(uuid) === isIll(gpu)) return;
+  if (!ill.delete(uuid)) ill.add(uuid);
+  for (const [key, container] of store.containers) if (container.cards.some((share) => share.uuid === uuid)) changed.containers.add(key);
+}
+
 function sorted() {
   const order = (one) => `${one.namespace}/${one.pod}/${one.container}`;
   return new Map([...store.containers].sort(([, one], [, two]) => compareTexts(order(one), order(two))));
@@ -59,10 +70,13 @@ function drawGpus(uuids) {
   if (!uuids) {
     for (const uuid of views.keys()) if (!store.gpus.has(uuid)) views.delete(uuid);
     for (const gpu of gpus) if (!views.has(gpu.uuid)) views.set(gpu.uuid, new GpuView());
-    arrange(byId("gpus"), gpus.map((gpu) => views.get(gpu.uuid).element));
   }
   set(document.body, "data-many", store.containers.size > MANY);
   const on = containersByGpu();
+  const isFree = (gpu) => !on.has(gpu.uuid) && !(gpu.strangers_count ?? gpu.strangers.length);
+  const elements = (some) => some.map((gpu) => views.get(gpu.uuid).element);
+  arrange(byId("gpus"), elements(gpus.filter((gpu) => views.has(gpu.uuid) && !isFree(gpu))));
+  arrange(byId("gpus-free"), elements(gpus.filter((gpu) => views.has(gpu.uuid) && isFree(gpu))));
   for (const gpu of gpus) if (!uuids || uuids.has(gpu.uuid)) views.get(gpu.uuid)?.draw(gpu, on.get(gpu.uuid) ?? [], hues);
 }
 

@@ -2,6 +2,7 @@
 
 import { arrange, byId, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
+import { isIll } from "./health.js";
 
 const RESORT_MS = 5000;
 
@@ -19,8 +20,8 @@ const COLUMNS = [
   { id: "pod", name: "Pod", value: (one) => one.pod },
   { id: "container", name: "Container", value: (one) => one.container },
   { id: "gpu", name: "GPU", value: (one) => one.cards.map((share) => String(share.index).padStart(3, "0")).join(" ") },
-  { id: "cores", name: "Cores", value: (one) => one.cores, isNumber: true },
-  { id: "compute", name: "Compute in use", value: usedCores, isLive: true },
+  { id: "cores", name: "GPU cores", value: (one) => one.cores, isNumber: true },
+  { id: "compute", name: "GPU cores in use", value: usedCores, isLive: true },
   { id: "memory", name: "Memory", value: (one) => one.memory_bytes, isNumber: true },
   { id: "used", name: "Memory in use", value: usedMemory, isLive: true },
   { id: "isolation", name: "Isolation", value: (one) => one.isolation },
@@ -71,7 +72,7 @@ export class ContainerTable {
   draw(keys, used, hues) {
     const { containers } = this.store;
     for (const key of this.rows.keys()) if (!containers.has(key)) this.rows.delete(key);
-    for (const key of keys ?? containers.keys()) if (containers.has(key)) this.#row(key).draw(containers.get(key), hues.of(key), this.store.node.agent.not_kept_texts ?? {});
+    for (const key of keys ?? containers.keys()) if (containers.has(key)) this.#row(key).draw(containers.get(key), hues.of(key), this.store);
     if (keys) for (const key of used) if (this.rows.has(key)) this.rows.get(key).drawUse(containers.get(key));
     if (!keys || keys.size) this.arrange();
     else this.#sortAgain();
@@ -98,7 +99,10 @@ export class ContainerTable {
     const all = this.store.containers.size;
     const count = format.count(all, "container", "containers");
     write(byId("containers-count"), this.filter ? `${shown.length} of ${count}` : all ? count : "");
-    byId("containers-table").hidden = !all;
+    byId("containers-table").hidden = !shown.length;
+    const none = byId("containers-unmatched");
+    none.hidden = shown.length > 0 || !all;
+    write(none, `No container has “${this.filter}” in its pod, namespace, GPU, isolation or state.`);
   }
 }
 
@@ -117,7 +121,7 @@ class Row {
     this.cells = COLUMNS.map((column) => h(column.id === "pod" ? "th" : "td", {
       class: `col-${column.id}`, "data-label": column.name, "data-number": column.isNumber, scope: column.id === "pod" ? "row" : null,
     }));
-    this.meters = { compute: makeMeter("Compute in use"), used: makeMeter("Memory in use") };
+    this.meters = { compute: makeMeter("GPU cores in use"), used: makeMeter("Memory in use") };
     this.element = h("tr", {}, this.cells);
     this.#cell("compute").append(...this.meters.compute.parts);
     this.#cell("used").append(...this.meters.used.parts);
@@ -131,7 +135,8 @@ class Row {
     return this.cells[COLUMNS.findIndex((column) => column.id === id)];
   }
 
-  draw(container, hue, texts) {
+  draw(container, hue, { gpus, node }) {
+    const ill = container.cards.filter((share) => gpus.has(share.uuid) && isIll(gpus.get(share.uuid))).map((share) => share.index);
     set(this.element, "class", `hue-${hue}`);
     set(this.element, "data-key", `${container.pod_uid}/${container.container}`);
     write(this.#cell("namespace"), container.namespace);
@@ -141,10 +146,10 @@ class Row {
     write(this.#cell("gpu"), format.gpuNames(container.cards.map((share) => share.index)) || "not on a GPU here");
     write(this.#cell("cores"), container.core_limit ? `${container.cores}, up to ${container.core_limit}` : container.cores);
     write(this.#cell("memory"), format.bytes(container.memory_bytes));
-    this.#drawIsolation(container, texts);
-    write(this.state, container.phase);
-    set(this.state, "data-state", container.phase);
-    this.text = [container.namespace, container.pod, container.container, this.#cell("gpu").textContent, this.isolation.name.textContent, this.isolation.by.textContent, container.phase].join("\n").toLowerCase();
+    this.#drawIsolation(container, node.agent.not_kept_texts ?? {});
+    write(this.state, ill.length ? `${container.phase}, ${format.gpuNames(ill)} unhealthy` : container.phase);
+    set(this.state, "data-state", ill.length ? "Failed" : container.phase);
+    this.text = [container.namespace, container.pod, container.container, this.#cell("gpu").textContent, this.isolation.name.textContent, this.isolation.by.textContent, this.state.textContent].join("\n").toLowerCase();
     this.drawUse(container);
   }
 

@@ -75,19 +75,19 @@ function requestText(decision) {
   const hint = request.hint.length ? `, hint ${format.gpuNames(request.hint)}` : "";
   const how = policy ? ` Placed by: ${policy}.` : "";
   const memory = request.memory_bytes ? ` and ${format.bytes(request.memory_bytes)}` : "";
-  return `Requested: ${format.cores(request.cores)}${memory}${hint}.${how}`;
+  return `Requested: ${request.cores} GPU cores${memory}${hint}.${how}`;
 }
 
 function candidates(decision) {
   const rows = decision.candidates.map((one) => h("tr", { "data-chosen": one.is_chosen },
     h("th", { scope: "row" }, `GPU ${one.index}`),
-    h("td", { "data-number": true }, format.cores(one.free_cores)),
+    h("td", { "data-number": true }, `${one.free_cores}/100`),
     h("td", { "data-number": true }, format.bytesOf(one.free_memory_bytes, one.total_memory_bytes)),
     h("td", {}, one.is_chosen ? `✓ ${one.verdict}` : one.verdict)));
   return h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "The GPUs at that time" },
     h("table", { class: "candidates" },
       h("caption", {}, "The GPUs at that time"),
-      h("thead", {}, h("tr", {}, ["GPU", "Free cores", "Free memory", "Verdict"].map((name, place) =>
+      h("thead", {}, h("tr", {}, ["GPU", "GPU cores free", "Memory free", "Verdict"].map((name, place) =>
         h("th", { scope: "col", "data-number": place === 1 || place === 2 }, name)))),
       h("tbody", {}, rows)));
 }

@@ -30,12 +30,13 @@ export function percent(ratio) {
   return ratio === null || ratio === undefined ? UNKNOWN : `${Math.round(ratio * 100)} %`;
 }
 
-/** `2.7 of 5 cores`. */
+/** `2.7/5 cores`: hundredths of one GPU, or of several together. */
 export function coresOf(used, limit) {
   if (used === null) return cores(limit);
-  return `${used < 9.95 ? Number(used.toFixed(1)) : Math.round(used)} of ${cores(limit)}`;
+  return `${used < 9.95 ? Number(used.toFixed(1)) : Math.round(used)}/${short(limit)} cores`;
 }
 
+/** For where the GPU itself is named; elsewhere `GPU cores`. */
 export function cores(count) {
   return count === 1 ? "1 core" : `${short(count)} cores`;
 }

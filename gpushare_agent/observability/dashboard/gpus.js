@@ -98,13 +98,11 @@ export class GpuView {
     this.unattributedTitle = h("summary");
     this.unattributed = h("details", { class: "shares", hidden: true }, this.unattributedTitle, this.unattributedList);
     this.rows = new Map();
-    this.curveNow = h("span");
+    this.free = h("p", { class: "gpu-free" });
     this.element = h("article", { class: "gpu" },
       h("header", { class: "gpu-head" }, h("div", { class: "gpu-title" }, this.title, this.name),
         h("div", { class: "badges" }, this.badge, this.cordon)),
-      this.reason, this.cordonReason, this.compute.element, this.memory.element,
-      h("figure", { class: "past" }, this.curve.element,
-        h("figcaption", {}, h("span", { class: "key-sm" }, "SM"), h("span", { class: "key-memory" }, "memory"), this.curveNow)),
+      this.reason, this.cordonReason, this.free, this.compute.element, this.memory.element, this.curve.element,
       this.stats, this.shares, this.unattributed);
   }
 
@@ -119,6 +117,7 @@ export class GpuView {
     this.#drawHealth(gpu);
     const shares = named(containers.flatMap(([key, container]) =>
       container.cards.filter((allocation) => allocation.uuid === gpu.uuid).map((allocation) => shareOf(key, container, allocation, gpu))));
+    write(this.free, `Free: ${gpu.cores.capacity} cores, ${format.bytes(gpu.memory.capacity_bytes)}`);
     this.#drawCompute(gpu, shares, hues);
     this.#drawMemory(gpu, shares, hues);
     this.#drawStats(gpu);
@@ -128,7 +127,6 @@ export class GpuView {
 
   drawPast(rows, points, minutes) {
     this.curve.draw(rows, points, minutes);
-    write(this.curveNow, `last ${minutes} min, 0 to 100 %`);
   }
 
   #drawHealth(gpu) {
@@ -147,7 +145,7 @@ export class GpuView {
   #drawCompute(gpu, shares, hues) {
     const { capacity, allocated } = gpu.cores;
     const used = gpu.usage ? gpu.usage.sm_ratio : null;
-    const value = `${allocated} of ${capacity} cores allocated · ${used === null ? "use not known" : `${format.percent(used)} in use`}`;
+    const value = `${allocated}/${capacity} cores allocated · ${used === null ? "use not known" : `${format.percent(used)} in use`}`;
     const parts = shares.map((share, place) => ({
       ...this.#place(share, place, hues),
       size: share.cores / capacity,
@@ -217,7 +215,7 @@ export class GpuView {
     let row = this.rows.get(share.key);
     if (!row) {
       const [number, name, compute, memory] = [h("b", { class: "share-number" }), h("span", { class: "legend-name" }), h("span", { class: "legend-use" }), h("span", { class: "legend-use" })];
-      row = { number, name, compute, memory, element: h("li", {}, number, name, compute, memory) };
+      row = { number, name, compute, memory, element: h("li", {}, number, name, h("span", { class: "legend-uses" }, compute, memory)) };
       this.rows.set(share.key, row);
     }
     set(row.element, "class", `hue-${hues.of(share.key)}`);

@@ -1,10 +1,12 @@
 // The last minutes of each GPU: read once from the agent, then carried on from the stream, and the curve made of it.
 
-import { s, set } from "./dom.js";
+import { h, s, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
 
 const WIDTH = 300;
 const HEIGHT = 40;
+const STEPS = 3; // of the time axis
+const GRID = [`M0 ${HEIGHT / 2}H${WIDTH}`, ...[1, 2].map((step) => `M${(step * WIDTH) / STEPS} 0V${HEIGHT}`)].join("");
 const DEFAULT_STEP_S = 5;
 const POINTS_UNLESS_TOLD = 180;
 
@@ -76,26 +78,57 @@ export class History {
   }
 }
 
-/** The curve of one GPU: an element, and `draw` for each new point. */
+/** The curve of one GPU: a figure, and `draw` for each new point. Under the pointer the caption has that moment's values. */
 export function makeCurve() {
   const area = s("path", { class: "curve-area" });
   const sm = s("path", { class: "curve-sm" });
   const memory = s("path", { class: "curve-memory" });
-  const element = s(
+  const drawn = s(
     "svg",
     { class: "curve", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" },
-    s("line", { class: "curve-line", x1: 0, y1: HEIGHT / 2, x2: WIDTH, y2: HEIGHT / 2 }),
+    s("path", { class: "curve-line", d: GRID }),
     area,
     sm,
     memory,
   );
+  const mark = h("i", { class: "curve-mark", hidden: true });
+  const plot = h("div", { class: "plot" }, drawn, mark, h("div", { class: "ticks-y", "aria-hidden": true }, ["100 %", "50", "0"].map((text) => h("span", {}, text))));
+  const times = h("div", { class: "ticks-x", "aria-hidden": true }, Array.from({ length: STEPS + 1 }, () => h("span")));
+  const values = h("span", { class: "curve-values" });
+  const element = h("figure", { class: "past" }, plot, times,
+    h("figcaption", {}, h("span", { class: "key-sm" }, "SM"), h("span", { class: "key-memory" }, "memory"), values));
+  let shown = { rows: { sm: [], memory: [] }, points: 0, minutes: 0 };
+  let at = null; // where the pointer is, 0 to 1
+  function point() {
+    const { rows, points, minutes } = shown;
+    mark.hidden = at === null || !points;
+    if (mark.hidden) return write(values, "");
+    const back = Math.round((1 - at) * (points - 1)); // points before the newest
+    const value = (row) => format.percent(row[row.length - 1 - back]);
+    vary(mark, "--at", (1 - back / (points - 1)).toFixed(4));
+    return write(values, `${back ? `${format.duration((back * minutes * 60) / points)} ago` : "now"}: ${value(rows.sm)}, memory ${value(rows.memory)}`);
+  }
+  const moved = (event) => {
+    const box = drawn.getBoundingClientRect();
+    at = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+    point();
+  };
+  plot.addEventListener("pointermove", moved);
+  plot.addEventListener("pointerdown", moved);
+  plot.addEventListener("pointerleave", () => {
+    at = null;
+    point();
+  });
   function draw(rows, points, minutes) {
+    shown = { rows, points, minutes };
+    [...times.children].forEach((one, place) => write(one, place === STEPS ? "now" : `${place ? "" : "−"}${+(minutes * (1 - place / STEPS)).toFixed(1)}${place ? "" : " min"}`));
+    point();
     const lineOf = (values) => path(values, points);
     const line = lineOf(rows.sm);
     set(sm, "d", line.d);
     set(area, "d", line.area);
     set(memory, "d", lineOf(rows.memory).d);
-    set(element, "aria-label", `Last ${minutes} minutes. SM use: ${spoken(rows.sm)}. Memory: ${spoken(rows.memory)}.`);
+    set(drawn, "aria-label", `Last ${minutes} minutes. SM use: ${spoken(rows.sm)}. Memory: ${spoken(rows.memory)}.`);
   }
   return { element, draw };
 }

@@ -27,7 +27,6 @@ export class Summary {
 
   #drawReady(agent) {
     const ready = byId("ready");
-    ready.hidden = false;
     set(ready, "data-state", agent.is_ready ? "good" : "bad");
     write(ready, agent.is_ready ? "✓ Ready" : "✕ Not ready");
     const notReady = agent.not_ready.map((reason) => ["bad", `Not ready: ${reason}.`]);
@@ -46,6 +45,7 @@ export class Summary {
   drawLink() {
     const { link, node } = this.store;
     const live = byId("live");
+    byId("ready").hidden = !node || link.state === "lost"; // what it was is not what it is
     const [state, text] = this.#linkState(link, node);
     set(live, "data-state", state);
     write(live, text);
@@ -75,8 +75,8 @@ export class Summary {
     const state = states.join(", ") || (gpus.length ? "all healthy" : "");
     this.#tile("GPUs", String(gpus.length), state, null, bad ? "bad" : out ? "warn" : null);
     this.#tile("Pods", String(pods), format.count(this.store.containers.size, "container", "containers"), null);
-    this.#tile("Compute allocated", cores ? format.percent(coresAllocated / cores) : "–", `${coresAllocated} of ${format.cores(cores)}`, cores ? coresAllocated / cores : 0);
-    this.#tile("Compute in use", format.percent(sm), "mean of the GPUs", sm ?? 0);
+    this.#tile("Compute allocated", cores ? format.percent(coresAllocated / cores) : "–", `${coresAllocated} of ${cores} GPU cores`, cores ? coresAllocated / cores : 0);
+    this.#tile("Compute in use", format.percent(sm), "of all GPUs together", sm ?? 0);
     this.#tile("Memory allocated", memory ? format.percent(memoryAllocated / memory) : "–", format.bytesOf(memoryAllocated, memory), memory ? memoryAllocated / memory : 0);
     this.#tile("Memory in use", used === null ? "–" : format.percent(used / (memory || 1)), used === null ? "not known" : format.bytes(used), used === null ? 0 : used / (memory || 1));
   }

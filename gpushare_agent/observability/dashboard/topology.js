@@ -5,7 +5,7 @@ import { kindOf } from "./health.js";
 
 const LEAF = { width: 44, height: 30, gap: 14 };
 const SMALL_LEAF = { width: 32, height: 30, gap: 6 };
-const MANY_CARDS = 10;
+const MANY_GPUS = 10;
 const LEVEL = 46;
 const ARC_ROOM = 16;
 const WORDS = {
@@ -32,6 +32,7 @@ export class TopologyView {
     const description = spoken(topology.tree, topology.links);
     place.replaceChildren(
       h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "Drawing of the topology" }, drawing(topology, gpus, description)),
+      outline(topology.tree, new Map(gpus.map((gpu) => [gpu.index, gpu]))),
       h("p", { class: "quiet" }, linkText(topology.links)),
       h("details", { open: wasOpen }, h("summary", {}, "All links as a table"), matrix(topology.links)));
   }
@@ -39,7 +40,7 @@ export class TopologyView {
 
 function drawing({ tree, links }, gpus, description) {
   const order = leaves(tree);
-  const size = order.length > MANY_CARDS ? SMALL_LEAF : LEAF;
+  const size = order.length > MANY_GPUS ? SMALL_LEAF : LEAF;
   const depth = depthOf(tree);
   const top = 20;
   const leafTop = top + depth * LEVEL;
@@ -68,6 +69,16 @@ function leaf(gpu, middle, top, size) {
     s("rect", { x: middle - size.width / 2, y: top, width: size.width, height: size.height, rx: 6 }),
     s("text", { x: middle, y: top + LEAF.height / 2 + 5, "text-anchor": "middle" }, `${gpu.index}${mark}`),
     s("title", {}, `GPU ${gpu.index}`));
+}
+
+/** The same tree as a list, for where the drawing is too wide. */
+function outline(branch, gpus, isTop = true) {
+  const below = branch.children.length
+    ? branch.children.map((child) => h("li", {}, outline(child, gpus, false)))
+    : branch.cards.map((index) => h("li", {}, `GPU ${index}`, h("span", { "data-kind": gpus.has(index) ? kindOf(gpus.get(index)) : "good" },
+      { bad: " ✕ unhealthy", warn: " ‖ cordoned", good: "" }[gpus.has(index) ? kindOf(gpus.get(index)) : "good"])));
+  return h("div", { class: isTop ? "outline" : null }, h("span", { class: "outline-kind" }, branch.kind),
+    h("span", { class: "quiet" }, ` ${WORDS[branch.kind] ?? ""}`), h("ul", {}, below));
 }
 
 /** The line over a branch's children, its name in the middle, and the stems down to them. */
