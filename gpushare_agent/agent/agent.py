@@ -159,7 +159,8 @@ async def _run_lives(this: _Next, configuration: NodeConfiguration, signals: _Si
                 agent = _build(this.settings, this.earlier, configuration, signals.request_new_life)
                 upcoming = await _run_until_signal(agent, this, configuration, signals)
             except AgentError as e:
-                if this.fallback is None or (agent is not None and agent.kubelet.has_recovered):
+                has_begun = agent is not this.earlier  # else it was not even built, and `agent` is the life before
+                if this.fallback is None or (has_begun and agent is not None and agent.kubelet.has_recovered):
                     raise
                 configuration.refused(e)
                 log.error("settings_not_applied", error=str(e), then="those before are in force")

@@ -36,6 +36,7 @@ async def test_a_running_container_is_listed_with_its_pod_and_pid(containerd: Co
         running_container(containerd, FORKS) as made,
         open_runtime(str(containerd.socket), timeout_s=TIMEOUT_S) as client,
     ):
+        await made.wait_processes(3)  # runc's start returns before the program is in the process
         assert (await client.version()).name == "containerd"
         (listed,) = [c for c in await client.containers() if c.id == made.id]
         assert (listed.pod_uid, listed.pod_name, listed.pod_namespace) == (made.pod_uid, made.pod_name, "default")
