@@ -37,7 +37,8 @@ class Kind:
     @property
     def brief(self) -> str:
         """`allowed` without what the head of docs/reference/settings.md has of all numbers, durations and lists."""
-        return re.sub(r"^(?:one of|(?:seconds|a (?:whole )?number) from|an?) |, such as 2.*", "", self.allowed)
+        brief = re.sub(r"^(?:one of|(?:seconds|a (?:whole )?number) from|an?) |, such as 2.*", "", self.allowed)
+        return re.sub(r"([0-9]) to ([0-9])", "\\1\u2013\\2", brief)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

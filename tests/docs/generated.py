@@ -69,20 +69,24 @@ def families() -> list[Metric]:
     return found
 
 
-def _metrics(*prefixes: str) -> str:
-    """The families whose names begin so and are in no table of a longer beginning."""
-    chosen = [one for one in families() if _group(one.name) in prefixes]
+def _metrics(prefix: str, common: frozenset[str] = frozenset()) -> str:
+    """The families of this group; the text above the table has the `common` labels."""
+    chosen = [one for one in families() if _group(one.name) == prefix]
     lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
     for family in chosen:
-        names = dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le")
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        assert common <= labels, family.name
         name = family.name + ("_total" if family.type == "counter" else "")
-        lines.append(f"| `{name}` | {family.type} | {', '.join(names)} | {family.documentation.rstrip('.')} |")
+        lines.append(
+            f"| `{name}` | {family.type} | {', '.join(sorted(labels - common))} | {family.documentation.rstrip('.')} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def _group(name: str) -> str:
-    beginnings = ("gpushare_container_", "gpushare_card_", "gpushare_usage_", "gpushare_", "container_")
-    return next(one for one in beginnings if name.startswith(one))
+    beginnings = ("gpushare_container_", "gpushare_card_health_changes", "gpushare_card_", "gpushare_", "container_")
+    found = next(one for one in beginnings if name.startswith(one))
+    return "gpushare_" if found == "gpushare_card_health_changes" else found
 
 
 def _commands() -> str:
@@ -151,10 +155,10 @@ def chart_table() -> ModuleType:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "containers": lambda: _metrics("gpushare_container_"),
-    "gpus": lambda: _metrics("gpushare_card_", "gpushare_usage_"),
+    "containers": lambda: _metrics("gpushare_container_", frozenset(("namespace", "pod", "container", "node"))),
+    "gpus": lambda: _metrics("gpushare_card_", frozenset(("uuid", "gpu", "node"))),
     "agent": lambda: _metrics("gpushare_"),
-    "kept": lambda: _metrics("container_"),
+    "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
     "commands": _commands,
 }
 
