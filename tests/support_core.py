@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from gpushare_agent.admission.decisions.identity import Known
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedContainer, ListedPod
-from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory, MigPlace
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
@@ -132,3 +133,14 @@ def known(*pods: Pod, allocations: tuple[Allocation, ...] = (), refused: frozens
         refused=refused,
         names=NAMES,
     )
+
+
+def raw_edits(edits: ContainerEdits) -> dict[str, Any]:
+    """As files of expected edits have them."""
+    return {
+        "annotations": dict(edits.annotations),
+        "cdi_devices": list(edits.cdi_devices),
+        "devices": [f"{d.host_path} -> {d.container_path} ({d.permissions})" for d in edits.devices],
+        "env": dict(edits.env),
+        "mounts": [f"{m.host_path} -> {m.container_path} ({'ro' if m.read_only else 'rw'})" for m in edits.mounts],
+    }

@@ -205,11 +205,11 @@ class Admission:
         edits = self._edits(target, plan.gpus, plan.ids, ledger.inventory.by_uuid())
         if isinstance(edits, Refused):
             return edits
-        is_unit = self._policy.names.wanted(target.container, ResourceKind.GPU) > 0
-        units = units_of(plan.ids) if is_unit else None
-        is_share = self._policy.names.wanted(target.container, ResourceKind.VCORE) < CORES_PER_GPU
+        units = self._units(target, plan.ids)
         if units is not None:
             is_share = units.sharing in (Sharing.MPS, Sharing.SHARES)
+        else:
+            is_share = self._policy.names.wanted(target.container, ResourceKind.VCORE) < CORES_PER_GPU
         name = isolation_of(target.pod.annotations, units, self._edit_policy())
         if not is_share or isinstance(name, Refused):
             return None
@@ -290,12 +290,15 @@ class Admission:
     ) -> ContainerEdits | Refused:
         """The calls of one container ask for the same thing up to four times, so the last answer is kept. `ids` count where
         they are units under NVIDIA's names."""
-        is_unit = self._policy.names.wanted(target.container, ResourceKind.GPU) > 0
-        units = units_of(cast(Sequence[DeviceId], ids)) if is_unit else None
-        question = (target, tuple(known[gpu] for gpu in gpus), self._edit_policy(), units)
+        question = (target, tuple(known[gpu] for gpu in gpus), self._edit_policy(), self._units(target, ids))
         if self._last_edits is None or self._last_edits[0] != question:
             self._last_edits = question, edits_for(target.pod, target.container, *question[1:])
         return self._last_edits[1]
+
+    def _units(self, target: Target, ids: Sequence[str]) -> GpuUnits | None:
+        """None where the container asks for no unit under NVIDIA's names."""
+        is_unit = self._policy.names.wanted(target.container, ResourceKind.GPU) > 0
+        return units_of(cast(Sequence[DeviceId], ids)) if is_unit else None
 
     def _refuse(
         self, target: Target | None, resource: str, refused: Refused, why: Explanation | None = None

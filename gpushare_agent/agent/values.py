@@ -34,15 +34,15 @@ USUAL_VOLUME_CONFIG = Path("/etc/gpu-manager/volume.conf")
 
 def resource_names(settings: Settings, mig_profiles: Collection[str] = ()) -> ResourceNames:
     """The resources that the node offers, with MIG instances of these profiles."""
-    gpushare = settings.gpushare
+    gpushare, nvidia = settings.gpushare, nvidia_names(settings)
     return ResourceNames(
         vcore=settings.resources.vcore,
         vmemory=settings.resources.vmemory,
         gpu_mem=gpushare.resource if gpushare.enabled else "",
         memory_block_mib=settings.resources.memory_block_mib,
         gpu_mem_unit_mib=1024 if gpushare.unit == "GiB" else 1,
-        gpu=nvidia_names(settings).resources(mig_profiles) if settings.nvidia.enabled else (),
-        nvidia=nvidia_names(settings),
+        gpu=nvidia.resources(mig_profiles) if settings.nvidia.enabled else (),
+        nvidia=nvidia,
         shares_in_mig=settings.isolation is not IsolationName.AUTO
         and not ISOLATIONS[settings.isolation].why_not_in_mig,
     )

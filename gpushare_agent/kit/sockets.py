@@ -18,7 +18,7 @@ MAX_ADDRESS_BYTES = 107
 """sizeof(sockaddr_un.sun_path) less the terminating zero (unix(7))."""
 
 FileIdentity = tuple[int, int, int]
-"""Device, inode and time of the last inode change in ns. Inode numbers are reused at once; the time tells them apart."""
+"""Device, inode and time of the last inode change in ns. Inode numbers are reused at once; the time differs."""
 
 
 def file_identity(path: Path | str) -> FileIdentity | None:

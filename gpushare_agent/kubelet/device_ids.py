@@ -106,8 +106,8 @@ class DeviceIds:
         return device if gpu is not None and self._keys[gpu] == key else known_as(device, text)
 
     def _read_long(self, text: str) -> DeviceId:
-        """NVIDIA's, and of agents from before 2.0.0a1: `<GPU UUID>::<n>` may be either, and the resource tells which. No
-        resource but NVIDIA's looks at the terms."""
+        """NVIDIA's, and of agents from before 2.0.0a1: `<GPU UUID>::<n>` may be either, by the resource. Only
+        NVIDIA's resources read the terms."""
         if text in self._keys:
             return known_as(unit_id(GpuUuid(text), 0, "1"), text)
         split = split_device_id(text)

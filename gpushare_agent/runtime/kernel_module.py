@@ -1,6 +1,6 @@
 """Which of NVIDIA's kernel modules runs, and its version, from `/proc/driver/nvidia/version`. State owned: none.
 
-The first line is one of these (the driver's kernel module writes it; the words "Open Kernel Module" tell the two apart):
+The first line is one of these (the driver's kernel module writes it; the words "Open Kernel Module" are in one alone):
 
     NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023
     NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (...)  Thu Jan 23 22:50:36 UTC 2025

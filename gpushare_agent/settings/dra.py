@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from gpushare_agent.settings.values import GivenPath, Seconds, Section, comma_list
+from gpushare_agent.settings.values import GivenPath, Seconds, Section, Texts
 
 
 class DraSettings(Section):
     """The second front end: GPUs that pods get by ResourceClaims."""
 
-    gpus: Annotated[tuple[str, ...], BeforeValidator(comma_list)] = Field(
+    gpus: Texts = Field(
         default=(),
         description="GPUs offered by ResourceClaims and by no device plugin: all, indexes, UUIDs or models. Empty: none. "
         "A GPU in use changes when it is free.",

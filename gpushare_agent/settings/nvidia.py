@@ -18,8 +18,8 @@ from gpushare_agent.settings.values import (
     OptionalPath,
     ResourceName,
     Section,
+    Texts,
     check_resource_name,
-    comma_list,
     empty_is_none,
 )
 
@@ -48,7 +48,6 @@ def _short_name(value: str) -> str:
 
 
 NvidiaName = Annotated[ResourceName, AfterValidator(_short_name)]
-Texts = Annotated[tuple[str, ...], BeforeValidator(comma_list)]
 
 
 class NvidiaSettings(Section):

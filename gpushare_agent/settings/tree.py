@@ -41,7 +41,7 @@ from gpushare_agent.settings.observation import (
 )
 from gpushare_agent.settings.resources import GpushareSettings, ResourceSettings
 from gpushare_agent.settings.simulated import SimulatedSettings
-from gpushare_agent.settings.values import DNS_NAME, OptionalPath, Seconds, comma_list, pairs_of
+from gpushare_agent.settings.values import DNS_NAME, OptionalPath, Seconds, Texts, comma_list, pairs_of
 
 ALIASES = {
     "hostname-override": "node_name",
@@ -96,7 +96,7 @@ class Settings(BaseModel):
         min_length=1,
         description="How containers get their GPUs' devices (docs/reference/device-lists.md).",
     )
-    excluded_gpus: Annotated[tuple[str, ...], BeforeValidator(comma_list)] = Field(
+    excluded_gpus: Texts = Field(
         default=(),
         description="GPUs that the agent does not offer: indexes, UUIDs, models or glob patterns of models such as "
         "*T400*. Running containers keep theirs. Empty: none.",

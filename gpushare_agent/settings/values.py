@@ -114,6 +114,7 @@ def _no_empty_path(value: object) -> object:
 
 
 ResourceName = Annotated[str, AfterValidator(check_resource_name)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(comma_list)]
 Seconds = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(parse_duration)]
 Count = Annotated[int, BeforeValidator(_no_boolean)]
 OptionalPath = Annotated[Path | None, BeforeValidator(empty_is_none)]

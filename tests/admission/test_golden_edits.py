@@ -22,7 +22,7 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, GpuUuid
 from gpushare_agent.model.pods import Pod
-from tests.support_core import NAMES, container, pod
+from tests.support_core import NAMES, container, pod, raw_edits
 
 DIRECTORY = Path(__file__).parent.parent / "data" / "edits"
 UID = "5ca1ab1e-0000-4000-8000-00000000cafe"
@@ -67,13 +67,7 @@ def edits_of(owner: Pod, gpus: int, isolation: IsolationName, strategies: tuple[
     policy = EditPolicy(names=NAMES, config=CONFIG, isolation=isolation, strategies=strategies)
     edits = edits_for(owner, owner.containers[0], GPUS[:gpus], policy)
     assert isinstance(edits, ContainerEdits), edits
-    return {
-        "annotations": dict(edits.annotations),
-        "cdi_devices": list(edits.cdi_devices),
-        "devices": [f"{d.host_path} -> {d.container_path} ({d.permissions})" for d in edits.devices],
-        "env": dict(edits.env),
-        "mounts": [f"{m.host_path} -> {m.container_path} ({'ro' if m.read_only else 'rw'})" for m in edits.mounts],
-    }
+    return raw_edits(edits)
 
 
 @pytest.mark.parametrize("strategies", STRATEGIES, ids="+".join)

@@ -19,7 +19,7 @@ from gpushare_agent.model.names import NVIDIA_GPU_RESOURCE, GpuUuid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.units import NvidiaNames, ServedUnits, UnitTerms, units_of
 from tests.admission.test_golden_edits import CONFIG, GPUS, UID
-from tests.support_core import container, pod
+from tests.support_core import container, pod, raw_edits
 
 THEIRS: Mapping[str, Any] = json.loads(
     (Path(__file__).parent.parent / "data" / "nvidia" / "answers.json").read_text(encoding="utf-8")
@@ -67,13 +67,7 @@ def ours(case: str, strategies: str, ids: str) -> dict[str, Any]:
     gpus = [gpu for index, gpu in enumerate(DEVICES) if index in {gpu for gpu, _ in numbers}]
     edits = edits_for(pod("p", spec, uid=UID), spec, gpus, policy, units_of(devices))
     assert isinstance(edits, ContainerEdits), edits
-    return {
-        "annotations": dict(edits.annotations),
-        "cdi_devices": list(edits.cdi_devices),
-        "devices": [f"{d.host_path} -> {d.container_path} ({d.permissions})" for d in edits.devices],
-        "env": dict(edits.env),
-        "mounts": [f"{m.host_path} -> {m.container_path} ({'ro' if m.read_only else 'rw'})" for m in edits.mounts],
-    }
+    return raw_edits(edits)
 
 
 def as_ours(theirs: Mapping[str, Any], case: str, strategies: str) -> tuple[dict[str, Any], set[str]]:

@@ -183,7 +183,7 @@ def _is_of(node: Any, record: Any, name: str) -> bool:
 @pytest.mark.slow
 @needs_processes
 async def test_fail_gpu_and_heal_gpu_from_another_terminal(folder: Path) -> None:
-    """`status` tells what is wrong; the GPU's units leave the node and return; what containers use is shown as well."""
+    """`status` shows what is wrong; the GPU's units leave the node and return; what containers use is shown as well."""
     state = folder / "s"
     (folder / "p.yaml").write_text(
         yaml.safe_dump(

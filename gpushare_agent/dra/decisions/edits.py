@@ -228,7 +228,7 @@ class _View:
         return _key(self._claim, shares[0] if shares else self.results[0][0])
 
     def _shares(self) -> tuple[GpuShare, ...]:
-        """Two results on one GPU make one share of it: the container cannot tell them apart."""
+        """Two results on one GPU make one share of it: the container cannot distinguish them."""
         found: dict[str, GpuShare] = {}
         for result, gpu in self.results:
             share = GpuShare(

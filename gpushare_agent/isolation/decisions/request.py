@@ -118,7 +118,7 @@ class Follows(Enum):
 
     NOBODY = auto()
     NEW_PROCESSES = auto()
-    """Those that start after it. Running ones keep the former limit, or nobody can tell whether they do."""
+    """Those that start after it. Running ones may keep the former limit."""
     RUNNING_PROCESSES = auto()
 
     @property

@@ -167,7 +167,7 @@ ISOLATION = Isolation(
     edit=edit_vcuda,
     preparations=(Preparation.VDEVICE,),
     # The library reads vcuda.config at each cuInit, cuDriverGetVersion, cuGetProcAddress and nvmlInit: a running process
-    # that makes one of these calls follows, and nobody can tell whether it will.
+    # that makes one of these calls follows, which cannot be known before.
     cores_follow=Follows.NEW_PROCESSES,
     memory_follows=Follows.NEW_PROCESSES,
     why_not_in_mig="its library limits compute by utilisation, and NVML has none where MIG is on",

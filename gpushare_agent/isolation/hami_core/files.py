@@ -79,7 +79,7 @@ class HamiCoreFiles:
         self._preload = f"{path_in_container}\n".encode()
 
     def check_library(self) -> LibraryStamp:
-        """Reads only; tells one file from another that took its place. Raises StartupError where there is no library, one
+        """Reads only; differs for another file in its place. Raises StartupError where there is no library, one
         for another machine, or a place that programs cannot load it from."""
         try:
             status = self._library_status()

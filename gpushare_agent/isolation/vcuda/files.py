@@ -138,7 +138,7 @@ class VDeviceFiles:
                 if old != container_id:
                     remove_tree(directory, old)
             with made_directory(directory, container_id) as copy:
-                for name, content in contents:  # the config last: its presence tells the library that both are there
+                for name, content in contents:  # the config last: where it is, the library expects both
                     replace_file(copy, name, content)
 
     def remove_pod(self, uid: PodUid) -> bool:

@@ -136,7 +136,7 @@ def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
 
 def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
     """As the kubelet has it, or the slice; nothing of GPUs that no agent offers. Where NVIDIA's resources are served beside
-    cores, a device of one is Unhealthy while the other has the GPU, so one that is Healthy tells of all."""
+    cores, a device of one is Unhealthy while the other has the GPU, so one that is Healthy shows that its GPU is."""
     sliced = sliced_health(shown.node, shown.gpus)
     health = {uuid: HEALTHY if is_healthy else _UNHEALTHY for uuid, is_healthy in sliced.items()}
     devices = shown.node.kubelet.devices(shown.vcore)
