@@ -29,7 +29,7 @@ from gpushare_agent.model.units import terms_of
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.placement.topology_tree import build_topology
-from tests.support_core import NAMES, container, inventory, pod
+from tests.support_core import NAMES, container, inventory, mig_instance, pod
 
 
 def accounts(
@@ -186,8 +186,8 @@ def pods_with_units(draw: st.DrawFn, name: str) -> Pod:
 
 
 @st.composite
-def nodes(draw: st.DrawFn) -> GpuInventory:
-    """One to five GPUs, not all alike, some unhealthy, with some links."""
+def nodes(draw: st.DrawFn, *, with_instances: bool = False) -> GpuInventory:
+    """One to five GPUs, not all alike, some unhealthy, with some links; on request some are MIG instances."""
     count = draw(st.integers(1, 5))
     kinds = [LinkKind.NVLINK, LinkKind.PIX, LinkKind.PHB, LinkKind.SYS]
     links = [[Link(kind=LinkKind.SELF)] * count for _ in range(count)]
@@ -200,6 +200,7 @@ def nodes(draw: st.DrawFn) -> GpuInventory:
             gpu,
             memory_mib=draw(st.sampled_from([8, 16, 24])) * 1024,
             health=draw(st.sampled_from([Health.HEALTHY] * 5 + [Health.UNHEALTHY])),
+            mig=mig_instance(gpu.index, 9, gpu.index).mig if with_instances and draw(st.booleans()) else None,
         )
         for gpu in inventory(count).gpus
     )

@@ -97,6 +97,7 @@ def wanted_facts(state: NodeState) -> NodeFacts | None:
         label_prefix=state.settings.facts.label_prefix,
         node_labels=state.settings.node_labels,
         features=_features(state),
+        shares_in_mig=state.names.shares_in_mig,
     )
 
 

@@ -110,6 +110,8 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
             uuid=GpuUuid(uuid),
             memory_mib=gpu.memory_mib,
             is_healthy=is_offered and gpu.is_healthy and not gpu.cordoned,
+            is_instance=gpu.mig is not None,
+            takes_shares=gpu.mig is None or gpu.mig.takes_shares,
         )
         for gpu, uuid in zip(gpus, uuids, strict=True)
     )

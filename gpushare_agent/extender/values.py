@@ -19,12 +19,14 @@ from gpushare_agent.placement.request import SharePolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGpu:
-    """One GPU of a node. A cordoned GPU is not healthy."""
+    """One GPU of a node, or one MIG instance; `takes_shares` as GpuAccount has it. A cordoned GPU is not healthy."""
 
     index: int
     uuid: GpuUuid
     memory_mib: int
     is_healthy: bool = True
+    is_instance: bool = False
+    takes_shares: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

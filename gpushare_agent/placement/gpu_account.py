@@ -135,8 +135,9 @@ class GpuAccount:
 
     @property
     def is_free(self) -> bool:
-        """No part of it is used: it can be allocated as a whole."""
-        return self.is_healthy and self.free_cores == CORES_PER_GPU and self.free_blocks == self.total_blocks
+        """No part of it is used: it can be allocated as a whole, which no MIG instance can."""
+        is_unused = self.free_cores == CORES_PER_GPU and self.free_blocks == self.total_blocks
+        return self.is_healthy and not self.is_instance and is_unused
 
     def allocate(self, *, cores: int = 0, blocks: int = 0, units: int = 0, is_reusable: bool = False) -> GpuAccount:
         """The account once a container of the pod has got this much, of what its init containers hand on first.

@@ -85,7 +85,7 @@ def _free(gpu: GpuAccount) -> tuple[int, int]:
 def _place_whole(
     request: GpuRequest, healthy: Sequence[GpuAccount], topology: Topology, refusals: Refusals
 ) -> Placed | Refused:
-    free = [gpu for gpu in healthy if gpu.is_free and not gpu.is_instance]
+    free = [gpu for gpu in healthy if gpu.is_free]
     must = frozenset(gpu.index for gpu in free if gpu.uuid in request.must_gpus)
     if len(must) != len(set(request.must_gpus)):
         return refusals.wrong_gpus()

@@ -50,9 +50,13 @@ class Refusals:
 
     def no_whole_gpus(self) -> Refused:
         wanted = self.request.whole_gpus
-        if wanted > len(self.healthy):
-            state = f"{wanted} whole GPUs are more than the {_gpus(len(self.healthy), 'healthy')} of this node"
-            advice = f"Ask for at most {len(self.healthy) * CORES_PER_GPU} cores, or use a larger node."
+        healthy = [gpu for gpu in self.healthy if not gpu.is_instance]
+        if not healthy:
+            state = "the GPUs of this node are MIG instances, and no whole GPUs"
+            return self._refuse(RefusalReason.NOT_ENOUGH_CORES, f"{state}. The pod can run on another node.")
+        if wanted > len(healthy):
+            state = f"{wanted} whole GPUs are more than the {_gpus(len(healthy), 'healthy')} of this node"
+            advice = f"Ask for at most {len(healthy) * CORES_PER_GPU} cores, or use a larger node."
             return self._refuse(RefusalReason.NOT_ENOUGH_CORES, f"{state}. {advice}")
         largest = self._largest(wanted)
         if self.request.blocks > sum(gpu.total_blocks for gpu in largest):

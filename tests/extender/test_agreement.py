@@ -16,14 +16,24 @@ from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
 from tests.support_placement import GPU_MEM, Node, accounts, leaves_blocks_without_cores, nodes, pods_with_units
 
+AS_WHOLE = {"is_healthy": True, "is_instance": False, "takes_shares": True}
 
-def cluster_node(name: str, found: GpuInventory) -> ClusterNode:
+
+def cluster_node(name: str, found: GpuInventory, names: ResourceNames) -> ClusterNode:
     """The node as its agent reports it."""
     gpus = tuple(
-        NodeGpu(index=gpu.index, uuid=gpu.uuid, memory_mib=gpu.memory_mib, is_healthy=gpu.is_healthy)
+        NodeGpu(
+            index=gpu.index,
+            uuid=gpu.uuid,
+            memory_mib=gpu.memory_mib,
+            is_healthy=gpu.is_healthy,
+            is_instance=gpu.mig is not None,
+            takes_shares=gpu.mig is None or names.shares_in_mig,
+        )
         for gpu in found.gpus
     )
     return ClusterNode(name=name, gpus=gpus, topology=found.topology)
@@ -35,11 +45,12 @@ def free(gpus: list[GpuAccount]) -> list[tuple[int, int, int]]:
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(
-    machines=st.lists(nodes(), min_size=1, max_size=3),
+    machines=st.lists(nodes(with_instances=True), min_size=1, max_size=3),
     owners=st.integers(1, 7).flatmap(lambda n: st.tuples(*(pods_with_units(f"p{i}") for i in range(n)))),
     share_policy=st.sampled_from(["binpack", "spread"]),
     seed=st.integers(0, 10_000),
     ends=st.sets(st.integers(0, 6)),
+    shares_in_mig=st.booleans(),
 )
 def test_what_the_extender_decides_the_agent_decides_too(
     machines: list[GpuInventory],
@@ -47,17 +58,19 @@ def test_what_the_extender_decides_the_agent_decides_too(
     share_policy: Literal["binpack", "spread"],
     seed: int,
     ends: set[int],
+    shares_in_mig: bool,
 ) -> None:
     """On every node, for every pod: where filter says that it fits, the agent admits it on the planned GPUs, with or without
     the annotations; where filter refuses, the agent refuses. Both have the same capacity free after every bind and every
     end of a pod, and all of it once every pod has ended."""
+    names = replace(GPU_MEM, shares_in_mig=shares_in_mig)
     agents = {
-        f"n{number}": Node(found, Policy(names=GPU_MEM, share_policy=share_policy), seed + number)
+        f"n{number}": Node(found, Policy(names=names, share_policy=share_policy), seed + number)
         for number, found in enumerate(machines)
     }
-    state = ClusterState(policy=ClusterPolicy(names=GPU_MEM, share_policy=share_policy))
+    state = ClusterState(policy=ClusterPolicy(names=names, share_policy=share_policy))
     for name, agent in agents.items():
-        state.put_node(cluster_node(name, agent.found), 0.0)
+        state.put_node(cluster_node(name, agent.found, names), 0.0)
     bound: dict[str, tuple[Pod, Node]] = {}
     for number, owner in enumerate(owners):
         if leaves_blocks_without_cores(owner):
@@ -77,9 +90,9 @@ def test_what_the_extender_decides_the_agent_decides_too(
             agent.release(ended)
             state.remove_pod(ended.uid)
         for name, agent in agents.items():
-            assert free(list(state.gpus(name))) == free(accounts(agent.found, agent.cache, GPU_MEM))
+            assert free(list(state.gpus(name))) == free(accounts(agent.found, agent.cache, names))
     for ended, agent in bound.values():
         agent.release(ended)
         state.remove_pod(ended.uid)
     for name, agent in agents.items():
-        assert [replace(gpu, is_healthy=True).is_free for gpu in state.gpus(name)] == [True] * len(agent.found.gpus)
+        assert [replace(gpu, **AS_WHOLE).is_free for gpu in state.gpus(name)] == [True] * len(agent.found.gpus)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,15 +14,18 @@ from hypothesis import strategies as st
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
+from gpushare_agent.extender.decisions.node_ledger import NodeLedger
 from gpushare_agent.extender.nodes import MAX_GPUS, NodeReading, read_node
 from gpushare_agent.extender.values import Charge, ClusterNode
+from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.topology import LinkKind
+from gpushare_agent.model.topology import Link, LinkKind
+from gpushare_agent.placement import GpuRequest, Placed, place
 from gpushare_agent.placement.topology_text import parse_topology
 from gpushare_agent.placement.topology_tree import build_topology
-from tests.support_core import NAMES, allocation, ids, pod
+from tests.support_core import NAMES, allocation, ids, mig_instance, pod
 from tests.support_gpus import TOPOLOGY_NAMES, topology_text
 
 MODEL_LABEL, POOL_LABEL = "gaia.tencent.com/gpu-model", "gaia.tencent.com/gpu-pool"
@@ -121,6 +125,21 @@ def test_what_the_agent_says_is_held_is_read_back() -> None:
         "u-share": (Charge(index=0, cores=30, blocks=16),),
         "u-whole": (Charge(index=1, cores=100, is_whole=True), Charge(index=2, cores=100, is_whole=True)),
     }
+
+
+@pytest.mark.parametrize("takes_shares", [True, False])
+def test_mig_instances_are_no_whole_gpus(takes_shares: bool) -> None:
+    """They take no share at all where the node's isolation keeps none there."""
+    found = replace(inventory(TOPOLOGY_NAMES[0]), gpus=(mig_instance(0, 9, 0), mig_instance(1, 9, 1)))
+    text = gpus_annotation(found, cordoned=frozenset(), memory_block_mib=256, shares_in_mig=takes_shares)
+    gpus = NodeLedger(node_of(raw_node(text)), NAMES).gpus
+    topology = build_topology([[Link(kind=LinkKind.SELF)] * 2] * 2, [None, None])
+    share, whole = (
+        place(GpuRequest(cores=cores, blocks=1), gpus, topology, share_policy="binpack", memory_block_mib=256)
+        for cores in (30, 100)
+    )
+    assert isinstance(share, Placed) == takes_shares
+    assert isinstance(whole, Refused)
 
 
 def test_unhealthy_and_cordoned_gpus_are_not_healthy() -> None:

@@ -350,9 +350,10 @@ def _check_whole(target: Target, accounts: list[GpuAccount], blocks: int) -> Ref
         if not account.is_healthy:
             return _unhealthy(target, account)
         if not account.is_free:
+            use = "a MIG instance" if account.is_instance else "in use"
             return Refused(
                 reason=RefusalReason.NOT_ENOUGH_CORES,
-                detail=f"{_who(target)} asks for whole GPUs, but GPU {account.index} is in use: {account.free_cores} of "
+                detail=f"{_who(target)} asks for whole GPUs, but GPU {account.index} is {use}: {account.free_cores} of "
                 f"{CORES_PER_GPU} cores and {account.free_blocks} of {account.total_blocks} memory blocks are free. "
                 "Wait until its shares end, or use a node with a free GPU.",
             )

@@ -31,9 +31,19 @@ _MAX_NUMA = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedMig:
+    """What a MIG instance is: NVIDIA's name of it, such as `0:1`, and whether it takes shares by vcuda's names."""
+
+    label: str
+    profile: str
+    takes_shares: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedGpu:
-    """One GPU as the annotation has it. `cordoned` is why an operator took it out of service, empty where nobody did;
-    `links` has nvidia-smi's abbreviation for each GPU of the list, and is empty where that cannot be read."""
+    """One GPU as the annotation has it. `mig` is None unless it is a MIG instance. `cordoned` is why an operator took it
+    out of service, empty where nobody did; `links` has nvidia-smi's abbreviation for each GPU of the list, and is empty
+    where that cannot be read."""
 
     index: int
     uuid: str
@@ -43,6 +53,7 @@ class ReportedGpu:
     cordoned: str = ""
     numa: int | None = None
     links: tuple[str, ...] = ()
+    mig: ReportedMig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +144,17 @@ def _gpu(raw: Any, position: int) -> ReportedGpu:
         cordoned=why or ("cordoned" if cordoned else ""),
         numa=numa if is_count(numa, _MAX_NUMA) else None,
         links=_words(raw.get("links")),
+        mig=_mig(raw["mig"], where) if "mig" in raw else None,
     )
+
+
+def _mig(raw: Any, where: str) -> ReportedMig:
+    label, profile, shares = (
+        (raw.get(key) for key in ("label", "profile", "shares")) if isinstance(raw, dict) else (None,) * 3
+    )
+    if not isinstance(label, str) or not isinstance(profile, str) or not isinstance(shares, bool):
+        raise Corrupt(f"{where} has no usable `mig`")
+    return ReportedMig(label=label[:MAX_TEXT_CHARS], profile=profile[:MAX_TEXT_CHARS], takes_shares=shares)
 
 
 def _words(raw: Any) -> tuple[str, ...]:

@@ -52,12 +52,14 @@ def node_facts(
     label_prefix: str,
     node_labels: Mapping[str, str],
     features: Mapping[str, str] | None = None,
+    shares_in_mig: bool = False,
 ) -> NodeFacts:
-    """Everything that the node should have. `node_labels` are the operator's and win over what the driver reports."""
+    """Everything that the node should have. `node_labels` are the operator's and win over what the driver reports;
+    `shares_in_mig` as ResourceNames has it."""
     valid = {name: value for name, value in node_labels.items() if is_label(name, value)}
     labels = {**gpu_labels(inventory, label_prefix), **valid}
     owned = {GPU_MODEL_LABEL, *valid, *(name for name in labels if name.startswith(f"{OWN_PREFIX}/"))}
-    text = gpus_annotation(inventory, cordoned=cordoned, memory_block_mib=memory_block_mib)
+    text = gpus_annotation(inventory, cordoned=cordoned, memory_block_mib=memory_block_mib, shares_in_mig=shares_in_mig)
     return NodeFacts(
         labels=dict(sorted(labels.items())),
         annotations={GPUS_ANNOTATION: text},
@@ -122,13 +124,19 @@ def is_label(name: str, value: str) -> bool:
     return LABEL_NAME.fullmatch(name) is not None and _LABEL_VALUE.fullmatch(value) is not None
 
 
-def gpus_annotation(inventory: GpuInventory, *, cordoned: Set[GpuUuid], memory_block_mib: int) -> str:
+def gpus_annotation(
+    inventory: GpuInventory, *, cordoned: Set[GpuUuid], memory_block_mib: int, shares_in_mig: bool = False
+) -> str:
     """The GPUs as compact JSON. `links` has an entry for each GPU of the list, in its order; about 250 bytes a GPU."""
     gpus = sorted(inventory.gpus, key=lambda gpu: gpu.index)
     document = {
         "schema": GPUS_SCHEMA,
         "memory_block_mib": memory_block_mib,
-        "cards": [_gpu(gpu, gpus, inventory.topology, gpu.uuid in cordoned) for gpu in gpus],
+        "cards": [
+            _gpu(gpu, gpus, inventory.topology, gpu.uuid in cordoned)
+            | ({"mig": {"label": gpu.label, "profile": gpu.mig.profile, "shares": shares_in_mig}} if gpu.mig else {})
+            for gpu in gpus
+        ],
     }
     return json.dumps(document, separators=(",", ":"))
 

@@ -37,8 +37,9 @@ Signature = tuple[ContainerRequest, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCapacity:
-    """Free and used on one node, of its healthy GPUs only. `free` has (cores, blocks, units) of each; `whole_blocks` the
-    blocks of the wholly free GPUs, most first; `all_blocks` and `all_units` those of every GPU were it empty, most first."""
+    """Free and used on one node, of its healthy GPUs and of MIG instances that take shares. `free` has (cores, blocks,
+    units) of each; `whole_blocks` the blocks of the wholly free GPUs, most first; `all_blocks` and `all_units` those of every GPU
+    were it empty, most first."""
 
     free: tuple[tuple[int, int, int], ...]
     whole_blocks: tuple[int, ...]
@@ -62,11 +63,11 @@ def capacity_of(gpus: Sequence[GpuAccount]) -> NodeCapacity:
     free, whole, all_blocks, all_units = [], [], [], []
     used_cores = used_mib = memory_mib = 0
     for gpu in gpus:
-        if not gpu.is_healthy:
+        if not gpu.is_healthy or not gpu.takes_shares:
             continue
         total, cores, blocks = gpu.total_blocks, gpu.free_cores, gpu.free_blocks
         free.append((cores, blocks, gpu.free_units))
-        if cores == CORES_PER_GPU and blocks == total:
+        if cores == CORES_PER_GPU and blocks == total and not gpu.is_instance:
             whole.append(total)
         all_blocks.append(total)
         all_units.append(gpu.total_units)

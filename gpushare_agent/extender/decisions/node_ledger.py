@@ -107,6 +107,8 @@ class NodeLedger:
             block_mib=self._names.memory_block_mib,
             unit_mib=self._names.gpu_mem_unit_mib,
             is_healthy=gpu.is_healthy,
+            is_instance=gpu.is_instance,
+            takes_shares=gpu.takes_shares,
             used_cores=min(cores, CORES_PER_GPU),
             used_blocks=blocks,
             used_units=units,
