@@ -38,8 +38,8 @@ Signature = tuple[ContainerRequest, ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCapacity:
     """Free and used on one node, of its healthy GPUs and of MIG instances that take shares. `free` has (cores, blocks,
-    units) of each; `whole_blocks` the blocks of the wholly free GPUs, most first; `all_blocks` and `all_units` those of every GPU
-    were it empty, most first."""
+    units) of each; `whole_blocks` the blocks of the wholly free GPUs, most first; `all_blocks` and `all_units` those of
+    every GPU were it empty, most first."""
 
     free: tuple[tuple[int, int, int], ...]
     whole_blocks: tuple[int, ...]
