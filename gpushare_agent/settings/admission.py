@@ -50,12 +50,10 @@ class ResizeSettings(Section):
 
     mode: ResizeMode = Field(
         default=ResizeMode.DISABLED,
-        description="disabled: shares keep what was allocated. within-request: a share may shrink, and grow back to its "
-        "request. free-capacity: it may grow into its GPU's free capacity; needs the admission policy "
-        "manifests/resize.",
+        description="disabled: shares keep what was allocated. within-request: at most their request. free-capacity: also"
+        " their GPU's free capacity; needs manifests/resize.",
     )
     state_file: OptionalPath = Field(
         default=Path("/var/lib/gpushare-agent/resize.json"),
-        description="File that keeps resized shares over a restart. Empty: they return to their allocation until the API "
-        "server answers.",
+        description="File that keeps resized shares over a restart. Empty: none.",
     )

@@ -15,13 +15,12 @@ class DraSettings(Section):
 
     gpus: Texts = Field(
         default=(),
-        description="GPUs offered by ResourceClaims and by no device plugin: all, indexes, UUIDs or models. Empty: none. "
-        "A GPU in use changes when it is free.",
+        description="GPUs offered by ResourceClaims and by no device plugin: all, indexes, UUIDs or models. Empty: none.",
     )
     order: Literal["binpack", "spread"] = Field(
         default="binpack",
-        description="Order of the GPUs in the ResourceSlice; the scheduler takes the first that fits. binpack: the "
-        "fullest first. spread: the emptiest first.",
+        description="Order of the GPUs, of which the scheduler takes the first that fits. binpack: the fullest first. "
+        "spread: the emptiest first.",
     )
     taint_effect: Literal["NoSchedule", "NoExecute"] = Field(
         default="NoSchedule",
@@ -31,12 +30,11 @@ class DraSettings(Section):
         default=40.0,
         ge=0,
         le=44,
-        description="How long preparing a claim waits for what is missing. The kubelet's limit is 45 s, its next try 60 "
-        "to 90 s later.",
+        description="How long preparing a claim waits for what is missing. The kubelet's limit is 45 s.",
     )
     wake_pods: bool = Field(
         default=True,
-        description="Patch pods whose claims could not be prepared, so that the kubelet tries again at once.",
+        description="Patch pods whose claims could not be prepared: the kubelet tries again at once.",
     )
     registry_path: GivenPath = Field(
         default=Path("/var/lib/kubelet/plugins_registry"),

@@ -32,8 +32,7 @@ class ExtenderSettings(Section):
     port: Count = Field(default=3456, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
     reserve: Literal["bind", "filter"] = Field(
         default="bind",
-        description="When GPUs are reserved. bind: at the bind, which the scheduler delegates. filter: at the filter, for"
-        " schedulers that bind themselves.",
+        description="When GPUs are reserved. bind: at the bind. filter: at the filter, for schedulers that bind themselves.",
     )
     node_policy: Literal["binpack", "spread"] = Field(
         default="binpack",
@@ -59,8 +58,7 @@ class ExtenderSettings(Section):
     tls_key: OptionalPath = Field(default=None, description="Private key of the certificate, PEM.")
     client_ca: OptionalPath = Field(
         default=None,
-        description="Certificate authorities, PEM, of the clients that may call the scheduler's verbs. Empty: every "
-        "client may.",
+        description="Certificate authorities, PEM, of clients that may call the scheduler's verbs. Empty: every client may.",
     )
     claims_webhook: Literal["off", "open", "certificate"] = Field(
         default="off",
@@ -71,7 +69,7 @@ class ExtenderSettings(Section):
         default=8,
         ge=1,
         le=512,
-        description="Longest request, MiB. Names of 5,000 nodes are 0.2 MiB, a whole node object 10 to 20 KiB.",
+        description="Longest request, MiB. A whole node object has 10 to 20 KiB.",
     )
     bind_timeout_s: Seconds = Field(
         default=4.0,

@@ -26,16 +26,15 @@ class DriverVolumeSettings(Section):
 
     root: GivenPath = Field(
         default=Path("/"),
-        description="Root of the host's file system as this process sees it, such as /host; of a driver container "
-        "/run/nvidia/driver.",
+        description="Root of the host's file system as this process sees it, such as /host.",
     )
     control_library: GivenPath = Field(
         default=Path("/usr/lib64/libcuda-control.so"),
-        description="The library that limits shares (vcuda-control), as this process sees it, not below root.",
+        description="The library that limits shares (vcuda-control), as this process sees it.",
     )
     gpu_client: GivenPath = Field(
         default=Path("/opt/gpushare-agent/bin/gpu-client"),
-        description="The program that the control library runs at the start of a CUDA program, as this process sees it.",
+        description="The program gpu-client, as this process sees it.",
     )
 
 
@@ -44,12 +43,11 @@ class MpsSettings(Section):
 
     pipe_directory: GivenPath = Field(
         default=Path("/run/gpushare-mps/pipe"),
-        description="The MPS daemon's CUDA_MPS_PIPE_DIRECTORY on the host, mounted into containers at the same path.",
+        description="The MPS daemon's CUDA_MPS_PIPE_DIRECTORY on the host, the same in containers.",
     )
     shm_directory: GivenPath = Field(
         default=Path("/dev/shm"),  # noqa: S108 - the shared memory itself, which MPS needs, not a temporary file
-        description="The daemon's /dev/shm on the host, mounted into containers. A daemon in a container has a directory "
-        "of its own.",
+        description="The daemon's /dev/shm on the host.",
     )
     log_directory: GivenPath = Field(
         default=Path("/run/gpushare-mps/log"), description="Directory of the daemon's logs (command mps)."
@@ -90,8 +88,7 @@ class HamiCoreSettings(Section):
     )
     directory: GivenPath = Field(
         default=Path("/etc/gpu-manager/hami-core"),
-        description="Directory on the host of the library, its preload file and the containers' cache directories. Its "
-        "file system must not be mounted noexec.",
+        description="Directory on the host for the library and the containers' caches, not mounted noexec.",
     )
     memory_scaling: float = Field(
         default=1.0, ge=1.0, le=16.0, allow_inf_nan=False,
@@ -103,13 +100,12 @@ class HamiCoreSettings(Section):
     )  # fmt: skip
     core_policy: CorePolicy = Field(
         default="default",
-        description="HAMi's GPU_CORE_UTILIZATION_POLICY. default: compute is limited. force: the container cannot switch "
-        "that off. disable: memory alone is limited.",
+        description="HAMi's GPU_CORE_UTILIZATION_POLICY. force: the container cannot switch it off. disable: memory alone"
+        " is limited.",
     )
     allow_opt_out: bool = Field(
         default=False,
-        description="Let a container's spec switch its limits off by CUDA_DISABLE_CONTROL or GPU_CORE_UTILIZATION_POLICY,"
-        " as under HAMi.",
+        description="Let a container's spec switch its limits off by CUDA_DISABLE_CONTROL or GPU_CORE_UTILIZATION_POLICY.",
     )
 
 
@@ -118,8 +114,8 @@ class DriverLimitsSettings(Section):
 
     set_by_agent: bool = Field(
         default=False,
-        description="The agent sets the driver's memory limits itself (component driver-limits). false: NVIDIA's "
-        "container toolkit 1.20.1 or later does, and the agent checks it.",
+        description="The agent sets the driver's memory limits (component driver-limits). false: NVIDIA's container "
+        "toolkit 1.20.1 does.",
     )
 
 

@@ -33,14 +33,13 @@ class KubeletSettings(Section):
     )
     allow_unsupported: bool = Field(
         default=False,
-        description="Run with kubelets older than 1.30. Pods are then identified by the API server alone, and refused "
-        "where two are possible.",
+        description="Run with kubelets older than 1.30: pods are identified by the API server alone.",
     )
     pod_lookup_timeout_s: Seconds = Field(
         default=2.0,
         ge=0.1,
         le=10,
-        description="How long an admission may take to identify its pod. The node's admissions wait meanwhile.",
+        description="How long an admission may take to identify its pod.",
     )
     look_again_s: Seconds = Field(
         default=0.4,
@@ -55,8 +54,7 @@ class RuntimeSettings(Section):
 
     endpoint: str = Field(
         default="",
-        description="Socket of the container runtime (CRI), for container IDs (isolation vcuda). Empty: the first known "
-        "one, else the pods' statuses.",
+        description="Socket of the container runtime, for container IDs (isolation vcuda). Empty: the first known one.",
     )
     request_timeout_s: Seconds = Field(
         default=5.0,

@@ -60,19 +60,19 @@ class NvidiaSettings(Section):
     config: OptionalPath = Field(
         default=None,
         description="Configuration file of NVIDIA's device plugin, version v1 (docs/how-to/migrate-from-nvidia.md). "
-        "Settings of this agent win over it. Empty: none.",
+        "Empty: none.",
     )
     resource: NvidiaName = Field(
         default=NVIDIA_GPU_RESOURCE, description="Resource with the unit one GPU, or one replica."
     )
     gpus: Texts = Field(
         default=("all",),
-        description="GPUs that serve these resources: all, indexes, UUIDs, models or their glob patterns such as *A100*.",
+        description="GPUs that serve these resources: all, indexes, UUIDs, models or glob patterns such as *A100*.",
     )
     names: Texts = Field(
         default=(),
-        description="Other resource names by model, PATTERN=RESOURCE such as *A100*=nvidia.com/a100; the first match "
-        "counts. Empty: nvidia.resource.",
+        description="Resource names by model, PATTERN=RESOURCE such as *A100*=nvidia.com/a100; the first match counts. "
+        "Empty: nvidia.resource.",
     )
     mig_strategy: Literal["none", "single", "mixed"] = Field(
         default="none",
@@ -81,13 +81,13 @@ class NvidiaSettings(Section):
     )
     mig_names: Texts = Field(
         default=(),
-        description="Other resource names of MIG instances with strategy mixed, PROFILE=RESOURCE such as "
-        "1g.10gb=nvidia.com/small; glob patterns, the first match counts.",
+        description="Resource names of MIG instances (mixed), PROFILE=RESOURCE such as 1g.10gb=nvidia.com/small; the "
+        "first match counts.",
     )
     replicas: Texts = Field(
         default=(),
-        description="Replicas of a GPU or instance, SELECTOR=COUNT, the first match counts. SELECTOR: resource, index, "
-        "UUID, model or its glob pattern, *. Empty: one.",
+        description="Replicas, SELECTOR=COUNT, the first match counts. SELECTOR: resource, index, UUID, model or its glob"
+        " pattern, *. Empty: one.",
     )
     sharing: Sharing = Field(
         default=Sharing.TIME_SLICING,

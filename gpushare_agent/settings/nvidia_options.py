@@ -1,6 +1,6 @@
 """The keys, variables and flags of NVIDIA's device plugin, and what becomes of each here: one table.
 
-docs/how-to/migrate-from-nvidia.md has the same table for people; a test compares them.
+The table of docs/how-to/migrate-from-nvidia.md is generated from it (tests/docs/generated.py).
 
 Source: k8s-device-plugin v0.20.0, api/config/v1 (keys, types, allowed values), cmd/nvidia-device-plugin/main.go and
 cmd/gpu-feature-discovery/main.go (flags, variables), internal/rm/health.go (DP_…). settings/nvidia_plugin.py reads them.
@@ -144,12 +144,12 @@ def _sharing(kind: str, instead: str) -> Iterable[Option]:
     yield Option(name=f"{prefix}resources.devices", read=any_value, as_here=("all",), reason=instead)
 
 
-_BY_POD = "no container gets it by the agent: pods that need it have the variable {} in their own env"
-_NO_HOOKS = "the agent's CDI specs name no hooks; NVIDIA's container toolkit writes its own"
-_OF_GFD = "the agent writes the labels to the node itself (setting nvidia.labels)"
-_DEVICES = "NVIDIA's plugin ignores it too; nvidia.replicas takes indexes, UUIDs and models, such as 0=4,1=2"
-_NAMES = "NVIDIA's plugin ignores it too; to have these names set {}"
-_DRIVER_ROOT = "the driver's place is that of the NVIDIA runtime class, or of manifests/components/driver-container"
+_BY_POD = "pods that need it set the variable {} themselves"
+_NO_HOOKS = "the agent's CDI specs name no hooks"
+_OF_GFD = "the agent writes the labels itself (nvidia.labels)"
+_DEVICES = "NVIDIA's plugin ignores it too; nvidia.replicas takes indexes, such as 0=4,1=2"
+_NAMES = "NVIDIA's plugin ignores it too; set {}"
+_DRIVER_ROOT = "the RuntimeClass brings the driver, or manifests/components/driver-container"
 
 OPTIONS: tuple[Option, ...] = (
     Option(name="version", read=words("v1"), as_here=("v1",), reason="the only version there is"),
@@ -163,7 +163,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="flags.mpsRoot", read=text, flags=("mps-root",), variables=("MPS_ROOT",), as_here=("", "/run/nvidia/mps"),
-        reason="the MPS daemon is this project's own (manifests/mps-daemon), with its pipes in mps.pipe_directory",
+        reason="the MPS daemon is manifests/mps-daemon, with its pipes in mps.pipe_directory",
     ),
     Option(
         name="flags.nvidiaDriverRoot", read=text, flags=("driver-root", "nvidia-driver-root"),
@@ -228,7 +228,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="flags.gfd.noTimestamp", read=boolean, flags=("no-timestamp",), variables=("GFD_NO_TIMESTAMP",),
-        as_here=(False,), reason="nvidia.com/gfd.timestamp is written where nvidia.labels is set",
+        as_here=(False,), reason="nvidia.com/gfd.timestamp is written with nvidia.labels",
     ),
     Option(
         name="flags.gfd.sleepInterval", read=any_value, flags=("sleep-interval",), variables=("GFD_SLEEP_INTERVAL",),
@@ -247,7 +247,7 @@ OPTIONS: tuple[Option, ...] = (
     *_sharing("mps", _DEVICES),
     Option(
         name="imex.channelIDs", read=channels, flags=("imex-channel-ids",), variables=("IMEX_CHANNEL_IDS",), as_here=((),),
-        reason="no IMEX channel is given by itself: the setting extra_config takes its device node",
+        reason="extra_config takes the device node of a channel",
     ),
     Option(
         name="imex.required", read=not_required, flags=("imex-required",), variables=("IMEX_REQUIRED",), as_here=(False,),

@@ -72,7 +72,7 @@ class HealthSettings(Section):
         default=10.0,
         ge=0.05,
         le=3600,
-        description="Time between two of these probes. It doubles each time the GPU becomes Unhealthy again.",
+        description="Time between two of these probes, doubled each time the GPU becomes Unhealthy again.",
     )
     recovery_period_max_s: Seconds = Field(
         default=600.0, ge=0.05, le=86400, description="Most time between two of these probes."
@@ -109,8 +109,7 @@ class FactsSettings(Section):
 
     is_written: bool = Field(
         default=True,
-        description="Write labels and annotations about the GPUs to the Node. Needs the right to patch nodes; the "
-        "scheduler extender needs them.",
+        description="Write labels and annotations to the Node. Needs the right to patch nodes; the extender needs them.",
     )
     label_prefix: Annotated[str, matches(DNS_NAME, "is no label prefix such as gpushare-agent or nvidia.com")] = Field(
         default="gpushare-agent",

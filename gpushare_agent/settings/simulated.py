@@ -33,8 +33,7 @@ class SimulatedSettings(Section):
     )
     device_nodes: bool = Field(
         default=False,
-        description="Give containers /dev/nvidia0… of simulated GPUs. For the sandbox: a real runtime starts no container"
-        " whose device nodes are missing.",
+        description="Give containers /dev/nvidia0… of simulated GPUs: a real runtime needs nodes that exist.",
     )
     faults: OptionalPath = Field(
         default=None,

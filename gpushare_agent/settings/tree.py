@@ -88,8 +88,7 @@ class Settings(BaseModel):
     )
     isolations_allowed: Annotated[tuple[IsolationName, ...], BeforeValidator(comma_list)] = Field(
         default=(),
-        description="Further isolations that a pod may choose by the annotation tencent.com/gpu-isolation; auto cannot be"
-        " one. Empty: none.",
+        description="Further isolations that a pod may choose by the annotation tencent.com/gpu-isolation, without auto.",
     )
     device_list_strategy: Annotated[tuple[DeviceListStrategy, ...], BeforeValidator(comma_list)] = Field(
         default=(DeviceListStrategy.ENVVAR, DeviceListStrategy.DEVICE_NODES),
@@ -98,12 +97,11 @@ class Settings(BaseModel):
     )
     excluded_gpus: Texts = Field(
         default=(),
-        description="GPUs that the agent does not offer: indexes, UUIDs, models or glob patterns of models such as "
-        "*T400*. Running containers keep theirs. Empty: none.",
+        description="GPUs that the agent does not offer: indexes, UUIDs, models or glob patterns such as *T400*.",
     )
     fail_on_init_error: bool = Field(
         default=True,
-        description="Exit when the driver cannot be read at start. false: offer no device and retry every 30 s.",
+        description="Exit when the driver cannot be read at start. false: retry every 30 s.",
     )
     share_mode: bool = Field(default=True, description="Allow several containers on one GPU. false: whole GPUs only.")
     extra_config: OptionalPath = Field(
@@ -112,8 +110,8 @@ class Settings(BaseModel):
     )
     volume_config: OptionalPath = Field(
         default=None,
-        description="gpu-manager's volume.conf (docs/how-to/driver-volume.md), for isolation vcuda and `driver-volume`. "
-        "Empty: /etc/gpu-manager/volume.conf.",
+        description="gpu-manager's volume.conf (docs/how-to/driver-volume.md), for isolation vcuda. Empty: "
+        "/etc/gpu-manager/volume.conf.",
     )
     kubeconfig: OptionalPath = Field(
         default=None,

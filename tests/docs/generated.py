@@ -28,6 +28,7 @@ from gpushare_agent.observability.attribution import AllocatedContainers, join_u
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import node_series
 from gpushare_agent.observability.metrics.text import NodePage
+from gpushare_agent.settings.nvidia_options import OPTIONS
 from gpushare_agent.settings.reference import markdown
 from tests.support_core import mig_instance
 from tests.support_usage import UUIDS, allocation, driver_sample, facts, id_of, key_of, owner, process, snapshot
@@ -145,6 +146,16 @@ def _value(action: argparse.Action) -> str:
     return str(name)
 
 
+def _nvidia_options() -> str:
+    """A setting that takes the value is in code, a reason why there is none is a sentence."""
+    lines = ["| key of the file | variables | flags | here |", "|---|---|---|---|"]
+    for option in OPTIONS:
+        flags = [f"--{flag}" for flag in option.flags]
+        cells = [", ".join(f"`{one}`" for one in row) for row in (option.variables, flags, option.settings)]
+        lines.append(f"| `{option.name}` | {cells[0] or '–'} | {cells[1] or '–'} | {cells[2] or option.reason} |")
+    return "\n".join(lines)
+
+
 def chart_table() -> ModuleType:
     """charts/values_table.py."""
     spec = importlib.util.spec_from_file_location("values_table", ROOT / "charts/values_table.py")
@@ -160,6 +171,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "agent": lambda: _metrics("gpushare_"),
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
     "commands": _commands,
+    "nvidia_options": _nvidia_options,
 }
 
 
@@ -171,6 +183,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/reference/settings.md": lambda _: markdown(),
     "docs/reference/metrics.md": _filled,
     "docs/reference/cli.md": _filled,
+    "docs/how-to/migrate-from-nvidia.md": _filled,
     "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
 }
 """What each page is, made of its present text."""
