@@ -55,7 +55,7 @@ async def _create(session: Session) -> None:
             "The end of its log:\n"
             f"{last_lines(late.shown.node.paths.agent_log)}"
         )
-    for line in controller.create(session.manifests):
+    for line in controller.apply(session.manifests):
         notify(line)
 
 

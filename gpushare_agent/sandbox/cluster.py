@@ -16,6 +16,7 @@ from gpushare_agent.sandbox.api.certificate import make_certificate
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_task
+from gpushare_agent.sandbox.pod_controllers import PodControllers
 from gpushare_agent.sandbox.scheduler.extender_calls import open_extender_calls
 from gpushare_agent.sandbox.scheduler.extender_scheduler import ExtenderScheduler, SchedulerTimes
 from gpushare_agent.sandbox.scheduler.node_fit import EmbeddedScheduler
@@ -62,6 +63,7 @@ async def open_embedded_cluster(
             EmbeddedApiServer(version=kubelet_version, seed=seed, history_limit=_HISTORY, certificate=certificate)
         )
         api.write_kubeconfig(paths.kubeconfig)
+        await stack.enter_async_context(running_task("pod controllers", PodControllers(api).run))
         await stack.enter_async_context(_scheduling(api, extender_url, scheduler_times, seed))
         nodes = []
         for number, name in enumerate(node_names):

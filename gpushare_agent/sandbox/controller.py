@@ -14,7 +14,7 @@ from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.api.store import CLAIM_KINDS
+from gpushare_agent.sandbox.api.store import APPLIED_KINDS, CLUSTER_WIDE
 from gpushare_agent.sandbox.container_entry import enter_container
 from gpushare_agent.sandbox.control import Answer, Request
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON, GpuFaults
@@ -112,22 +112,31 @@ class SandboxController:
         except TimeoutError:
             return False
 
-    def create(self, manifests: Iterable[Manifest]) -> list[str]:
-        """In order; returns `pod NAMESPACE/NAME created` for each. Raises Conflict for a name in use."""
-        created = []
+    def apply(self, manifests: Iterable[Manifest]) -> list[str]:
+        """In order; returns `pod NAMESPACE/NAME created`, `configured` or `unchanged` for each. Raises AgentError."""
+        done = []
         for manifest in manifests:
-            resource = CLAIM_KINDS.get(manifest.raw.get("kind", "Pod"))
-            if resource is None:
-                metadata = self.api.create_pod(manifest.raw)["metadata"]
-            else:
-                given = manifest.raw["metadata"].get("namespace") or "default"
-                metadata = self.api.create(resource, manifest.raw, given)["metadata"]
-            name = "/".join(filter(None, (metadata.get("namespace"), metadata["name"])))
-            created.append(f"{(resource or 'pods')[:-1].replace('classe', 'class')} {name} created")
-        return created
+            resource = APPLIED_KINDS[manifest.raw.get("kind", "Pod")]
+            namespace, name = (
+                manifest.raw["metadata"].get("namespace") or "default",
+                manifest.raw["metadata"].get("name"),
+            )
+            before = (
+                self.api.object_of(resource, ("" if resource in CLUSTER_WIDE else namespace, name)) if name else None
+            )
+            if name:
+                made = self.api.apply(resource, manifest.raw, namespace, "sandbox")
+            else:  # generateName
+                made = self.api.create(resource, manifest.raw, namespace)
+            outcome = "created" if before is None else "unchanged" if made is before else "configured"
+            where = "/".join(filter(None, (made["metadata"].get("namespace"), made["metadata"]["name"])))
+            done.append(f"{made['kind'].lower()} {where} {outcome}")
+        return done
 
     def is_steady(self) -> bool:
-        """Every pod runs, has ended, or waits because nothing fits."""
+        """Every pod runs, has ended, or waits because nothing fits; and Deployments and Jobs have their pods."""
+        if any(not raw.get("status") for resource in ("deployments", "jobs") for raw in self.api.store.all(resource)):
+            return False
         for raw in self.api.pods():
             phase = raw["status"]["phase"]
             is_waiting = phase == "Pending" and reason_and_message(raw)[0] != _UNSCHEDULABLE
@@ -165,7 +174,7 @@ class SandboxController:
         """A request from another terminal. Raises AgentError."""
         command = request.get("command")
         if command == "apply":
-            return _each(lambda m: self.create([m])[0], _manifests(request))
+            return _each(lambda m: self.apply([m])[0], _manifests(request))
         if command == "delete":
             namespace = str(request.get("namespace"))
             return _each(lambda name: self._delete(namespace, name), _names(request))

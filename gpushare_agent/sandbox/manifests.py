@@ -1,5 +1,5 @@
-"""Pod manifests from YAML files, directories of them, and the samples shipped with the package; with them ResourceClaims,
-their templates and classes.
+"""Manifests from YAML files, directories of them, and the samples shipped with the package: Pods, and the other kinds of
+APPLIED_KINDS.
 
 Everything is checked before anything is created: a mistake names the file, the document and the field.
 """
@@ -16,7 +16,9 @@ from typing import Any
 import yaml
 
 from gpushare_agent.model.errors import Rejected
-from gpushare_agent.sandbox.api.store import CLAIM_KINDS, group_version
+from gpushare_agent.sandbox.api.field_validation import unknown_fields
+from gpushare_agent.sandbox.api.store import APPLIED_KINDS, group_version
+from gpushare_agent.sandbox.api.workloads import completed_workload
 from gpushare_agent.sandbox.pod_manifest import RawObject, completed_manifest
 
 EXPECTATION_ANNOTATION = "sandbox.gpushare/expect"
@@ -31,7 +33,7 @@ class ManifestError(Rejected):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A Pod, or an object of CLAIM_KINDS, as written; `origin` says where, for messages."""
+    """A Pod, or an object of APPLIED_KINDS, as written; `origin` says where, for messages."""
 
     raw: RawObject
     origin: str
@@ -45,6 +47,8 @@ def read_manifests(paths: Sequence[Path]) -> list[Manifest]:
     if paths and not found:
         raise ManifestError(f"no pods in {', '.join(map(_origin, paths))}: a file needs at least one Pod manifest")
     _check_names(found)
+    for manifest in found:
+        _check_fields(manifest)
     return found
 
 
@@ -118,12 +122,13 @@ def _items(document: Any, where: str) -> list[Any]:
 
 def _checked(raw: Any, where: str) -> Manifest:
     kind = raw.get("kind") if isinstance(raw, dict) else None
-    if kind in CLAIM_KINDS:
+    if kind not in APPLIED_KINDS:
+        raise ManifestError(
+            f"{where}: kind {kind!r} cannot be applied: the embedded node knows {', '.join(APPLIED_KINDS)}"
+        )
+    if kind != "Pod":
         _check_object(raw, where)
         return Manifest(raw=raw, origin=where)
-    if kind != "Pod":
-        known = ", ".join(("Pod", *CLAIM_KINDS))
-        raise ManifestError(f"{where}: kind {kind!r} cannot be applied: the embedded node knows {known}")
     try:
         completed_manifest(raw, namespace="default", uid="", suffix="")
     except Rejected as error:
@@ -133,15 +138,31 @@ def _checked(raw: Any, where: str) -> Manifest:
 
 
 def _check_object(raw: dict[str, Any], where: str) -> None:
-    metadata, group = raw.get("metadata"), group_version(CLAIM_KINDS[raw["kind"]])
+    metadata, resource = raw.get("metadata"), APPLIED_KINDS[raw["kind"]]
+    group, has_spec = group_version(resource), resource not in ("configmaps", "namespaces")
     if raw.get("apiVersion") != group:
         raise ManifestError(f"{where}: {raw['kind']} must have apiVersion: {group}, not {raw.get('apiVersion')!r:.40}")
     if (
         not isinstance(metadata, dict)
         or not isinstance(metadata.get("name"), str)
-        or not isinstance(raw.get("spec"), dict)
+        or (has_spec and not isinstance(raw.get("spec"), dict))
     ):
-        raise ManifestError(f"{where}: {raw['kind']} needs metadata with a name, and a spec")
+        raise ManifestError(f"{where}: {raw['kind']} needs metadata with a name{', and a spec' if has_spec else ''}")
+    try:
+        completed_workload(resource, {**raw, "metadata": {**metadata, "uid": ""}})
+    except Rejected as error:
+        raise ManifestError(f"{where}: {raw['kind']} {metadata['name']!r} is not valid: {error}") from error
+
+
+def _check_fields(manifest: Manifest) -> None:
+    """Of files that people write: an unknown field is most often a misspelt one, such as `resorces`."""
+    kind = manifest.raw["kind"]
+    try:
+        found = unknown_fields(manifest.raw, kind)
+    except Rejected as error:
+        raise ManifestError(f"{manifest.origin}: {kind}: {error}") from error
+    if found:
+        raise ManifestError(f"{manifest.origin}: {kind}: {', '.join(found)}")
 
 
 def _check_names(manifests: list[Manifest]) -> None:

@@ -85,6 +85,7 @@ async def open_node_on(
         paths=paths, node_name=node_name, api=api, version=kubelet_version, seed=seed, times=times,
         cgroups=cgroups,
     )  # fmt: skip
+    api.logs.runtimes[node_name] = kubelet.runtime
     cri = CriServer(kubelet.runtime, paths.runtime_socket)
     try:
         async with running_task("kubelet", kubelet.run):

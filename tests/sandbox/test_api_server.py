@@ -219,7 +219,7 @@ async def test_an_unknown_patch_type_is_unsupported() -> None:
     """415, with the accepted ones in the message."""
     async with open_client() as client:
         client.api.create_pod(pod("a"))
-        status, body = await client.call("PATCH", f"{PODS}/a", {}, "application/apply-patch+yaml")
+        status, body = await client.call("PATCH", f"{PODS}/a", {}, "application/json")
         assert (status, body["reason"]) == (415, "UnsupportedMediaType")
 
 

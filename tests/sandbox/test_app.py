@@ -76,13 +76,22 @@ async def test_pods_that_do_not_run_make_exit_code_one(folder: Path) -> None:
 @pytest.mark.parametrize("command", [("--once", "--apply"), ("apply", "-f")])
 async def test_a_bad_manifest_is_one_readable_line_and_exit_code_two(folder: Path, command: tuple[str, ...]) -> None:
     """Nothing is started for it."""
-    (folder / "bad.yaml").write_text("kind: Job\n")
+    (folder / "bad.yaml").write_text("kind: CronJob\n")
     done = await sandbox(*command, folder / "bad.yaml", "--state-dir", folder / "s")
     assert done.code == 2
     assert done.err == (
-        f"gpushare-agent sandbox: {folder}/bad.yaml: kind 'Job' cannot be applied: the embedded node knows Pod, "
-        "DeviceClass, ResourceClaim, ResourceClaimTemplate\n"
+        f"gpushare-agent sandbox: {folder}/bad.yaml: kind 'CronJob' cannot be applied: the embedded node knows "
+        "Pod, DeviceClass, ResourceClaim, ResourceClaimTemplate, Deployment, Job, ConfigMap, Namespace\n"
     )
+
+
+async def test_a_misspelt_field_of_a_manifest_is_named(folder: Path) -> None:
+    """The pod would run without its GPU."""
+    (folder / "bad.yaml").write_text(yaml.safe_dump(pod("a", {"name": "main", "resorces": {"limits": {"x/y": 1}}})))
+    done = await sandbox("--once", "--apply", folder / "bad.yaml", "--state-dir", folder / "s")
+    assert (done.code, done.err) == (
+        2, f'gpushare-agent sandbox: {folder}/bad.yaml: Pod: unknown field "spec.containers[0].resorces"\n',
+    )  # fmt: skip
 
 
 async def test_a_wrong_setting_is_exit_code_two(folder: Path) -> None:
@@ -248,7 +257,10 @@ async def test_a_live_sandbox_obeys_from_another_terminal_and_cleans_up_at_the_e
         shown = json.loads((await sandbox("status", *where, "--format", "json")).out)
         assert [p["phase"] for p in shown["pods"]] == ["Running"]
         twice = await sandbox("apply", "-f", folder / "p.yaml", *where)
-        assert (twice.code, twice.err) == (1, 'gpushare-agent sandbox: pods "mine" already exists\n')
+        assert (twice.code, twice.out) == (0, "pod default/mine unchanged\n")
+        (folder / "p.yaml").write_text(yaml.safe_dump(pod("mine", container("main", cores=21, blocks=2))))
+        changed = await sandbox("apply", "-f", folder / "p.yaml", *where)
+        assert changed.code == 1 and "delete the pod and create it again" in changed.err
         deleted = await sandbox("delete", "mine", "absent", *where)
         assert (deleted.code, deleted.out) == (1, "pod default/mine deleted\n")
         assert deleted.err == 'gpushare-agent sandbox: pods "absent" not found\n'

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from gpushare_agent.sandbox.cluster import EmbeddedCluster, open_embedded_cluster
+from tests.support_containers import needs_processes
 from tests.support_deadline import DEADLINE_S
 from tests.support_sandbox import SHORT_TIMES, pod
 
@@ -134,3 +135,82 @@ async def test_the_samples_are_applied_unchanged_and_again(short_dir: Path) -> N
         share = yaml.safe_load((SAMPLES / "share.yaml").read_text())
         share["spec"]["containers"][0]["resources"]["limits"]["tencent.com/vcuda-core"] = 41
         assert "delete the pod and create it again" in await kubectl.refused("apply", "-f", "-", stdin=share)
+
+
+def workload(kind: str, version: str, name: str, command: str, **spec: Any) -> dict[str, Any]:
+    """A Deployment or Job of one container of this machine, when `command` runs there."""
+    container = {"name": "main", "image": "sandbox/host", "command": ["sh", "-c", command]}
+    template = {"metadata": {"labels": {"app": name}}, "spec": {"containers": [container]}}
+    policy = {"restartPolicy": "Never"} if kind == "Job" else {}
+    template["spec"].update(policy)
+    return {
+        "apiVersion": version, "kind": kind, "metadata": {"name": name},
+        "spec": {"template": template, **({} if kind == "Job" else {"selector": {"matchLabels": {"app": name}}}), **spec},
+    }  # fmt: skip
+
+
+@needs_kubectl
+async def test_a_deployment_is_rolled_out_scaled_changed_and_rolled_back(short_dir: Path) -> None:
+    """With the words of every day; its pods have names, labels and owners as on a cluster."""
+    wait = f"--timeout={DEADLINE_S:g}s"
+    async with open_kubectl(short_dir) as kubectl:
+        web = workload("Deployment", "apps/v1", "web", "sleep 1000", replicas=2)
+        web["spec"]["template"]["spec"]["containers"][0] = {"name": "main", "image": "one"}
+        await kubectl.ok("apply", "-f", "-", stdin=web)
+        await kubectl.ok("rollout", "status", "deployment/web", wait)
+        await kubectl.ok("scale", "deployment/web", "--replicas=3")
+        await kubectl.ok("rollout", "status", "deployment/web", wait)
+        assert "web    3/3     3            3" in await kubectl.ok("get", "deployments")
+        await kubectl.ok("set", "image", "deployment/web", "main=two")
+        await kubectl.ok("rollout", "status", "deployment/web", wait)
+        images = ("get", "pods", "-l", "app=web", "-o", "jsonpath={.items[*].spec.containers[*].image}")
+        assert set((await kubectl.ok(*images)).split()) >= {"two"}
+        await kubectl.ok("rollout", "undo", "deployment/web")
+        await kubectl.ok("rollout", "status", "deployment/web", wait)
+        assert len(kubectl.api.store.all("replicasets")) == 2
+        await kubectl.ok("delete", "deployment", "web")
+        await kubectl.api.signal.wait_until(lambda: not kubectl.api.pods(), DEADLINE_S)
+
+
+@needs_kubectl
+@needs_processes
+async def test_a_job_runs_and_its_output_is_read(short_dir: Path) -> None:
+    """logs of the ended pod, its tail, and of one that runs, followed to its end."""
+    async with open_kubectl(short_dir) as kubectl:
+        await kubectl.ok("apply", "-f", "-", stdin=workload("Job", "batch/v1", "train", "echo one; echo two"))
+        await kubectl.ok("wait", "job/train", "--for=condition=complete", f"--timeout={DEADLINE_S:g}s")
+        assert await kubectl.ok("logs", "job/train") == "one\ntwo\n"
+        assert await kubectl.ok("logs", "job/train", "--tail=1") == "two\n"
+        gate = short_dir / "gate"
+        command = f"echo begun; while [ ! -e {gate} ]; do sleep 0.05; done; echo ended"
+        await kubectl.ok("apply", "-f", "-", stdin=workload("Job", "batch/v1", "slow", command))
+        await kubectl.ok("wait", "pod", "-l", "app=slow", "--for=condition=Ready", f"--timeout={DEADLINE_S:g}s")
+        async with asyncio.TaskGroup() as group:
+            followed = group.create_task(kubectl.ok("logs", "-f", "job/slow"))
+            gate.write_text("")
+        assert followed.result() == "begun\nended\n"
+
+
+@needs_kubectl
+async def test_what_the_sandbox_does_not_have_is_said_in_a_sentence(short_dir: Path) -> None:
+    """exec, attach and port-forward name the sandbox's own command; so do logs of a run before the last."""
+    async with open_kubectl(short_dir) as kubectl:
+        await kubectl.ok("apply", "-f", "-", stdin=pod("a"))
+        await kubectl.ok("wait", "pod/a", "--for=condition=Ready", f"--timeout={DEADLINE_S:g}s")
+        for words in (("exec", "a", "--", "ls"), ("port-forward", "a", "8080:80"), ("attach", "a")):
+            said = await kubectl.refused(*words)
+            assert f"the sandbox has no {words[0]}" in said and "gpushare-agent sandbox exec a -- COMMAND" in said
+        assert "one log of a container" in await kubectl.refused("logs", "a", "--previous")
+        assert "doesn't have a resource type" in await kubectl.refused("get", "services")
+
+
+@needs_kubectl
+async def test_server_side_apply_takes_away_what_is_no_longer_applied(short_dir: Path) -> None:
+    """Of this manager alone: what others have put there stays."""
+    async with open_kubectl(short_dir) as kubectl:
+        raw = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"a": "1", "b": "2"}}
+        for _ in range(2):
+            await kubectl.ok("apply", "--server-side", "-f", "-", stdin=raw)
+        await kubectl.ok("patch", "configmap", "c", "-p", '{"data":{"other":"3"}}')
+        await kubectl.ok("apply", "--server-side", "-f", "-", stdin={**raw, "data": {"a": "9"}})
+        assert kubectl.api.store.get("configmaps", ("default", "c"))["data"] == {"a": "9", "other": "3"}

@@ -21,7 +21,7 @@ from gpushare_agent.sandbox.api.responses import status_response
 
 OPEN_PATHS = frozenset({"/version", "/healthz", "/livez", "/readyz"})
 _HOST_NAMES = ("127.0.0.1", "localhost", "[::1]")
-_JSON_TYPES = re.compile(r"application/([a-z0-9.-]+\+)?json")
+_JSON_TYPES = re.compile(r"application/([a-z0-9.-]+\+)?json|application/apply-patch\+yaml")
 _KUBECONFIG = """\
 apiVersion: v1
 kind: Config

@@ -5,7 +5,15 @@ Constant. Types: APIVersions, APIGroupList and APIResourceList of meta/v1.
 
 from __future__ import annotations
 
-from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, GROUPS, KINDS, base_path, group_version
+from gpushare_agent.sandbox.api.store import (
+    CLUSTER_WIDE,
+    GROUPS,
+    KINDS,
+    SCALABLE,
+    WITH_STATUS,
+    base_path,
+    group_version,
+)
 from gpushare_agent.sandbox.pod_manifest import RawObject
 
 _VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
@@ -13,7 +21,8 @@ _SHORT_NAMES = {"pods": ["po"], "nodes": ["no"], "events": ["ev"], "configmaps":
                 "deployments": ["deploy"], "replicasets": ["rs"]}  # fmt: skip
 _IN_ALL = frozenset({"pods", "deployments", "replicasets", "jobs"})
 """Those of `kubectl get all`."""
-_WITH_STATUS = frozenset({"pods", "nodes", "resourceclaims"})
+_OF_PODS = ("attach", "exec", "log", "portforward", "proxy")
+"""Further addresses of a pod; handlers.py has which of them are served."""
 
 
 def discovery(resources: tuple[str, ...]) -> dict[str, RawObject]:
@@ -76,6 +85,8 @@ def _entries(name: str) -> list[RawObject]:
         "name": name, **common, "singularName": KINDS[name].lower(), "verbs": _VERBS,
         "shortNames": _SHORT_NAMES.get(name, []), **({"categories": ["all"]} if name in _IN_ALL else {}),
     }  # fmt: skip
-    if name not in _WITH_STATUS:
-        return [whole]
-    return [whole, {"name": f"{name}/status", **common, "verbs": ["patch", "update"]}]
+    status = [{"name": f"{name}/status", **common, "verbs": ["patch", "update"]}] if name in WITH_STATUS else []
+    scale = {"kind": "Scale", "group": "autoscaling", "version": "v1", "verbs": ["get", "patch", "update"]}
+    scales = [{"name": f"{name}/scale", **common, **scale}] if name in SCALABLE else []
+    inside = [{"name": f"pods/{part}", **common, "verbs": ["create", "get"]} for part in _OF_PODS if name == "pods"]
+    return [whole, *status, *scales, *inside]

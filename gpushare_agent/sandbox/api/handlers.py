@@ -9,22 +9,23 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import TypeGuard
 
+import yaml
 from aiohttp import web
 from multidict import CIMultiDict
 
-from gpushare_agent.model.errors import AgentError, Conflict, Rejected
+from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.sandbox.api import patch
 from gpushare_agent.sandbox.api.discovery import discovery
 from gpushare_agent.sandbox.api.field_validation import unknown_fields
 from gpushare_agent.sandbox.api.objects import ApiObjects
 from gpushare_agent.sandbox.api.responses import bad_request, error_response, json_body, status_response
-from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, KINDS, ObjectKey, base_path, group_version
+from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, KINDS, SCALABLE, ObjectKey, base_path, group_version
 from gpushare_agent.sandbox.api.tables import table
+from gpushare_agent.sandbox.api.updates import updated
 from gpushare_agent.sandbox.api.watch import TRUE, Watches, request_selector
-from gpushare_agent.sandbox.pod_manifest import RawObject, completed_manifest
+from gpushare_agent.sandbox.pod_manifest import RawObject
 
 _TABLE = re.compile(r"application/json;as=Table;v=v1(?=[;,]|$)")
 """In an Accept header of kubectl."""
@@ -61,7 +62,15 @@ class ApiHandlers:
             for suffix in ("", "/status"):
                 app.router.add_patch(f"{base}/{{name}}{suffix}", self._bound(self._patch, resource))
                 app.router.add_put(f"{base}/{{name}}{suffix}", self._bound(self._put, resource))
-        app.router.add_post("/api/v1/namespaces/{namespace}/pods/{name}/binding", self._bound(self._bind, "pods"))
+        for resource in SCALABLE:
+            path = f"{base_path(resource)}/namespaces/{{namespace}}/{resource}/{{name}}/scale"
+            for method in ("GET", "PUT", "PATCH"):
+                app.router.add_route(method, path, self._bound(self._scale, resource))
+        pod = "/api/v1/namespaces/{namespace}/pods/{name}"
+        app.router.add_post(f"{pod}/binding", self._bound(self._bind, "pods"))
+        app.router.add_get(f"{pod}/log", self._bound(self._log, "pods"))
+        for part in ("exec", "attach", "portforward"):
+            app.router.add_route("*", f"{pod}/{part}", self._bound(self._no_stream, "pods"))
         for path, document in discovery(resources).items():
             app.router.add_get(path, _constant(document))
         app.router.add_get("/version", self._version)
@@ -119,6 +128,34 @@ class ApiHandlers:
         }  # fmt: skip
         return web.json_response(body)
 
+    async def _log(self, request: web.Request, resource: str) -> web.StreamResponse:
+        return await self._objects.logs.serve(request, self._store.get(resource, _key(request, resource)))
+
+    async def _no_stream(self, request: web.Request, resource: str) -> web.StreamResponse:
+        """exec, attach and port-forward: a container of the sandbox is a process of this machine."""
+        name = self._store.get(resource, _key(request, resource))["metadata"]["name"]
+        part = request.path.rpartition("/")[2].replace("portf", "port-f")
+        bad_request(
+            f"the sandbox has no {part}: its containers are processes of this machine, with its files and ports. For a "
+            f"command in one: gpushare-agent sandbox exec {name} -- COMMAND"
+        )
+
+    async def _scale(self, request: web.Request, resource: str) -> web.StreamResponse:
+        """The Scale of autoscaling/v1: the number of replicas alone."""
+        raw = self._store.get(resource, _key(request, resource))
+        if request.method != "GET":
+            body = await json_body(request)
+            spec = {"replicas": (body.get("spec") or {}).get("replicas")}
+            raw = self._store.get(resource, _key(request, resource))
+            new = patch.patched(raw, {"spec": spec}, patch.MERGE)
+            raw = self._store.replace(resource, updated(resource, raw, new))
+        kept = {k: v for k, v in raw["metadata"].items() if k in ("name", "namespace", "uid", "resourceVersion")}
+        return web.json_response({
+            "kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": kept,
+            "spec": {"replicas": raw["spec"]["replicas"]},
+            "status": {"replicas": (raw.get("status") or {}).get("replicas", 0)},
+        })  # fmt: skip
+
     # --- writing ---
 
     async def _create(self, request: web.Request, resource: str) -> web.StreamResponse:
@@ -128,8 +165,7 @@ class ApiHandlers:
             bad_request("the namespace of the provided object does not match the namespace sent on the request")
         if request.query.get("dryRun"):
             return web.json_response(raw, status=201, headers=warnings)
-        make = self._objects.create_pod if resource == "pods" else partial(self._objects.create, resource)
-        return web.json_response(make(raw, namespace), status=201, headers=warnings)
+        return web.json_response(self._objects.create(resource, raw, namespace), status=201, headers=warnings)
 
     async def _checked_fields(self, request: web.Request, resource: str, raw: RawObject) -> CIMultiDict[str]:
         """As the client asks by fieldValidation: unknown fields are refused, or named in headers that warn. kubectl always
@@ -182,11 +218,29 @@ class ApiHandlers:
 
     async def _patch(self, request: web.Request, resource: str) -> web.StreamResponse:
         content_type = request.content_type
+        if content_type == patch.APPLY:
+            return await self._apply(request, resource)
         if content_type not in _PATCH_TYPES:
             message = f"the body was in an unknown format; accepted media types: {', '.join(_PATCH_TYPES)}"
             return status_response(415, "UnsupportedMediaType", message)
         body = await json_body(request, of=(dict, list))
         return await self._written(request, resource, lambda old: patch.patched(old, body, content_type))
+
+    async def _apply(self, request: web.Request, resource: str) -> web.StreamResponse:
+        """Server-side apply: an object that is not there is created."""
+        try:
+            raw = await asyncio.to_thread(yaml.safe_load, await request.read())
+        except yaml.YAMLError as error:
+            bad_request(f"error decoding YAML: {error}")
+        namespace, name = key = _key(request, resource)
+        if not isinstance(raw, dict) or (raw.get("metadata") or {}).get("name") != name:
+            bad_request("the object provided is unrecognized: an object with the name of the URL is needed")
+        warnings = await self._checked_fields(request, resource, raw)
+        is_there, manager = self._store.find(resource, key) is not None, request.query.get("fieldManager", "")
+        if request.query.get("dryRun"):
+            return web.json_response(raw, headers=warnings)
+        made = self._objects.apply(resource, raw, namespace, manager)
+        return web.json_response(made, status=200 if is_there else 201, headers=warnings)
 
     async def _put(self, request: web.Request, resource: str) -> web.StreamResponse:
         raw = await json_body(request)
@@ -199,44 +253,10 @@ class ApiHandlers:
         key = _key(request, resource)
         warnings = await self._checked_fields(request, resource, change(self._store.get(resource, key)))
         old = self._store.get(resource, key)
-        new = self._replaced(request, resource, old, change(old))
+        new = updated(resource, old, change(old), is_status=request.path.endswith("/status"))
         if not request.query.get("dryRun"):
             new = self._store.replace(resource, new)
         return web.json_response(new, headers=warnings)
-
-    def _replaced(self, request: web.Request, resource: str, old: RawObject, new: RawObject) -> RawObject:
-        """Keeps what the addressed subresource does not own; a resourceVersion or UID in the body must be the current."""
-        metadata, known = new.get("metadata") or {}, old["metadata"]
-        for field in ("resourceVersion", "uid"):
-            if metadata.get(field, known[field]) != known[field]:
-                raise Conflict(
-                    f'Operation cannot be fulfilled on {resource} "{known["name"]}": the object has been modified; '
-                    "please apply your changes to the latest version and try again"
-                )
-        fixed = {
-            k: known[k] for k in ("name", "namespace", "uid", "resourceVersion", "creationTimestamp") if k in known
-        }
-        kept = {"metadata": {**metadata, **fixed}}
-        if request.path.endswith("/status"):
-            kept["spec"] = old.get("spec", {})
-        elif resource in ("pods", "nodes", "resourceclaims"):
-            kept["status"] = old.get("status", {})
-        if resource == "pods" and not request.path.endswith("/status") and new.get("spec") != old["spec"]:
-            if not _is_same_spec(new, old):
-                raise Rejected(
-                    f'Pod "{known["name"]}" is invalid: spec: Forbidden: pod updates may not change these fields; '
-                    "delete the pod and create it again"
-                )
-            kept["spec"] = old["spec"]
-        return {**new, **kept}
-
-
-def _is_same_spec(new: RawObject, old: RawObject) -> bool:
-    """40 and "40" are one quantity: kubectl sends the manifest's words at each apply."""
-    try:
-        return bool(completed_manifest(new, namespace="", uid="", suffix="")["spec"] == old["spec"])
-    except Rejected:
-        return False
 
 
 def _is_text_map(given: object) -> TypeGuard[dict[str, str]]:

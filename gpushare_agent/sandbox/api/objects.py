@@ -13,18 +13,28 @@ from types import MappingProxyType
 from typing import Any
 
 from gpushare_agent.model.errors import Conflict, Rejected
+from gpushare_agent.sandbox.api.container_logs import ContainerLogs
+from gpushare_agent.sandbox.api.patch import STRATEGIC, apply_patch, patched
 from gpushare_agent.sandbox.api.store import (
     CLUSTER_WIDE,
     KINDS,
+    WITH_STATUS,
     ObjectKey,
     ObjectStore,
     PodsByNode,
     group_version,
     key_of,
 )
+from gpushare_agent.sandbox.api.updates import updated
+from gpushare_agent.sandbox.api.workloads import completed_workload
 from gpushare_agent.sandbox.behaviour import behaviour_of
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.pod_manifest import RawObject, completed_manifest, is_terminal, timestamp
+from gpushare_agent.sandbox.pod_manifest import (
+    RawObject,
+    completed_manifest,
+    is_terminal,
+    timestamp,
+)
 
 
 def _merged_status(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,7 +52,9 @@ def _named(raw: RawObject, resource: str, namespace: str) -> RawObject:
     name = given.get("name") or (f"{given['generateName']}{uuid.uuid4().hex[:5]}" if given.get("generateName") else "")
     if not name:
         raise Rejected("metadata.name: Required value: name or generateName is required")
-    identity = {"name": name, "uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
+    identity: dict[str, Any] = {"name": name, "uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
+    if resource in WITH_STATUS:
+        identity["generation"] = 1
     if resource not in CLUSTER_WIDE:
         identity["namespace"] = namespace
     kind = {"apiVersion": group_version(resource), "kind": KINDS[resource]}
@@ -54,6 +66,9 @@ class ApiObjects:
         """Raises StartupError for a Kubernetes version whose behaviour is not known."""
         self.release = behaviour_of(version).release
         self.store = ObjectStore(history_limit=history_limit)
+        self.logs = ContainerLogs()
+        self._applied: dict[tuple[str, str], dict[str, RawObject]] = {}
+        """By resource and manager: what it applied last to the object of a UID."""
         self._rng = random.Random(seed)
         for name in ("default", "kube-system"):
             self._make_namespace(name)
@@ -85,10 +100,25 @@ class ApiObjects:
         return self.store.add("pods", pod)
 
     def create(self, resource: str, raw: RawObject, namespace: str = "default") -> RawObject:
-        """Of any other resource. Raises Rejected for one without a name, AlreadyExists for a name in use."""
+        """Raises Rejected for one without a name, or not valid, AlreadyExists for a name in use."""
+        if resource == "pods":
+            return self.create_pod(raw, namespace)
         if resource not in CLUSTER_WIDE:
             self._make_namespace(namespace)
-        return self.store.add(resource, _named(raw, resource, namespace))
+        return self.store.add(resource, completed_workload(resource, _named(raw, resource, namespace)))
+
+    def apply(self, resource: str, raw: RawObject, namespace: str, manager: str) -> RawObject:
+        """As server-side apply: creates the object, or changes what the manager applies and takes away what it no longer
+        does. No field has an owner: managers never conflict. Raises Rejected."""
+        key = ("" if resource in CLUSTER_WIDE else namespace, raw["metadata"]["name"])
+        old, applied = self.store.find(resource, key), self._applied.setdefault((resource, manager), {})
+        if old is None:
+            made = self.create(resource, raw, namespace)
+        else:
+            patch = apply_patch(applied.get(old["metadata"]["uid"]), {k: v for k, v in raw.items() if k != "status"})
+            made = self.store.replace(resource, updated(resource, old, patched(old, patch, STRATEGIC)))
+        applied[made["metadata"]["uid"]] = raw
+        return made
 
     def _make_namespace(self, name: str) -> None:
         """A namespace is there as soon as something is in it: nobody has to create it first."""
@@ -206,12 +236,13 @@ class ApiObjects:
         )
 
     def record_event(
-        self, pod: RawObject, *, reason: str, message: str, source: str, kind: str = "Warning"
+        self, raw: RawObject, *, reason: str, message: str, source: str, kind: str = "Warning"
     ) -> RawObject:
-        metadata = pod["metadata"]
+        """About a pod, or another object of a namespace."""
+        metadata = raw["metadata"]
         about = {
-            "apiVersion": "v1", "kind": "Pod", "namespace": metadata["namespace"], "name": metadata["name"],
-            "uid": metadata["uid"],
+            "apiVersion": raw.get("apiVersion", "v1"), "kind": raw.get("kind", "Pod"), "namespace": metadata["namespace"],
+            "name": metadata["name"], "uid": metadata["uid"],
         }  # fmt: skip
         now = timestamp()
         return self.store.add("events", {

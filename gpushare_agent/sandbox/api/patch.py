@@ -16,6 +16,7 @@ from gpushare_agent.sandbox.pod_manifest import RawObject
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
+APPLY = "application/apply-patch+yaml"
 
 _MERGE_KEYS = {
     **dict.fromkeys(
@@ -67,6 +68,22 @@ def _merged_object(old: dict[str, Any], patch: dict[str, Any], *, is_strategic: 
         if isinstance(result.get(target), list):
             result[target] = _ordered(result[target], order, _MERGE_KEYS.get(target, ""))
     return result
+
+
+def apply_patch(last: Any, wanted: Any, name: str = "") -> Any:
+    """The strategic patch that makes of an object to which `last` was applied one to which `wanted` is: it takes away what
+    only `last` has."""
+    if isinstance(wanted, dict):
+        known = last if isinstance(last, dict) else {}
+        removed = dict.fromkeys(known.keys() - wanted.keys())
+        return {**removed, **{key: apply_patch(known.get(key), value, key) for key, value in wanted.items()}}
+    key = _MERGE_KEYS.get(name, "")
+    if not isinstance(wanted, list) or not isinstance(last, list) or not key:
+        return wanted
+    before = {_identity(item, key): item for item in last}
+    now = [_identity(item, key) for item in wanted]
+    removed_items = [{key: one, "$patch": "delete"} for one in before if one not in now]
+    return [*removed_items, *(apply_patch(before.get(one), item) for one, item in zip(now, wanted, strict=True))]
 
 
 def _identity(item: Any, key: str) -> Any:

@@ -1,5 +1,4 @@
-"""An API server for a few nodes: pods, nodes, events, config maps, leases, and the claims and slices of resource.k8s.io/v1,
-on a real TCP port.
+"""An API server for a few nodes, for their agents and for kubectl: the resources of KINDS (store.py), on a real TCP port.
 
 The kubelet and the scheduler of the embedded node, and tests, use its methods in process (objects.py); the agent speaks HTTP
 to it (handlers.py) and needs the server's token (access.py). State owned: the listener and its port. Not for admission

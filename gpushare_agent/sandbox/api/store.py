@@ -19,18 +19,30 @@ ObjectKey = tuple[str, str]
 """Namespace (empty for cluster-wide resources) and name."""
 
 KINDS = {"pods": "Pod", "nodes": "Node", "events": "Event", "configmaps": "ConfigMap", "leases": "Lease",
-         "namespaces": "Namespace",
+         "namespaces": "Namespace", "deployments": "Deployment", "replicasets": "ReplicaSet", "jobs": "Job",
          "deviceclasses": "DeviceClass", "resourceclaims": "ResourceClaim", "resourceslices": "ResourceSlice",
          "resourceclaimtemplates": "ResourceClaimTemplate"}  # fmt: skip
 """The resources served."""
 CLAIM_KINDS = {KINDS[name]: name for name in ("deviceclasses", "resourceclaims", "resourceclaimtemplates")}
 """Those of Dynamic Resource Allocation that a person writes."""
 GROUPS = {
+    "deployments": "apps/v1",
+    "replicasets": "apps/v1",
+    "jobs": "batch/v1",
     "leases": "coordination.k8s.io/v1",
     **dict.fromkeys((*CLAIM_KINDS.values(), "resourceslices"), "resource.k8s.io/v1"),
 }
 """Group and version of those that are not of core/v1."""
 CLUSTER_WIDE = frozenset({"namespaces", "nodes", "deviceclasses", "resourceslices"})
+WITH_STATUS = frozenset({"pods", "nodes", "resourceclaims", "deployments", "replicasets", "jobs"})
+"""Those whose status is written at an address of its own."""
+SCALABLE = frozenset({"deployments", "replicasets"})
+APPLIED_KINDS = {
+    "Pod": "pods",
+    **CLAIM_KINDS,
+    **{KINDS[n]: n for n in ("deployments", "jobs", "configmaps", "namespaces")},
+}
+"""Those that a person writes."""
 
 
 class AlreadyExists(Conflict):

@@ -1,0 +1,289 @@
+"""Deployments, ReplicaSets and Jobs of the embedded API server, and what goes with its owner: the controllers of a cluster
+as far as a sandbox needs them.
+
+As there: a Deployment has a ReplicaSet for each template and replaces pods within its surge, or recreates them; a ReplicaSet
+replaces pods that have ended; a Job counts those that have. Not there: other kinds, progress deadlines, history limits of
+old ReplicaSets, suspended, indexed and timed Jobs. State owned: when an owner of failed pods may try again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from gpushare_agent.model.errors import NotFound
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.api.store import group_version, key_of
+from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, timestamp
+
+REVISION = "deployment.kubernetes.io/revision"
+HASH_LABEL = "pod-template-hash"
+_OWNERS = {"Deployment": "deployments", "ReplicaSet": "replicasets", "Job": "jobs"}
+_RETRY_POLL_S = 0.5
+_MOST_DOUBLED = 8
+"""The longest wait is 256 s."""
+
+
+class PodControllers:
+    """One pass after every change, and while a failure waits for its retry."""
+
+    def __init__(self, api: EmbeddedApiServer) -> None:
+        self._api = api
+        self._retries: dict[str, tuple[int, float]] = {}
+
+    async def run(self) -> None:
+        """Endless."""
+        while True:
+            version, now = self._api.version, time.monotonic()
+            self.reconcile()
+            is_due = any(due > now for _, due in self._retries.values())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RETRY_POLL_S if is_due else None):
+                    await self._api.wait_change(version)
+
+    def reconcile(self) -> None:
+        self._collect_garbage()
+        for resource, step in (
+            ("deployments", self._deployment), ("replicasets", self._replica_set), ("jobs", self._job),
+        ):  # fmt: skip
+            for raw in self._api.store.all(resource):
+                if self._api.store.find(resource, key_of(raw)) is raw:
+                    step(raw)
+
+    def _collect_garbage(self) -> None:
+        """What an owner has left behind goes after it."""
+        store = self._api.store
+        living = {raw["metadata"]["uid"] for resource in _OWNERS.values() for raw in store.all(resource)}
+        self._retries = {uid: retry for uid, retry in self._retries.items() if uid in living}
+        for resource in ("replicasets", "pods"):
+            for raw in store.all(resource):
+                owner = _owner(raw)
+                if owner is not None and owner["kind"] in _OWNERS and owner["uid"] not in living:
+                    self._delete(resource, raw)
+
+    def _delete(self, resource: str, raw: RawObject) -> None:
+        if not raw["metadata"].get("deletionTimestamp"):
+            with suppress(NotFound):
+                self._api.delete(resource, key_of(raw))
+
+    def _owned(self, resource: str, owner: RawObject) -> list[RawObject]:
+        """Oldest first."""
+        uid = owner["metadata"]["uid"]
+        return [raw for raw in self._api.store.in_creation_order(resource) if (_owner(raw) or {}).get("uid") == uid]
+
+    def _set_status(self, resource: str, raw: RawObject, status: Mapping[str, Any]) -> None:
+        current = self._api.store.get(resource, key_of(raw))
+        seen = {} if resource == "jobs" else {"observedGeneration": raw["metadata"]["generation"]}
+        observed = {**status, **seen}
+        kept = {k: v for k, v in (current.get("status") or {}).items() if k == "conditions" and k not in observed}
+        self._api.store.replace(resource, {**current, "status": {**kept, **observed}})
+
+    # --- pods ---
+
+    def _may_create(self, owner: RawObject, failed: int) -> bool:
+        """After the first failure at once, then twice as late each time."""
+        uid = owner["metadata"]["uid"]
+        count, due = self._retries.get(uid, (0, 0.0))
+        if failed > count:
+            due = time.monotonic() + (2.0 ** min(failed - 2, _MOST_DOUBLED) if failed > 1 else 0.0)
+            self._retries[uid] = (failed, due)
+        return time.monotonic() >= due
+
+    def _create_pods(self, owner: RawObject, count: int) -> None:
+        metadata, template = owner["metadata"], owner["spec"]["template"]
+        reference = _reference(owner)
+        for _ in range(count):
+            pod = {
+                "apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
+                "metadata": {
+                    **template["metadata"], "generateName": f"{metadata['name']}-", "ownerReferences": [reference],
+                },
+            }  # fmt: skip
+            made = self._api.create_pod(pod, metadata["namespace"])
+            self._record(owner, "SuccessfulCreate", f"Created pod: {made['metadata']['name']}")
+
+    def _record(self, owner: RawObject, reason: str, message: str, kind: str = "Normal") -> None:
+        source = f"{owner['kind'].lower()}-controller"
+        self._api.record_event(owner, reason=reason, message=message, source=source, kind=kind)
+
+    def _replica_set(self, raw: RawObject) -> None:
+        pods = self._owned("pods", raw)
+        active = [pod for pod in pods if _is_active(pod)]
+        missing = raw["spec"]["replicas"] - len(active)
+        if raw["metadata"].get("deletionTimestamp") is None and missing > 0:
+            if self._may_create(raw, sum(pod["status"]["phase"] == "Failed" for pod in pods)):
+                self._create_pods(raw, missing)
+        elif missing < 0:
+            unready_first = sorted(active, key=_is_ready)  # those that are not ready go first
+            for pod in unready_first[:-missing]:
+                self._delete("pods", pod)
+                self._record(raw, "SuccessfulDelete", f"Deleted pod: {pod['metadata']['name']}")
+        active = [pod for pod in self._owned("pods", raw) if _is_active(pod)]
+        ready = sum(map(_is_ready, active))
+        self._set_status(
+            "replicasets", raw, {"replicas": len(active), "readyReplicas": ready, "availableReplicas": ready}
+        )
+
+    # --- deployments ---
+
+    def _deployment(self, raw: RawObject) -> None:
+        spec, desired = raw["spec"], raw["spec"]["replicas"]
+        sets = self._owned("replicasets", raw)
+        new = self._new_set(raw, sets)
+        old = [one for one in sets if one["metadata"]["name"] != new["metadata"]["name"]]
+        if spec["strategy"].get("type") == "Recreate":
+            for one in old:
+                self._scale(one, 0)
+            pods = [pod for one in old for pod in self._owned("pods", one) if not is_terminal(pod)]
+            if not pods:
+                self._scale(new, desired)
+        else:
+            self._roll(new, old, desired, spec["strategy"].get("rollingUpdate") or {})
+        self._report_deployment(raw, new["metadata"]["name"])
+
+    def _new_set(self, raw: RawObject, sets: Sequence[RawObject]) -> RawObject:
+        """The ReplicaSet of the current template, whose revision is the newest."""
+        template, metadata = raw["spec"]["template"], raw["metadata"]
+        text = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
+        name = f"{metadata['name']}-{text}"
+        newest = max((int(one["metadata"]["annotations"][REVISION]) for one in sets), default=0)
+        found = next((one for one in sets if one["metadata"]["name"] == name), None)
+        if found is None:
+            labels = {**template["metadata"]["labels"], HASH_LABEL: text}
+            body = {
+                "metadata": {
+                    "name": name, "labels": labels, "annotations": {REVISION: str(newest + 1)},
+                    "ownerReferences": [_reference(raw)],
+                },
+                "spec": {
+                    "replicas": 0, "selector": {"matchLabels": {**raw["spec"]["selector"]["matchLabels"], HASH_LABEL: text}},
+                    "template": {**template, "metadata": {**template["metadata"], "labels": labels}},
+                },
+            }  # fmt: skip
+            found = self._api.create("replicasets", body, metadata["namespace"])
+        elif int(found["metadata"]["annotations"][REVISION]) < newest:  # rolled back to
+            found = self._annotate("replicasets", found, str(newest + 1))
+        self._annotate("deployments", raw, found["metadata"]["annotations"][REVISION])
+        return found
+
+    def _annotate(self, resource: str, raw: RawObject, revision: str) -> RawObject:
+        current = self._api.store.get(resource, key_of(raw))
+        annotations = {**(current["metadata"].get("annotations") or {}), REVISION: revision}
+        return self._api.store.replace(
+            resource, {**current, "metadata": {**current["metadata"], "annotations": annotations}}
+        )
+
+    def _roll(self, new: RawObject, old: Sequence[RawObject], desired: int, limits: Mapping[str, Any]) -> None:
+        """The new set grows while all together are within the surge; the old ones shrink while enough are available."""
+        surge = _share(limits.get("maxSurge", "25%"), desired, math.ceil)
+        unavailable = _share(limits.get("maxUnavailable", "25%"), desired, math.floor)
+        if surge == 0 and unavailable == 0:
+            unavailable = 1
+        size, rest = new["spec"]["replicas"], sum(one["spec"]["replicas"] for one in old)
+        size = desired if size >= desired else max(size, min(desired, desired + surge - rest))
+        self._scale(new, size)
+        is_seen = (new.get("status") or {}).get("observedGeneration") == new["metadata"]["generation"]
+        missing = size - ((new.get("status") or {}).get("availableReplicas", 0) if is_seen else 0)
+        spare = size + rest - (desired - unavailable) - missing
+        for one in old:
+            taken = max(0, min(one["spec"]["replicas"], spare))
+            self._scale(one, one["spec"]["replicas"] - taken)
+            spare -= taken
+
+    def _scale(self, replica_set: RawObject, size: int) -> None:
+        raw = self._api.store.get("replicasets", key_of(replica_set))
+        if raw["spec"]["replicas"] != size:
+            metadata = {**raw["metadata"], "generation": raw["metadata"]["generation"] + 1}
+            self._api.store.replace(
+                "replicasets", {**raw, "metadata": metadata, "spec": {**raw["spec"], "replicas": size}}
+            )
+
+    def _report_deployment(self, raw: RawObject, new_name: str) -> None:
+        sets = self._owned("replicasets", raw)
+        of = {one["metadata"]["name"]: one.get("status") or {} for one in sets}
+        total = {name: sum(status.get(name, 0) for status in of.values()) for name in ("replicas", "readyReplicas")}
+        ready, updated = total["readyReplicas"], of[new_name].get("replicas", 0)
+        desired = raw["spec"]["replicas"]
+        is_done = updated == desired == total["replicas"] == ready
+        unavailable = _share(
+            (raw["spec"]["strategy"].get("rollingUpdate") or {}).get("maxUnavailable", "25%"), desired, math.floor
+        )
+        known = {c["type"]: c for c in (raw.get("status") or {}).get("conditions", ())}
+        self._set_status("deployments", raw, {
+            **total, "updatedReplicas": updated, "availableReplicas": ready,
+            "unavailableReplicas": max(0, max(desired, total["replicas"]) - ready),
+            "conditions": [
+                _condition(known, "Available", ready >= desired - unavailable,
+                           "MinimumReplicasAvailable", "MinimumReplicasUnavailable"),
+                _condition(known, "Progressing", True, "NewReplicaSetAvailable" if is_done else "ReplicaSetUpdated"),
+            ],
+        })  # fmt: skip
+
+    # --- jobs ---
+
+    def _job(self, raw: RawObject) -> None:
+        spec, known = raw["spec"], raw.get("status") or {}
+        if known.get("conditions"):
+            return
+        pods = self._owned("pods", raw)
+        active = [pod for pod in pods if _is_active(pod)]
+        succeeded = sum(pod["status"]["phase"] == "Succeeded" for pod in pods)
+        failed = sum(pod["status"]["phase"] == "Failed" for pod in pods)
+        status = {"startTime": known.get("startTime") or timestamp(), "succeeded": succeeded, "failed": failed}
+        if failed > spec["backoffLimit"]:
+            for pod in active:
+                self._delete("pods", pod)
+            why = "Job has reached the specified backoff limit"
+            status["conditions"] = [{**_condition({}, "Failed", True, "BackoffLimitExceeded"), "message": why}]
+            self._record(raw, "BackoffLimitExceeded", why, "Warning")
+            active = []
+        elif succeeded >= spec["completions"]:
+            status |= {
+                "completionTime": timestamp(),
+                "conditions": [_condition({}, "Complete", True, "CompletionsReached")],
+            }
+            self._record(raw, "Completed", "Job completed")
+        else:
+            missing = min(spec["parallelism"], spec["completions"] - succeeded) - len(active)
+            if missing > 0 and self._may_create(raw, failed):
+                self._create_pods(raw, missing)
+                active = [pod for pod in self._owned("pods", raw) if _is_active(pod)]
+        self._set_status("jobs", raw, {**status, "active": len(active), "ready": sum(map(_is_ready, active))})
+
+
+def _owner(raw: RawObject) -> Mapping[str, Any] | None:
+    return next((one for one in raw["metadata"].get("ownerReferences") or () if one.get("controller")), None)
+
+
+def _reference(owner: RawObject) -> RawObject:
+    return {
+        "apiVersion": group_version(_OWNERS[owner["kind"]]), "kind": owner["kind"], "name": owner["metadata"]["name"],
+        "uid": owner["metadata"]["uid"], "controller": True, "blockOwnerDeletion": True,
+    }  # fmt: skip
+
+
+def _is_active(pod: RawObject) -> bool:
+    return not is_terminal(pod) and not pod["metadata"].get("deletionTimestamp")
+
+
+def _is_ready(pod: RawObject) -> bool:
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))
+
+
+def _share(value: object, of: int, rounded: Any) -> int:
+    """A number, or a part such as 25%."""
+    text = str(value)
+    return int(rounded(of * int(text[:-1]) / 100)) if text.endswith("%") else int(text)
+
+
+def _condition(known: Mapping[str, Any], kind: str, is_true: bool, yes: str, no: str = "") -> RawObject:
+    status = "True" if is_true else "False"
+    before = known.get(kind, {})
+    since = before.get("lastTransitionTime") if before.get("status") == status else timestamp()
+    return {"type": kind, "status": status, "reason": yes if is_true else no, "lastTransitionTime": since}
