@@ -56,8 +56,8 @@ def test_every_flag_that_a_document_names_exists(document: str) -> None:
 
 
 def test_every_page_that_the_code_names_exists() -> None:
-    """An error or a comment that points to a page still finds it."""
-    named: dict[str, str] = {}
+    """An error or a comment that points to a page, or to a section of one, still finds it."""
+    named: dict[tuple[str, str], str] = {}
     for folder in ("gpushare_agent", "tests", "manifests", "charts", "bench", "native", ".ci", ".github"):
         for path in (ROOT / folder).rglob("*"):
             if path.is_file() and path.suffix in (
@@ -73,9 +73,12 @@ def test_every_page_that_the_code_names_exists() -> None:
                 "",
             ):
                 text = path.read_text(encoding="utf-8", errors="replace")
-                named |= dict.fromkeys(re.findall(r"\bdocs/[A-Za-z0-9/_-]+\.md", text), str(path))
-    assert {page: where for page, where in named.items() if not (ROOT / page).exists()} == {}
-    assert len(named) > 20
+                found = re.findall(r"\b(docs/[A-Za-z0-9/_-]+\.md)(?:, (?:section (\d+)|\"([A-Za-z ]+)\"))?", text)
+                named |= {(page, f"{number}. " if number else title): str(path) for page, number, title in found}
+    pages = {page: (ROOT / page).read_text(encoding="utf-8") for page, _ in named if (ROOT / page).exists()}
+    lost = [key for key in named if key[0] not in pages or (key[1] and f"\n## {key[1]}" not in pages[key[0]])]
+    assert {key: named[key] for key in lost} == {}
+    assert len(pages) > 20
 
 
 @pytest.mark.parametrize(
