@@ -1,7 +1,7 @@
 """What enforces a container's share: one pure function per isolation, and the services that prepare the host for it.
 
 An isolation turns a container's allocation and the node's settings into container edits: one module in decisions/, named
-like its line in model/isolation.py (docs/explanation/isolation.md). What must exist on the host before the container starts
+like its line in model/isolation.py (CONTRIBUTING.md has the steps). What must exist on the host before the container starts
 is made by a service: `VirtualManager` (vcuda/), `PrivateCaches` (hami_core/), `DriverLimits` (driver_limits/).
 `AvailabilityWatch` checks what the deployer supplies.
 

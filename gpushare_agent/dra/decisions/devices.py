@@ -1,6 +1,6 @@
 """The node's GPUs as devices of a ResourceSlice. Pure.
 
-Source: resource.k8s.io/v1 (docs/explanation/dra.md has the slice as a whole). Names of attributes and capacities are those
+Source: resource.k8s.io/v1; docs/explanation/dra.md has what users write. Names of attributes and capacities are those
 of NVIDIA's and HAMi's drivers where they have one. Quantities are in the form in which the API server returns them.
 """
 
