@@ -41,6 +41,11 @@ CASES: dict[str, tuple[Values, list[str], list[str]]] = {
     "cdi": ({"deviceListStrategy": "cdi-cri"}, ["base"], ["cdi"]),
     "nvidia": ({"nvidia": ON}, ["base"], ["nvidia"]),
     "nvidia-mps": ({"nvidia": {"enabled": True, "sharing": "mps"}}, ["base", "mps-daemon"], ["nvidia", "nvidia-mps"]),
+    "nvidia-mig-monitor": (
+        {"nvidia": {"enabled": True, "migMonitor": True}},
+        ["base"],
+        ["nvidia", "nvidia-mig-monitor"],
+    ),
     "dra": ({"dra": ON}, ["base"], ["dra"]),
     "dra-whole-gpus": ({"dra": {"enabled": True, "wholeGpus": ON}}, ["base"], ["dra", "dra-whole-gpus"]),
     "gpushare": ({"gpuMem": ON}, ["base"], ["gpushare"]),
@@ -95,6 +100,16 @@ def test_every_component_of_the_manifests_has_a_value() -> None:
     named = {Path(one).name for _, _, components in CASES.values() for one in components}
     folders = [*(MANIFESTS / "components").iterdir(), *(MANIFESTS / "extender/components").iterdir()]
     assert {path.name for path in folders} - named == {"nvidia-config"}
+
+
+@pytest.mark.parametrize(("strategy", "has_rights"), [("none", False), ("single", True), ("mixed", True)])
+def test_a_strategy_for_mig_gives_the_rights_to_list_instances(strategy: str, has_rights: bool, tmp_path: Path) -> None:
+    """Without another value, as NVIDIA's chart does."""
+    (agent,) = _pod(chart_objects({"nvidia": ON, "migStrategy": strategy}, tmp_path)["DaemonSet", "gpushare-agent"])[
+        "containers"
+    ]
+    assert ({"name": "NVIDIA_MIG_MONITOR_DEVICES", "value": "all"} in agent["env"]) == has_rights
+    assert (agent["securityContext"]["capabilities"].get("add") == ["SYS_ADMIN"]) == has_rights
 
 
 def test_helm_test_runs_the_check_of_the_manifests(tmp_path: Path) -> None:

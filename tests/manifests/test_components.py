@@ -49,6 +49,7 @@ COMPONENTS = {
     "node-configuration",
     "nvidia",
     "nvidia-config",
+    "nvidia-mig-monitor",
     "nvidia-mps",
     "prometheus-operator",
     "prune-driver-volume",
@@ -293,6 +294,16 @@ def test_the_component_vcuda_mounts_what_its_settings_name_and_takes_hami_core_a
         for mount in (mounts[parent] for path in paths for parent in path.parents if parent in mounts):
             assert mount["host"] == mount["mountPath"]
     assert settings.hami_core.directory not in mounts
+
+
+def test_the_component_nvidia_mig_monitor_adds_one_variable_and_one_capability() -> None:
+    """Both, for NVML lists no MIG instances with one alone; nothing else of the base is weaker."""
+    spec = patched("components/nvidia-mig-monitor/mig-monitor.yaml")
+    (agent,), (before,) = spec["containers"], pod_spec()["containers"]
+    assert {"name": "NVIDIA_MIG_MONITOR_DEVICES", "value": "all"} in agent["env"]
+    assert len(agent["env"]) == len(before["env"]) + 1
+    context = before["securityContext"] | {"capabilities": {"drop": ["ALL"], "add": ["SYS_ADMIN"]}}
+    assert agent["securityContext"] == context
 
 
 def test_the_component_driver_limits_gives_the_right_and_the_cgroups_together() -> None:

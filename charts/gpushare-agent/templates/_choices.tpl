@@ -13,6 +13,9 @@
 {{- if contains "cdi-" (include "gpushare-agent.strategies" .) }}{{ $components = append $components "cdi" }}{{ end -}}
 {{- if $values.nvidia.enabled }}{{ $components = append $components "nvidia" }}{{ end -}}
 {{- if eq $values.nvidia.sharing "mps" }}{{ $components = append $components "nvidia-mps" }}{{ end -}}
+{{- if or $values.nvidia.migMonitor (has $values.migStrategy (list "single" "mixed")) -}}
+  {{- if not $values.simulated.enabled }}{{ $components = append $components "nvidia-mig-monitor" }}{{ end -}}
+{{- end -}}
 {{- if $values.dra.enabled }}{{ $components = append $components "dra" }}{{ end -}}
 {{- if $values.dra.wholeGpus.enabled }}{{ $components = append $components "dra-whole-gpus" }}{{ end -}}
 {{- if $values.gpuMem.enabled }}{{ $components = append $components "gpushare" }}{{ end -}}
