@@ -121,6 +121,7 @@ class GarbageCollection:
         self._has_deleted = asyncio.Event()
         self._has_released = asyncio.Event()
         self._processes_unknown = ReportOnce()
+        self._still_running = ReportOnce()
         self._missing: frozenset[ContainerKey] = frozenset()
         self._is_due = asyncio.Event()
         self._is_getting = False
@@ -193,6 +194,7 @@ class GarbageCollection:
             if self._pods.get(uid) is None and await self._may_have_processes(uid):
                 continue
             self._deleted.discard(uid)
+            self._still_running.is_over(uid)
             if self._pods.get(uid) is None:
                 self._release(uid, "deleted")
 
@@ -204,7 +206,7 @@ class GarbageCollection:
                 log.warning("share_kept", pod_uid=uid, because="its processes cannot be read", error=str(e))
             return True
         self._processes_unknown.is_over()
-        if has_processes:
+        if has_processes and self._still_running.is_new("", uid):
             log.info("share_kept", pod_uid=uid, because="processes of the deleted pod still run")
         return bool(has_processes)
 

@@ -87,8 +87,11 @@ async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_re
     assert len(cache) == 1
     assert [(entry["event"], entry["log_level"]) for entry in logs] == [("share_kept", "warning")]
     processes.answer = True
-    await collection.release_deleted()
+    with capture_logs() as logs:
+        for _ in range(3):
+            await collection.release_deleted()
     assert len(cache) == 1
+    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("share_kept", "info")]
     processes.answer = False
     await collection.release_deleted()
     assert len(cache) == 0
