@@ -35,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A GPU, or `--list` and its form; and the socket."""
     one = parser.add_mutually_exclusive_group()
     one.add_argument(
-        "gpu", metavar="GPU", nargs="?", default="", help="the GPU: its index, its UUID, or the beginning of it"
+        "gpu",
+        metavar="GPU",
+        nargs="?",
+        default="",
+        help="the GPU: its index (of a MIG instance 0:1), its UUID, or its beginning",
     )
     one.add_argument("--list", action="store_true", help="print the GPUs and their health, and change nothing")
     add_output(parser)
@@ -53,7 +57,8 @@ def run(action: str, options: argparse.Namespace, setting: Path | None) -> int:
         return _print_gpus(ask(path, "GET", "/cards"), options.output)
     if not options.gpu:
         write_stderr(
-            f"gpushare-agent: {action}: name a GPU: its index, its UUID or the beginning of it; --list prints the GPUs\n"
+            f"gpushare-agent: {action}: name a GPU: its index (of a MIG instance 0:1), its UUID or its beginning; "
+            "--list prints the GPUs\n"
         )
         return 2
     request = {"gpu": options.gpu} | ({"reason": options.reason} if action == "cordon" else {})
@@ -69,7 +74,7 @@ def run(action: str, options: argparse.Namespace, setting: Path | None) -> int:
 def reported(action: str, document: dict[str, Any]) -> str:
     """What happened and what it means."""
     gpu = document["card"]
-    name = f"GPU {gpu['index']} ({gpu['uuid']})"
+    name = f"GPU {gpu['label']} ({gpu['uuid']})"
     if action == "cordon":
         already = "" if document["changed"] else "already "
         lines = [
@@ -134,7 +139,7 @@ def _check(answer: Answer, what: str) -> None:
 
 def _print_gpus(answer: Answer, form: Form) -> int:
     _check(answer, "list the GPUs")
-    rows = [(str(gpu["index"]), gpu["uuid"], _health(gpu), _reason(gpu) or "-") for gpu in answer.document["cards"]]
+    rows = [(gpu["label"], gpu["uuid"], _health(gpu), _reason(gpu) or "-") for gpu in answer.document["cards"]]
     print_as(form, answer.document, lambda _: [grid(("GPU", "UUID", "HEALTH", "REASON"), rows, right=("GPU",))])
     return 0
 

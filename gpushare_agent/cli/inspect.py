@@ -60,6 +60,7 @@ def sums_of_document(document: dict[str, Any]) -> NodeSums:
                     name=gpu["name"],
                     memory_bytes=gpu["memory"]["capacity_bytes"],
                     is_healthy=gpu["is_healthy"],
+                    label=gpu["mig"]["label"] if "mig" in gpu else "",
                     cordoned=gpu["cordoned"] or "",
                 ),
                 cores_allocated=gpu["cores"]["allocated"],

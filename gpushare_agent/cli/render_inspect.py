@@ -14,6 +14,7 @@ from rich.text import Text
 from gpushare_agent.cli.render_text import (
     MIB,
     counted,
+    gpu_label,
     grid,
     health_reasons,
     health_style,
@@ -57,6 +58,7 @@ def _gpu_document(sums: GpuSums) -> dict[str, Any]:
         "index": gpu.index,
         "uuid": gpu.uuid,
         "name": gpu.name,
+        **({"mig": {"label": gpu.label}} if gpu.label else {}),
         "is_healthy": gpu.is_healthy,
         "health_reason": sums.health_reason,
         "cordoned": gpu.cordoned or None,
@@ -112,7 +114,7 @@ def _gpus_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
         for position, gpu in enumerate(node["cards"]):
             name = node["node"] if position == 0 else ""
             reason = "; ".join(health_reasons(gpu))
-            rows.append([name, str(gpu["index"]), gpu["name"] or "-", _health(gpu), *_amounts(gpu), reason])
+            rows.append([name, gpu_label(gpu), gpu["name"] or "-", _health(gpu), *_amounts(gpu), reason])
         cores, memory = _amounts(node["totals"])
         whose = "" if node["cards"] else node["node"]
         rows.append([whose, "all", "", "", Text(cores, style="bold"), Text(memory, style="bold"), ""])

@@ -7,7 +7,8 @@ in a thread once `run` begins. Where the socket cannot be opened the agent runs 
     POST /uncordon {"gpu": "…"}                  → the same, and "ended_wait": "…"
     GET  /cards                                  → {"cards": [{…}]}
 
-`gpu` is an index, a UUID, or the beginning of one. A refusal is {"error": "…"} with status 400, 403, 404, 409 or 500.
+`gpu` is an index, `0:1` for a MIG instance, a UUID, or the beginning of one.
+A refusal is {"error": "…"} with status 400, 403, 404, 409 or 500.
 State owned: the listening socket and the identity of its file, which is checked periodically: a file that was removed or
 replaced no longer leads to the agent, and the socket is opened anew.
 """
@@ -201,7 +202,7 @@ class ControlServer:
         selected = select_gpus(text, gpus)
         if len(selected) == 1:
             return selected[0]
-        known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in sorted(gpus, key=lambda gpu: gpu.index)) or "none"
+        known = ", ".join(f"{gpu.label} ({gpu.uuid})" for gpu in sorted(gpus, key=lambda gpu: gpu.index)) or "none"
         if not selected:
             raise NotFound(f"this node has no GPU {text!r}; its GPUs: {known}")
         raise Conflict(f"{text!r} is the beginning of {len(selected)} GPUs' UUIDs; the GPUs: {known}")

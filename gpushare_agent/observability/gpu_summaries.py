@@ -26,6 +26,8 @@ class GpuSummary:
     name: str
     memory_bytes: int
     is_healthy: bool = True
+    label: str = ""
+    """Of a MIG instance: NVIDIA's name, such as `0:1`."""
     cordoned: str = ""
     """The reason for the cordon; empty for a GPU that is not cordoned."""
 
@@ -61,6 +63,7 @@ def _gpu(reported: ReportedGpu) -> GpuSummary:
         name=reported.name,
         memory_bytes=reported.memory_mib * MIB,
         is_healthy=reported.is_healthy,
+        label=reported.mig.label if reported.mig is not None else "",
         cordoned=reported.cordoned,
     )
 

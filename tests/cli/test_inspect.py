@@ -179,6 +179,17 @@ async def test_all_nodes_are_reported_by_the_api_server(short_dir: Path, capsys:
     assert all(request.headers["Authorization"] == "Bearer secret" for request in server.requests)
 
 
+async def test_a_mig_instance_has_nvidias_name(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the node's annotation has it."""
+    mig = {"label": "0:1", "profile": "1g.10gb", "shares": False}
+    node = raw_node("a", [raw_gpu(4, mig=mig)])
+    async with cluster(short_dir, {"/api/v1/nodes": raw_list([node]), "/api/v1/pods": raw_list([])}) as (_, settings):
+        lines = (await inspected(capsys, settings)).splitlines()
+        (gpu,) = json.loads(await inspected(capsys, settings, form="json"))["nodes"][0]["cards"]
+    assert lines[1].split()[:3] == ["a", "0:1", "NVIDIA"]
+    assert (gpu["index"], gpu["mig"]["label"]) == (4, "0:1")
+
+
 async def test_of_all_nodes_a_cordon_is_reported_and_no_reason(
     short_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

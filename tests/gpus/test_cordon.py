@@ -8,7 +8,7 @@ import pytest
 
 from gpushare_agent.gpus.decisions.cordon import select_gpus
 from gpushare_agent.model.names import GpuUuid
-from tests.support_core import inventory
+from tests.support_core import inventory, mig_instance
 
 UUIDS = ("GPU-11aa-1", "GPU-11ab-2", "GPU-2ccc-3")
 GPUS = [replace(gpu, uuid=GpuUuid(uuid)) for gpu, uuid in zip(inventory(3).gpus, UUIDS, strict=True)]
@@ -35,6 +35,16 @@ GPUS = [replace(gpu, uuid=GpuUuid(uuid)) for gpu, uuid in zip(inventory(3).gpus,
 def test_a_gpu_is_an_index_a_uuid_or_its_beginning(text: str, indexes: list[int]) -> None:
     """Several are left to the caller to distinguish; digits alone are never a UUID."""
     assert [gpu.index for gpu in select_gpus(text, GPUS)] == indexes
+
+
+def test_a_mig_instance_is_named_as_nvidia_does() -> None:
+    """By its GPU's index and its number; one that is gone has no such name any more. An index alone is the agent's."""
+    made, place = mig_instance(4, 0, 1), mig_instance(5, 0, 1).mig
+    assert place is not None
+    gone = replace(mig_instance(5, 0, 1), mig=replace(place, is_gone=True))
+    assert [gpu.index for gpu in select_gpus("0:1", [*GPUS, gone, made])] == [4]
+    assert [gpu.index for gpu in select_gpus("mig-5", [*GPUS, gone, made])] == [5]
+    assert select_gpus("0:2", [made]) == []
 
 
 def test_a_whole_uuid_wins_over_a_longer_one_that_begins_so() -> None:
