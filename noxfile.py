@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import filecmp
+import hashlib
 import os
 import shutil
 import sys
@@ -21,6 +22,8 @@ nox.options.error_on_missing_interpreters = False  # tests-3.13 passes over a ma
 RUFF = "ruff>=0.17.5,<0.18"
 IMPORT_LINTER = "import-linter>=2.16,<3"
 MYPY = "mypy>=2.4,<3"
+CHECK_JSONSCHEMA = "check-jsonschema>=0.39,<0.40"  # has the schemas of GitHub's files with it
+ZIZMOR = "zizmor==1.32.0"  # rights, pins and injections in workflows; another version has other rules
 YAML_TYPES = "types-PyYAML>=6.0.12,<7"
 GRPC_TOOLS = "grpcio-tools==1.85.1"
 UV = "uv>=0.13,<0.14"
@@ -120,11 +123,20 @@ def pages(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, formatting, and the direction of imports."""
-    session.install(RUFF, IMPORT_LINTER, ".")
+    """Style, formatting, the direction of imports, and GitHub's files."""
+    session.install(RUFF, IMPORT_LINTER, CHECK_JSONSCHEMA, ZIZMOR, ".")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports")
+    of_schema = {
+        "workflows": "workflows/*",
+        "issue-config": "ISSUE_TEMPLATE/config.yml",
+        "issue-forms": "ISSUE_TEMPLATE/[!c]*",
+    }
+    for schema, files in of_schema.items():
+        found = sorted(map(str, (ROOT / ".github").glob(files)))
+        session.run("check-jsonschema", "--builtin-schema", f"vendor.github-{schema}", *found)
+    session.run("zizmor", "--quiet", "--offline", ".github")
 
 
 @nox.session
@@ -210,6 +222,27 @@ def _differences(made: Path, committed: Path) -> str:
         ]
         found += list(difflib.unified_diff(*lines, f"committed/{name}", f"generated/{name}", lineterm=""))[:200]
     return "\n".join(found)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build what a release has besides the image into build/release: wheel, source, chart, list of parts, checksums."""
+    helm = os.environ.get("HELM") or shutil.which("helm")
+    if helm is None:
+        session.error("helm is missing: install it, or name it by the variable HELM")
+    session.install("--require-hashes", "-r", str(REQUIREMENTS / "build.txt"))
+    made = ROOT / "build" / "release"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    session.run("hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", str(made))
+    session.run(helm, "package", "charts/gpushare-agent", "-d", str(made), external=True)
+    session.run(
+        *("cyclonedx-py", "requirements", str(REQUIREMENTS / "agent.txt"), "--pyproject", "pyproject.toml"),
+        *("--output-file", str(made / "gpushare-agent.cdx.json")),
+    )
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(made.iterdir())]
+    (made / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
+    session.log(f"in {made}:\n{''.join(sums)}")
 
 
 @nox.session

@@ -84,7 +84,14 @@ def test_every_page_that_the_code_names_exists() -> None:
 @pytest.mark.parametrize(
     "document",
     [
-        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "charts/gpushare-agent/README.md"),
+        *(
+            "README.md",
+            "CHANGELOG.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "CODE_OF_CONDUCT.md",
+            "charts/gpushare-agent/README.md",
+        ),
         *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md")),
     ],
 )
