@@ -22,6 +22,7 @@ from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.api.agent_pods import AgentServer
 from gpushare_agent.sandbox.controller import NodeController
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
@@ -87,6 +88,7 @@ async def build_node(
         gpu_mem_unit_mib=names.gpu_mem_unit_mib,
         addresses=addresses_of(settings), by_claims=bool(settings.dra.gpus),
     )  # fmt: skip
+    node.api.add_agent(node.name, AgentServer(url=shown.addresses["web"], log=node.paths.agent_log))
     controller = NodeController(
         shown=shown,
         agent=AgentProcess(

@@ -24,6 +24,8 @@ IGNORE_TERM_ANNOTATION = "sandbox.gpushare/ignore-term-seconds"
 """How long a pod's processes live on after TERM (at most the grace period, as KILL follows it)."""
 LOAD_ANNOTATION = "sandbox.gpushare-agent/load"
 """The constant part of its share, and of its memory, that each container of a pod uses, such as 0.5."""
+MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
+"""As on a cluster: the pod stands for something that runs without the API server, here an agent's process."""
 _NUMBERS = {RUN_SECONDS_ANNOTATION: "seconds, such as '5'", IGNORE_TERM_ANNOTATION: "seconds, such as '5'",
             LOAD_ANNOTATION: "a part of the share, such as '0.5'"}  # fmt: skip
 
@@ -103,6 +105,10 @@ def grace_s(raw: RawObject) -> float:
     """The grace period of the deletion under way, else that of the spec."""
     chosen = raw["metadata"].get("deletionGracePeriodSeconds")
     return float(chosen if chosen is not None else raw["spec"].get("terminationGracePeriodSeconds", 30))
+
+
+def is_mirror(raw: RawObject) -> bool:
+    return MIRROR_ANNOTATION in (raw["metadata"].get("annotations") or {})
 
 
 def is_terminal(raw: RawObject) -> bool:

@@ -7,13 +7,15 @@ State owned: which node has which runtime.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from aiohttp import web
 
+from gpushare_agent.sandbox.api.agent_pods import AgentPods
 from gpushare_agent.sandbox.api.responses import bad_request, query_number
-from gpushare_agent.sandbox.pod_manifest import RawObject
-from gpushare_agent.sandbox.runtime.containers import Container, ContainerRuntime
+from gpushare_agent.sandbox.pod_manifest import RawObject, is_mirror
+from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
 
 _POLL_S = 0.25
 _CHUNK = 64 * 1024
@@ -22,8 +24,9 @@ _REFUSED = ("previous", "timestamps", "sinceSeconds", "sinceTime")
 
 
 class ContainerLogs:
-    def __init__(self) -> None:
+    def __init__(self, agents: AgentPods) -> None:
         self.runtimes: dict[str, ContainerRuntime] = {}
+        self._agents = agents
 
     async def serve(self, request: web.Request, pod: RawObject) -> web.StreamResponse:
         """Ends with the container where it follows."""
@@ -32,28 +35,35 @@ class ContainerLogs:
                 f"{', '.join(asked)}: the sandbox keeps one log of a container over its restarts, without times"
             )
         name = _container_name(pod, request.query.get("container", ""))
-        runtime = self.runtimes.get(pod["spec"].get("nodeName", ""))
-        container = runtime.find(pod["metadata"]["uid"], name) if runtime is not None else None
-        if runtime is None or container is None:
-            bad_request(f'container "{name}" in pod "{pod["metadata"]["name"]}" is waiting to start: {_why(pod, name)}')
-        path, limit = runtime.log_of(container), query_number(request, "limitBytes", 0)
+        path, is_over = self._log_of(pod, name)
+        limit = query_number(request, "limitBytes", 0)
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
         await response.prepare(request)
         offset = await asyncio.to_thread(_tail_offset, path, request.query.get("tailLines"))
         follows = request.query.get("follow") in ("true", "1")
-        await _copy(response, path, offset, container if follows else None, limit or None)
+        await _copy(response, path, offset, is_over if follows else lambda: True, limit or None)
         return response
+
+    def _log_of(self, pod: RawObject, name: str) -> tuple[Path, Callable[[], bool]]:
+        """The file, and whether nothing comes any more."""
+        if is_mirror(pod):
+            return self._agents.servers[pod["metadata"]["name"]].log, lambda: False
+        runtime = self.runtimes.get(pod["spec"].get("nodeName", ""))
+        container = runtime.find(pod["metadata"]["uid"], name) if runtime is not None else None
+        if runtime is None or container is None:
+            bad_request(f'container "{name}" in pod "{pod["metadata"]["name"]}" is waiting to start: {_why(pod, name)}')
+        return runtime.log_of(container), lambda: not container.is_running
 
 
 async def _copy(
-    response: web.StreamResponse, path: Path, offset: int, followed: Container | None, limit: int | None
+    response: web.StreamResponse, path: Path, offset: int, is_over: Callable[[], bool], limit: int | None
 ) -> None:
     while limit is None or limit > 0:
-        is_over = followed is None or not followed.is_running  # before the read: nothing is printed after the end
+        is_last = is_over()  # before the read: nothing is printed after the end
         while chunk := _read(path, offset, min(_CHUNK, limit if limit is not None else _CHUNK)):
             await response.write(chunk)
             offset, limit = offset + len(chunk), None if limit is None else limit - len(chunk)
-        if is_over:
+        if is_last:
             return
         await asyncio.sleep(_POLL_S)
 

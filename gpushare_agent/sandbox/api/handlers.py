@@ -68,6 +68,7 @@ class ApiHandlers:
                 app.router.add_route(method, path, self._bound(self._scale, resource))
         pod = "/api/v1/namespaces/{namespace}/pods/{name}"
         app.router.add_post(f"{pod}/binding", self._bound(self._bind, "pods"))
+        app.router.add_get(f"{pod}/proxy{{path:(/.*)?}}", self._proxy)
         app.router.add_get(f"{pod}/log", self._bound(self._log, "pods"))
         for part in ("exec", "attach", "portforward"):
             app.router.add_route("*", f"{pod}/{part}", self._bound(self._no_stream, "pods"))
@@ -130,6 +131,9 @@ class ApiHandlers:
 
     async def _log(self, request: web.Request, resource: str) -> web.StreamResponse:
         return await self._objects.logs.serve(request, self._store.get(resource, _key(request, resource)))
+
+    async def _proxy(self, request: web.Request) -> web.StreamResponse:
+        return await self._objects.agents.proxy(request)
 
     async def _no_stream(self, request: web.Request, resource: str) -> web.StreamResponse:
         """exec, attach and port-forward: a container of the sandbox is a process of this machine."""

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gpushare_agent.model.errors import Conflict, Rejected
+from gpushare_agent.sandbox.api.agent_pods import AGENT_NAMESPACE, AgentPods, AgentServer
 from gpushare_agent.sandbox.api.container_logs import ContainerLogs
 from gpushare_agent.sandbox.api.patch import STRATEGIC, apply_patch, patched
 from gpushare_agent.sandbox.api.store import (
@@ -32,6 +33,7 @@ from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.pod_manifest import (
     RawObject,
     completed_manifest,
+    is_mirror,
     is_terminal,
     timestamp,
 )
@@ -66,7 +68,8 @@ class ApiObjects:
         """Raises StartupError for a Kubernetes version whose behaviour is not known."""
         self.release = behaviour_of(version).release
         self.store = ObjectStore(history_limit=history_limit)
-        self.logs = ContainerLogs()
+        self.agents = AgentPods()
+        self.logs = ContainerLogs(self.agents)
         self._applied: dict[tuple[str, str], dict[str, RawObject]] = {}
         """By resource and manager: what it applied last to the object of a UID."""
         self._rng = random.Random(seed)
@@ -98,6 +101,11 @@ class ApiObjects:
         pod = completed_manifest(raw, namespace=namespace, uid=str(uuid.uuid4()), suffix=suffix)
         self._make_namespace(pod["metadata"]["namespace"])
         return self.store.add("pods", pod)
+
+    def add_agent(self, node_name: str, server: AgentServer) -> RawObject:
+        """A mirror pod: who deletes it gets another."""
+        self._make_namespace(AGENT_NAMESPACE)
+        return self.store.add("pods", self.agents.pod(node_name, server))
 
     def create(self, resource: str, raw: RawObject, namespace: str = "default") -> RawObject:
         """Raises Rejected for one without a name, or not valid, AlreadyExists for a name in use."""
@@ -210,6 +218,10 @@ class ApiObjects:
                 raise Conflict(
                     f"Precondition failed: {field} in precondition: {given}, {field} in object meta: {actual}"
                 )
+        if is_mirror(pod):
+            self.store.remove("pods", (namespace, name))
+            self.add_agent(pod["spec"]["nodeName"], self.agents.servers[name])
+            return pod
         grace = pod["spec"].get("terminationGracePeriodSeconds", 30) if grace_period_s is None else grace_period_s
         if grace <= 0 or not pod["spec"].get("nodeName") or is_terminal(pod):
             return self.store.remove("pods", (namespace, name))

@@ -13,7 +13,7 @@ from itertools import islice
 
 from gpushare_agent.model.errors import Conflict, NotFound
 from gpushare_agent.sandbox.change_signal import ChangeSignal
-from gpushare_agent.sandbox.pod_manifest import RawObject
+from gpushare_agent.sandbox.pod_manifest import RawObject, is_mirror
 
 ObjectKey = tuple[str, str]
 """Namespace (empty for cluster-wide resources) and name."""
@@ -156,7 +156,8 @@ class ObjectStore:
 
 
 class PodsByNode:
-    """An index with a wake-up for each node: with twenty kubelets not every change is every kubelet's."""
+    """An index with a wake-up for each node: with twenty kubelets not every change is every kubelet's. Without mirror pods,
+    which no embedded kubelet runs."""
 
     def __init__(self) -> None:
         self._pods: dict[str, dict[ObjectKey, RawObject]] = {}
@@ -183,4 +184,4 @@ class PodsByNode:
 
 
 def _node_name(raw: RawObject | None) -> str:
-    return "" if raw is None else str(raw["spec"].get("nodeName") or "")
+    return "" if raw is None or is_mirror(raw) else str(raw["spec"].get("nodeName") or "")

@@ -25,7 +25,7 @@ from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.units import parts_of
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of
+from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror
 from gpushare_agent.sandbox.report.claims import (
     claimed_shares,
     shares_of_container,
@@ -89,7 +89,7 @@ def report(*shown: ReportedNode) -> dict[str, Any]:
     """The document of `gpushare-agent sandbox --format json`. All nodes are of one API server."""
     nodes = [_node(one) for one in shown]
     by_name = {one.node.name: one for one in shown}
-    pods = shown[0].node.api.pods()
+    pods = [raw for raw in shown[0].node.api.pods() if not is_mirror(raw)]
     return {
         **({"node": nodes[0]} if len(nodes) == 1 else {}),
         "nodes": nodes,
