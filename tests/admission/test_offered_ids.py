@@ -68,6 +68,7 @@ async def test_the_table_takes_the_new_text_when_the_container_ends() -> None:
         cache.release(share.key)
         await _listed(tables, [f"{key_of(uuid)}-{n}" for n in range(100)])
         running.cancel()
+    assert len(tables.tables[VCORE_RESOURCE].devices) == 100
 
 
 async def test_cores_come_back_when_a_unit_ends_whose_resource_is_no_longer_offered() -> None:

@@ -79,3 +79,4 @@ async def test_an_agent_that_starts_with_a_bad_configuration_has_the_settings_of
             async with open_child(node, *flags, f"--node-configuration.directory={directory}"):
                 await _wait_blocks(node, 2 * 81920 // 256)
                 await wait_until(node, lambda: len(_events(node)) > number, "the Event")  # noqa: B023 - in this turn
+                assert node.kubelet.capacity()[MEMORY][1] == 2 * 81920 // 256, "the settings of all nodes stay"

@@ -135,6 +135,13 @@ async def test_a_container_asks_for_one_kind_of_gpu() -> None:
 
 
 async def test_an_excluded_gpu_is_offered_to_nobody() -> None:
+    """By none of the resources."""
     async with open_test_node() as node, open_agent(node, *FLAGS, "--excluded-gpus=0"):
         await wait_allocatable(node, GPU, 1)
         await wait_allocatable(node, CORE, 100)
+        await wait_allocatable(node, MEMORY, 96)
+        assert {name: healthy for name, (_, healthy) in node.kubelet.capacity().items()} == {
+            GPU: 1,
+            CORE: 100,
+            MEMORY: 96,
+        }

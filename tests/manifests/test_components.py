@@ -124,9 +124,7 @@ def test_the_component_nvidia_turns_the_names_of_nvidias_plugin_on(tmp_path: Pat
     before, after = variables(plain["containers"][0]), variables(named["containers"][0])
     assert after == before | {"GPUSHARE_NVIDIA__ENABLED": "true"}
     assert effective_settings(named).nvidia.enabled and not effective_settings(plain).nvidia.enabled
-    assert {"operator": "Exists"} in named[
-        "tolerations"
-    ]  # CriticalAddonsOnly and nvidia.com/gpu, the chart's, are among all
+    assert {"operator": "Exists"} in named["tolerations"]  # so CriticalAddonsOnly and nvidia.com/gpu, the chart's, too
     (container,) = configured["containers"]
     path = Path(variables(container)["CONFIG_FILE"])
     (mount,) = [mount for mount in container["volumeMounts"] if Path(mount["mountPath"]) == path.parent]
