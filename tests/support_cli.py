@@ -8,6 +8,8 @@ import fcntl
 import json
 import os
 import pty
+import re
+import signal
 import struct
 import sys
 import termios
@@ -228,6 +230,11 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self._master, keys.encode())
 
+    def resize(self, *, columns: int, rows: int) -> None:
+        """With the signal that the kernel sends to whom the terminal controls, which this program it does not."""
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.process.send_signal(signal.SIGWINCH)
+
     def mode(self) -> list[Any]:
         return termios.tcgetattr(self._master)
 
@@ -265,3 +272,13 @@ async def at_terminal(*argv: str, columns: int = 120, rows: int = 30) -> AsyncIt
         await process.wait()
         os.close(slave)
         os.close(master)
+
+
+def screen_of(shown: str) -> list[str]:
+    """The last whole picture: each begins at the home position."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.rpartition("\x1b[H")[2])
+    return [line.rstrip() for line in plain.splitlines()]
+
+
+def foot_of(shown: str) -> str:
+    return "".join(screen_of(shown)[-1:])

@@ -11,9 +11,12 @@ import asyncio
 import difflib
 import gc
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from gpushare_agent import __version__
@@ -237,6 +240,17 @@ class CommandLine:
             )
             write_stderr(f"{self.program}: {shown}\n")
         return code
+
+
+def runnable() -> str:
+    """How a person types this very program, in this directory: nox and an environment of a checkout have it on no PATH."""
+    path = Path(sys.argv[0]).absolute()
+    if path.name != PROGRAM or not path.is_file():
+        return f"{shlex.quote(sys.executable)} -m gpushare_agent"
+    if path.is_relative_to(Path.cwd()):
+        return shlex.quote(str(path.relative_to(Path.cwd())))
+    found = shutil.which(PROGRAM)
+    return PROGRAM if found and path.samefile(found) else shlex.quote(str(path))
 
 
 def print_version(line: str) -> Command:

@@ -11,7 +11,7 @@ from rich.text import Text
 from gpushare_agent.cli.agent_client import read_node
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.command_line import Form
-from gpushare_agent.cli.render_text import MIB, gpu_label, health_line, is_cordoned, plain, print_as
+from gpushare_agent.cli.render_text import gib, gpu_label, health_line, is_cordoned, plain, print_as
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.topology import Branch, LinkKind, Topology
 from gpushare_agent.placement.topology_tree import render_tree
@@ -65,7 +65,7 @@ def _gpu(gpu: dict[str, Any]) -> dict[str, Any]:
 
 
 def tree_text(document: dict[str, Any]) -> str:
-    """A line for each branch and GPU: `GPU0 NVIDIA H100, free 60/100 cores, 20480/24576 MiB`. Raises Corrupt."""
+    """A line for each branch and GPU: `GPU0 NVIDIA H100, free 60/100 GPU cores, 20/24 GiB`. Raises Corrupt."""
     notes = {gpu["index"]: _note(gpu) for gpu in document["cards"]}
     return render_tree(Topology(links=(), root=_branch(document["tree"], MAX_DEPTH)), notes)
 
@@ -74,8 +74,8 @@ def _note(gpu: dict[str, Any]) -> str:
     cores, memory = gpu["cores"], gpu["memory"]
     health = health_line(gpu)
     free = (
-        f"free {cores['free']}/{cores['capacity']} cores, "
-        f"{memory['free_bytes'] // MIB}/{memory['capacity_bytes'] // MIB} MiB"
+        f"free {cores['free']}/{cores['capacity']} GPU cores, "
+        f"{gib(memory['free_bytes'])}/{gib(memory['capacity_bytes'])} GiB"
     )
     name = f"{plain(gpu_label(gpu))} {plain(gpu['name'])}" if gpu.get("mig") else plain(gpu["name"])
     return f"{name}, {free}{'' if health == 'Healthy' else f', {health}'}"

@@ -42,7 +42,11 @@ async def run(
     document["nodes"] = [in_namespace(node, namespace) for node in document["nodes"]]
 
     def tables(_width: int) -> Sequence[RenderableType]:
-        return inspection_tables(document, with_details=with_details) if nodes else [Text(_NO_NODE)]
+        return (
+            inspection_tables(document, with_details=with_details, is_wide=form == "wide")
+            if nodes
+            else [Text(_NO_NODE)]
+        )
 
     print_as(form, document, tables)
     return 0

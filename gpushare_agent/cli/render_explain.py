@@ -12,9 +12,10 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.render_text import grid, mib, plain
+from gpushare_agent.cli.render_text import CORES_COLUMN, bar, gib, grid, health_style, plain
 from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Outcome
 from gpushare_agent.model.errors import RefusalReason
+from gpushare_agent.model.names import CORES_PER_GPU
 
 _POLICIES = {
     "share": "a share of one GPU, by placement.share_policy",
@@ -26,6 +27,7 @@ _POLICIES = {
     "memory": "a GPU with enough free memory (GPUShare's resource)",
     "scheduler": "kube-scheduler placed the claim; the node's ResourceSlice has the order of its GPUs (dra.order)",
 }
+_BAR = 8
 _RETRIED = "Nothing: the pod's controller replaces it and the next try may succeed. If it goes on, read the agent's log"
 ADVICE = {
     RefusalReason.INVALID_REQUEST: "Correct the limits in the pod's manifest, as the refusal states",
@@ -80,8 +82,8 @@ def _request(decision: dict[str, Any]) -> str:
     request = decision["asked"]
     if request is None:
         return f"{plain(decision['resource'])}; refused before its request was known"
-    parts = [f"{request['cores']} cores"] if request["cores"] else []
-    parts += [f"{mib(request['memory_bytes'])} MiB"] if request["memory_bytes"] else []
+    parts = [f"{request['cores']} GPU cores"] if request["cores"] else []
+    parts += [f"{gib(request['memory_bytes'])} GiB"] if request["memory_bytes"] else []
     parts = parts or [plain(decision["resource"])]
     parts += [f"its annotation names GPU {_gpus(request['hint'])}"] if request["hint"] else []
     parts += [f"the kubelet requires {', '.join(map(plain, request['must_cards']))}"] if request["must_cards"] else []
@@ -105,19 +107,26 @@ def _gpus(indexes: Sequence[int]) -> str:
 
 
 def _candidates_table(candidates: Sequence[dict[str, Any]]) -> RenderableType:
-    columns = ("  ", "GPU", "HEALTH", "FREE CORES", "FREE MiB", "TOTAL MiB", "VERDICT")
+    columns = ("  ", "GPU", "HEALTH", CORES_COLUMN, "MEMORY", "VERDICT")
     rows: list[Sequence[str | Text]] = []
     for gpu in candidates:
-        is_healthy = gpu["is_healthy"]
+        health = _health_word(gpu)
+        free, total = gpu["free_memory_bytes"], gpu["total_memory_bytes"]
         rows.append(
             (
                 "  *" if gpu["is_chosen"] else "",
                 str(gpu["index"]),
-                Text("Healthy" if is_healthy else "Unhealthy", style="" if is_healthy else "red"),
-                str(gpu["free_cores"]),
-                mib(gpu["free_memory_bytes"]),
-                mib(gpu["total_memory_bytes"]),
+                Text(health, style=health_style(health)),
+                bar(1 - gpu["free_cores"] / CORES_PER_GPU, _BAR).append(f" {gpu['free_cores']} free", ""),
+                bar(1 - free / total if total else None, _BAR).append(f" {gib(free)} of {gib(total)} GiB free", ""),
                 Text(plain(gpu["verdict"]), style="green" if gpu["is_chosen"] else ""),
             )
         )
-    return grid(columns, rows, right=("GPU", "FREE CORES", "FREE MiB", "TOTAL MiB"))
+    return grid(columns, rows, right=("GPU",))
+
+
+def _health_word(gpu: dict[str, Any]) -> str:
+    """A decision has why a GPU was out of service only in the verdict."""
+    if gpu["is_healthy"]:
+        return "Healthy"
+    return "Cordoned" if gpu["verdict"].startswith("cordoned") else "Unhealthy"

@@ -12,8 +12,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gpushare_agent.cli.render_text import (
-    MIB,
+    CORES_COLUMN,
+    MEMORY_COLUMN,
+    allocated_line,
     counted,
+    gib,
     gpu_label,
     grid,
     health_reasons,
@@ -94,10 +97,10 @@ def _totals(gpus: Sequence[GpuSums]) -> dict[str, Any]:
     }
 
 
-def inspection_tables(document: dict[str, Any], *, with_details: bool) -> list[RenderableType]:
-    """From the document, so that both forms agree."""
+def inspection_tables(document: dict[str, Any], *, with_details: bool, is_wide: bool = False) -> list[RenderableType]:
+    """From the document, so that both forms agree. `is_wide` adds the UUIDs."""
     nodes = document["nodes"]
-    parts: list[RenderableType] = [_gpus_table(nodes)]
+    parts: list[RenderableType] = [_gpus_table(nodes, is_wide=is_wide)]
     if with_details:
         parts += [Text(""), _containers_table(nodes)]
     remarks = [
@@ -107,20 +110,24 @@ def inspection_tables(document: dict[str, Any], *, with_details: bool) -> list[R
     return [*parts, Text(""), *remarks, *unplaced, _cluster_line(document)]
 
 
-def _gpus_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
-    columns = ["NODE", "GPU", "NAME", "HEALTH", "CORES", "MEMORY MiB", "REASON"]
+def _gpus_table(nodes: Sequence[dict[str, Any]], *, is_wide: bool) -> RenderableType:
+    uuid = ("UUID",) if is_wide else ()
+    columns = ["NODE", "GPU", "NAME", *uuid, "HEALTH", CORES_COLUMN, MEMORY_COLUMN, "REASON"]
     rows: list[list[str | Text]] = []
     for node in nodes:
         for position, gpu in enumerate(node["cards"]):
             name = node["node"] if position == 0 else ""
             reason = "; ".join(health_reasons(gpu))
-            rows.append([name, gpu_label(gpu), gpu["name"] or "-", _health(gpu), *_amounts(gpu), reason])
+            more = [gpu["uuid"]] if is_wide else []
+            rows.append([name, gpu_label(gpu), gpu["name"] or "-", *more, _health(gpu), *_amounts(gpu), reason])
         cores, memory = _amounts(node["totals"])
         whose = "" if node["cards"] else node["node"]
-        rows.append([whose, "all", "", "", Text(cores, style="bold"), Text(memory, style="bold"), ""])
+        rows.append(
+            [whose, "all", "", *("" for _ in uuid), "", Text(cores, style="bold"), Text(memory, style="bold"), ""]
+        )
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
-    return grid(columns, rows, right=("GPU", "CORES", "MEMORY MiB"))
+    return grid(columns, rows, right=("GPU", CORES_COLUMN, MEMORY_COLUMN))
 
 
 def _health(gpu: dict[str, Any]) -> Text:
@@ -129,16 +136,16 @@ def _health(gpu: dict[str, Any]) -> Text:
 
 
 def _amounts(sums: dict[str, Any]) -> tuple[str, str]:
-    """Allocated and total, cores and MiB."""
+    """Allocated and total, GPU cores and GiB."""
     cores, memory = sums["cores"], sums["memory"]
     return (
         part_of(cores["allocated"], cores["capacity"]),
-        part_of(memory["allocated_bytes"] / MIB, memory["capacity_bytes"] / MIB),
+        part_of(memory["allocated_bytes"], memory["capacity_bytes"], gib),
     )
 
 
 def _containers_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
-    columns = ("NODE", "GPU", "NAMESPACE", "POD", "CONTAINER", "CORES", "MEMORY MiB", "REMARK")
+    columns = ("NODE", "GPU", "NAMESPACE", "POD", "CONTAINER", CORES_COLUMN, MEMORY_COLUMN, "REMARK")
     rows = [
         (
             node["node"],
@@ -147,13 +154,13 @@ def _containers_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
             container["pod"],
             container["container"],
             str(container["cores"]),
-            f"{container['memory_bytes'] / MIB:.0f}",
+            gib(container["memory_bytes"]),
             container["remark"],
         )
         for node in nodes
         for container in node["containers"]
     ]
-    return grid(columns, rows, right=("GPU", "CORES", "MEMORY MiB"))
+    return grid(columns, rows, right=("GPU", CORES_COLUMN, MEMORY_COLUMN))
 
 
 def _unplaced_line(node: dict[str, Any], with_details: bool) -> Text:
@@ -161,7 +168,7 @@ def _unplaced_line(node: dict[str, Any], with_details: bool) -> Text:
     number, verb = (counted(unplaced["containers"], "container"), "is" if unplaced["containers"] == 1 else "are")
     hint = "" if with_details else "; -d lists them"
     return Text(
-        f"{plain(node['node'])}: {number} with {unplaced['cores']} cores and {unplaced['memory_bytes'] / MIB:.0f} MiB "
+        f"{plain(node['node'])}: {number} with {unplaced['cores']} GPU cores and {gib(unplaced['memory_bytes'])} GiB "
         f"{verb} charged to no GPU{hint}",
         style="yellow",
     )
@@ -169,10 +176,10 @@ def _unplaced_line(node: dict[str, Any], with_details: bool) -> Text:
 
 def _cluster_line(document: dict[str, Any]) -> Text:
     totals, number = document["totals"], len(document["nodes"])
-    cores, memory = _amounts(totals)
+    cores, memory = totals["cores"], totals["memory"]
     where = f"in {number} nodes" if number != 1 else "of the node"
     health = out_of_service([gpu for node in document["nodes"] for gpu in node["cards"]])
-    return Text(
-        f"allocated of {counted(totals['cards'], 'GPU')} {where}{health}: cores {cores}, memory {memory} MiB",
-        style="bold",
+    allocated = allocated_line(
+        (cores["allocated"], cores["capacity"]), (memory["allocated_bytes"], memory["capacity_bytes"])
     )
+    return Text(f"{counted(totals['cards'], 'GPU')} {where}{health}: {allocated}", style="bold")

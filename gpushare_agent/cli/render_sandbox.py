@@ -9,49 +9,73 @@ from rich.table import Table
 from rich.text import Text
 
 from gpushare_agent.cli.command_line import Form
-from gpushare_agent.cli.render_text import print_as
+from gpushare_agent.cli.render_text import (
+    CORES_COLUMN,
+    MEMORY_COLUMN,
+    MIB,
+    PHASE_STYLES,
+    allocated_line,
+    counted,
+    gib,
+    grid,
+    health_line,
+    health_style,
+    health_word,
+    of_cores,
+    percent,
+    plain,
+    print_as,
+)
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.sandbox.manifests import EXPECTATION_ANNOTATION
 
-_PHASE_STYLES = {
-    "Running": "green",
-    "Succeeded": "cyan",
-    "Pending": "yellow",
-    "Failed": "red",
-    "Terminating": "magenta",
-}
-ALLOCATED = ("cores allocated", "memory allocated MiB")
-"""Columns of card_use."""
 NARROW = 100
-"""Below this width a GPU's name, a request or a PID would take the place of what changes."""
+"""Below this width a GPU's name or a PID would take the place of what changes."""
 _ROOM_FOR_PIDS = 130
 _PIDS_SHOWN = 3
+_AWAY = "Unknown"
+"""Health of a GPU while no agent offers it."""
 
 
 def gpu_text(container: dict[str, Any]) -> str:
     return ",".join(map(str, container["cards"])) or "-"
 
 
+def cores_text(container: dict[str, Any]) -> str:
+    """What a container may use, in hundredths of a GPU: `30`, elastic `30–60`, `whole`; units of NVIDIA's names."""
+    if container["units"]:
+        return ", ".join(f"{count} {name.rpartition('/')[2]}" for name, count in sorted(container["units"].items()))
+    cores = container["vcore"] or sum(one["cores"] for one in container["claims"])
+    reported = container["vdevice"] or {}
+    ceiling = reported.get("core_limit", 0) if reported.get("is_limited") else 0
+    return of_cores(cores, ceiling)
+
+
 def limit_text(container: dict[str, Any]) -> str:
-    """The limit as the container reads it: `30 %, 4096 MiB`, elastic `30–60 %, 4096 MiB`; on whole GPUs `none`."""
+    """The limit as the container reads it: `30 %, 4 GiB`, elastic `30–60 %, 4 GiB`; on whole GPUs `none`."""
     reported = container["vdevice"]
     if reported is None:
         return "-"
     if not reported["is_limited"]:
         return "none"
-    ceiling = f"–{reported['core_limit']}" if reported["core_limit"] > reported["cores"] else ""
-    return f"{reported['cores']}{ceiling} %, {reported['memory_mib']} MiB"
+    return f"{of_cores(reported['cores'], reported['core_limit'])} %, {gib(reported['memory_mib'] * MIB)} GiB"
 
 
-def short_limit_text(container: dict[str, Any]) -> str:
-    """`30%/4096M`, with no blank in it."""
-    return limit_text(container).replace(" %, ", "%/").replace(" MiB", "M")
+def memory_text(container: dict[str, Any]) -> str:
+    """Used and limit in GiB: `0.5/4`; the limit alone where the use is not known."""
+    limit = container["memory_mib"] or (container["vdevice"] or {}).get("memory_mib", 0)
+    return _used_of(container["used"], limit)
 
 
-def used_text(user: dict[str, Any]) -> str:
-    """Of a container or a GPU, in percent of a GPU: `12 %, 2048 MiB`."""
+def _used_of(used: dict[str, Any] | None, limit_mib: int) -> str:
+    limit = gib(limit_mib * MIB) if limit_mib else "-"
+    return limit if used is None else f"{gib(used['memory_mib'] * MIB)}/{limit}"
+
+
+def used_text(user: dict[str, Any], gpus: int = 1) -> str:
+    """The use of a GPU, or of a container, in percent of all its GPUs together."""
     used = user["used"]
-    return "-" if used is None else f"{used['cores']:.0f} %, {used['memory_mib']} MiB"
+    return percent(None if used is None else used["cores"] / CORES_PER_GPU / max(1, gpus))
 
 
 def pids_text(container: dict[str, Any], *, is_short: bool) -> str:
@@ -65,16 +89,10 @@ def pids_text(container: dict[str, Any], *, is_short: bool) -> str:
 
 def health_text(gpu: dict[str, Any]) -> Text:
     """With the driver's reason for a GPU that is not well."""
-    text = ": ".join(filter(None, (gpu["health"], gpu["health_reason"])))
-    return Text(text, style="" if gpu["health"] == "Healthy" else "red")
-
-
-def gpu_use(gpu: dict[str, Any]) -> tuple[str, str]:
-    """Cores and memory, each allocated and whole."""
-    return (
-        f"{gpu['cores_allocated']} / {CORES_PER_GPU}",
-        f"{gpu['memory_mib_allocated']} / {gpu['memory_mib']}",
-    )
+    if gpu["health"] == _AWAY:
+        return Text(_AWAY, style="red")
+    reported = gpu | {"is_healthy": gpu["health"] == "Healthy"}
+    return Text(health_line(reported), style=health_style(health_word(reported)))
 
 
 def has_several_nodes(document: dict[str, Any]) -> bool:
@@ -82,25 +100,30 @@ def has_several_nodes(document: dict[str, Any]) -> bool:
     return len(document["nodes"]) > 1
 
 
-def node_text(pod: dict[str, Any]) -> str:
-    return pod["node"] or "-"
-
-
 def status_of(pod: dict[str, Any]) -> Text:
     word = "Terminating" if pod["is_terminating"] else pod["phase"]
-    return Text(word, style=_PHASE_STYLES.get(word, ""))
+    return Text(word, style=PHASE_STYLES.get(word, ""))
+
+
+def node_line(node: dict[str, Any]) -> Text:
+    """The node and what is allocated of all its GPUs."""
+    gpus = node["cards"]
+    cores = sum(gpu["cores_allocated"] for gpu in gpus), len(gpus) * CORES_PER_GPU
+    memory = (sum(gpu[key] for gpu in gpus) * MIB for key in ("memory_mib_allocated", "memory_mib"))
+    text = f"{plain(node['name'])}: {counted(len(gpus), 'GPU')}, {allocated_line(cores, (next(memory), next(memory)))}"
+    return Text(text, style="bold", no_wrap=True, overflow="ellipsis")
 
 
 def gpus_table(node: dict[str, Any], *, is_narrow: bool) -> Table:
-    table = Table(title=f"GPUs of {node['name']}", title_justify="left")
-    wide = () if is_narrow else ("name",)
-    for column in ("GPU", *wide, "NUMA", *ALLOCATED, *(("used",) if wide else ()), "health"):
-        table.add_column(column, justify="left" if column in ("name", "health") else "right")
+    wide = () if is_narrow else ("NAME", "NUMA")
+    columns = ("GPU", *wide, CORES_COLUMN, "USED %", MEMORY_COLUMN, "ALLOC GiB", "HEALTH")
+    rows = []
     for gpu in node["cards"]:
-        numa = "-" if gpu["numa"] is None else str(gpu["numa"])
-        name, used = ((), ()) if is_narrow else ((gpu["name"],), (used_text(gpu),))
-        table.add_row(str(gpu["index"]), *name, numa, *gpu_use(gpu), *used, health_text(gpu))
-    return table
+        more = () if is_narrow else (gpu["name"], "-" if gpu["numa"] is None else str(gpu["numa"]))
+        allocated = f"{gpu['cores_allocated']}/{CORES_PER_GPU}", gib(gpu["memory_mib_allocated"] * MIB)
+        use = used_text(gpu), _used_of(gpu["used"], gpu["memory_mib"])
+        rows.append((str(gpu["index"]), *more, allocated[0], *use, allocated[1], health_text(gpu)))
+    return grid(columns, rows, right=[name for name in columns if name not in ("NAME", "HEALTH")])
 
 
 def address_lines(node: dict[str, Any]) -> list[Text]:
@@ -111,29 +134,32 @@ def address_lines(node: dict[str, Any]) -> list[Text]:
 
 
 def pods_table(document: dict[str, Any], width: int) -> Table:
-    """A line for each container. On a narrow terminal requests and PIDs are left out first."""
-    is_narrow = width < NARROW
-    asked, used = ((), ()) if is_narrow else (("cores", "blocks"), ("used",))
-    places = ("node",) if has_several_nodes(document) else ()
-    table = Table(title="Pods", title_justify="left")
-    for column in ("pod", "phase", *places, "container", *asked, "GPUs", "limit", *used, "PIDs"):
-        table.add_column(column, justify="right" if column in asked else "left")
-    for pod in document["pods"]:
-        for position, container in enumerate(pod["containers"]):
-            name, phase = (f"{pod['namespace']}/{pod['name']}", status_of(pod)) if position == 0 else ("", "")
-            requests = () if is_narrow else (cores_asked(container), memory_asked(container))
-            limit = short_limit_text(container) if is_narrow else limit_text(container)
-            pids = pids_text(container, is_short=width < _ROOM_FOR_PIDS)
-            use = () if is_narrow else (used_text(container),)
-            place = (node_text(pod) if position == 0 else "",) if places else ()
-            table.add_row(name, phase, *place, container["name"], *requests, gpu_text(container), limit, *use, pids)
-    return table
+    """A line for each container. On a narrow terminal without the limit that it reads, and PIDs are counted, not named."""
+    places = ("NODE",) if has_several_nodes(document) else ()
+    limits = () if width < NARROW else ("LIMIT",)
+    columns = ("POD/CONTAINER", "PHASE", *places, "GPU", CORES_COLUMN, "USED %", MEMORY_COLUMN, *limits, "PIDS")
+    rows = [
+        (
+            f"{pod['namespace']}/{pod['name']}/{container['name']}",
+            status_of(pod),
+            *([pod["node"] or "-"] if places else ()),
+            gpu_text(container),
+            cores_text(container),
+            used_text(container, len(container["cards"])),
+            memory_text(container),
+            *([limit_text(container)] if limits else ()),
+            pids_text(container, is_short=width < _ROOM_FOR_PIDS),
+        )
+        for pod in document["pods"]
+        for container in pod["containers"]
+    ]
+    return grid(columns, rows, right=(CORES_COLUMN, "USED %", MEMORY_COLUMN))
 
 
 def reason_lines(document: dict[str, Any]) -> list[Text]:
     """Below the table, where they have the whole width."""
     pods = [(f"{pod['namespace']}/{pod['name']}", reason_text(pod)) for pod in document["pods"]]
-    return [Text(f"{name}: {reason}") for name, reason in pods if reason]
+    return [Text(f"{name}: {reason}", style="yellow") for name, reason in pods if reason]
 
 
 def reason_text(pod: dict[str, Any]) -> str:
@@ -147,49 +173,21 @@ def report_tables(document: dict[str, Any], width: int, *, has_addresses: bool =
     """`has_addresses`: below the GPUs of each node stands where its agent is asked."""
     parts: list[RenderableType] = []
     for node in document["nodes"]:
-        parts.append(gpus_table(node, is_narrow=width < NARROW))
+        parts += [node_line(node), gpus_table(node, is_narrow=width < NARROW)]
         parts += address_lines(node) if has_addresses else ()
+        parts.append(Text(""))
     return Group(*parts, pods_table(document, width), *reason_lines(document))
 
 
 def print_document(document: dict[str, Any], form: Form, *, has_addresses: bool = False) -> None:
+    """The report in that form."""
     print_as(form, document, lambda width: [report_tables(document, width, has_addresses=has_addresses)])
 
 
-def cores_asked(container: dict[str, Any]) -> str:
-    if container["units"]:
-        return units_asked(container)
-    return str(container["vcore"] or sum(one["cores"] for one in container["claims"]))
-
-
-def memory_asked(container: dict[str, Any]) -> str:
-    """Blocks, units of GPUShare's resource, or the MiB of claims."""
-    if container["units"]:
-        return "-"
-    if container["claims"]:
-        return f"{sum(one['memory_mib'] for one in container['claims'])} MiB"
-    return f"{container['gpu_mem']} gpu-mem" if container["gpu_mem"] else str(container["vmemory"])
-
-
-def units_asked(container: dict[str, Any]) -> str:
-    """Whole GPUs or replicas by NVIDIA's names."""
-    return ", ".join(f"{count} {name.rpartition('/')[2]}" for name, count in sorted(container["units"].items()))
-
-
-def _asked(container: dict[str, Any]) -> str:
-    if container["units"]:
-        return units_asked(container)
-    if container["gpu_mem"]:
-        return memory_asked(container)
-    if container["claims"]:
-        return f"{cores_asked(container)} cores, {memory_asked(container)}"
-    return f"{container['vcore']} cores, {container['vmemory']} blocks"
-
-
 def pod_line(pod: dict[str, Any], *, has_node: bool = False) -> str:
-    """One pod in one line, for a log or a pipe, with its node where there are several."""
+    """One pod in one line, for a log or a pipe, with its node where there are several. Without use: it always changes."""
     containers = "; ".join(
-        f"{c['name']}: {_asked(c)} on GPU {gpu_text(c)}{_reported(pod, c)}" for c in pod["containers"]
+        f"{one['name']}: {_share(one)} on GPU {gpu_text(one)}{_limit(pod, one)}" for one in pod["containers"]
     )
     reason = reason_text(pod)
     place = f" on {pod['node']}" if has_node and pod["node"] else ""
@@ -198,7 +196,15 @@ def pod_line(pod: dict[str, Any], *, has_node: bool = False) -> str:
     )
 
 
-def _reported(pod: dict[str, Any], container: dict[str, Any]) -> str:
+def _share(container: dict[str, Any]) -> str:
+    """`30 GPU cores, 4 GiB`."""
+    cores = cores_text(container)
+    parts = [cores if container["units"] else f"{cores} GPU cores"] if cores != "0" else []
+    parts += [f"{gib(container['memory_mib'] * MIB)} GiB"] if container["memory_mib"] else []
+    return ", ".join(parts) or "no GPU"
+
+
+def _limit(pod: dict[str, Any], container: dict[str, Any]) -> str:
     """Only of a pod that runs: the limit is written just before the start and would make a line of its own."""
     is_known = pod["phase"] == "Running" and container["vdevice"] is not None
     return f", limit {limit_text(container)}" if is_known else ""

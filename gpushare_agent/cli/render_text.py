@@ -18,7 +18,15 @@ from rich.text import Text
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.observability.node_snapshot import NO_REASON
 
-MIB = 1024 * 1024
+MIB, GIB = 1 << 20, 1 << 30
+CORES_COLUMN, MEMORY_COLUMN = "GPU CORES", "MEMORY GiB"
+PHASE_STYLES = {
+    "Running": "green",
+    "Succeeded": "cyan",
+    "Pending": "yellow",
+    "Failed": "red",
+    "Terminating": "magenta",
+}
 PIPE_WIDTH = 500
 """Where no terminal sets the width, lines stay whole: a pod's name alone may have 253 characters."""
 GAP = 2
@@ -90,22 +98,57 @@ def width_of(cells: Sequence[str]) -> int:
     return max((cell_len(cell) for cell in cells), default=0)
 
 
-def mib(size_bytes: float | None) -> str:
-    return "-" if size_bytes is None else f"{size_bytes / MIB:.0f}"
+def gib(size_bytes: float | None) -> str:
+    """At most three digits, as the dashboard: `80`, `22.4`, `0.25`."""
+    if size_bytes is None:
+        return "-"
+    size = size_bytes / GIB
+    digits = 0 if size >= 100 else (1 if size >= 10 else 2)
+    return f"{round(size, digits):g}"
+
+
+def of_cores(cores: int, ceiling: int | None) -> str:
+    """`30`, elastic `30–60`, in hundredths of a GPU."""
+    return f"{cores}–{ceiling}" if ceiling and ceiling > cores else str(cores)
 
 
 def percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio * 100:.0f}"
 
 
+def load_style(ratio: float) -> str:
+    """Colours of a load, at nvitop's bounds."""
+    return "green" if ratio < 0.1 else ("yellow" if ratio < 0.75 else "red")
+
+
+def bar(ratio: float | None, width: int) -> Text:
+    """The part in use, in eighths of a cell; without colours its rest is told by the dots."""
+    if ratio is None:
+        return Text(" " * width)
+    eighths = round(min(1.0, max(0.0, ratio)) * width * 8)
+    full = "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
+    return Text.assemble((full, load_style(ratio)), ("·" * (width - len(full)), "dim"))
+
+
 def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def part_of(part: float, whole: float) -> str:
-    """`180/800 (22 %)`, of whole numbers."""
-    share = f" ({part / whole * 100:.0f} %)" if whole else ""
-    return f"{part:.0f}/{whole:.0f}{share}"
+def part_of(part: float, whole: float, shown: Callable[[float], str] = "{:.0f}".format) -> str:
+    """`180/800 (22 %)`."""
+    return f"{shown(part)}/{shown(whole)}{_share_of(part, whole)}"
+
+
+def allocated_line(cores: tuple[int, int], memory_bytes: tuple[int, int]) -> str:
+    """Of several GPUs together, each allocated and all."""
+    return (
+        f"allocated {cores[0]}/{cores[1]} GPU cores{_share_of(*cores)}, "
+        f"memory {gib(memory_bytes[0])}/{gib(memory_bytes[1])} GiB{_share_of(*memory_bytes)}"
+    )
+
+
+def _share_of(part: float, whole: float) -> str:
+    return f" ({percent(part / whole)} %)" if whole else ""
 
 
 def gpu_label(gpu: dict[str, Any]) -> str:

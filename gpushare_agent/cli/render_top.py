@@ -1,28 +1,34 @@
 """The node's GPUs and their containers as a table, from the node's document. Pure: values in, a table out.
 
-A narrow terminal gets fewer columns, in the order of DROPPED_FIRST; the first column and what
-changes stay.
+A narrow terminal gets fewer columns, in the order of DROPPED_FIRST; the first column and what changes stay.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rich.console import Group
 from rich.text import Text
 
 from gpushare_agent.cli.render_text import (
+    CORES_COLUMN,
     GAP,
+    MEMORY_COLUMN,
+    PHASE_STYLES,
     PIPE_WIDTH,
+    allocated_line,
+    bar,
     counted,
+    gib,
     gpu_label,
     health_reasons,
     health_style,
     health_word,
-    mib,
+    load_style,
+    of_cores,
     out_of_service,
     percent,
     plain,
@@ -30,60 +36,95 @@ from gpushare_agent.cli.render_text import (
     width_of,
 )
 
-FIRST = "GPU / CONTAINER"
-COLUMNS = (FIRST, "STATE", "CORES", "SM %", "USED MiB", "ALLOC MiB", "TOTAL MiB", "TEMP °C", "POWER W")
-STATE = "STATE"
-DROPPED_FIRST = ("POWER W", "TEMP °C", "TOTAL MiB", "ALLOC MiB", STATE)
-MIN_FIRST_WIDTH = 16
+FIRST, STATE, SM, ALLOC, TEMP, POWER = "GPU / CONTAINER", "STATE", "SM %", "ALLOC GiB", "TEMP °C", "POWER W"
+SM_BAR, MEMORY_BAR = "", " "
+"""Columns without a name."""
+COLUMNS = (FIRST, STATE, CORES_COLUMN, SM, SM_BAR, MEMORY_COLUMN, MEMORY_BAR, ALLOC, TEMP, POWER)
+DROPPED_FIRST = (POWER, TEMP, ALLOC, MEMORY_BAR, STATE, SM_BAR)
+BARS = {SM_BAR: SM, MEMORY_BAR: MEMORY_COLUMN}
+"""Each draws the value to its left."""
+BAR_WIDTH, SHORT_BAR_WIDTH = 10, 6
+MIN_FIRST_WIDTH = 15
 SHORT_STATE_WIDTH = len("Unhealthy")
 REASON_INDENT = "    "
-_PHASES = {"Running": "green", "Pending": "yellow", "Failed": "red", "Terminating": "magenta"}
+Sort = Literal["gpu", "sm", "memory", "cores"]
+SORTS: tuple[Sort, ...] = ("gpu", "sm", "memory", "cores")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What of the node is shown, and in which order. `filter` is a part of NAMESPACE/POD/CONTAINER."""
+
+    sort: Sort = "gpu"
+    filter: str = ""
+    has_processes: bool = False
+    has_bars: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One row. A GPU's is bold; `style` is the state's colour. A row of one cell is as wide as all columns."""
+    """One row, by column. A GPU's is bold; `style` is the state's colour; `loads` are ratios, for bars and colours. A row
+    of the first column alone is as wide as all columns."""
 
-    cells: tuple[str, ...]
-    is_gpu: bool
+    cells: Mapping[str, str]
+    loads: Mapping[str, float | None] = field(default_factory=dict)
+    is_gpu: bool = False
     style: str = ""
 
 
-def top_lines(document: dict[str, Any], width: int = PIPE_WIDTH) -> list[Line]:
+def top_lines(document: dict[str, Any], width: int = PIPE_WIDTH, choice: Choice | None = None) -> list[Line]:
     """A line for each GPU, below it why it is out of service, as many lines as that needs in this width, and one line for
-    each of its containers and for each unattributed process."""
+    each of its containers and for each unattributed process. A filter leaves out GPUs without a container that fits."""
+    choice = choice or Choice()
+    containers = [one for one in document["containers"] if choice.filter in _name(one)]
     lines: list[Line] = []
-    for gpu in document["cards"]:
+    for gpu in sorted(document["cards"], key=_order(choice.sort, _gpu_loads)):
+        parts = [(one, part) for one in containers for part in one["cards"] if part["uuid"] == gpu["uuid"]]
+        if choice.filter and not parts:
+            continue
         lines += [_gpu_line(gpu), *_reason_lines(gpu, width)]
-        lines += [
-            _container_line(container, part)
-            for container in document["containers"]
-            for part in container["cards"]
-            if part["uuid"] == gpu["uuid"]
-        ]
-        lines += [_unattributed_line(process) for process in gpu["strangers"]]
-    unplaced = [container for container in document["containers"] if not container["cards"]]
+        for container, part in sorted(parts, key=_order(choice.sort, lambda pair: _part_loads(*pair))):
+            lines.append(_container_line(container, part))
+            lines += _process_lines(part) if choice.has_processes else ()
+        lines += [_unattributed_line(process) for process in gpu["strangers"] if not choice.filter]
+    unplaced = [container for container in containers if not container["cards"]]
     if unplaced:
-        lines.append(Line(cells=("on no GPU that the driver names", *([""] * (len(COLUMNS) - 1))), is_gpu=True))
+        lines.append(Line(cells={FIRST: "on no GPU that the driver names"}, is_gpu=True))
         lines += [_container_line(container, None) for container in unplaced]
     return lines
 
 
-def _gpu_line(gpu: dict[str, Any]) -> Line:
+def _order(sort: Sort, loads: Callable[[Any], Mapping[str, float | None]]) -> Callable[[Any], float]:
+    """The highest first; those without a value last. By GPU the document's own order stays."""
+    return lambda one: 0.0 if sort == "gpu" else -(loads(one)[sort] or 0.0)
+
+
+def _gpu_loads(gpu: dict[str, Any]) -> dict[str, float | None]:
     usage = gpu["usage"] or {}
-    state = health_word(gpu)
+    cores = gpu["cores"]["allocated"] / gpu["cores"]["capacity"]
+    return {"sm": usage.get("sm_ratio"), "memory": usage.get("memory_used_bytes"), "cores": cores}
+
+
+def _part_loads(container: dict[str, Any], part: dict[str, Any]) -> dict[str, float | None]:
+    usage = part["usage"] or {}
+    return {"sm": usage.get("sm_ratio"), "memory": usage.get("memory_bytes"), "cores": container["cores"]}
+
+
+def _gpu_line(gpu: dict[str, Any]) -> Line:
+    usage, memory = gpu["usage"] or {}, gpu["memory"]
+    state, used = health_word(gpu), usage.get("memory_used_bytes")
     return Line(
-        cells=(
-            f"{gpu_label(gpu)} {gpu['name']}",
-            state,
-            f"{gpu['cores']['allocated']}/{gpu['cores']['capacity']}",
-            percent(usage.get("sm_ratio")),
-            mib(usage.get("memory_used_bytes")),
-            mib(gpu["memory"]["allocated_bytes"]),
-            mib(gpu["memory"]["capacity_bytes"]),
-            _number(usage.get("temperature_celsius")),
-            _power(usage),
-        ),
+        cells={
+            FIRST: f"{gpu_label(gpu)} {gpu['name']}",
+            STATE: state,
+            CORES_COLUMN: f"{gpu['cores']['allocated']}/{gpu['cores']['capacity']}",
+            SM: percent(usage.get("sm_ratio")),
+            MEMORY_COLUMN: f"{gib(used)}/{gib(memory['capacity_bytes'])}",
+            ALLOC: gib(memory["allocated_bytes"]),
+            TEMP: _number(usage.get("temperature_celsius")),
+            POWER: _power(usage),
+        },
+        loads={SM: usage.get("sm_ratio"), MEMORY_COLUMN: _ratio(used, memory["capacity_bytes"])},
         is_gpu=True,
         style=health_style(state),
     )
@@ -93,48 +134,51 @@ def _reason_lines(gpu: dict[str, Any], width: int) -> list[Line]:
     style = health_style(health_word(gpu))
     text_width = max(1, width - len(REASON_INDENT))
     return [
-        Line(cells=(REASON_INDENT + part,), is_gpu=False, style=style)
+        Line(cells={FIRST: REASON_INDENT + part}, style=style)
         for reason in health_reasons(gpu)
         for part in textwrap.wrap(reason, text_width)
     ]
 
 
+def _name(container: dict[str, Any]) -> str:
+    return f"{container['namespace']}/{container['pod']}/{container['container']}"
+
+
 def _container_line(container: dict[str, Any], part: dict[str, Any] | None) -> Line:
     usage = (part or {}).get("usage") or {}
     limit = container["memory_bytes"] if part is None else part["memory_bytes"]
-    name = f"  {container['namespace']}/{container['pod']}/{container['container']}"
-    cells = (
-        name,
-        container["phase"],
-        _cores(container),
-        percent(usage.get("sm_ratio")),
-        mib(usage.get("memory_bytes")),
-        mib(limit),
-        "",
-        "",
-        "",
+    used = usage.get("memory_bytes")
+    cores = "whole" if container["is_whole"] else of_cores(container["cores"], container["core_limit"])
+    return Line(
+        cells={
+            FIRST: f"  {_name(container)}",
+            STATE: container["phase"],
+            CORES_COLUMN: cores,
+            SM: percent(usage.get("sm_ratio")),
+            MEMORY_COLUMN: f"{gib(used)}/{gib(limit)}",
+        },
+        loads={SM: usage.get("sm_ratio"), MEMORY_COLUMN: _ratio(used, limit)},
+        style=PHASE_STYLES.get(container["phase"], ""),
     )
-    return Line(cells=cells, is_gpu=False, style=_PHASES.get(container["phase"], ""))
 
 
-def _cores(container: dict[str, Any]) -> str:
-    """`30`, elastic `30–60`, `whole` for a container that has its GPUs for itself."""
-    if container["is_whole"]:
-        return "whole"
-    ceiling = container["core_limit"]
-    return f"{container['cores']}–{ceiling}" if ceiling and ceiling > container["cores"] else str(container["cores"])
+def _process_lines(part: dict[str, Any]) -> list[Line]:
+    """The driver's use of a process is its container's; more is not known of each."""
+    return [Line(cells={FIRST: f"    process {pid}"}) for pid in (part["usage"] or {}).get("pids", ())]
 
 
 def _unattributed_line(process: dict[str, Any]) -> Line:
-    cells = (
-        f"  process {process['pid']} of no container",
-        process["kind"],
-        "",
-        percent(process["sm_ratio"]),
-        mib(process["memory_bytes"]),
-        *([""] * 4),
-    )
-    return Line(cells=cells, is_gpu=False, style="yellow")
+    cells = {
+        FIRST: f"  process {process['pid']} of no container",
+        STATE: process["kind"],
+        SM: percent(process["sm_ratio"]),
+        MEMORY_COLUMN: gib(process["memory_bytes"]),
+    }
+    return Line(cells=cells, loads={SM: process["sm_ratio"]}, style="yellow")
+
+
+def _ratio(used: float | None, whole: float | None) -> float | None:
+    return None if used is None or not whole else used / whole
 
 
 def _number(value: float | None) -> str:
@@ -146,41 +190,55 @@ def _power(usage: dict[str, Any]) -> str:
     return f"{_number(used)}/{_number(limit)}" if limit is not None else _number(used)
 
 
-def columns_for(lines: Sequence[Line], width: int) -> dict[str, int]:
+def columns_for(lines: Sequence[Line], width: int, *, has_bars: bool = True) -> dict[str, int]:
     """Which columns fit into the width, and how wide each may be."""
     rows = [line.cells for line in lines if len(line.cells) > 1]
     widths = {
-        name: max(width_of([name]), width_of([plain_cell(cells[n]) for cells in rows]))
-        for n, name in enumerate(COLUMNS)
+        name: max(width_of([name]), width_of([plain_cell(cells.get(name, "")) for cells in rows]))
+        for name in COLUMNS
+        if name not in BARS or has_bars
     }
+    widths |= {name: BAR_WIDTH for name in BARS if has_bars}
     if _needs(widths) > width:
         widths[STATE] = min(widths[STATE], SHORT_STATE_WIDTH)
+        widths |= {name: SHORT_BAR_WIDTH for name in BARS if has_bars}
     for name in DROPPED_FIRST:
         if _needs(widths) <= width:
             break
-        del widths[name]
+        widths.pop(name, None)
     others = _needs(widths) - widths[FIRST]
     widths[FIRST] = max(MIN_FIRST_WIDTH, min(widths[FIRST], width - others))
     return widths
 
 
 def _needs(widths: Mapping[str, int]) -> int:
-    return sum(width + GAP for width in widths.values())
+    return sum(width + GAP for width in widths.values()) - GAP
 
 
-def top_table(lines: Sequence[Line], width: int, shown: Sequence[Line] | None = None) -> Group:
-    """The rows of `shown` (all without it); the columns are chosen for all `lines`, so that scrolling moves none."""
-    widths = columns_for(lines, width)
-    header = _row({name: Text(name) for name in widths}, widths, style="bold")
-    return Group(header, *(_line(line, widths, width) for line in (lines if shown is None else shown)))
+def header_line(widths: Mapping[str, int], sort: Sort = "gpu") -> Text:
+    """The columns' names, that of the order underlined."""
+    sorted_by = {"sm": SM, "memory": MEMORY_COLUMN, "cores": CORES_COLUMN}.get(sort)
+    names = {name: Text(name, style="underline" if name == sorted_by else "") for name in widths}
+    return _row(names, widths, style="bold")
+
+
+def top_table(lines: Sequence[Line], width: int, choice: Choice | None = None) -> Group:
+    """Header and rows."""
+    choice = choice or Choice()
+    widths = columns_for(lines, width, has_bars=choice.has_bars)
+    return Group(header_line(widths, choice.sort), *rows_of(lines, widths, width))
+
+
+def rows_of(lines: Sequence[Line], widths: Mapping[str, int], width: int) -> Iterator[Text]:
+    return (_line(line, widths, width) for line in lines)
 
 
 def _line(line: Line, widths: Mapping[str, int], width: int) -> Text:
     if len(line.cells) == 1:
-        text = Text(plain_cell(line.cells[0]), style=line.style, no_wrap=True)
+        text = Text(plain_cell(line.cells[FIRST]), style=line.style, no_wrap=True)
         text.truncate(width, overflow="ellipsis")
         return text
-    cells = {name: Text(plain_cell(cell)) for name, cell in zip(COLUMNS, line.cells, strict=True) if name in widths}
+    cells = {name: _cell(line, name, widths[name]) for name in widths}
     is_out_of_service = line.is_gpu and line.style != health_style("Healthy")
     for name in (STATE, FIRST) if is_out_of_service else (STATE,):
         if name in cells:
@@ -188,33 +246,65 @@ def _line(line: Line, widths: Mapping[str, int], width: int) -> Text:
     return _row(cells, widths, style="bold" if line.is_gpu else "")
 
 
+def _cell(line: Line, name: str, width: int) -> Text:
+    if name in BARS:
+        return bar(line.loads.get(BARS[name]), width)
+    load = line.loads.get(name)
+    return Text(plain_cell(line.cells.get(name, "")), style="" if load is None else load_style(load))
+
+
 def _row(cells: Mapping[str, Text], widths: Mapping[str, int], *, style: str) -> Text:
     """Not by rich's Table, which has no row of one cell over all columns."""
     row = Text(style=style, no_wrap=True, overflow="crop")
     for name, cell in cells.items():
         cell.truncate(widths[name], overflow="ellipsis")
-        align: Literal["left", "right"] = "left" if name in (FIRST, STATE) else "right"
+        align: Literal["left", "right"] = "left" if name in (FIRST, STATE, *BARS) else "right"
         cell.align(align, widths[name])
-        row.append_text(cell).append(" " * GAP)
+        row.append_text(Text(" " * GAP if row else "")).append_text(cell)
     return row
 
 
-def heading(document: dict[str, Any]) -> Text:
-    """The node in one line, and below it why the agent is not ready."""
+def heading(document: dict[str, Any], width: int = PIPE_WIDTH) -> list[Text]:
+    """The node in one line, all its GPUs together in another, as much of each as fits; below why the agent is not ready."""
     agent, gpus = document["agent"], document["cards"]
-    parts = [
+    style = "" if agent["is_ready"] else "yellow"
+    node = [
         f"node {document['node']}",
         "ready" if agent["is_ready"] else "NOT READY",
         f"{counted(len(gpus), 'GPU')}{out_of_service(gpus)}",
         counted(len(document["containers"]), "container"),
+        _sampled(document),
         f"isolation {agent['isolation']}",
         f"driver {agent['driver']} {agent['driver_version']}".rstrip(),
-        _sampled(document),
     ]
-    text = Text("  ".join(map(plain, parts)), style="" if agent["is_ready"] else "yellow")
-    for reason in agent["not_ready"]:
-        text.append(f"\n  not ready: {plain(reason)}")
-    return text
+    reasons = [f"  not ready: {plain(reason)}" for reason in agent["not_ready"]]
+    lines = [_fitted(node, width), *([_fitted(_together(gpus), width)] if gpus else ())]
+    return [Text(line, style=style) for line in [*lines, *reasons]]
+
+
+def _together(gpus: Sequence[dict[str, Any]]) -> list[str]:
+    """Use is a part of all GPUs together; of those without a sample it is not known, and they count as idle."""
+    usages = [gpu["usage"] for gpu in gpus if gpu["usage"]]
+    cores, memory = (
+        tuple(sum(gpu[part][key] for gpu in gpus) for key in keys)
+        for part, keys in (("cores", ("allocated", "capacity")), ("memory", ("allocated_bytes", "capacity_bytes")))
+    )
+    busy = [usage["sm_ratio"] for usage in usages if usage["sm_ratio"] is not None]
+    used = [usage["memory_used_bytes"] for usage in usages if usage["memory_used_bytes"] is not None]
+    return [
+        allocated_line((cores[0], cores[1]), (memory[0], memory[1])),
+        f"used: SM {percent(sum(busy) / len(gpus) if busy else None)} %, memory {gib(sum(used) if used else None)} GiB",
+    ]
+
+
+def _fitted(parts: Sequence[str], width: int) -> str:
+    """The first ones, as many as the line has room for, and the first in any case."""
+    line = plain(parts[0])
+    for part in map(plain, parts[1:]):
+        if width_of([f"{line}  {part}"]) > width:
+            break
+        line = f"{line}  {part}"
+    return line
 
 
 def _sampled(document: dict[str, Any]) -> str:

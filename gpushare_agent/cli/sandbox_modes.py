@@ -8,28 +8,60 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
-from rich.console import Console
-from rich.live import Live
+from rich.text import Text
 
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_sandbox import has_several_nodes, pod_line, print_document, reason_text, report_tables
+from gpushare_agent.cli.screen import Screen, View
 from gpushare_agent.sandbox.agent_process import last_lines
 from gpushare_agent.sandbox.controller import SandboxController
 from gpushare_agent.sandbox.manifests import Manifest
 from gpushare_agent.sandbox.workload_player import WorkloadPlayer
 
 STEADY_TIMEOUT_S = 60.0
+_NOTICES_KEPT, _NOTICES_SHOWN = 50, 2
+_KEYS = "Ctrl-C ends the sandbox and removes everything  ? all commands  j k scroll"
 _WAIT_REPORTED_AFTER_S = 2.0
 _REDRAW_S = 0.25
 _READ_AGAIN_S = 1.0
 """Processes start and end, and the agent writes its files, without an event of the node."""
 _STILL_S = 3.0
 """More than two back-offs of the scheduler, and than an agent needs to report its allocations."""
+
+
+class Notices:
+    """Lines for people: printed, or kept for the live view while it has the screen."""
+
+    def __init__(self, *, to_stderr: bool) -> None:
+        self._to_stderr = to_stderr
+        self._kept: deque[str] = deque(maxlen=_NOTICES_KEPT)
+        self._show: Callable[[], None] | None = None
+
+    def __call__(self, text: str) -> None:
+        if self._show is None:
+            print(text, file=sys.stderr if self._to_stderr else sys.stdout, flush=True)
+        else:
+            self._kept.extend(text.splitlines())
+            self._show()
+
+    def newest(self, count: int) -> list[str]:
+        return list(self._kept)[-count:]
+
+    @contextlib.contextmanager
+    def shown_by(self, show: Callable[[], None]) -> Iterator[None]:
+        """Until the block ends, when those that came meanwhile are printed: the screen goes with its last state."""
+        self._show = show
+        try:
+            yield
+        finally:
+            self._show = None
+            for line in self._kept:
+                self(line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +71,14 @@ class Session:
     controller: SandboxController
     manifests: Sequence[Manifest]
     form: Form
-    notify: Callable[[str], None]
+    notify: Notices
     players: Sequence[WorkloadPlayer]
 
 
 async def _create(session: Session) -> None:
     """Creates the pods when the agents have registered: before that no pod fits."""
     controller, notify = session.controller, session.notify
-    async with reported_after(_WAIT_REPORTED_AFTER_S, "waiting for the agent to register its resources…"):
+    async with reported_after(_WAIT_REPORTED_AFTER_S, "waiting for the agent to register its resources…", notify):
         is_registered = await controller.wait_registered()
     late = next((one for one in controller.nodes if not one.is_registered()), None)
     if not is_registered and late is not None:
@@ -60,9 +92,9 @@ async def _create(session: Session) -> None:
 
 
 @asynccontextmanager
-async def reported_after(seconds: float, text: str) -> AsyncIterator[None]:
-    """Prints to standard error what is waited for, where it takes that long."""
-    timer = asyncio.get_running_loop().call_later(seconds, lambda: print(text, file=sys.stderr, flush=True))
+async def reported_after(seconds: float, text: str, notify: Callable[[str], None]) -> AsyncIterator[None]:
+    """Reports what is waited for, where it takes that long."""
+    timer = asyncio.get_running_loop().call_later(seconds, notify, text)
     try:
         yield
     finally:
@@ -111,24 +143,51 @@ async def run_live(session: Session, notes: Sequence[str]) -> int:
     async with asyncio.TaskGroup() as group:
         group.create_task(_create(session), name="create-pods")
         if sys.stdout.isatty() and session.form in ("table", "wide"):
-            await _draw(session.controller)
+            await _draw(session, notes)
         else:
             await _print_changes(session.controller, session.notify)
     return 0
 
 
-async def _draw(controller: SandboxController) -> None:
-    """The tables of `status`, drawn again after each change; rich cuts what the terminal has no lines for."""
-    signal_, console = controller.api.signal, Console()
-    drawn: tuple[dict[str, Any], int] | None = None
-    with Live(console=console, auto_refresh=False, redirect_stdout=True, redirect_stderr=True) as live:
-        while True:
-            seen = signal_.count
-            current = controller.document(), console.width
-            if current != drawn:  # to draw costs as much as to read
-                live.update(report_tables(*current), refresh=True)
-                drawn = current
-            await _wait_for_change(controller, seen)
+class _LiveView:
+    """The tables of `status`, below them the newest notices. Changed by keys and by the cluster, both on the event loop."""
+
+    def __init__(self, session: Session, notes: Sequence[str]) -> None:
+        self.document = session.controller.document()
+        self._session = session
+        self._notes = notes
+        self._has_help = False
+
+    def press(self, key: str) -> bool:
+        """q is no key here: it would end every pod."""
+        if key == "?":
+            self._has_help = not self._has_help
+        return key in ("?", "q", "Q")
+
+    def show(self, width: int) -> View:
+        body = Text("\n".join(self._notes)) if self._has_help else report_tables(self.document, width)
+        notices = [Text(line, style="dim") for line in self._session.notify.newest(_NOTICES_SHOWN)]
+        return View(head=(), body=body, foot=[*notices, Text(self._notes[0]), Text(_KEYS, style="dim")])
+
+
+async def _draw(session: Session, notes: Sequence[str]) -> None:
+    """On the whole screen, until cancelled."""
+    view = _LiveView(session, notes)
+    screen = Screen(view.show, view.press)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_follow(session.controller, view, screen), name="follow-the-cluster")
+        with session.notify.shown_by(screen.is_changed.set):
+            await screen.run(ends_on_signals=False)
+
+
+async def _follow(controller: SandboxController, view: _LiveView, screen: Screen) -> None:
+    while True:
+        seen = controller.api.signal.count
+        document = controller.document()
+        if document != view.document:  # to draw costs as much as to read
+            view.document = document
+            screen.is_changed.set()
+        await _wait_for_change(controller, seen)
 
 
 async def _print_changes(controller: SandboxController, notify: Callable[[str], None]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from gpushare_agent.agent.gpu_side import health_policy, open_driver
 from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cli.agent_client import local_url
+from gpushare_agent.cli.command_line import runnable
 from gpushare_agent.cli.sandbox_extender import free_port
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.kit.supervision import forever, stop_task
@@ -128,7 +129,7 @@ def agent_lines(node: RunningNode) -> list[str]:
     where = node.controller.shown.addresses
     server = "" if where["web"] == addresses_of(load_settings((), {}).settings)["web"] else f" --server {where['web']}"
     cordon = [f"cordon GPU --socket {shlex.quote(where['control_socket'])}"] if where["control_socket"] else []
-    return [f"gpushare-agent {line}" for line in (f"top{server}", f"explain POD{server}", *cordon)]
+    return [f"{runnable()} {line}" for line in (f"top{server}", f"explain POD{server}", *cordon)]
 
 
 def _player(shown: ReportedNode, settings: Settings) -> WorkloadPlayer | None:

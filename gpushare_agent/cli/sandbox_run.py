@@ -11,15 +11,14 @@ import os
 import shlex
 import signal
 import socket
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.command_line import Form, runnable
 from gpushare_agent.cli.sandbox_extender import PlannedExtender, plan_extender, running_extender
-from gpushare_agent.cli.sandbox_modes import Session, run_live, run_once
+from gpushare_agent.cli.sandbox_modes import Notices, Session, run_live, run_once
 from gpushare_agent.cli.sandbox_nodes import (
     RunningNode,
     agent_lines,
@@ -70,7 +69,7 @@ async def run(plan: Plan) -> int:
         check_driver(name, paths_of_node(whole, name, len(names)), (*plan.flags, *flags))
         for name, flags in zip(names, plan.node_flags, strict=True)
     ]
-    notify = _notifier(to_stderr=plan.is_once or plan.form in ("json", "yaml"))
+    notify = Notices(to_stderr=plan.is_once or plan.form in ("json", "yaml"))
     stop = _stop_on_signals()
     with owned_state_directory(plan.state) as paths:
         _check_port(loaded.settings.web.addr, loaded.settings.web.port)
@@ -125,14 +124,13 @@ def _introduce(
     what = f"embedded node {first.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
     notify(f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}")
     notify(f"{settings.driver} GPUs; {_containers_text(first.shown.node)}{_isolation_text(settings, plan.flags)}")
-    if not plan.is_once:  # gone when the prompt is back
-        notify(places)
     where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
     return [
+        f"other terminal: {runnable()} sandbox{where} "
+        "status | apply -f FILE | delete NAME | exec POD -- COMMAND | fail-gpu N | heal-gpu N | restart-kubelet | "
+        f"kill-agent{' | kill-extender' if extender is not None else ''}",
         f"export KUBECONFIG={shlex.quote(str(cluster.paths.kubeconfig))}\n  for kubectl and other clients, as on a cluster",
-        f"from another terminal: gpushare-agent sandbox{where} "
-        "apply -f FILE | delete NAME | exec POD -- COMMAND | fail-gpu N | heal-gpu N | restart-kubelet | "
-        f"kill-agent | {'kill-extender | ' if extender is not None else ''}status",
+        places,
         "\n".join([_agents_text(nodes), *(f"  {line}" for line in agent_lines(nodes[0]))]),
         "Ctrl-C ends the sandbox and removes everything",
     ]
@@ -177,15 +175,6 @@ def _check_port(host: str, port: int) -> None:
         raise StartupError(
             f"the agent's web server cannot listen on {host}:{port}: {error.strerror}; change --web.addr or --port"
         ) from error
-
-
-def _notifier(*, to_stderr: bool) -> Callable[[str], None]:
-    """Reads sys.stdout at each line: the live view replaces it."""
-
-    def notify(text: str) -> None:
-        print(text, file=sys.stderr if to_stderr else sys.stdout, flush=True)
-
-    return notify
 
 
 def _stop_on_signals() -> asyncio.Event:

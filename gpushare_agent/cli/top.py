@@ -1,145 +1,161 @@
 """`gpushare-agent top`: the node's GPUs and their containers, once or as a live table.
 
 The live table polls the agent, stays while the agent is unavailable (and shows it), and ends with q or Ctrl-C. Without a
-terminal there is one table. State owned: the terminal's mode, put back at the end.
+terminal there is one table.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import re
-import signal
 import sys
-import termios
-import tty
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_client import AgentClient, read_node
+from gpushare_agent.cli.agent_client import read_node
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_text import in_namespace, plain, print_as
-from gpushare_agent.cli.render_top import heading, top_lines, top_table
+from gpushare_agent.cli.render_top import (
+    SORTS,
+    Choice,
+    columns_for,
+    header_line,
+    heading,
+    rows_of,
+    top_lines,
+    top_table,
+)
+from gpushare_agent.cli.screen import Screen, View
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.settings import Settings
 
-_KEYS_AT_ONCE = 64
-_KEY = re.compile(r"\x1b\[[A-Z]|.", re.DOTALL)
-_OTHER_LINES = 3
-"""The table's header, the foot, and the agent's problem."""
-_HELP = "q ends, j and k (or the arrows) scroll"
+_ERASE, _END, _CANCEL = ("\x7f", "\b"), ("\n", "\r"), "\x1b"
+_MAX_FILTER_CHARS = 100
+_KEYS = "q ends  ? help  s sort  / filter  p processes"
+_HELP = """\
+q          end
+j k ↓ ↑    scroll; space and b by a page
+s          order by GPU, SM, memory, GPU cores (the highest first)
+/          show only containers whose NAMESPACE/POD/CONTAINER has what you type; Enter keeps it, Esc clears it
+p          list the processes of each container
+?          this help, and back
+
+GPU CORES  allocated and all, in hundredths of the GPU; of a container its limit, `40–60` with an elastic ceiling
+SM %       use of the whole GPU; green below 10 %, yellow below 75 %, red above
+MEMORY     used and all; of a container used and its limit
+ALLOC      memory allocated to containers
+"""
 
 
 async def run(
-    settings: Settings, target: AgentTarget, *, once: bool, interval_s: float, namespace: str = "", form: Form
+    settings: Settings,
+    target: AgentTarget,
+    *,
+    once: bool,
+    interval_s: float,
+    namespace: str = "",
+    choice: Choice | None = None,
+    form: Form,
 ) -> int:
-    """Prints or shows the node. Raises AgentError where the first request fails."""
+    """Prints or shows the node; `-o wide` lists processes. Raises AgentError where the first request fails."""
+    choice = replace(choice or Choice(), has_processes=form == "wide")
     async with open_agent(settings, target) as agent:
-        document = in_namespace(await read_node(agent), namespace)
+
+        async def read() -> dict[str, Any]:
+            return in_namespace(await read_node(agent), namespace)
+
+        document = await read()
         if once or form in ("json", "yaml") or not (sys.stdout.isatty() and sys.stdin.isatty()):
-            print_as(form, document, lambda width: _tables(document, width))
+            choice = replace(choice, has_bars=sys.stdout.isatty())
+            print_as(form, document, lambda width: _tables(document, width, choice))
         else:
-            await _show_live(agent, document, interval_s, namespace)
+            await _show_live(read, _Top(document, choice), interval_s)
     return 0
 
 
-def _tables(document: dict[str, Any], width: int) -> Sequence[RenderableType]:
-    lines = top_lines(document, width)
+def _tables(document: dict[str, Any], width: int, choice: Choice) -> Sequence[RenderableType]:
+    lines = top_lines(document, width, choice)
     note = [] if lines else [Text("this node has no GPU that the driver can name")]
-    return [heading(document), top_table(lines, width), *note]
+    return [*heading(document, width), top_table(lines, width, choice), *note]
 
 
-@dataclass(slots=True)
-class _Screen:
+class _Top:
     """What is shown. Changed by keys and by the poll, both on the event loop."""
 
-    document: dict[str, Any]
-    problem: str = ""
-    first_line: int = 0
-    is_over: asyncio.Event = field(default_factory=asyncio.Event)
-    is_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self, document: dict[str, Any], choice: Choice) -> None:
+        self.document = document
+        self.problem = ""
+        self._choice = choice
+        self._has_help = False
+        self._is_typing = False
 
-    def press(self, keys: str) -> None:
-        """What was typed since the last time: letters, and the arrows' sequences."""
-        for key in _KEY.findall(keys):
-            if key in ("q", "Q"):
-                self.is_over.set()
-            elif key in ("j", "\x1b[B"):
-                self.first_line += 1
-            elif key in ("k", "\x1b[A"):
-                self.first_line = max(0, self.first_line - 1)
-        self.is_changed.set()
+    def press(self, key: str) -> bool:
+        """Whether the key was meant for the table, not for the screen."""
+        if self._is_typing:
+            self._type(key)
+        elif key == "?":
+            self._has_help = not self._has_help
+        elif key == "/":
+            self._is_typing = True
+        elif key == "p":
+            self._choice = replace(self._choice, has_processes=not self._choice.has_processes)
+        elif key == "s":
+            after = (SORTS.index(self._choice.sort) + 1) % len(SORTS)
+            self._choice = replace(self._choice, sort=SORTS[after])
+        elif key == _CANCEL:
+            self._choice = replace(self._choice, filter="")
+        else:
+            return False
+        return True
 
-    def view(self, width: int, height: int) -> RenderableType:
-        """As many lines as the terminal has; the rest is counted."""
-        head, lines = heading(self.document), top_lines(self.document, width)
-        head_lines = sum(-(-max(1, cell_len(line)) // width) for line in head.plain.splitlines())
-        lines_left = max(1, height - head_lines - _OTHER_LINES)
-        self.first_line = min(self.first_line, max(0, len(lines) - lines_left))
-        shown = lines[self.first_line : self.first_line + lines_left]
-        hidden = len(lines) - len(shown)
-        foot = f"{_HELP}; {hidden} more lines" if hidden else "q ends"
-        problem = [Text(plain(self.problem)[: width - 1], style="red")] if self.problem else []
-        return Group(head, top_table(lines, width, shown), *problem, Text(foot, style="dim"))
+    def _type(self, key: str) -> None:
+        text = self._choice.filter
+        if key in _ERASE:
+            text = text[:-1]
+        elif key == _CANCEL:
+            text = ""
+        elif key.isprintable() and len(text) < _MAX_FILTER_CHARS:
+            text += key
+        self._is_typing = key not in (*_END, _CANCEL)
+        self._choice = replace(self._choice, filter=text)
+
+    def view(self, width: int) -> View:
+        head = heading(self.document, width)
+        problem = [Text(plain(self.problem), style="red")] if self.problem else []
+        if self._has_help:
+            return View(head=head, body=Text(_HELP), foot=[*problem, Text("? back  q ends", style="dim")])
+        lines = top_lines(self.document, width, self._choice)
+        widths = columns_for(lines, width, has_bars=self._choice.has_bars)
+        body = Group(*rows_of(lines, widths, width)) if lines else Text("no GPU or container to show", style="yellow")
+        return View(head=[*head, header_line(widths, self._choice.sort)], body=body, foot=[*problem, self._foot()])
+
+    def _foot(self) -> Text:
+        if self._is_typing:
+            return Text(f"filter: {self._choice.filter}▏  Enter keeps it, Esc clears it")
+        chosen = f"  [{self._choice.filter}]" if self._choice.filter else ""
+        order = f"  by {self._choice.sort}" if self._choice.sort != "gpu" else ""
+        return Text(f"{_KEYS}{order}{chosen}", style="dim")
 
 
-async def _show_live(agent: AgentClient, document: dict[str, Any], interval_s: float, namespace: str) -> None:
-    screen, console = _Screen(document), Console(highlight=False)
-    with _terminal(screen), Live(console=console, screen=True, auto_refresh=False) as live:
-        async with asyncio.TaskGroup() as group:
-            poll = group.create_task(_poll(agent, screen, interval_s, namespace), name="poll the agent")
-            draw = group.create_task(_draw(screen, console, live), name="draw the screen")
-            await screen.is_over.wait()
+async def _show_live(read: Callable[[], Awaitable[dict[str, Any]]], top: _Top, interval_s: float) -> None:
+    screen = Screen(top.view, top.press)
+    async with asyncio.TaskGroup() as group:
+        poll = group.create_task(_poll(read, top, screen, interval_s), name="poll the agent")
+        try:
+            await screen.run(ends_on_signals=True)
+        finally:
             poll.cancel()
-            draw.cancel()
 
 
-async def _poll(agent: AgentClient, screen: _Screen, interval_s: float, namespace: str) -> None:
+async def _poll(read: Callable[[], Awaitable[dict[str, Any]]], top: _Top, screen: Screen, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
         try:
-            screen.document, screen.problem = in_namespace(await read_node(agent), namespace), ""
+            top.document, top.problem = await read(), ""
         except AgentError as e:
-            screen.problem = f"as of the last answer: {e}"
+            top.problem = f"as of the last answer: {e}"
         screen.is_changed.set()
-
-
-async def _draw(screen: _Screen, console: Console, live: Live) -> None:
-    while True:
-        screen.is_changed.clear()
-        live.update(screen.view(console.width, console.height), refresh=True)
-        await screen.is_changed.wait()
-
-
-@contextlib.contextmanager
-def _terminal(screen: _Screen) -> Iterator[None]:
-    """Keys come one by one and unechoed; Ctrl-C and SIGTERM end the table as q does; a new size draws it again."""
-    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
-    before = termios.tcgetattr(stdin)
-    tty.setcbreak(stdin)
-    loop.add_reader(stdin, lambda: _read_keys(stdin, screen))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, screen.is_over.set)
-    loop.add_signal_handler(signal.SIGWINCH, screen.is_changed.set)
-    try:
-        yield
-    finally:
-        loop.remove_reader(stdin)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGWINCH):
-            loop.remove_signal_handler(number)
-        termios.tcsetattr(stdin, termios.TCSADRAIN, before)
-
-
-def _read_keys(stdin: int, screen: _Screen) -> None:
-    keys = os.read(stdin, _KEYS_AT_ONCE).decode("ascii", "replace")
-    if not keys:  # the terminal is gone
-        screen.is_over.set()
-    screen.press(keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,9 @@ async def text_of(
 
 def verdicts(text: str) -> dict[str, tuple[bool, str]]:
     """By GPU: whether it is marked as chosen, and its verdict."""
-    rows = [line for line in text.partition("VERDICT\n")[2].splitlines() if "ealthy " in line]
-    split = [(row.startswith("  *"), row.removeprefix("  *").split(maxsplit=5)) for row in rows]
-    return {words[0]: (is_chosen, words[5]) for is_chosen, words in split}
+    rows = [line for line in text.partition("VERDICT\n")[2].splitlines() if " GiB free " in line]
+    split = [(row.startswith("  *"), re.split(r" {2,}", row.removeprefix("  *").strip(), maxsplit=4)) for row in rows]
+    return {cells[0]: (is_chosen, cells[4]) for is_chosen, cells in split}
 
 
 async def test_every_placement_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +72,7 @@ async def test_every_placement_is_explained(capsys: pytest.CaptureFixture[str]) 
 
         share = await text_of(node, url, pod("share", container(cores=40, blocks=60)), "Running", capsys)
         assert "default/share, container main got GPU 0" in share
-        assert "  request 40 cores, 15360 MiB\n  policy  share: " in share
+        assert "  request 40 GPU cores, 15 GiB\n  policy  share: " in share
         assert verdicts(share)["0"] == (True, "chosen")
         assert verdicts(share)["1"][0] is False
 
@@ -166,7 +167,15 @@ async def test_hint_and_must_include_are_reported(capsys: pytest.CaptureFixture[
     """They bound the choice."""
     asked = Asked(cores=40, memory_bytes=0, hint=(1, 3), must_gpus=(GpuUuid("GPU-7"),))
     out = await explained(capsys, [decision(asked=asked)], PodQuery(pod="train"))
-    assert "  request 40 cores, its annotation names GPU 1, 3, the kubelet requires GPU-7" in out
+    assert "  request 40 GPU cores, its annotation names GPU 1, 3, the kubelet requires GPU-7" in out
+
+
+async def test_each_gpu_is_drawn_with_what_was_free(capsys: pytest.CaptureFixture[str]) -> None:
+    """A bar for what was in use of cores and memory, the free rest in numbers; a cordoned GPU is Cordoned."""
+    cordoned = candidate(1, is_healthy=False, verdict="cordoned: fan replaced")
+    out = await explained(capsys, [decision(candidates=(candidate(0), cordoned))], PodQuery(pod="train"))
+    assert "0  Healthy   ██······ 75 free  █▍······ 20 of 24 GiB free" in out
+    assert "1  Cordoned  " in out
 
 
 async def test_a_refusal_before_anything_was_known_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,17 +96,17 @@ async def test_one_node_is_reported_by_its_agent(capsys: pytest.CaptureFixture[s
     async with json_server(agent_answers(busy_node())) as agent:
         lines = (await inspected(capsys, LOCAL, AgentTarget(server=agent.url))).splitlines()
     rows = [line.split("  ") for line in lines]
-    assert lines[0].split() == ["NODE", "GPU", "NAME", "HEALTH", "CORES", "MEMORY", "MiB", "REASON"]
+    assert lines[0].split() == ["NODE", "GPU", "NAME", "HEALTH", "GPU", "CORES", "MEMORY", "GiB", "REASON"]
     assert [cell.strip() for cell in rows[1] if cell] == [
-        *("n1", "0", "NVIDIA H100 80GB HBM3", "Healthy", "60/100 (60 %)", "6144/24576 (25 %)")
+        *("n1", "0", "NVIDIA H100 80GB HBM3", "Healthy", "60/100 (60 %)", "6/24 (25 %)")
     ]
     assert [re.findall(r"\d+/100", line) for line in lines[1:5]] == [["60/100"], ["100/100"], ["0/100"], ["0/100"]]
     assert " Unhealthy " in lines[2] and lines[2].endswith("  Xid 79: the GPU fell off the bus")
     assert " Cordoned " in lines[3] and lines[3].endswith("  fan replaced on Monday")
-    assert lines[5].split() == ["all", "160/400", "(40", "%)", "30720/98304", "(31", "%)"]
+    assert lines[5].split() == ["all", "160/400", "(40", "%)", "30/96", "(31", "%)"]
     assert (
-        lines[-1] == "allocated of 4 GPUs of the node, 1 unhealthy, 1 cordoned: "
-        "cores 160/400 (40 %), memory 30720/98304 (31 %) MiB"
+        lines[-1] == "4 GPUs of the node, 1 unhealthy, 1 cordoned: "
+        "allocated 160/400 GPU cores (40 %), memory 30/96 GiB (31 %)"
     )
 
 
@@ -132,8 +132,8 @@ async def test_details_list_every_container(capsys: pytest.CaptureFixture[str]) 
         out = await inspected(capsys, LOCAL, AgentTarget(server=agent.url), details=True)
         short = await inspected(capsys, LOCAL, AgentTarget(server=agent.url))
     rows = [line.split() for line in out.splitlines()]
-    assert ["n1", "0", "default", "train", "trainer", "40", "4096"] in rows
-    assert ["n1", "1", "default", "big", "main", "100", "24576"] in rows
+    assert ["n1", "0", "default", "train", "trainer", "40", "4"] in rows
+    assert ["n1", "1", "default", "big", "main", "100", "24"] in rows
     assert "trainer" not in short
 
 
@@ -169,12 +169,12 @@ async def test_all_nodes_are_reported_by_the_api_server(short_dir: Path, capsys:
     async with cluster(short_dir, two_nodes()) as (server, settings):
         out = await inspected(capsys, settings)
     rows = [line.split() for line in out.splitlines()]
-    assert rows[1] == ["a", "0", "NVIDIA", "H100", "Healthy", "0/100", "(0", "%)", "0/24576", "(0", "%)"]
-    assert rows[2] == ["1", "NVIDIA", "H100", "Unhealthy", "30/100", "(30", "%)", "1024/24576", "(4", "%)"]
+    assert rows[1] == ["a", "0", "NVIDIA", "H100", "Healthy", "0/100", "(0", "%)", "0/24", "(0", "%)"]
+    assert rows[2] == ["1", "NVIDIA", "H100", "Unhealthy", "30/100", "(30", "%)", "1/24", "(4", "%)"]
     assert rows[4][:3] == ["b", "0", "-"]
-    assert "a: 1 container with 30 cores and 1024 MiB is charged to no GPU; -d lists them" in out
+    assert "a: 1 container with 30 GPU cores and 1 GiB is charged to no GPU; -d lists them" in out
     assert "b: no gpushare-agent/cards: GPUs of equal size are assumed from the node's capacity" in out
-    assert out.splitlines()[-1].startswith("allocated of 4 GPUs in 2 nodes, 1 unhealthy: cores 30/400 (8 %)")
+    assert out.splitlines()[-1].startswith("4 GPUs in 2 nodes, 1 unhealthy: allocated 30/400 GPU cores (8 %)")
     assert {request.path for request in server.requests} == {"/api/v1/nodes", "/api/v1/pods"}
     assert all(request.headers["Authorization"] == "Bearer secret" for request in server.requests)
 
@@ -199,7 +199,7 @@ async def test_of_all_nodes_a_cordon_is_reported_and_no_reason(
         lines = (await inspected(capsys, settings)).splitlines()
         gpus = json.loads(await inspected(capsys, settings, form="json"))["nodes"][0]["cards"]
     assert [line.split()[-7] for line in lines[1:3]] == ["Cordoned", "Unhealthy"]
-    assert lines[-1].startswith("allocated of 2 GPUs of the node, 1 unhealthy, 1 cordoned: ")
+    assert lines[-1].startswith("2 GPUs of the node, 1 unhealthy, 1 cordoned: ")
     assert [(gpu["is_healthy"], gpu["health_reason"]) for gpu in gpus] == [(False, None), (False, None)]
 
 
@@ -380,11 +380,11 @@ async def test_the_tree_tells_what_is_free_on_each_gpu(capsys: pytest.CaptureFix
         "ROOT:4",
         "|--PHB:4",
         "|  |--PIX:2",
-        "|  |  |--GPU0 NVIDIA H100 80GB HBM3, free 40/100 cores, 18432/24576 MiB",
-        "|  |  |--GPU1 NVIDIA H100 80GB HBM3, free 0/100 cores, 0/24576 MiB, Unhealthy: Xid 79: the GPU fell off the bus",
+        "|  |  |--GPU0 NVIDIA H100 80GB HBM3, free 40/100 GPU cores, 18/24 GiB",
+        "|  |  |--GPU1 NVIDIA H100 80GB HBM3, free 0/100 GPU cores, 0/24 GiB, Unhealthy: Xid 79: the GPU fell off the bus",
         "|  |--PIX:2",
-        "|  |  |--GPU2 NVIDIA H100 80GB HBM3, free 0/100 cores, 0/24576 MiB, Cordoned: fan replaced on Monday",
-        "|  |  |--GPU3 NVIDIA H100 80GB HBM3, free 100/100 cores, 24576/24576 MiB",
+        "|  |  |--GPU2 NVIDIA H100 80GB HBM3, free 0/100 GPU cores, 0/24 GiB, Cordoned: fan replaced on Monday",
+        "|  |  |--GPU3 NVIDIA H100 80GB HBM3, free 100/100 GPU cores, 24/24 GiB",
     ]
 
 
@@ -394,8 +394,8 @@ async def test_the_tree_tells_a_cordon_from_an_illness(capsys: pytest.CaptureFix
     document["cards"][1]["cordoned"] = "loud"
     document["cards"][2]["cordoned"] = NO_REASON
     lines = (await drawn(capsys, document)).splitlines()
-    assert lines[4].endswith("/24576 MiB, Cordoned: loud; Unhealthy: Xid 79: the GPU fell off the bus")
-    assert lines[6].endswith("/24576 MiB, Cordoned")
+    assert lines[4].endswith("/24 GiB, Cordoned: loud; Unhealthy: Xid 79: the GPU fell off the bus")
+    assert lines[6].endswith("/24 GiB, Cordoned")
 
 
 async def test_the_graph_as_a_document_has_tree_links_and_what_is_free(capsys: pytest.CaptureFixture[str]) -> None:

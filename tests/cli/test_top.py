@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,7 +21,7 @@ from gpushare_agent.cli.render_top import top_lines, top_table
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.observability.node_snapshot import NO_REASON
 from gpushare_agent.settings.settings import load_settings
-from tests.support_cli import agent_answers, at_terminal, busy_node, json_server
+from tests.support_cli import agent_answers, at_terminal, busy_node, foot_of, json_server, screen_of
 from tests.support_settings import run_program
 
 SETTINGS = load_settings([], {"NODE_NAME": "n1"}).settings
@@ -43,20 +44,21 @@ def drawn(document: dict[str, Any], width: int) -> list[str]:
 
 
 async def test_each_container_stands_below_its_gpu_with_limit_and_use(capsys: pytest.CaptureFixture[str]) -> None:
-    """The columns are those of the header, in MiB and percent."""
+    """The columns are those of the header, in GiB and percent; all GPUs together are in the second line."""
     lines = (await printed(busy_node(), capsys)).splitlines()
-    assert lines[0].startswith("node n1  ready  4 GPUs, 1 unhealthy, 1 cordoned  3 containers  isolation vcuda")
-    assert lines[1].split() == [
-        *("GPU", "/", "CONTAINER", "STATE", "CORES", "SM", "%", "USED", "MiB", "ALLOC", "MiB", "TOTAL", "MiB"),
+    assert lines[0].startswith("node n1  ready  4 GPUs, 1 unhealthy, 1 cordoned  3 containers  usage is current  iso")
+    assert lines[1] == ("allocated 160/400 GPU cores (40 %), memory 30/96 GiB (31 %)  used: SM 38 %, memory 8.79 GiB")
+    assert lines[2].split() == [
+        *("GPU", "/", "CONTAINER", "STATE", "GPU", "CORES", "SM", "%", "MEMORY", "GiB", "ALLOC", "GiB"),
         *("TEMP", "°C", "POWER", "W"),
     ]
-    rows = [line.split() for line in lines[2:]]
+    rows = [line.split() for line in lines[3:]]
     assert rows[0] == [
-        *("0", "NVIDIA", "H100", "80GB", "HBM3", "Healthy", "60/100", "50", "3000", "6144", "24576", "61", "250/700")
+        *("0", "NVIDIA", "H100", "80GB", "HBM3", "Healthy", "60/100", "50", "2.93/24", "6", "61", "250/700")
     ]
-    assert rows[1] == ["default/eval/evaluator", "Unknown", "20", "0", "0", "2048"]
-    assert rows[2] == ["default/train/trainer", "Unknown", "40–60", "31", "2000", "4096"]
-    assert rows[3] == ["process", "4711", "of", "no", "container", "compute", "2", "100"]
+    assert rows[1] == ["default/eval/evaluator", "Unknown", "20", "0", "0/2"]
+    assert rows[2] == ["default/train/trainer", "Unknown", "40–60", "31", "1.95/4"]
+    assert rows[3] == ["process", "4711", "of", "no", "container", "compute", "2", "0.1"]
     assert rows[6][:4] == ["default/big/main", "Unknown", "whole", "0"]
 
 
@@ -98,7 +100,7 @@ async def test_what_is_not_known_is_a_dash_and_not_zero(capsys: pytest.CaptureFi
     """GPU 3 was not sampled."""
     lines = (await printed(busy_node(), capsys)).splitlines()
     (line,) = [line.split() for line in lines if line.startswith("3 ")]
-    assert line[5:] == ["Healthy", "0/100", "-", "-", "0", "24576", "-", "-"]
+    assert line[5:] == ["Healthy", "0/100", "-", "-/24", "0", "-", "-"]
 
 
 async def test_an_agent_that_is_not_ready_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +109,7 @@ async def test_an_agent_that_is_not_ready_says_why(capsys: pytest.CaptureFixture
     document["agent"] |= {"is_ready": False, "not_ready": ["tencent.com/vcuda-core is not registered with the kubelet"]}
     lines = (await printed(document, capsys)).splitlines()
     assert "NOT READY" in lines[0]
-    assert lines[1] == "  not ready: tencent.com/vcuda-core is not registered with the kubelet"
+    assert lines[2] == "  not ready: tencent.com/vcuda-core is not registered with the kubelet"
 
 
 async def test_old_samples_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +149,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     lines = drawn(busy_node(), width)
     assert max(map(len, lines)) <= width
     assert len(lines) == 1 + len(top_lines(busy_node(), width))
-    for words in ("GPU / CONTAINER", "CORES", "SM %", "USED MiB"):
+    for words in ("GPU / CONTAINER", "GPU CORES", "SM %", "MEMORY GiB"):
         assert words in lines[0]
 
 
@@ -155,8 +157,11 @@ def test_columns_go_in_the_order_of_their_worth() -> None:
     """Power first, the state last: a small terminal still shows which GPU is ill."""
     assert "POWER" in drawn(busy_node(), 160)[0]
     assert "POWER" not in drawn(busy_node(), 90)[0]
-    assert "STATE" in drawn(busy_node(), 90)[0]
+    assert "STATE" in drawn(busy_node(), 80)[0]
     assert "STATE" not in drawn(busy_node(), 60)[0]
+    assert "█████·····" in drawn(busy_node(), 160)[1]
+    assert "███···" in drawn(busy_node(), 80)[1]
+    assert "██" not in drawn(busy_node(), 60)[1]
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
@@ -322,9 +327,51 @@ async def test_a_small_terminal_scrolls() -> None:
         json_server(agent_answers(busy_node())) as agent,
         at_terminal("top", "--interval=60", "--server", agent.url, rows=9) as terminal,
     ):
-        await terminal.wait_shown(lambda text: "6 more lines" in text)
+        await terminal.wait_shown(lambda text: "5 more lines" in text)
         assert "Cordoned" not in terminal.shown
         terminal.press("jjj\x1b[B")
         await terminal.wait_shown(lambda text: "Cordoned" in text)
+        terminal.press("q")
+        assert await terminal.wait_end() == 0
+
+
+async def test_keys_sort_filter_list_processes_and_help() -> None:
+    """Each shows at once what it changed."""
+    async with (
+        json_server(agent_answers(busy_node())) as agent,
+        at_terminal("top", "--interval=60", "--server", agent.url, columns=80, rows=24) as terminal,
+    ):
+        await terminal.wait_shown(lambda text: "? help" in text)
+        terminal.press("?")
+        await terminal.wait_shown(lambda text: "in hundredths of the GPU" in text)
+        terminal.press("?s")
+        await terminal.wait_shown(lambda text: "by sm" in foot_of(text))
+        rows = [line.strip().partition(" ")[0] for line in screen_of(terminal.shown)]
+        assert rows.index("default/train/trainer") < rows.index("default/eval/evaluator")
+        terminal.press("p")
+        await terminal.wait_shown(lambda text: "    process 7" in screen_of(text))
+        terminal.press("/")
+        await terminal.wait_shown(lambda text: "filter:" in foot_of(text))
+        terminal.press("evalq\x7f\r")
+        await terminal.wait_shown(lambda text: "[eval]" in foot_of(text))
+        assert not re.search("train|big|^[123] ", "\n".join(screen_of(terminal.shown)), re.M)
+        terminal.press("/\x1b")
+        await terminal.wait_shown(lambda text: "default/big/main" in "\n".join(screen_of(text)))
+        terminal.press("q")
+        assert await terminal.wait_end() == 0
+
+
+async def test_a_new_size_draws_the_whole_screen_again() -> None:
+    """No line is longer than the terminal, and the head does not wrap."""
+    async with (
+        json_server(agent_answers(busy_node())) as agent,
+        at_terminal("top", "--interval=60", "--server", agent.url, columns=120, rows=30) as terminal,
+    ):
+        await terminal.wait_shown(lambda text: "POWER W" in text)
+        terminal.resize(columns=60, rows=12)
+        await terminal.wait_shown(lambda text: "more lines" in foot_of(text))
+        lines = screen_of(terminal.shown)
+        assert (len(lines), max(map(len, lines)) <= 60) == (12, True)
+        assert [line.split()[0] for line in lines[:3]] == ["node", "allocated", "GPU"]
         terminal.press("q")
         assert await terminal.wait_end() == 0

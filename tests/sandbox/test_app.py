@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from gpushare_agent.cli import sandbox as app
-from gpushare_agent.cli.sandbox_modes import reported_after
+from gpushare_agent.cli.sandbox_modes import Notices, reported_after
 from tests.support_containers import needs_processes
 from tests.support_deadline import DEADLINE_S
 from tests.support_sandbox import container, pod
@@ -225,10 +225,11 @@ async def test_isolation_none_is_said_at_the_start(folder: Path) -> None:
 
 
 async def test_a_wait_is_reported_only_where_it_is_long(capsys: pytest.CaptureFixture[str]) -> None:
-    """On standard error, so that a document on standard output stays one."""
-    async with reported_after(3600, "not this"):
+    """On standard error where standard output has a document."""
+    notices = Notices(to_stderr=True)
+    async with reported_after(3600, "not this", notices):
         pass
-    async with reported_after(0, "waiting…"):
+    async with reported_after(0, "waiting…", notices):
         due = asyncio.Event()
         asyncio.get_running_loop().call_later(0, due.set)  # behind the one that tells
         async with asyncio.timeout(DEADLINE_S):

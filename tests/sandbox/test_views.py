@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from rich.console import Console
 
 from gpushare_agent.cli.render_sandbox import (
     gpus_table,
+    health_text,
     limit_text,
     pids_text,
     pod_line,
@@ -22,6 +26,7 @@ from gpushare_agent.cli.render_sandbox import (
 )
 from gpushare_agent.isolation.decisions.vdevice_format import encode_pids
 from gpushare_agent.sandbox.report.vdevice_reader import VDeviceReader
+from tests.support_cli import at_terminal, foot_of, screen_of
 from tests.support_vdevice import share_config
 
 SHARE = {"cores": 30, "memory_mib": 4096, "core_limit": 0, "is_limited": True, "pids": [4711]}
@@ -30,8 +35,8 @@ SHARE = {"cores": 30, "memory_mib": 4096, "core_limit": 0, "is_limited": True, "
 def shown_container(pids: int = 1, **reported: Any) -> dict[str, Any]:
     """Of a document, as far as the views read it."""
     return {
-        "name": "main", "vcore": 30, "vmemory": 16, "gpu_mem": 0, "units": {}, "claims": [], "cards": [0],
-        "pids": list(range(4711, 4711 + pids)),
+        "name": "main", "vcore": 30, "vmemory": 16, "gpu_mem": 0, "memory_mib": 4096, "units": {}, "claims": [],
+        "cards": [0], "pids": list(range(4711, 4711 + pids)),
         "vdevice": {**SHARE, **reported}, "used": {"cores": 12.4, "memory_mib": 2048},
     }  # fmt: skip
 
@@ -110,9 +115,9 @@ def test_unchanged_files_are_not_read_again_and_changed_ones_are(short_dir: Path
 @pytest.mark.parametrize(
     ("reported", "text"),
     [
-        ({}, "30 %, 4096 MiB"),
-        ({"core_limit": 60}, "30–60 %, 4096 MiB"),
-        ({"core_limit": 30}, "30 %, 4096 MiB"),
+        ({}, "30 %, 4 GiB"),
+        ({"core_limit": 60}, "30–60 %, 4 GiB"),
+        ({"core_limit": 30}, "30 %, 4 GiB"),
         ({"is_limited": False, "cores": 100}, "none"),
     ],
     ids=["share", "elastic", "elastic by nothing", "whole"],
@@ -142,33 +147,53 @@ def test_processes_are_counted_and_the_first_ones_named(count: int, text: str) -
     [
         (
             160,
-            ["default/share", "Running", "main", "30", "16", "0", "30 %, 4096 MiB", "12 %, 2048 MiB", "2: 4711, 4712"],
+            ["default/share/main", "Running", "0", "30", "12", "2/4", "30 %, 4 GiB", "2: 4711, 4712"],
         ),
-        (110, ["default/share", "Running", "main", "30", "16", "0", "30 %, 4096 MiB", "12 %, 2048 MiB", "2"]),
-        (80, ["default/share", "Running", "main", "0", "30%/4096M", "2"]),
+        (110, ["default/share/main", "Running", "0", "30", "12", "2/4", "30 %, 4 GiB", "2"]),
+        (80, ["default/share/main", "Running", "0", "30", "12", "2/4", "2"]),
     ],
 )
 def test_the_table_of_pods_names_limits_and_processes(width: int, cells: list[str]) -> None:
-    """One line for the container; with less room fewer PIDs, then no requests, but always the limit."""
+    """One line for the container; with less room fewer PIDs, then not the limit that it reads, but always cores and use."""
     text = printed(pods_table({"nodes": [{}], "pods": [shown_pod(shown_container(2))]}, width), width)
     row = next(line for line in text.splitlines() if "default/share" in line)
-    assert [cell.strip() for cell in row.split("│")[1:-1]] == cells
+    assert re.split(r" {2,}", row.strip()) == cells
 
 
 GPU = {
     "index": 0, "name": "T", "numa": None, "cores_allocated": 30, "memory_mib": 24576, "memory_mib_allocated": 4096,
-    "used": {"cores": 12.4, "memory_mib": 2048}, "health": "Healthy", "health_reason": "",
+    "used": {"cores": 12.4, "memory_mib": 2048}, "health": "Healthy", "health_reason": "", "cordoned": None,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_tables_of_gpus_tell_what_is_allocated_from_what_is_used(width: int) -> None:
-    """Use needs the room of a wide terminal; what is allocated is shown in any case."""
-    node = {"name": "a", "cards": [GPU]}
-    table = printed(gpus_table(node, is_narrow=width < 100), width)
-    assert "cores allocated" in table and "memory allocated MiB" in table
-    assert "30 / 100" in table and "4096 / 24576" in table
-    assert ("12 %, 2048 MiB" in table) is (width == 120)
+    """In a narrow terminal, too, where name and NUMA node go."""
+    table = printed(gpus_table({"name": "a", "cards": [GPU]}, is_narrow=width < 100), width)
+    cells = [*(["T", "-"] if width == 120 else []), "30/100", "12", "2/24", "4", "Healthy"]
+    assert table.splitlines()[1].split() == ["0", *cells]
+    assert ("NUMA" in table) is (width == 120)
+
+
+@pytest.mark.parametrize(
+    ("reported", "text"),
+    [
+        ({"health": "Unhealthy", "cordoned": "cordoned"}, "Cordoned"),
+        ({"health": "Unhealthy", "health_reason": "Xid 79"}, "Unhealthy: Xid 79"),
+        ({"health": "Unhealthy", "health_reason": "Xid 79", "cordoned": "loud"}, "Cordoned: loud; Unhealthy: Xid 79"),
+        ({"health": "Unknown"}, "Unknown"),
+    ],
+)
+def test_a_cordoned_gpu_is_cordoned_here_as_in_every_view(reported: dict[str, Any], text: str) -> None:
+    """The kubelet knows it as Unhealthy."""
+    assert str(health_text({**GPU, **reported})) == text
+
+
+def test_the_use_of_several_gpus_is_a_part_of_them_together() -> None:
+    """180 % of two GPUs are 90 %."""
+    both = {**shown_container(), "cards": [0, 1], "used": {"cores": 180.0, "memory_mib": 2048}}
+    row = printed(pods_table({"nodes": [{}], "pods": [shown_pod(both)]}, 80), 80).splitlines()[1]
+    assert re.split(r" {2,}", row.strip())[4] == "90"
 
 
 def test_status_says_where_each_nodes_agent_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +216,7 @@ def test_why_a_pod_waits_stands_below_the_table() -> None:
 def test_a_line_for_a_pipe_tells_the_limit_of_a_pod_that_runs() -> None:
     """And no PIDs, for each change of a line is a new line."""
     line = pod_line(shown_pod(shown_container(2)))
-    assert line == "pod default/share Running [main: 30 cores, 16 blocks on GPU 0, limit 30 %, 4096 MiB]"
+    assert line == "pod default/share Running [main: 30 GPU cores, 4 GiB on GPU 0, limit 30 %, 4 GiB]"
     assert "limit" not in pod_line(shown_pod(shown_container(), phase="Pending"))
 
 
@@ -203,3 +228,22 @@ def test_a_reader_keeps_nothing_of_a_directory_that_has_gone(short_dir: Path) ->
     for name in os.listdir(short_dir):
         (short_dir / name).unlink()
     assert reader.read(short_dir) is None
+
+
+async def test_the_live_view_fits_a_small_terminal_and_follows_its_size(short_dir: Path) -> None:
+    """At 80×24 all eight GPUs with cores and use, and two lines of hints, whose program can be typed as it stands."""
+    argv = ("sandbox", "--state-dir", str(short_dir / "s"), "--port", "0", "--samples", "none")
+    async with at_terminal(*argv, columns=80, rows=24) as terminal:
+        await terminal.wait_shown(lambda text: "Healthy" in text)
+        lines = screen_of(terminal.shown)
+        assert (len(lines), max(map(len, lines)) <= 80) == (24, True)
+        assert lines[1].split() == ["GPU", "GPU", "CORES", "USED", "%", "MEMORY", "GiB", "ALLOC", "GiB", "HEALTH"]
+        assert [line.split()[0] for line in lines[2:10]] == [str(index) for index in range(8)]
+        assert lines[-2].startswith(f"other terminal: {sys.executable} -m gpushare_agent sandbox")
+        terminal.resize(columns=60, rows=10)
+        await terminal.wait_shown(lambda text: "more lines" in foot_of(text))
+        assert len(screen_of(terminal.shown)) == 10
+        terminal.press("?")
+        await terminal.wait_shown(lambda text: "export KUBECONFIG=" in "".join(screen_of(text)))
+        terminal.process.send_signal(signal.SIGINT)
+        assert await terminal.wait_end() == 0

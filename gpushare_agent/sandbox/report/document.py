@@ -17,8 +17,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION, parse_gpus
 from gpushare_agent.isolation.decisions.vcuda import VDEVICE_DIRECTORY
 from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
@@ -113,6 +115,7 @@ def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
     parts = _used_parts(shown)
     whole |= {uuid for uuid, part in parts.items() if part >= 1}
     health = gpu_health(shown)
+    cordoned = _cordoned(shown)
     for share in claimed_shares(shown.node):
         uuid = shown.gpus[share.gpu].uuid
         cores[uuid] = cores.get(uuid, 0) + share.cores
@@ -129,9 +132,20 @@ def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
             ),
             "used": shown.used_of_gpus.get(gpu.index),
             "health": health.get(gpu.uuid, _AGENT_AWAY), "health_reason": shown.fault_reasons.get(gpu.uuid, ""),
+            "cordoned": cordoned.get(gpu.uuid),
         }
         for gpu in shown.gpus
     ]  # fmt: skip
+
+
+def _cordoned(shown: ReportedNode) -> dict[str, str]:
+    """By UUID, as the agent has written it on its node; the kubelet knows only that such a GPU is Unhealthy."""
+    raw = shown.node.api.object_of("nodes", ("", shown.node.name)) or {}
+    try:
+        reported = parse_gpus((raw.get("metadata", {}).get("annotations") or {}).get(GPUS_ANNOTATION, ""))
+    except Corrupt:
+        return {}
+    return {gpu.uuid: gpu.cordoned for gpu in reported.gpus if gpu.cordoned}
 
 
 def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
@@ -292,6 +306,9 @@ def _container(
         "vcore": spec.requests.get(shown.vcore, 0),
         "vmemory": spec.requests.get(shown.vmemory, 0),
         "gpu_mem": spec.requests.get(shown.gpu_mem, 0),
+        "memory_mib": spec.requests.get(shown.vmemory, 0) * shown.memory_block_mib
+        + spec.requests.get(shown.gpu_mem, 0) * shown.gpu_mem_unit_mib
+        + sum(one.memory_mib for one in claims),
         "units": {name: spec.requests[name] for name in shown.units if spec.requests.get(name)},
         "env": {k: v for answer in answers for k, v in sorted(answer.envs.items())},
         "mounts": [

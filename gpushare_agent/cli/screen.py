@@ -1,0 +1,136 @@
+"""A terminal's whole screen, drawn anew after each change: a head, a body that scrolls, a foot. For `top` and the sandbox.
+
+State owned: the terminal's mode, put back at the end, and the first line of the body that is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.live import Live
+from rich.segment import Segment
+from rich.text import Text
+
+_KEYS_AT_ONCE = 64
+_KEY = re.compile(r"\x1b\[[0-9]*[A-Z~]|.", re.DOTALL)
+_SCROLL_KEYS = {"j": 1, "\x1b[B": 1, "k": -1, "\x1b[A": -1}
+_PAGE_KEYS = {" ": 1, "\x1b[6~": 1, "b": -1, "\x1b[5~": -1}
+MIN_BODY_LINES = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What is shown. Head and foot are always there; the foot ends with how many lines of the body are not."""
+
+    head: Sequence[Text]
+    body: RenderableType
+    foot: Sequence[Text]
+
+
+class Screen:
+    """`show` makes the view for a width. `press` gets each key first, and returns whether it was meant for it."""
+
+    def __init__(self, show: Callable[[int], View], press: Callable[[str], bool] = lambda key: False) -> None:
+        self._show = show
+        self._press = press
+        self._first_line = 0
+        self._page = MIN_BODY_LINES
+        self.is_over = asyncio.Event()
+        self.is_changed = asyncio.Event()
+
+    async def run(self, *, ends_on_signals: bool) -> None:
+        """Until q. With `ends_on_signals` until Ctrl-C or SIGTERM, too; else the caller has handlers for them."""
+        console = Console(highlight=False)
+        with self._terminal(ends_on_signals), Live(console=console, screen=True, auto_refresh=False) as live:
+            while not self.is_over.is_set():
+                self.is_changed.clear()
+                live.update(self, refresh=True)
+                await self.is_changed.wait()
+
+    def end(self) -> None:
+        self.is_over.set()
+        self.is_changed.set()
+
+    def press(self, keys: str) -> None:
+        """What was typed since the last time: letters, and the arrows' sequences."""
+        for key in _KEY.findall(keys):
+            if self._press(key):
+                continue
+            if key in ("q", "Q"):
+                self.end()
+            self._first_line += _SCROLL_KEYS.get(key, 0) + _PAGE_KEYS.get(key, 0) * self._page
+        self.is_changed.set()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """As many lines of the body as the terminal has left."""
+        width, height = options.max_width, console.height
+        view = self._show(width)
+        free = options.update(height=None)
+        head, foot = (
+            [line for text in texts for line in _cut(console, free, text)] for texts in (view.head, view.foot)
+        )
+        body = console.render_lines(view.body, free, pad=False)
+        self._page = max(MIN_BODY_LINES, height - len(head) - len(foot))
+        hidden = max(0, len(body) - self._page)
+        self._first_line = max(0, min(self._first_line, hidden))
+        if hidden and foot:
+            more = Text(f"{hidden} more lines (j, k)  ", style="bold").append_text(view.foot[-1])
+            foot[-1:] = _cut(console, free, more)
+        shown = body[self._first_line : self._first_line + self._page]
+        blank: list[list[Segment]] = [[]] * (self._page - len(shown))
+        for line in (head + shown + blank + foot)[:height]:
+            yield from line
+            yield Segment.line()
+
+    @contextlib.contextmanager
+    def _terminal(self, ends_on_signals: bool) -> Iterator[None]:
+        """Keys come one by one and unechoed; a new size draws the screen again."""
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM) if ends_on_signals else ()
+        for number in numbers:
+            loop.add_signal_handler(number, self.end)
+        loop.add_signal_handler(signal.SIGWINCH, self.is_changed.set)
+        try:
+            with self._keys() if sys.stdin.isatty() else contextlib.nullcontext():
+                yield
+        finally:
+            for number in (*numbers, signal.SIGWINCH):
+                loop.remove_signal_handler(number)
+
+    @contextlib.contextmanager
+    def _keys(self) -> Iterator[None]:
+        loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
+        before = termios.tcgetattr(stdin)
+        tty.setcbreak(stdin)
+        loop.add_reader(stdin, self._read_keys, stdin)
+        try:
+            yield
+        finally:
+            loop.remove_reader(stdin)
+            termios.tcsetattr(stdin, termios.TCSADRAIN, before)
+
+    def _read_keys(self, stdin: int) -> None:
+        try:
+            keys = os.read(stdin, _KEYS_AT_ONCE).decode("ascii", "replace")
+        except OSError:
+            keys = ""
+        if not keys:  # the terminal is gone
+            self.end()
+        self.press(keys)
+
+
+def _cut(console: Console, options: ConsoleOptions, text: Text) -> list[list[Segment]]:
+    """One line, which ends with … where the terminal is too narrow."""
+    line = text.copy()
+    line.no_wrap, line.overflow = True, "ellipsis"
+    return console.render_lines(line, options, pad=False)[:1]
