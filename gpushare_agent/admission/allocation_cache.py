@@ -245,8 +245,9 @@ class AllocationCache:
     def _count(self, kind: ResourceKind, devices: Sequence[DeviceId], by: int) -> None:
         if not kind.binds_gpu:
             return
+        on_gpu = self._on_gpu[kind]
         for device in devices:
-            _add(self._on_gpu[kind], gpu_of(device), by)
+            _add(on_gpu, gpu_of(device), by)
         if kind is ResourceKind.GPU:
             for gpu, part in parts_of(devices).items():
                 self._parts[gpu] = self._parts.get(gpu, Fraction(0)) + by * part

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
+from typing import Any
 
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
@@ -168,8 +169,8 @@ class GpuAccount:
         )
 
 
-def account_of(gpu: Gpu, names: ResourceNames) -> GpuAccount:
-    """A GPU of the inventory with nothing allocated."""
+def account_of(gpu: Gpu, names: ResourceNames, **used: Any) -> GpuAccount:
+    """A GPU of the inventory with nothing allocated but `used`, fields of the account by name."""
     return GpuAccount(
         index=gpu.index,
         uuid=gpu.uuid,
@@ -179,6 +180,7 @@ def account_of(gpu: Gpu, names: ResourceNames) -> GpuAccount:
         is_healthy=gpu.is_healthy,
         is_instance=gpu.mig is not None,
         takes_shares=gpu.mig is None or names.shares_in_mig,
+        **used,
     )
 
 

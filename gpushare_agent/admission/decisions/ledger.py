@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import cast
 
@@ -94,8 +94,9 @@ def gpu_accounts(
             shares[allocation.gpus[0]] += 1  # init containers end before the others start
     is_unlimited = target is not None and _is_unlimited(target.container, names)
     return [
-        replace(
-            account_of(gpu, names),
+        account_of(
+            gpu,
+            names,
             used_cores=ledger.used_cores.get(gpu.uuid, 0),
             used_blocks=ledger.used_blocks.get(gpu.uuid, 0),
             used_units=ledger.used_gpu_mem.get(gpu.uuid, 0),

@@ -286,11 +286,10 @@ def _unknown_id(
 ) -> str | None:
     if kind is ResourceKind.GPU:
         return units.unknown_unit(target, ids, ledger, names)
-    gpus = ledger.inventory.by_uuid()
+    counts = {gpu.uuid: names.units(gpu, kind) for gpu in ledger.inventory.gpus}
     for device in ids:
         split = split_device_id(device)
-        gpu = gpus.get(split[0]) if split is not None else None
-        if split is None or gpu is None or split[1] >= names.units(gpu, kind):
+        if split is None or split[1] >= counts.get(split[0], 0):
             return device
     return None
 
