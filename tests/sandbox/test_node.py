@@ -95,7 +95,7 @@ def test_a_file_may_hold_several_documents_and_lists() -> None:
     [
         ("a: [", "x.yaml, line 1: no valid YAML"),
         ("- just\n- a list", "x.yaml: not a manifest"),
-        ("kind: Deployment\n", "x.yaml: kind 'Deployment' cannot be applied"),
+        ("kind: CronJob\n", "x.yaml: kind 'CronJob' cannot be applied"),
         (
             yaml.safe_dump(pod("a")) + "---\nkind: Pod\nmetadata: {name: b}\n",
             "x.yaml, document 2: Pod 'b' is not valid: spec",
