@@ -197,7 +197,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         events=events,
         web=web,
     )
-    _show_state(parts, metrics)
+    show_state(parts, metrics)
     return parts
 
 
@@ -284,14 +284,14 @@ def _listen_config(settings: ExtenderSettings) -> ListenConfig:
     )
 
 
-def _show_state(parts: ExtenderParts, metrics: ExtenderMetrics) -> None:
-    """The gauges."""
+def show_state(parts: ExtenderParts, metrics: ExtenderMetrics) -> None:
+    """Registers the gauges."""
     pods = parts.pods
     gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
-        ("leading", "1 while this replica decides.", lambda: not parts.leadership.not_ready()),
+        ("leading", "1 while this replica leads.", lambda: not parts.leadership.not_ready()),
         ("open_binds", "Binds of unknown outcome.", lambda: parts.binder.open_binds),
         ("waiting_pods", "Pods without a node that ask for GPUs.", lambda: len(pods.unscheduled_pods())),
-        ("foreign_predicate_pods", "Pods that have such annotations now.", lambda: len(pods.foreign_predicates)),
+        ("foreign_predicate_pods", "Pods with such predicate annotations now.", lambda: len(pods.foreign_predicates)),
     )
     for name, documentation, read in gauges:
         metrics.gauge(name, documentation).set_function(read)

@@ -40,13 +40,13 @@ class ExtenderMetrics:
         self._requests = _counter(
             registry,
             "requests",
-            "Requests of the scheduler by how they ended.",
+            "Requests by how they ended; mutate is the webhook.",
             ("verb", "outcome"),
             [(verb, outcome) for verb in VERBS for outcome in OUTCOMES],
         )
         self._duration = Histogram(
             "gpushare_extender_request_duration_seconds",
-            "Time that a request of the scheduler took, without reading it.",
+            "Time to answer a request, without reading it.",
             ["verb"],
             buckets=REQUEST_BUCKETS_S,
             registry=registry,
@@ -56,40 +56,40 @@ class ExtenderMetrics:
         self._filtered = _counter(
             registry,
             "filtered_nodes",
-            "Nodes that filter answered about.",
+            "Nodes that filter answered about: fits, failed, unresolvable.",
             ("verdict",),
             [("failed",), ("fits",), ("unresolvable",)],
         )
-        self._binds = _counter(registry, "binds", "Binds by outcome.", ("outcome",), [(one,) for one in BINDS])
-        self.bind_retried = _counter(
-            registry, "bind_retries", "Requests of a bind that the API server did not carry out at once."
-        ).inc
+        self._binds = _counter(
+            registry, "binds", "Binds: bound, refused, failed, unknown.", ("outcome",), [(one,) for one in BINDS]
+        )
+        self.bind_retried = _counter(registry, "bind_retries", "Tries of a bind after the first.").inc
         self._resolved = _counter(
             registry,
             "binds_settled",
-            "Binds whose outcome was unknown at first, by what it was.",
+            "Binds whose outcome was unknown at first.",
             ("outcome",),
             [("bound",), ("not-bound",)],
         )
         self.reservation_expired = _counter(
-            registry, "reservations_expired", "Reservations of pods that were never bound."
+            registry, "reservations_expired", "With reserve filter: pods that were never bound."
         ).inc
 
     def _count_cluster(self, registry: CollectorRegistry) -> None:
         self.foreign_predicate = _counter(
             registry,
             "foreign_predicates",
-            "Pods whose predicate annotations agree with no reservation of this extender: forged, or another's.",
+            "Pods whose predicate annotations agree with no reservation: forged, or another's.",
         ).inc
         self.node_unreadable = _counter(
             registry, "node_annotations_unreadable", "Node annotations of the agent that could not be read."
         ).inc
         self.disagreed = _counter(
-            registry, "placement_disagreements", "Pods whose agent gave other GPUs than were planned."
+            registry, "placement_disagreements", "Pods whose agent chose other GPUs than planned."
         ).inc
         self._lists = Histogram(
             "gpushare_extender_list_duration_seconds",
-            "Time that a list of the API server's objects took.",
+            "Time of a list.",
             ["kind"],
             buckets=(0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
             registry=registry,
@@ -109,12 +109,12 @@ class ExtenderMetrics:
         self._quota_loads = _counter(
             registry,
             "quota_loads",
-            "Readings of the quota by outcome; a malformed one leaves the last good in force.",
+            "Readings of the quota; a malformed one leaves the last good in force.",
             ("outcome",),
             [("absent",), ("good",), ("malformed",)],
         )
         self.quota_retried = _counter(
-            registry, "quota_retries", "Waiting pods that the scheduler was made to try again: a quota allows them now."
+            registry, "quota_retries", "Waiting pods tried again because a quota allows them."
         ).inc
         self.became_leader = _counter(registry, "leaderships", "Times that this replica became the leader.").inc
 

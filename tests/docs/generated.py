@@ -16,13 +16,15 @@ from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpushare_agent.cli.command_line import Command
 from gpushare_agent.cli.main import COMMAND_LINE
+from gpushare_agent.extender.app import build, show_state
+from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.model.usage import GpuSample
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.observability.metrics.agent import AgentMetrics
@@ -30,6 +32,7 @@ from gpushare_agent.observability.metrics.node import node_series
 from gpushare_agent.observability.metrics.text import NodePage
 from gpushare_agent.settings.nvidia_options import OPTIONS
 from gpushare_agent.settings.reference import markdown
+from gpushare_agent.settings.settings import Settings
 from tests.support_core import mig_instance
 from tests.support_usage import UUIDS, allocation, driver_sample, facts, id_of, key_of, owner, process, snapshot
 
@@ -63,16 +66,28 @@ def _full_metrics() -> str:
     return metrics.exposition("")[1].decode()
 
 
-def families() -> list[Metric]:
-    """Without those of the process. Raises AssertionError: one has no series to read the labels from."""
-    found = [one for one in text_string_to_metric_families(_full_metrics()) if not one.name.startswith("process_")]
+def families(text: str = "") -> list[Metric]:
+    """Of the agent, or of `text`, but for the process's. Raises AssertionError: one has no series, so no labels."""
+    parsed = text_string_to_metric_families(text or _full_metrics())
+    found = [one for one in parsed if not one.name.startswith("process_")]
     assert [one.name for one in found if not one.samples] == []
     return found
 
 
 def _metrics(prefix: str, common: frozenset[str] = frozenset()) -> str:
     """The families of this group; the text above the table has the `common` labels."""
-    chosen = [one for one in families() if _group(one.name) == prefix]
+    return _metrics_table([one for one in families() if _group(one.name) == prefix], common)
+
+
+def _extender_metrics() -> str:
+    """Nothing of the cluster is asked for them."""
+    metrics = ExtenderMetrics()
+    show_state(build(Settings(), cast(Any, None)), metrics)
+    shown = families(metrics.exposition("")[1].decode())
+    return _metrics_table([one for one in shown if one.name.startswith("gpushare_extender_")])
+
+
+def _metrics_table(chosen: Sequence[Metric], common: frozenset[str] = frozenset()) -> str:
     lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
     for family in chosen:
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
@@ -169,6 +184,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "containers": lambda: _metrics("gpushare_container_", frozenset(("namespace", "pod", "container", "node"))),
     "gpus": lambda: _metrics("gpushare_card_", frozenset(("uuid", "gpu", "node"))),
     "agent": lambda: _metrics("gpushare_"),
+    "extender": _extender_metrics,
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
     "commands": _commands,
     "nvidia_options": _nvidia_options,
@@ -183,6 +199,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/reference/settings.md": lambda _: markdown(),
     "docs/reference/metrics.md": _filled,
     "docs/reference/cli.md": _filled,
+    "docs/reference/extender.md": _filled,
     "docs/how-to/migrate-from-nvidia.md": _filled,
     "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
 }
