@@ -179,6 +179,7 @@ def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[st
         "isolation": facts.isolation,
         "kept": _kept(facts.kept) if facts.kept is not None else None,
         "is_whole": allocation.is_whole,
+        "units": _units(allocation),
         "cores": facts.cores,
         "core_limit": facts.core_limit or None,
         "memory_bytes": facts.memory_bytes,
@@ -201,6 +202,18 @@ def _claim(allocation: Allocation) -> dict[str, str] | None:
     the claim with its result."""
     share = allocation.claim
     return None if share is None else {"name": share.ref.name, "uid": share.ref.uid, "request": share.request}
+
+
+def _units(allocation: Allocation) -> dict[str, Any] | None:
+    """None for a container that has its GPUs by another resource than NVIDIA's."""
+    if not allocation.gpu_ids:
+        return None
+    sharing = allocation.sharing
+    return {
+        "resource": allocation.gpu_resource,
+        "count": len(allocation.gpu_ids),
+        "sharing": sharing.value if sharing is not None else None,
+    }
 
 
 def _kept(kept: Kept) -> dict[str, Any]:

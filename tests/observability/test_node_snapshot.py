@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from gpushare_agent.model.names import unit_id
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.observability.node_snapshot import node_document
 from tests.support_usage import allocation, driver_sample, facts, gpu_sample, key_of, snapshot
+
+
+def test_units_have_their_resource_and_what_limits_them() -> None:
+    """Two of four replicas by MPS, and a whole GPU; a share has none."""
+    share = allocation(key_of(1), (0,))
+    uuid = share.gpus[0]
+    without_ids = replace(share, vcore_ids=frozenset(), vmemory_ids=frozenset(), gpu_resource="nvidia.com/gpu")
+    replicas = replace(without_ids, gpu_ids=frozenset({unit_id(uuid, 0, "4m"), unit_id(uuid, 2, "4m")}))
+    whole = replace(without_ids, gpu_ids=frozenset({unit_id(uuid, 0, "1")}), is_whole=True)
+    found = [node_document(snapshot(facts(one)))["containers"][0]["units"] for one in (replicas, whole, share)]
+    assert found == [
+        {"resource": "nvidia.com/gpu", "count": 2, "sharing": "mps"},
+        {"resource": "nvidia.com/gpu", "count": 1, "sharing": None},
+        None,
+    ]
 
 
 def test_a_container_has_no_use_on_a_gpu_that_lists_no_processes() -> None:
