@@ -28,6 +28,7 @@ from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.agent.node_configuration import NodeConfiguration
 from gpushare_agent.cluster.kube.configuration import find_configuration
 from gpushare_agent.kit.h2_frames import bound_closed_streams, omit_data_texts
+from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.process import raise_open_files_limit, sd_notify
 from gpushare_agent.kit.supervision import forever, start_tasks
 from gpushare_agent.kubelet.handover import remove_stale_sockets
@@ -155,6 +156,8 @@ async def _run_lives(this: _Next, configuration: NodeConfiguration, signals: _Si
     agent: NodeAgent | None = None
     try:
         while True:
+            logs = this.settings.settings.log
+            setup_logging(logs.level, logs.format)  # here, for settings that were read may be refused
             try:
                 agent = _build(this.settings, this.earlier, configuration, signals.request_new_life)
                 upcoming = await _run_until_signal(agent, this, configuration, signals)

@@ -90,11 +90,9 @@ class Invocation:
         """
         return self.load_with_logs(log_level).settings
 
-    def load_with_logs(
-        self, log_level: str | None = None, *, named: NamedConfiguration | None = None
-    ) -> LoadedSettings:
+    def load_with_logs(self, log_level: str | None = None) -> LoadedSettings:
         """The same, with the sources."""
-        loaded = self.load(named)
+        loaded = self.load()
         setup_logging(log_level or loaded.settings.log.level, loaded.settings.log.format)
         return loaded
 

@@ -50,7 +50,7 @@ def _run(call: Invocation) -> int:
     from gpushare_agent.agent.agent import run as run_agent
 
     def reload(named: NamedConfiguration | None) -> Settings:
-        loaded = call.load_with_logs(named=named)
+        loaded = call.load(named)
         if named is not None:
             _log_foreign_keys(loaded)
         return loaded.settings

@@ -158,3 +158,22 @@ async def test_settings_with_which_no_life_starts_are_followed_by_those_before()
             node.api.create_pod(pod("after", container(cores=30, blocks=10)))
             await wait_running(node, "after")
             assert sorted(_registered(node)) == [CORE, MEMORY]
+
+
+async def test_settings_that_are_refused_do_not_change_what_is_logged() -> None:
+    """A level is in force with the life whose settings have it; here the kubelet could not receive the lists."""
+    async with open_test_node() as node:
+        path = node.paths.state / "settings.yaml"
+        path.write_text("simulated: {cards: 2, card_memory_mib: 81920}\n")
+        async with open_child(node, f"--config={path}") as child:
+            path.write_text(
+                "simulated: {cards: 2, card_memory_mib: 81920}\nlog: {level: error}\nresources: {memory_block_mib: 1}\n"
+            )
+            child.send_signal(signal.SIGHUP)
+            await poll_until(lambda: log_lines(node, "settings_not_reloaded"), "they are refused")
+            node.api.create_pod(pod("after", container(cores=30, blocks=10)))
+            await wait_running(node, "after")
+            await poll_until(lambda: log_lines(node, "allocate"), "its admission is logged, which is no error")
+            path.write_text("simulated: {cards: 2, card_memory_mib: 81920}\nlog: {level: debug}\n")
+            child.send_signal(signal.SIGHUP)
+            await poll_until(lambda: log_lines(node, "device_list_sent"), "the next life logs the details")
