@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gpushare_agent.model.errors import NotFound
+from gpushare_agent.model.errors import Conflict, NotFound
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import group_version, key_of
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, timestamp
@@ -54,7 +54,8 @@ class PodControllers:
         ):  # fmt: skip
             for raw in self._api.store.all(resource):
                 if self._api.store.find(resource, key_of(raw)) is raw:
-                    step(raw)
+                    with suppress(Conflict):  # somebody else's object has the name: tried again with the next change
+                        step(raw)
 
     def _collect_garbage(self) -> None:
         """What an owner has left behind goes after it."""

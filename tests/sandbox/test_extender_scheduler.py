@@ -50,6 +50,24 @@ async def test_a_pod_that_the_extender_refuses_waits_with_its_reasons_and_is_tri
         assert await wait_bound(cluster, "p") == "b"
 
 
+async def test_a_cordoned_node_is_not_filtered_and_its_uncordoning_lets_pods_go_on() -> None:
+    """`kubectl cordon`: the extender does not hear of the node."""
+    extender = ReportedExtender()
+    async with open_reported(extender, ["a"]) as cluster, with_plugins(cluster, a=10):
+
+        def cordon(is_cordoned: bool) -> None:
+            raw = cluster.api.node("a")
+            cluster.api.store.replace("nodes", {**raw, "spec": {**raw["spec"], "unschedulable": is_cordoned}})
+
+        cordon(True)
+        cluster.api.create_pod(pod("p", container(cores=5)))
+        await wait_cluster(cluster, lambda: condition_of(cluster, "p"), "the scheduler's word")
+        assert condition_of(cluster, "p")["message"] == "0/1 nodes are available: 1 node(s) were unschedulable."
+        assert extender.seen == []
+        cordon(False)
+        assert await wait_bound(cluster, "p") == "a"
+
+
 async def test_what_is_being_bound_counts_as_taken() -> None:
     """The next pod is decided while the bind of the one before is under way."""
     may_bind = asyncio.Event()

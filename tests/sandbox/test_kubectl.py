@@ -192,6 +192,19 @@ async def test_a_job_runs_and_its_output_is_read(short_dir: Path) -> None:
 
 
 @needs_kubectl
+async def test_a_cordoned_node_takes_no_pod_until_it_is_uncordoned(short_dir: Path) -> None:
+    """With kube-scheduler's reason in the pod's events."""
+    async with open_kubectl(short_dir) as kubectl:
+        await kubectl.ok("cordon", "desk")
+        assert "Ready,SchedulingDisabled" in await kubectl.ok("get", "nodes")
+        await kubectl.ok("apply", "-f", "-", stdin=pod("a"))
+        await kubectl.api.signal.wait_until(lambda: bool(kubectl.api.events()), DEADLINE_S)
+        assert "1 node(s) were unschedulable" in await kubectl.ok("describe", "pod", "a")
+        await kubectl.ok("uncordon", "desk")
+        await kubectl.ok("wait", "pod/a", "--for=condition=Ready", f"--timeout={DEADLINE_S:g}s")
+
+
+@needs_kubectl
 async def test_what_the_sandbox_does_not_have_is_said_in_a_sentence(short_dir: Path) -> None:
     """exec, attach and port-forward name the sandbox's own command; so do logs of a run before the last."""
     async with open_kubectl(short_dir) as kubectl:

@@ -125,7 +125,9 @@ class ApiObjects:
         else:
             patch = apply_patch(applied.get(old["metadata"]["uid"]), {k: v for k, v in raw.items() if k != "status"})
             made = self.store.replace(resource, updated(resource, old, patched(old, patch, STRATEGIC)))
+        living = {one["metadata"]["uid"] for one in self.store.all(resource)}
         applied[made["metadata"]["uid"]] = raw
+        self._applied[resource, manager] = {uid: one for uid, one in applied.items() if uid in living}
         return made
 
     def _make_namespace(self, name: str) -> None:

@@ -23,7 +23,7 @@ from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import Change, Expired
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal
 from gpushare_agent.sandbox.scheduler.extender_calls import ExtenderCalls
-from gpushare_agent.sandbox.scheduler.node_fit import UNSCHEDULABLE, NodeFit, lacking, report_waiting, waiting_text
+from gpushare_agent.sandbox.scheduler.node_fit import UNSCHEDULABLE, NodeFit, report_waiting, waiting_text
 
 log = structlog.get_logger(__name__)
 
@@ -120,16 +120,16 @@ class ExtenderScheduler:
 
     async def _schedule(self, pod: RawObject, binds: asyncio.TaskGroup) -> None:
         requests = self._fit.requests(pod)
-        lacks = {name: lacking(free_on, requests) for name, free_on in self._fit.free(self._assumed).items()}
-        names = [name for name, lack in lacks.items() if not lack]
-        reasons = [f"Insufficient {resource}" for lack in lacks.values() for resource in lack]
+        against = self._fit.reasons_against(self._fit.free(self._assumed), requests)
+        names = [name for name, found in against.items() if not found]
+        reasons = [reason for found in against.values() for reason in found]
         try:
             if names and requests:
                 answer = await self._extender.filter(pod, names)
                 reasons += [reason for _, reason in sorted(answer.failed.items())]
                 names = [name for name in names if name in answer.names]
             if not names:
-                self._put_back(pod, waiting_text(len(lacks), reasons), UNSCHEDULABLE)
+                self._put_back(pod, waiting_text(len(against), reasons), UNSCHEDULABLE)
                 return
             chosen = self._best(names, await self._scores(pod, names) if requests and len(names) > 1 else {})
         except AgentError as error:
@@ -186,7 +186,8 @@ def _is_pending(pod: RawObject) -> bool:
 
 
 def _could_help(change: Change) -> bool:
-    """A pod on a node that is gone or has ended; a node that is new, or whose allocatable, annotations or labels changed."""
+    """A pod on a node that is gone or has ended; a node that is new, whose allocatable, annotations or labels changed,
+    or that was uncordoned."""
     before, after = change.before, change.after
     if change.resource == "pods" and before is not None and before["spec"].get("nodeName"):
         return after is None or (is_terminal(after) and not is_terminal(before))
@@ -197,4 +198,5 @@ def _could_help(change: Change) -> bool:
 
 def _offer(node: RawObject) -> tuple[object, ...]:
     metadata = node["metadata"]
-    return node["status"].get("allocatable"), metadata.get("annotations"), metadata.get("labels")
+    offered = node["status"].get("allocatable"), metadata.get("annotations"), metadata.get("labels")
+    return *offered, (node.get("spec") or {}).get("unschedulable")

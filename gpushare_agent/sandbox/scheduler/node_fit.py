@@ -14,6 +14,8 @@ from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, pod_requ
 from gpushare_agent.sandbox.scheduler.claims import PodClaims
 
 UNSCHEDULABLE = "Unschedulable"
+CORDONED = "node(s) were unschedulable"
+"""kube-scheduler's words."""
 
 
 class NodeFit:
@@ -44,6 +46,17 @@ class NodeFit:
         for uid in self._requests.keys() - living.keys():
             del self._requests[uid]
         return nodes
+
+    def reasons_against(
+        self, free: Mapping[str, Mapping[str, int]], requests: Mapping[str, int]
+    ) -> dict[str, list[str]]:
+        """By node why the requests do not fit; empty where they do. Cordoned nodes (`kubectl cordon`) take no pod."""
+        nodes = self._api.store.all("nodes")
+        cordoned = {raw["metadata"]["name"] for raw in nodes if (raw.get("spec") or {}).get("unschedulable")}
+        return {
+            name: [CORDONED] if name in cordoned else [f"Insufficient {one}" for one in lacking(free_on, requests)]
+            for name, free_on in free.items()
+        }
 
 
 def _extended(node: RawObject) -> dict[str, int]:
@@ -106,10 +119,10 @@ class EmbeddedScheduler:
             return
         for pod in waiting:
             requests = self._fit.requests(pod)
-            lacks = {name: lacking(free_on, requests) for name, free_on in free.items()}
-            chosen, reasons = self._claims.place(pod, [name for name, lack in lacks.items() if not lack])
+            against = self._fit.reasons_against(free, requests)
+            chosen, reasons = self._claims.place(pod, [name for name, found in against.items() if not found])
             if chosen is None:
-                reasons += [f"Insufficient {resource}" for lack in lacks.values() for resource in lack]
+                reasons += [reason for found in against.values() for reason in found]
                 report_waiting(self._api, pod, waiting_text(len(free), reasons))
                 continue
             take(free[chosen], requests)
