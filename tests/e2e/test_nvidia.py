@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,15 @@ sharing:
       replicas: 4
 """
 """NVIDIA's example of time slicing."""
+FAULTS = "/run/gpushare-agent/faults.json"
+"""In the agent's container: gone with its pod."""
 
 
-def asking(cluster: Cluster, name: str, number: int) -> Object:
+def asking(cluster: Cluster, name: str, number: int, resource: str = GPU) -> Object:
     """NVIDIA's example pod: a limit and nothing else of ours, which writes what it sees."""
     pod = cluster.pod(name)
     (container,) = pod["spec"]["containers"]
-    container["resources"] = {"limits": {GPU: number}}
+    container["resources"] = {"limits": {resource: number}}
     container["command"] = ["sh", "-c", f"echo $NVIDIA_VISIBLE_DEVICES; {container['command'][-1]}"]
     return pod
 
@@ -38,8 +41,8 @@ def visible(cluster: Cluster, namespace: str, name: str) -> list[str]:
     return cluster.wait_for("the pod's log", lambda: cluster.run("logs", "-n", namespace, name).strip()).split(",")
 
 
-def offered(cluster: Cluster) -> int:
-    return int(cluster.node_object()["status"]["allocatable"].get(GPU, "0"))
+def offered(cluster: Cluster, resource: str = GPU) -> int:
+    return int(cluster.node_object()["status"]["allocatable"].get(resource, "0"))
 
 
 def started(cluster: Cluster, namespace: str) -> dict[str, list[str]]:
@@ -112,6 +115,54 @@ def test_a_node_is_moved_from_nvidias_plugin_while_pods_run(
     both = held + seen
     assert len(both) == replicas * len(gpus) and all(both.count(gpu) == replicas for gpu in gpus)
     assert {name: one for name, one in started(cluster, namespace).items() if name in running} == running
+
+
+def divide(installation: Installation, mig: dict[str, list[str]]) -> None:
+    """Has simulated GPUs, by index, divided into instances of these profiles."""
+    program = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
+    installation.exec("python", "-c", program, FAULTS, json.dumps({"mig": mig}))
+
+
+def test_mig_instances_are_given_and_followed(cluster: Cluster, installation: Installation, namespace: str) -> None:
+    """Strategy mixed: each pod has an instance of the profile that it asks for. Instances that are made are offered, one
+    that is removed is not, and pods of others run on. The node's labels follow, and are gone when they are switched off."""
+    variables = {"GPUSHARE_NVIDIA__MIG_STRATEGY": "mixed", "GPUSHARE_SIMULATED__FAULTS": FAULTS}
+    labelled = variables | {"GPUSHARE_NVIDIA__LABELS": "true"}
+    installation.install(components=["components/nvidia"], patches=[with_variables(labelled)])
+    gpus = len(installation.view()["cards"])
+    if gpus < 2:
+        pytest.skip("the overlay has fewer than two simulated GPUs")
+    divide(installation, {"0": ["1g.10gb", "1g.10gb", "2g.20gb"]})
+    small, middle, large = (f"nvidia.com/mig-{profile}" for profile in ("1g.10gb", "2g.20gb", "3g.20gb"))
+    cluster.wait_for("the instances", lambda: (offered(cluster, small), offered(cluster, middle)) == (2, 1))
+    cluster.wait_for("the others are whole", lambda: offered(cluster) == gpus - 1)
+    cluster.start(namespace, *(asking(cluster, name, 1, small) for name in ("small-1", "small-2")))
+    seen = {one for name in ("small-1", "small-2") for one in visible(cluster, namespace, name)}
+    cards = {card["uuid"]: card for card in installation.view()["cards"]}
+    assert len(seen) == 2 and {cards[one]["mig"]["profile"] for one in seen} == {"1g.10gb"}
+    labels = cluster.wait_for("the labels", lambda: counted(cluster))
+    assert labels == {f"{small}.count": "2", f"{middle}.count": "1", f"{GPU}.count": str(gpus)}
+
+    running = started(cluster, namespace)
+    divide(installation, {"0": ["1g.10gb", "1g.10gb"], "1": ["3g.20gb"]})
+    cluster.wait_for("the new instance", lambda: (offered(cluster, large), offered(cluster, middle)) == (1, 0))
+    cluster.start(namespace, asking(cluster, "large", 1, large))
+    (given,) = visible(cluster, namespace, "large")
+    assert installation.wait_ledger(namespace, 3)
+    assert {card["uuid"]: card for card in installation.view()["cards"]}[given]["mig"]["profile"] == "3g.20gb"
+    assert {name: one for name, one in started(cluster, namespace).items() if name in running} == running
+    cluster.wait_for(
+        "the labels follow", lambda: f"{large}.count" in counted(cluster) and f"{middle}.count" not in counted(cluster)
+    )
+
+    installation.change(components=["components/nvidia"], patches=[with_variables(variables)])
+    cluster.wait_for("the labels are gone", lambda: not counted(cluster))
+
+
+def counted(cluster: Cluster) -> dict[str, str]:
+    """Labels of GPU Feature Discovery that say how many there are."""
+    labels = cluster.node_object()["metadata"]["labels"]
+    return {name: n for name, n in labels.items() if name.startswith("nvidia.com/") and name.endswith(".count")}
 
 
 def number_free(cluster: Cluster, installation: Installation, total: int) -> int | None:
