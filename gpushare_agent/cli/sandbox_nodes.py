@@ -81,8 +81,8 @@ async def build_node(
         own.append(f"--web.port={free_port()}")  # can be printed, and stays over restarts of the agent
     arguments = [*node.agent_arguments(), *named_isolation(flags), *flags, *own]
     settings = load_settings(arguments, os.environ).settings
-    resources, names = settings.resources, resource_names(settings)
     inventory = await driver.read()
+    resources, names = settings.resources, resource_names(settings, inventory.mig_profiles)
     shown = ReportedNode(
         node=node, gpus=inventory.gpus, vcore=resources.vcore, vmemory=resources.vmemory,
         memory_block_mib=resources.memory_block_mib, gpu_mem=names.gpu_mem, units=names.gpu,

@@ -341,3 +341,16 @@ async def test_a_free_port_that_is_asked_for_by_the_agents_flag_is_printed() -> 
         built = await build_node(node, flags, check_driver(node.name, node.paths, flags), lambda _: None)
         assert built.settings.web.port > 0
         assert built.controller.shown.addresses["web"].endswith(f":{built.settings.web.port}")
+
+
+async def test_the_resources_of_mig_instances_are_shown(tmp_path: Path) -> None:
+    """Their health too: by NVIDIA's resources, where the node's isolation keeps no share in an instance."""
+    faults = tmp_path / "faults.json"
+    faults.write_text('{"mig": {"0": ["1g.10gb"]}}')
+    flags = (
+        "--driver=simulated", "--web.port=0", "--nvidia.enabled", "--nvidia.mig_strategy=mixed",
+        f"--simulated.faults={faults}",
+    )  # fmt: skip
+    async with open_test_node() as node:
+        built = await build_node(node, flags, check_driver(node.name, node.paths, flags), lambda _: None)
+        assert built.controller.shown.units == ("nvidia.com/gpu", "nvidia.com/mig-1g.10gb")
