@@ -137,7 +137,7 @@ def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
         else:
             names, value = ", ".join(action.option_strings), _value(action)
             text = (action.help or "") % {"default": action.default, "prog": parser.prog}
-            yield _row(f"{names} {value}".strip(), text.replace(f"-{os.getuid()}", "-UID"))
+            yield _row(f"{names} {value}".strip(), text.replace(f"sandbox-{os.getuid()}", "sandbox-UID"))
 
 
 def _row(option: str, text: str) -> str:
