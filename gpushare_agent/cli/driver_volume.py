@@ -8,14 +8,13 @@ docs/how-to/driver-volume.md.
 from __future__ import annotations
 
 import functools
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.progress import Report, progress
 from gpushare_agent.cli.render_text import print_report
 from gpushare_agent.isolation.decisions.driver_volume import driver_version_text, plan_volume
 from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName, VolumePlan, VolumeRefused
@@ -27,7 +26,6 @@ from gpushare_agent.model.errors import AgentError, StartupError
 from gpushare_agent.settings.settings import Settings
 
 USUAL_CONFIG = Path("/etc/gpu-manager/volume.conf")
-_PROGRESS_PERIOD_S = 2.0
 _MIB = 1024 * 1024
 
 
@@ -57,7 +55,11 @@ def run(settings: Settings, *, check: bool, prune: bool, form: Form) -> int:
     Raises:
         StartupError: volume.conf is missing or wrong.
     """
-    reports = [_volume_report(settings, volume, check=check, prune=prune) for volume in configured_volumes(settings)]
+    with progress("MiB") as report:
+        reports = [
+            _volume_report(settings, volume, report, check=check, prune=prune)
+            for volume in configured_volumes(settings)
+        ]
     document = {"errors": sum(bool(report.error) for report in reports), "volumes": [asdict(item) for item in reports]}
     print_report(form, document, _as_text(reports))
     return 1 if any(report.error for report in reports) else 0
@@ -87,12 +89,14 @@ def plan_of(settings: Settings, volume: DriverVolume) -> VolumePlan:
     return plan
 
 
-def _volume_report(settings: Settings, volume: DriverVolume, *, check: bool, prune: bool) -> VolumeReport:
+def _volume_report(
+    settings: Settings, volume: DriverVolume, shown: Report, *, check: bool, prune: bool
+) -> VolumeReport:
     report = VolumeReport(name=volume.name.value, directory=str(volume.directory))
     directory = DriverDirectory(volume.base)
     errors: list[str] = []
     try:
-        _make(settings, directory, volume, report, check=check)
+        _make(settings, directory, volume, report, _in_mib(shown, volume), check=check)
     except AgentError as error:
         errors.append(str(error))
     if prune:  # also where making failed, as on the host itself, which has no control library: what is in force stays
@@ -105,7 +109,13 @@ def _volume_report(settings: Settings, volume: DriverVolume, *, check: bool, pru
 
 
 def _make(
-    settings: Settings, directory: DriverDirectory, volume: DriverVolume, report: VolumeReport, *, check: bool
+    settings: Settings,
+    directory: DriverDirectory,
+    volume: DriverVolume,
+    report: VolumeReport,
+    shown: Report,
+    *,
+    check: bool,
 ) -> None:
     plan = plan_of(settings, volume)
     report.warnings += plan.warnings
@@ -113,9 +123,9 @@ def _make(
     report.files = {file.target: str(file.source) for file in plan.files}
     report.links = {link.target: link.points_to for link in plan.links}
     if check:
-        report.state = "unchanged" if directory.is_in_force(plan, _progress(volume)) else "would change"
+        report.state = "unchanged" if directory.is_in_force(plan, shown) else "would change"
         return
-    installed = directory.install(plan, _progress(volume))
+    installed = directory.install(plan, shown)
     report.version = str(installed.version)
     report.hard_linked, report.copied = list(installed.taken.hard_linked), list(installed.taken.copied)
     report.state = "made" if installed.changed else "unchanged"
@@ -138,18 +148,8 @@ def _prune(directory: DriverDirectory, volume: DriverVolume, report: VolumeRepor
         )
 
 
-def _progress(volume: DriverVolume) -> Callable[[str, int, int], None]:
-    """Writes a line to standard error now and then, if it takes long."""
-    printed_at = time.monotonic()
-
-    def report(what: str, done: int, total: int) -> None:
-        nonlocal printed_at
-        if time.monotonic() - printed_at < _PROGRESS_PERIOD_S:
-            return
-        printed_at = time.monotonic()
-        print(f"volume {volume.name}: {what} {done // _MIB} of {total // _MIB} MiB", file=sys.stderr, flush=True)
-
-    return report
+def _in_mib(shown: Report, volume: DriverVolume) -> Report:
+    return lambda what, done, total: shown(f"volume {volume.name}: {what}", done // _MIB, total // _MIB)
 
 
 def _as_text(reports: Sequence[VolumeReport]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -11,6 +11,7 @@ from rich.text import Text
 from gpushare_agent.cli.agent_client import read_node
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.render_svg import graph_svg
 from gpushare_agent.cli.render_text import gib, gpu_label, health_line, is_cordoned, plain, print_as
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.topology import Branch, LinkKind, Topology
@@ -22,13 +23,17 @@ MAX_DEPTH = 16
 _KINDS = {"X": LinkKind.SELF, "NV": LinkKind.NVLINK} | {kind.name: kind for kind in LinkKind if kind > LinkKind.NVLINK}
 
 
-async def run(settings: Settings, target: AgentTarget, *, form: Form) -> int:
+async def run(settings: Settings, target: AgentTarget, *, form: Form | Literal["svg"]) -> int:
     """Raises AgentError."""
     async with open_agent(settings, target) as agent:
         document = graph_document(await read_node(agent))
 
+    if form == "svg":
+        print(graph_svg(document, _branch(document["tree"], MAX_DEPTH)), end="")
+        return 0
+
     def tables(_width: int) -> Sequence[RenderableType]:
-        return [Text(tree_text(document), no_wrap=True, overflow="ignore")]
+        return [Text(tree_text(document, is_wide=form == "wide"), no_wrap=True, overflow="ignore")]
 
     print_as(form, document, tables)
     return 0
@@ -64,9 +69,9 @@ def _gpu(gpu: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def tree_text(document: dict[str, Any]) -> str:
+def tree_text(document: dict[str, Any], *, is_wide: bool = False) -> str:
     """A line for each branch and GPU: `GPU0 NVIDIA H100, free 60/100 GPU cores, 20/24 GiB`. Raises Corrupt."""
-    notes = {gpu["index"]: _note(gpu) for gpu in document["cards"]}
+    notes = {gpu["index"]: _note(gpu) + (f", {plain(gpu['uuid'])}" if is_wide else "") for gpu in document["cards"]}
     return render_tree(Topology(links=(), root=_branch(document["tree"], MAX_DEPTH)), notes)
 
 

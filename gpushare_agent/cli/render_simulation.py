@@ -35,7 +35,18 @@ def tables(results: Sequence[PolicyResult], cluster: Cluster, workload: Workload
 
 
 def _summary(results: Sequence[PolicyResult]) -> RenderableType:
-    columns = ("POLICY", "CORES", "MEMORY", "HIGHEST", "UNUSABLE", "RAN", "WAITED", "REFUSED", "GIVEN UP", "ALL OVER")
+    columns = (
+        "POLICY",
+        "CORES",
+        "MEMORY",
+        "HIGHEST",
+        "UNUSABLE",
+        "RAN",
+        "MEAN WAIT",
+        "REFUSED",
+        "GIVEN UP",
+        "ALL OVER",
+    )
     rows = []
     for result in results:
         measured, tally = result.measured, result.tally
@@ -47,7 +58,7 @@ def _summary(results: Sequence[PolicyResult]) -> RenderableType:
                 _percent(measured.highest_cores_part),
                 _percent(measured.fragmentation),
                 str(result.ran),
-                str(result.waits().waited),
+                span(result.waits().mean_s),
                 str(tally.refused_pods),
                 str(tally.gave_up),
                 span(result.took_s),
@@ -57,13 +68,20 @@ def _summary(results: Sequence[PolicyResult]) -> RenderableType:
 
 
 def _waits(results: Sequence[PolicyResult]) -> RenderableType:
-    columns = ("WAITS OF", "POLICY", "RAN", "WAITED", "P50", "P95", "LONGEST")
+    columns = ("WAITS OF", "POLICY", "RAN", "WAITED", "MEAN", "P50", "P95", "LONGEST")
     rows = [(size.value, result.policy.value, *_waits_cells(result.waits(size))) for size in Size for result in results]
     return grid(columns, rows, right=columns[2:])
 
 
 def _waits_cells(waits: Waits) -> tuple[str, ...]:
-    return str(waits.ran), str(waits.waited), span(waits.p50_s), span(waits.p95_s), span(waits.longest_s)
+    return (
+        str(waits.ran),
+        str(waits.waited),
+        span(waits.mean_s),
+        span(waits.p50_s),
+        span(waits.p95_s),
+        span(waits.longest_s),
+    )
 
 
 def _reasons(results: Sequence[PolicyResult]) -> list[RenderableType]:

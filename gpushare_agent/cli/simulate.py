@@ -6,13 +6,13 @@ Results go to standard output and are the same for the same input and seed; prog
 from __future__ import annotations
 
 import argparse
-import sys
-import time
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cli.command_line import add_output
+from gpushare_agent.cli.progress import progress
 from gpushare_agent.cli.render_simulation import tables
 from gpushare_agent.cli.render_text import print_as
 from gpushare_agent.extender.values import ClusterPolicy
@@ -29,7 +29,6 @@ from gpushare_agent.simulation.workload import Cluster, Workload, at_load
 MAX_NODES, MAX_PODS = 100_000, 1_000_000
 _USUAL_NODES, _USUAL_PODS = 100, 10_000
 _USUAL_LOAD = 1.0
-_PROGRESS_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +90,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     """Raises AgentError for a file that cannot be written, SettingsError for one that cannot be read."""
     if options.plot is not None:
         plot.need_matplotlib()
+        _check_plot_path(options.plot)
     names = resource_names(settings)
     try:
         cluster = _cluster(options)
@@ -103,14 +103,26 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         seed=options.seed,
         per_try=per_try,
     )
-    progress = _progress(len(workload.arrivals)) if not options.quiet else lambda policy, arrived: None
-    results = list(compare(cluster, workload, options.policy, rules, on_progress=progress))
+    pods = len(workload.arrivals)
+    with progress("pods have arrived") as report:
+
+        def arrived(policy: Policy, count: int) -> None:
+            if not options.quiet:
+                report(policy.value, count, pods)
+
+        results = list(compare(cluster, workload, options.policy, rules, on_progress=arrived))
     result = document(results, cluster=cluster, workload=workload, seed=options.seed, nodes_per_try=per_try)
     print_as(options.output, result, lambda width: tables(results, cluster, workload))
     if options.plot is not None:
         title = f"{len(workload.arrivals)} pods ({workload.source}) on {len(cluster.nodes)} nodes ({cluster.source})"
         plot.draw(results, options.plot, title=title, arrivals_s=workload.window_s)
     return 0
+
+
+def _check_plot_path(path: Path) -> None:
+    """Before minutes of work, not after. Raises SettingsError."""
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise SettingsError([f"--plot {path}: no file can be written there; name a file in a directory that is yours"])
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:
@@ -125,19 +137,6 @@ def _workload(options: argparse.Namespace, cluster: Cluster, block_mib: int) -> 
         return at_load(read, cluster, options.load) if options.load else read
     generated = generate_workload(options.generate or _USUAL_PODS, options.seed, block_mib=block_mib)
     return at_load(generated, cluster, options.load or _USUAL_LOAD)
-
-
-def _progress(pods: int) -> Callable[[Policy, int], None]:
-    """Prints the progress every few seconds."""
-    printed_at = time.monotonic()
-
-    def report(policy: Policy, arrived: int) -> None:
-        nonlocal printed_at
-        if time.monotonic() - printed_at >= _PROGRESS_S:
-            printed_at = time.monotonic()
-            print(f"{policy}: {arrived} of {pods} pods have arrived", file=sys.stderr, flush=True)
-
-    return report
 
 
 def _nodes(text: str) -> int | Path:

@@ -61,4 +61,5 @@ def _replay(
     )
     replay = Replay(workload, scheduler, meter, PodMaker(rules.agents.names), on_progress=on_progress)
     tally = replay.run()
+    on_progress(len(workload.arrivals))
     return PolicyResult(policy=policy, measured=meter.measured(), tally=tally, window_begin_s=begin_s)

@@ -14,14 +14,13 @@ from gpushare_agent.simulation.workload import Size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLORS = {Policy.BINPACK: "#0072b2", Policy.SPREAD: "#d55e00", Policy.AGENT_ONLY: "#555555", Policy.DRA: "#009e73"}
 """Distinguishable by people who are colour-blind, too (Okabe and Ito)."""
 DASHES = {Policy.BINPACK: "solid", Policy.SPREAD: "dashed", Policy.AGENT_ONLY: "dotted", Policy.DRA: "dashdot"}
 _INCHES = (12.0, 8.0)
 _DOTS_PER_INCH = 110
-_SHOWN_AFTER_ARRIVALS = 1.6
-"""Times the time of arrivals: the last long pods would fill most of the chart otherwise."""
 _HOUR_S, _MINUTE_S = 3600.0, 60.0
 _BARS_WIDTH = 0.8
 
@@ -39,6 +38,16 @@ def need_matplotlib() -> None:
 
 def draw(results: Sequence[PolicyResult], path: Path, *, title: str, arrivals_s: float) -> None:
     """Writes the chart. Raises Rejected where the file cannot be written."""
+    figure = figure_of(results, title=title, arrivals_s=arrivals_s)
+    try:
+        figure.savefig(path, dpi=_DOTS_PER_INCH, format="png", metadata={"Software": None})
+    except OSError as error:
+        reason = error.strerror or error
+        raise Rejected(f"the chart could not be written to {path}: {reason}; name another file") from error
+
+
+def figure_of(results: Sequence[PolicyResult], *, title: str, arrivals_s: float) -> Figure:
+    """Three curves over the time of the whole replay, and the waits as bars."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -56,11 +65,7 @@ def draw(results: Sequence[PolicyResult], path: Path, *, title: str, arrivals_s:
     _draw_waits(axes[1][1], results)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    try:
-        figure.savefig(path, dpi=_DOTS_PER_INCH, format="png", metadata={"Software": None})
-    except OSError as error:
-        reason = error.strerror or error
-        raise Rejected(f"the chart could not be written to {path}: {reason}; name another file") from error
+    return figure
 
 
 def _draw_over_time(
@@ -77,7 +82,7 @@ def _draw_over_time(
         )
     if arrivals_s:
         axes.axvline(arrivals_s / _HOUR_S, color="#bbbbbb", linewidth=1, label="last arrival")
-        axes.set_xlim(0, _SHOWN_AFTER_ARRIVALS * arrivals_s / _HOUR_S)
+    axes.set_xlim(0, max(result.took_s for result in results) / _HOUR_S or 1.0)  # until all is over, as in the table
     axes.set_ylim(bottom=0)
     axes.set_xlabel("hours")
     axes.set_title(name, fontsize="medium")

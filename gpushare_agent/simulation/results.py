@@ -29,6 +29,7 @@ class Waits:
     p50_s: float
     p95_s: float
     longest_s: float
+    mean_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class PolicyResult:
             p50_s=percentile(ordered, 0.5),
             p95_s=percentile(ordered, 0.95),
             longest_s=ordered[-1] if ordered else 0.0,
+            mean_s=sum(ordered) / len(ordered) if ordered else 0.0,
         )
 
 
@@ -135,6 +137,7 @@ def _waits_document(waits: Waits) -> dict[str, Any]:
         "p50_s": _rounded(waits.p50_s),
         "p95_s": _rounded(waits.p95_s),
         "longest_s": _rounded(waits.longest_s),
+        "mean_s": _rounded(waits.mean_s),
     }
 
 

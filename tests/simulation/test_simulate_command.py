@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli import simulate
+from gpushare_agent.cli import progress
 from gpushare_agent.cli.main import main
+from gpushare_agent.simulation.plot import figure_of
+from gpushare_agent.simulation.schedulers import Policy
+from tests.support_cli import at_terminal
+from tests.support_simulation import arrival, cluster_of, replay, workload_of
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT / "tests" / "data" / "traces"
@@ -93,7 +98,7 @@ def test_progress_goes_to_standard_error_only(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Standard output is one JSON document, however often progress is told."""
-    monkeypatch.setattr(simulate, "_PROGRESS_S", 0.0)
+    monkeypatch.setattr(progress, "LINE_PERIOD_S", 0.0)
     assert main(["simulate", "--nodes", "2", "--generate", "20", "-o", "json"], {}) == 0
     done = capsys.readouterr()
     json.loads(done.out)
@@ -135,12 +140,30 @@ def test_the_chart_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_chart_that_cannot_be_written_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """After the result, which is not lost."""
+    """At the start, before minutes of work."""
     pytest.importorskip("matplotlib", reason="the chart needs the extra gpushare-agent[plot]")
-    assert main([*SMALL, "--plot", str(tmp_path / "absent" / "a.png")], {}) == 1
+    assert main([*SMALL, "--plot", str(tmp_path / "absent" / "a.png")], {}) == 2
+    assert main([*SMALL, "--plot", str(tmp_path)], {}) == 2
     done = capsys.readouterr()
-    assert "POLICY" in done.out
-    assert "could not be written" in done.err
+    assert done.out == ""
+    assert done.err.count("no file can be written there") == 2
+
+
+def test_the_charts_time_ends_with_the_tables() -> None:
+    """The longest policy's ALL OVER."""
+    pytest.importorskip("matplotlib", reason="the chart needs the extra gpushare-agent[plot]")
+    workloads = [workload_of(arrival(0.0, 30, seconds)) for seconds in (30.0, 7200.0)]
+    results = [replay(cluster_of(1), workload, Policy.BINPACK) for workload in workloads]
+    figure = figure_of(results, title="t", arrivals_s=1.0)
+    assert [axes.get_xlim() for axes in figure.axes[:3]] == [(0.0, results[1].took_s / 3600)] * 3
+
+
+def test_waits_have_a_mean_over_all_that_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    """How many waited says little: those that are refused do not wait."""
+    assert main([*SMALL], {}) == 0
+    header = capsys.readouterr().out.splitlines()[2]
+    assert "MEAN WAIT" in header
+    assert "WAITED" not in header
 
 
 def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path: Path) -> None:
@@ -158,3 +181,12 @@ def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path: Path) -> None
     assert done.returncode == 1
     assert done.stdout == ""
     assert "pip install 'gpushare-agent[plot]'" in done.stderr
+
+
+async def test_progress_is_a_bar_at_a_terminal() -> None:
+    """One for each policy; it goes with the end, and the tables stay."""
+    async with at_terminal("simulate", "--nodes", "2", "--generate", "100") as terminal:
+        assert await terminal.wait_end() == 0
+        await terminal.wait_shown(lambda text: "LONGEST" in text)
+    bars = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.shown)
+    assert re.search("binpack ━+ +100/100 ", bars)
