@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.S)
 
 
-def _full_metrics() -> str:
+def full_metrics() -> str:
     """Every event has happened once and the driver reports everything, so that every series is there."""
     metrics = AgentMetrics()
     metrics.know_resources(["r"])
@@ -68,7 +68,7 @@ def _full_metrics() -> str:
 
 def families(text: str = "") -> list[Metric]:
     """Of the agent, or of `text`, but for the process's. Raises AssertionError: one has no series, so no labels."""
-    parsed = text_string_to_metric_families(text or _full_metrics())
+    parsed = text_string_to_metric_families(text or full_metrics())
     found = [one for one in parsed if not one.name.startswith("process_")]
     assert [one.name for one in found if not one.samples] == []
     return found

@@ -161,6 +161,8 @@ def test_json_logs_are_one_object_a_line_for_ours_and_for_libraries(capsys: pyte
         log.exception("failed")
     assert WRITER.flush(DEADLINE_S)
     entries = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    # The process's one writer counts what an earlier test's closed stream lost, and reports it here.
+    entries = [entry for entry in entries if entry["event"] != "log_lines_dropped"]
     assert [entry["event"] for entry in entries] == ["allocated", "odd thing", "failed"]
     assert (entries[0]["cores"], entries[0]["level"], entries[0]["logger"]) == (30, "info", "gpushare_agent.x")
     assert entries[2]["exception"][0]["exc_type"] == "ValueError"

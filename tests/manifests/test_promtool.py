@@ -9,7 +9,7 @@ import shutil
 import pytest
 from aiohttp import ClientSession
 
-from tests.docs.test_docs import full_metrics
+from tests.docs.generated import full_metrics
 from tests.support_agent import DEADLINE_S, open_agent, poll_until, wait_running, wait_settled
 from tests.support_sandbox import container, open_test_node, pod
 
