@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import structlog
 
@@ -27,7 +28,7 @@ from gpushare_agent.cli.command_line import (
 from gpushare_agent.cli.node_commands import NODE_COMMANDS
 from gpushare_agent.cli.view_commands import view_commands
 from gpushare_agent.settings.node_configuration import NamedConfiguration
-from gpushare_agent.settings.settings import LoadedSettings, Settings
+from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError
 
 log = structlog.get_logger(__name__)
 
@@ -70,12 +71,22 @@ def _log_foreign_keys(loaded: LoadedSettings) -> None:
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser, also=("markdown",))
+    parser.add_argument(
+        "--node-configuration", metavar="FILE", type=Path,
+        help="with this named configuration, as nodes have it whose label names it",
+    )  # fmt: skip
 
 
 def _config(call: Invocation) -> int:
     from gpushare_agent.cli import show_settings
 
-    print(show_settings.render(call.load(), call.options.output), end="")
+    path, named = call.options.node_configuration, None
+    if path is not None:
+        try:
+            named = NamedConfiguration(name=path.name, content=path.read_bytes())
+        except OSError as error:
+            raise SettingsError([f"the configuration {path} cannot be read: {error.strerror}"]) from error
+    print(show_settings.render(call.load(named), call.options.output), end="")
     return 0
 
 

@@ -133,6 +133,29 @@ def test_config_tells_value_and_source(capsys: pytest.CaptureFixture[str]) -> No
     assert list(document) == sorted(key.name for key in all_keys())
 
 
+def test_config_shows_what_a_named_configuration_gives(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of the agent's own settings, or a file of NVIDIA's plugin; flags beat it, and it beats the settings file. One that
+    cannot be read or used is a mistake."""
+    named, file, nvidia = (short_dir / name for name in ("large-blocks", "settings.yaml", "plugin"))
+    named.write_text("resources: {memory_block_mib: 512}\nshare_mode: false\n")
+    file.write_text("resources: {memory_block_mib: 128}\n")
+    nvidia.write_text("version: v1\nflags: {migStrategy: mixed}\n")
+
+    def shown(path: Path, *argv: str) -> tuple[int, str]:
+        code = main(["config", "-o", "json", "--node-configuration", str(path), "--config", str(file), *argv], {})
+        captured = capsys.readouterr()
+        return code, captured.out or captured.err
+
+    found = json.loads(shown(named, "--share-mode=yes")[1])
+    assert found["resources.memory_block_mib"] == {"value": 512, "source": "configuration large-blocks"}
+    assert found["share_mode"]["value"] is True
+    assert json.loads(shown(nvidia)[1])["nvidia.mig_strategy"]["value"] == "mixed"
+    code, text = shown(short_dir / "none")
+    assert code == 2 and "none cannot be read: No such file or directory" in text
+    named.write_text("resources: {memory_block_mib: 0}\n")
+    assert shown(named)[0] == 2
+
+
 def test_the_yaml_of_config_is_a_settings_file(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Given back with --config it makes the same settings, on another node with that node's name."""
     argv = ["--cards=2", "--card-memory-mib=1024,2048", "--node-labels=a=b,c=d", "--topology=/t", "--share-mode=no"]
