@@ -152,7 +152,7 @@ async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pyte
         assert pod_line(shown, has_node=True).startswith("pod default/p Running on b [")
         print_document(document, "table")
         text = capsys.readouterr().out
-        assert "GPUs of a" in text and "GPUs of b" in text and " node " in text
+        assert "\na: 0 GPUs," in text and "\nb: 0 GPUs," in text and "  NODE  " in text
     async with open_controller("a") as (controller, _):
         document = controller.document()
         assert document["node"] == document["nodes"][0]
