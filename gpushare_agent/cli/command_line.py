@@ -32,6 +32,9 @@ PROGRAM = "gpushare-agent"
 ALL_SETTINGS = ("*",)
 Form = Literal["table", "wide", "json", "yaml"]
 FORMS: tuple[Form, ...] = ("table", "wide", "json", "yaml")
+Sort = Literal["gpu", "sm", "memory", "cores"]
+SORTS: tuple[Sort, ...] = ("gpu", "sm", "memory", "cores")
+"""Orders of `top`."""
 COMPLETION_VARIABLE = "_ARGCOMPLETE"
 """argcomplete's shell code sets it when it asks the program for completions."""
 _INTERRUPTED = 130

@@ -122,7 +122,7 @@ def load_style(ratio: float) -> str:
 
 
 def bar(ratio: float | None, width: int) -> Text:
-    """The part in use, in eighths of a cell; without colours its rest is told by the dots."""
+    """The part in use, in eighths of a cell; dots are the rest, also without colours."""
     if ratio is None:
         return Text(" " * width)
     eighths = round(min(1.0, max(0.0, ratio)) * width * 8)

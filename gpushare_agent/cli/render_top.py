@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rich.console import Group
 from rich.text import Text
 
+from gpushare_agent.cli.command_line import Sort
 from gpushare_agent.cli.render_text import (
     CORES_COLUMN,
     GAP,
@@ -47,8 +48,6 @@ BAR_WIDTH, SHORT_BAR_WIDTH = 10, 6
 MIN_FIRST_WIDTH = 15
 SHORT_STATE_WIDTH = len("Unhealthy")
 REASON_INDENT = "    "
-Sort = Literal["gpu", "sm", "memory", "cores"]
-SORTS: tuple[Sort, ...] = ("gpu", "sm", "memory", "cores")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

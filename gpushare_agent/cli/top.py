@@ -17,10 +17,9 @@ from rich.text import Text
 
 from gpushare_agent.cli.agent_client import read_node
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
-from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.command_line import SORTS, Form, Sort
 from gpushare_agent.cli.render_text import in_namespace, plain, print_as
 from gpushare_agent.cli.render_top import (
-    SORTS,
     Choice,
     columns_for,
     header_line,
@@ -58,11 +57,11 @@ async def run(
     once: bool,
     interval_s: float,
     namespace: str = "",
-    choice: Choice | None = None,
+    sort: Sort = "gpu",
     form: Form,
 ) -> int:
     """Prints or shows the node; `-o wide` lists processes. Raises AgentError where the first request fails."""
-    choice = replace(choice or Choice(), has_processes=form == "wide")
+    choice = Choice(sort=sort, has_processes=form == "wide")
     async with open_agent(settings, target) as agent:
 
         async def read() -> dict[str, Any]:

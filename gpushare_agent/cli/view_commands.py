@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpushare_agent.cli.agent_client import AGENT_NAMESPACE, check_url
-from gpushare_agent.cli.command_line import Command, Invocation, add_output, run_app
+from gpushare_agent.cli.command_line import SORTS, Command, Invocation, add_output, run_app
 from gpushare_agent.model.errors import Rejected
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ def _top_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
     parser.add_argument(
         "--interval", metavar="S", type=_interval_s, default=1.0, help="time between two polls, seconds (%(default)g)"
     )
+    parser.add_argument("--sort", choices=SORTS, default="gpu", help="what comes first: the highest, or by GPU (gpu)")
     _namespace_arguments(parser)
     _node_arguments(parser, is_plugin=is_plugin)
 
@@ -191,6 +192,7 @@ def _top(call: Invocation, target: AgentTarget) -> int:
             once=options.once,
             interval_s=options.interval,
             namespace=options.namespace,
+            sort=options.sort,
             form=options.output,
         )
     )

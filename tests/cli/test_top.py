@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
@@ -17,6 +18,7 @@ from gpushare_agent.cli import top
 from gpushare_agent.cli.agent_client import MAX_ANSWER_BYTES, check_url, local_url, open_agent_client, read_node
 from gpushare_agent.cli.agent_pods import AgentTarget
 from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.main import main
 from gpushare_agent.cli.render_top import top_lines, top_table
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.observability.node_snapshot import NO_REASON
@@ -60,6 +62,19 @@ async def test_each_container_stands_below_its_gpu_with_limit_and_use(capsys: py
     assert rows[2] == ["default/train/trainer", "Unknown", "40–60", "31", "1.95/4"]
     assert rows[3] == ["process", "4711", "of", "no", "container", "compute", "2", "0.1"]
     assert rows[6][:4] == ["default/big/main", "Unknown", "whole", "0"]
+
+
+async def test_the_highest_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """By `--sort`, GPUs and the containers of each; what was not sampled comes last."""
+    async with json_server(agent_answers(busy_node())) as agent:
+        words = ["top", "--once", "--sort", "sm", "--server", agent.url]
+        assert await asyncio.to_thread(main, words, {"NODE_NAME": "n1"}) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    order = [
+        next(n for n, line in enumerate(lines) if line.startswith(name)) for name in ("default/train", "default/ev")
+    ]
+    assert order == sorted(order)
+    assert lines[-1].startswith("3 ")
 
 
 async def test_a_gpu_out_of_service_says_why(capsys: pytest.CaptureFixture[str]) -> None:
