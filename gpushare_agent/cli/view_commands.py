@@ -1,4 +1,4 @@
-"""The commands that show the node to an operator: top, inspect, graph, explain.
+"""The commands that show nodes to an operator: top, inspect, graph, explain, and the page of all nodes.
 
 `gpushare-agent` on a node asks the agent of that node. `kubectl gpushare` has the same commands, options and output, and
 goes through the API server. docs/reference/cli.md has the formats, and the rights that a user of the plugin needs.
@@ -28,7 +28,7 @@ docs/reference/cli.md lists the rights that you need."""
 
 
 def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
-    """The four commands as one of the two programs has them."""
+    """The commands as one of the two programs has them."""
 
     def command(
         name: str,
@@ -84,7 +84,39 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
             _explain_arguments,
             ("explain train-0 -n research", *(() if is_plugin else ("explain research/train-0 -c main -o json",))),
         ),
+        _dashboard_command(is_plugin=is_plugin),
     )
+
+
+def _dashboard_command(*, is_plugin: bool) -> Command:
+    return Command(
+        name="dashboard",
+        summary="a web page of all nodes and of the pods that wait",
+        description="Serves a page of all nodes on this machine's loopback address until Ctrl-C: their GPUs, the pods "
+        "on them, and why pods wait, GPU by GPU. It reads nodes and pods with your own rights.",
+        run=_dashboard,
+        examples=("dashboard",),
+        add_arguments=_dashboard_arguments,
+        settings=("kubeconfig", *_SUMS_SETTINGS),
+        help_note=_PLUGIN_NOTE if is_plugin else "",
+    )
+
+
+def _dashboard_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=_port, default=5680, help="port of localhost, 0 for a free one (%(default)s)")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port")
+    return int(text)
+
+
+def _dashboard(call: Invocation) -> int:
+    settings, options = call.settings(log_level="warning"), call.options
+    from gpushare_agent.cli import cluster_nodes
+
+    return run_app(cluster_nodes.serve_dashboard(settings, options.port))
 
 
 def _target_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool, also: tuple[str, ...] = ()) -> None:

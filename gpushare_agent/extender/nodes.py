@@ -112,6 +112,8 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
             is_healthy=is_offered and gpu.is_healthy and not gpu.cordoned,
             is_instance=gpu.mig is not None,
             takes_shares=gpu.mig is None or gpu.mig.takes_shares,
+            name=sys.intern(gpu.name),
+            cordoned=gpu.cordoned,
         )
         for gpu, uuid in zip(gpus, uuids, strict=True)
     )

@@ -19,7 +19,8 @@ from gpushare_agent.placement.request import SharePolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGpu:
-    """One GPU of a node, or one MIG instance; `takes_shares` as GpuAccount has it. A cordoned GPU is not healthy."""
+    """One GPU of a node, or one MIG instance; `takes_shares` as GpuAccount has it. A cordoned GPU is not healthy. `name` and
+    `cordoned` (why, empty if it is not) are for people."""
 
     index: int
     uuid: GpuUuid
@@ -27,6 +28,8 @@ class NodeGpu:
     is_healthy: bool = True
     is_instance: bool = False
     takes_shares: bool = True
+    name: str = ""
+    cordoned: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,10 +61,19 @@ def lines(title: str, about: str, unit: str, *queries: dict[str, Any], **default
     )
 
 
-def stat(title: str, about: str, unit: str, expr: str, *, is_bad_above_zero: bool = False) -> Panel:
-    steps = [{"color": "green", "value": None}, *([{"color": "red", "value": 1}] if is_bad_above_zero else [])]
-    thresholds = {"mode": "absolute", "steps": steps}
-    return panel("stat", title, about, unit, query(expr), defaults={"thresholds": thresholds})
+def thresholds(**steps: float) -> dict[str, Any]:
+    """By colour, from which value on; below the first it is green."""
+    above = [{"color": color, "value": value} for color, value in steps.items()]
+    return {"mode": "absolute", "steps": [{"color": "green", "value": None}, *above]}
+
+
+def limit(value: float) -> dict[str, Any]:
+    """A line in a chart, where alerts.yaml begins to count."""
+    return {"thresholds": thresholds(red=value), "custom": {"thresholdsStyle": {"mode": "line"}}}
+
+
+def stat(title: str, about: str, unit: str, expr: str, **steps: float) -> Panel:
+    return panel("stat", title, about, unit, query(expr), defaults={"thresholds": thresholds(**steps)})
 
 
 def gpus_table() -> Panel:
@@ -115,7 +124,7 @@ def top_containers() -> Panel:
     return panel(
         "table",
         "Containers, the busiest first",
-        "Over all GPUs of a container; 200 % are two whole GPUs.",
+        "Over all GPUs of a container, in GPUs: 200 % are two whole GPUs.",
         "short",
         *(query(expr, is_table=True) for _, expr, _ in columns),
         overrides=[
@@ -138,7 +147,7 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
     agent = "{{instance}}"
     reserved = f"sum(gpushare_card_cores_allocated_ratio{{{GPU}}}) / sum(gpushare_card_cores_capacity_ratio{{{GPU}}})"
     memory = f"sum(gpushare_card_memory_allocated_bytes{{{GPU}}}) / sum(gpushare_card_memory_capacity_bytes{{{GPU}}})"
-    latency = "sum by (le) (rate(gpushare_rpc_duration_seconds_bucket[$__rate_interval]))"
+    latency = f"sum by (le) (rate(gpushare_rpc_duration_seconds_bucket{{{GPU}}}[$__rate_interval]))"
     return [
         (
             "Now",
@@ -152,11 +161,11 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                         "GPUs that are offered to no new pod, those that an operator cordoned included.",
                         "short",
                         f"count(gpushare_card_healthy{{{GPU}}}) - sum(gpushare_card_healthy{{{GPU}}})",
-                        is_bad_above_zero=True,
+                        red=1,
                     ),
                 ),
-                (4, 4, stat("Compute allocated", "Of all GPUs.", "percentunit", reserved)),
-                (4, 4, stat("Memory allocated", "Of all GPUs.", "percentunit", memory)),
+                (4, 4, stat("Compute allocated", "Of all GPUs.", "percentunit", reserved, orange=0.9)),
+                (4, 4, stat("Memory allocated", "Of all GPUs.", "percentunit", memory, orange=0.9)),
                 (
                     4,
                     4,
@@ -172,10 +181,10 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     4,
                     stat(
                         "Refusals in an hour",
-                        "Allocate calls that were refused, over all nodes.",
+                        "Allocate calls that were refused.",
                         "short",
-                        'sum(increase(gpushare_admissions_total{outcome="refused"}[1h]))',
-                        is_bad_above_zero=True,
+                        'sum(increase(gpushare_admissions_total{node=~"$node", outcome="refused"}[1h]))',
+                        red=1,
                     ),
                 ),
                 (24, 9, gpus_table()),
@@ -274,7 +283,8 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                         "Allocate calls refused per minute. `gpushare-agent explain POD` explains one.",
                         "short",
                         query(
-                            'sum by (reason) (rate(gpushare_admissions_total{outcome="refused"}[$__rate_interval])) * 60',
+                            f'sum by (reason) (rate(gpushare_admissions_total{{{GPU}, outcome="refused"}}'
+                            "[$__rate_interval])) * 60",
                             "{{reason}}",
                         ),
                     ),
@@ -288,6 +298,7 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                         "s",
                         query(f"histogram_quantile(0.5, {latency})", "half"),
                         query(f"histogram_quantile(0.99, {latency})", "99 %"),
+                        **limit(2),
                     ),
                 ),
                 (
@@ -297,7 +308,7 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                         "Sampling cost",
                         "Time that sampling takes of each second.",
                         "percentunit",
-                        query("rate(gpushare_sampling_duration_seconds_sum[$__rate_interval])", agent),
+                        query(f"rate(gpushare_sampling_duration_seconds_sum{{{GPU}}}[$__rate_interval])", agent),
                     ),
                 ),
                 (
@@ -308,9 +319,10 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                         "Should stay 0.",
                         "short",
                         query(
-                            "sum by (kind) (increase(gpushare_reconcile_corrections_total[$__rate_interval]))",
+                            f"sum by (kind) (increase(gpushare_reconcile_corrections_total{{{GPU}}}[$__rate_interval]))",
                             "{{kind}}",
                         ),
+                        **limit(1),
                     ),
                 ),
                 (
@@ -320,7 +332,8 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                         "Since the API server was heard",
                         "A quiet node hears it about once a minute.",
                         "s",
-                        query("gpushare_pod_event_age_seconds", agent),
+                        query(f"gpushare_pod_event_age_seconds{{{GPU}}}", agent),
+                        **limit(600),
                     ),
                 ),
                 (
@@ -331,11 +344,12 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                         "Per minute: Xid errors by number, errors by the driver's word.",
                         "short",
                         query(
-                            "sum by (kind, xid) (rate(gpushare_gpu_events_total[$__rate_interval])) * 60",
+                            f"sum by (kind, xid) (rate(gpushare_gpu_events_total{{{GPU}}}[$__rate_interval])) * 60",
                             "{{kind}} {{xid}}",
                         ),
                         query(
-                            "sum by (error) (rate(gpushare_driver_errors_total[$__rate_interval])) * 60", "{{error}}"
+                            f"sum by (error) (rate(gpushare_driver_errors_total{{{GPU}}}[$__rate_interval])) * 60",
+                            "{{error}}",
                         ),
                     ),
                 ),

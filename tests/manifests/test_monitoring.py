@@ -94,7 +94,10 @@ def test_every_alert_says_what_to_do_and_is_explained() -> None:
     text = (ROOT / "docs/how-to/monitor.md").read_text(encoding="utf-8")
     for rule in alerts():
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
-        assert set(rule["annotations"]) == {"summary", "description"}
+        assert set(rule["annotations"]) == {"summary", "description", "runbook"}
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), flags=re.M)
+        assert not anchor or anchor in {heading.lower().replace(" ", "-") for heading in headings}
         assert f"| `{rule['alert']}` |" in text
 
 
@@ -130,3 +133,22 @@ def test_the_dashboards_panels_have_places_of_their_own_and_known_variables() ->
             assert panel["description"] and panel["datasource"]["uid"] == "${datasource}"
         used = {name for target in panel.get("targets", ()) for name in re.findall(r"\$([a-z]+)\b", target["expr"])}
         assert used <= known
+
+
+def test_every_query_follows_the_chosen_nodes() -> None:
+    """Whoever chooses one node sees nothing of the others."""
+    assert [expression for expression in expressions() if 'node=~"$node"' not in expression] == []
+
+
+def test_the_alerts_limits_are_lines_in_the_charts() -> None:
+    """The values from which alerts.yaml counts; and what should be 0 or not near its end changes colour."""
+    found = {
+        panel["title"]: [step["value"] for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"][1:]]
+        for panel in dashboard()["panels"]
+        if "thresholds" in panel.get("fieldConfig", {}).get("defaults", {})
+    }
+    rules = {rule["alert"]: rule["expr"] for rule in alerts()}
+    assert rules["GpushareAdmissionsSlow"].endswith(f"> {found['Admission latency'][0]:g}")
+    assert rules["GpushareInformerStale"].endswith(f"> {found['Since the API server was heard'][0]:g}")
+    assert found["Corrections of the ledger"] == found["Unhealthy GPUs"] == found["Refusals in an hour"] == [1]
+    assert found["Memory allocated"] == found["Compute allocated"] == [0.9]

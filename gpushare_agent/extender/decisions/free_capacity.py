@@ -157,6 +157,27 @@ def lack_text(node: NodeCapacity, request: ContainerRequest, names: ResourceName
     return f"{asked}, no GPU has both free: at most {cores} cores, and {blocks} blocks on another"
 
 
+def gpu_text(gpu: GpuAccount, request: ContainerRequest) -> str:
+    """What one GPU lacks for a container of one GPU or more, by itself; empty where it lacks nothing."""
+    if not gpu.is_healthy:
+        return "out of service"
+    cores, blocks = gpu.free_cores, gpu.free_blocks
+    if request.cores >= CORES_PER_GPU and gpu.is_instance:
+        return "a MIG instance is no whole GPU"
+    if request.cores < CORES_PER_GPU and not gpu.takes_shares:
+        return "a MIG instance that cannot be shared here"
+    if request.cores >= CORES_PER_GPU:
+        return "" if cores == CORES_PER_GPU and blocks == gpu.total_blocks else "not wholly free"
+    lacks = []
+    if cores < request.cores:
+        lacks.append(f"{request.cores - cores} GPU cores")
+    if blocks < request.blocks:
+        lacks.append(f"{(request.blocks - blocks) * gpu.block_mib / 1024:g} GiB")
+    if gpu.free_units < request.units:
+        lacks.append(f"{(request.units - gpu.free_units) * gpu.unit_mib / 1024:g} GiB")
+    return f"lacks {' and '.join(lacks)}" if lacks else ""
+
+
 def score(node: NodeCapacity, requests: Signature, node_policy: SharePolicy) -> int:
     """0..10, of a node where the pod fits. The part is the same for every node; what differs is what the node has left.
 

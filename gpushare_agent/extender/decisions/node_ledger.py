@@ -144,6 +144,8 @@ def node_document(ledger: NodeLedger) -> dict[str, Any]:
             {
                 "index": gpu.index,
                 "uuid": gpu.uuid,
+                "name": reported.name,
+                "cordoned": reported.cordoned,
                 "is_healthy": gpu.is_healthy,
                 "memory_mib": gpu.memory_mib,
                 "cores": gpu.used_cores,
@@ -151,7 +153,7 @@ def node_document(ledger: NodeLedger) -> dict[str, Any]:
                 "units": gpu.used_units,
                 "is_whole": gpu.is_whole,
             }
-            for gpu in ledger.gpus
+            for gpu, reported in zip(ledger.gpus, ledger.node.gpus, strict=True)
         ],
         "reservations": [
             {

@@ -71,4 +71,9 @@ export function count(number, one, many) {
 /** `power_cap` as words. */
 export const words = (name) => name.replaceAll("_", " ");
 
+/** What a container or pod requests. */
+export function request({ cores, memory_bytes: memory }) {
+  return [cores && `${cores} GPU cores`, memory && bytes(memory)].filter(Boolean).join(", ") || "nothing";
+}
+
 export const gpuNames = (indexes) => indexes.map((index) => `GPU ${index}`).join(", ");

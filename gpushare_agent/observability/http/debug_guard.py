@@ -71,9 +71,13 @@ class HasHeaders(Protocol):
 
 
 class Guard:
-    """`token_file` None: no token is needed, and only this host's names are accepted in the Host header."""
+    """`token_file` None: no token is needed, and only this host's names are accepted in the Host header. `has_page`: a page
+    of the listener itself may ask; a browser names it as the origin of its scripts' requests."""
 
-    def __init__(self, token_file: Path | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, token_file: Path | None, *, has_page: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._has_page = has_page
         self._token = _TokenFile(token_file, clock) if token_file is not None else None
 
     async def denies(self, target: str, headers: HasHeaders) -> Denied | None:
@@ -82,7 +86,11 @@ class Guard:
             return Denied(status=400, text="the request line must hold a path, not a URL")
         if self._token is None and not _names_this_host(headers.getall("Host", [])):
             return Denied(status=403, text="the Host header must be localhost or a loopback address, given once")
-        if headers.getall("Origin", []) or set(headers.getall("Sec-Fetch-Site", [])) - {"none", "same-origin"}:
+        own = {f"http://{host}" for host in headers.getall("Host", [])} if self._has_page else set[str]()
+        if set(headers.getall("Origin", [])) - own or set(headers.getall("Sec-Fetch-Site", [])) - {
+            "none",
+            "same-origin",
+        }:
             return Denied(status=403, text="requests from web pages are not served; use curl, or type the address")
         if self._token is None:
             return None

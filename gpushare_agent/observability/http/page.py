@@ -42,23 +42,25 @@ class PageFile:
 
 
 class WebPage:
-    """The page and its files. Use it after `load`."""
+    """A page and the files that it may load. Use it after `load`."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: str = INDEX) -> None:
+        self._index = index
         self._files: dict[str, PageFile] = {}
 
     def load(self) -> None:
         """Reads the files; blocks for some milliseconds, so call it in a thread."""
         directory = resources.files(PACKAGE).joinpath(DIRECTORY)
         found = {entry.name: entry.read_bytes() for entry in directory.iterdir() if entry.is_file()}
-        self._files = {name: _file(name, found[name]) for name in sorted(found) if _content_type(name)}
+        kept = (name for name in sorted(found) if name == self._index or not name.endswith(".html"))
+        self._files = {name: _file(name, found[name]) for name in kept if _content_type(name)}
 
     def index(self, request: web.Request) -> web.Response:
-        return _answer(request, self._files[INDEX])
+        return _answer(request, self._files[self._index])
 
     def routes(self) -> list[Route]:
         """A path for each file but the page itself, whose path is the server's."""
-        return [(PREFIX + name, self._handler(file)) for name, file in self._files.items() if name != INDEX]
+        return [(PREFIX + name, self._handler(file)) for name, file in self._files.items() if name != self._index]
 
     def _handler(self, file: PageFile) -> Handler:
         async def show(request: web.Request) -> web.StreamResponse:

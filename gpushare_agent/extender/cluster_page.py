@@ -1,0 +1,222 @@
+"""The page of all nodes, for a person with a kubeconfig: what is allocated where, and why pods wait, GPU by GPU.
+
+It has the extender's view of the cluster, read with the person's own rights and kept by informers; it decides and writes
+nothing, and needs no extender. It listens on this machine alone, and answers no other web page (debug_guard.py). What comes
+from pods is bounded here and becomes text alone in the browser. The long answer comes in pages of nodes (debug.py).
+State owned: the informers' view of the cluster, and what the scheduler says of waiting pods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+from aiohttp import web
+
+from gpushare_agent import __version__
+from gpushare_agent.cluster.informer import Informer
+from gpushare_agent.cluster.kube.client import ALL_NODES
+from gpushare_agent.cluster.kube.cluster import LIVE_PODS
+from gpushare_agent.cluster.kube.lists import KubeLists
+from gpushare_agent.cluster.kube.pods import mapping_or_empty
+from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
+from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.debug import StatePages
+from gpushare_agent.extender.decisions.free_capacity import gpu_text, signature_of
+from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.nodes import read_node
+from gpushare_agent.extender.quota_state import QuotaState
+from gpushare_agent.extender.values import ClusterPolicy
+from gpushare_agent.extender.verbs import in_steps
+from gpushare_agent.kit.http_server import HttpLimits, HttpServer
+from gpushare_agent.kit.supervision import forever
+from gpushare_agent.kit.tcp_listeners import listen_tcp
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.observability.http.answers import (
+    SECURITY_HEADERS,
+    BadQueryError,
+    RequestQueue,
+    Word,
+    bad_query,
+    json_answer,
+    read_query,
+)
+from gpushare_agent.observability.http.debug_guard import Guard
+from gpushare_agent.observability.http.page import WebPage
+from gpushare_agent.settings.settings import Settings
+
+ADDRESS = "localhost"
+INDEX = "cluster.html"
+MOST_WAITING = 200
+MOST_NODES = 20
+"""Shown GPU by GPU for one waiting pod."""
+MAX_MESSAGE_CHARS = 1000
+_MAX_UID_CHARS = 128
+_BACKLOG = 16
+_MIB = 1 << 20
+
+
+class _Pods(PodsFeed):
+    """With what the scheduler wrote into each waiting pod."""
+
+    messages: dict[PodUid, str]
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts, leads=lambda: False)
+        self.messages = {}
+
+    def put(self, raw: dict[str, Any]) -> bool:
+        is_ours = super().put(raw)
+        uid = PodUid(self.key(raw))
+        if is_ours and self.unscheduled(uid) is not None:
+            self.messages[uid] = _scheduler_message(raw)
+        else:
+            self.messages.pop(uid, None)
+        return is_ours
+
+    def remove(self, key: str) -> None:
+        super().remove(key)
+        self.messages.pop(PodUid(key), None)
+
+
+class ClusterPage:
+    """`names` and `settings` must be those of the agents. `run` once."""
+
+    def __init__(self, settings: Settings, names: ResourceNames, *, port: int) -> None:
+        self._names = names
+        self._port = port
+        metrics, quota = ExtenderMetrics(), QuotaState(names)
+        policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy)
+        self._state = ClusterState(policy=policy)
+        self._pods = _Pods(state=self._state, names=names, metrics=metrics, quota=quota)
+        labels = settings.extender
+        read = partial(read_node, names=names, model_label=labels.model_label, pool_label=labels.pool_label)
+        nodes = NodesFeed(state=self._state, read=read, metrics=metrics, quota=quota, reported=self._pods.reported)
+        self._informers = (
+            Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics),
+            Informer(kind="pods", watched=LIVE_PODS, handler=self._pods, metrics=metrics),
+        )
+        self._page = WebPage(INDEX)
+        self._guard = Guard(None, has_page=True)
+
+    async def run(self, api: KubeLists, *, on_listening: Callable[[int], None]) -> NoReturn:
+        """Serve until cancelled. `on_listening` gets the port. Raises Unavailable: the port cannot be used."""
+        await asyncio.to_thread(self._page.load)
+        listeners = await listen_tcp(ADDRESS, self._port, backlog=_BACKLOG, only_loopback=True)
+        server = HttpServer(
+            "dashboard", self._routes(), limits=HttpLimits(), middlewares=[self._guarded], headers=SECURITY_HEADERS
+        )
+        on_listening(listeners[0].getsockname()[1])
+        async with asyncio.TaskGroup() as group:
+            for one in self._informers:
+                group.create_task(forever("informer", partial(one.run, api)), name="informer")
+            await server.serve(listeners)
+        raise AssertionError("unreachable: the server serves until it is cancelled")
+
+    def _routes(self) -> list[web.AbstractRouteDef]:
+        queue = RequestQueue()
+        pages = StatePages(head=self._head, nodes=self._state)
+        return [
+            web.get("/", self._show_index),
+            *(web.get(path, handler) for path, handler in self._page.routes()),
+            web.get("/api/v1/cluster", pages.show),
+            web.get("/api/v1/waiting", queue.one_at_a_time(self._show_waiting)),
+        ]
+
+    @web.middleware
+    async def _guarded(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        denied = await self._guard.denies(request.raw_path, request.headers)
+        if denied is not None:
+            return web.Response(status=denied.status, text=f"{denied.text}\n")
+        return await handler(request)
+
+    async def _show_index(self, request: web.Request) -> web.Response:
+        return self._page.index(request)
+
+    def _head(self) -> Mapping[str, Any]:
+        heard = [one.last_message_at for one in self._informers]
+        now = time.monotonic()
+        return {
+            "version": __version__,
+            "not_listed": [one.kind for one in self._informers if not one.has_listed],
+            "silent_seconds": max((now - at for at in heard if at is not None), default=None),
+            "memory_block_bytes": self._names.memory_block_mib * _MIB,
+            "unit_bytes": self._names.gpu_mem_unit_mib * _MIB,
+            "waiting_pods": len(self._pods.messages),
+        }
+
+    async def _show_waiting(self, request: web.Request) -> web.StreamResponse:
+        """All, or with `uid` one, and the nodes' GPUs with what each lacks."""
+        try:
+            asked = read_query(request.query, {"uid": Word(most_characters=_MAX_UID_CHARS)})
+        except BadQueryError as e:
+            return bad_query(request, e)
+        waiting = self._pods.unscheduled_pods()
+        if not asked["uid"]:
+            shown = [self._waiting(pod) for pod in waiting[:MOST_WAITING]]
+            return json_answer(request, {"count": len(waiting), "pods": shown})
+        pod = self._pods.unscheduled(PodUid(asked["uid"]))
+        if pod is None:
+            return json_answer(request, {"error": "the pod does not wait any more"}, status=404)
+        return json_answer(request, {**self._waiting(pod), **await self._nodes_for(pod)})
+
+    def _waiting(self, pod: Pod) -> dict[str, Any]:
+        return {
+            "uid": pod.uid,
+            "namespace": pod.namespace,
+            "pod": pod.name,
+            "requests": [
+                {
+                    "cores": request.cores,
+                    "memory_bytes": (
+                        request.blocks * self._names.memory_block_mib + request.units * self._names.gpu_mem_unit_mib
+                    )
+                    * _MIB,
+                }
+                for request in signature_of(pod, self._names)
+            ],
+            "message": self._pods.messages.get(pod.uid, ""),
+        }
+
+    async def _nodes_for(self, pod: Pod) -> dict[str, Any]:
+        """The nodes where it fits first, then the others by name. GPUs are judged for the largest request."""
+        found = await in_steps(self._state.filter_steps(pod, None))
+        verdicts = {**dict.fromkeys(found.fitting, ""), **found.failed, **found.unresolvable}
+        names = sorted(verdicts, key=lambda name: (verdicts[name] != "", name))
+        largest = max(signature_of(pod, self._names), key=lambda one: (one.cores, one.blocks, one.units))
+        return {
+            "count": len(names),
+            "nodes": [
+                {
+                    "name": name,
+                    "verdict": verdicts[name] or "the pod fits: the scheduler has another reason",
+                    "cards": [
+                        {
+                            "index": gpu.index,
+                            "free_cores": gpu.free_cores if gpu.is_healthy else 0,
+                            "free_bytes": gpu.free_blocks * gpu.block_mib * _MIB if gpu.is_healthy else 0,
+                            "verdict": gpu_text(gpu, largest) or "fits",
+                        }
+                        for gpu in self._state.gpus(name)
+                    ],
+                }
+                for name in names[:MOST_NODES]
+            ],
+        }
+
+
+def _scheduler_message(raw: Mapping[str, Any]) -> str:
+    """Of the pod's condition PodScheduled; any tenant who may write the status may write it."""
+    conditions = mapping_or_empty(raw.get("status")).get("conditions")
+    for one in conditions if isinstance(conditions, list) else ():
+        condition = mapping_or_empty(one)
+        if condition.get("type") == "PodScheduled" and isinstance(text := condition.get("message"), str):
+            return text[:MAX_MESSAGE_CHARS]
+    return ""

@@ -1,0 +1,92 @@
+"""The server of the page of all nodes: whom it answers, and what of a waiting pod."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gpushare_agent.extender.cluster_page import MAX_MESSAGE_CHARS
+from gpushare_agent.extender.decisions.free_capacity import ContainerRequest, gpu_text
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.placement import GpuAccount
+from tests.support_cluster_page import served_cluster
+from tests.support_deadline import DEADLINE_S
+
+
+async def ask(url: str, **headers: str) -> tuple[int, Any, str]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        aiohttp.ClientSession() as session,
+        session.get(url, headers=named) as answer,
+    ):
+        text = await answer.text()
+        is_json = answer.content_type == "application/json"
+        return answer.status, json.loads(text) if is_json else text, answer.headers["Content-Security-Policy"]
+
+
+async def test_only_its_own_page_is_answered() -> None:
+    """No other web page reads the cluster with the rights of whoever runs it."""
+    async with served_cluster() as (url, _):
+        own = url.rstrip("/")
+        assert (await ask(f"{url}api/v1/cluster", Origin=own, Sec_Fetch_Site="same-origin"))[0] == 200
+        for headers in (
+            {"Host": "evil.example"},
+            {"Origin": "https://evil.example"},
+            {"Origin": "null"},
+            {"Sec_Fetch_Site": "cross-site"},
+        ):
+            assert (await ask(f"{url}api/v1/cluster", **headers))[0] == 403, headers
+        status, page, policy = await ask(url)
+        assert status == 200 and "GPUs of the cluster" in page
+        assert "default-src 'self'" in policy
+
+
+async def test_a_waiting_pod_with_every_gpu() -> None:
+    """Its requests, what the scheduler wrote, cut, and each GPU's lack; a pod that waits no more is not found."""
+    async with served_cluster() as (url, _), asyncio.timeout(DEADLINE_S):
+        while (await ask(f"{url}api/v1/cluster"))[1]["not_listed"]:
+            await asyncio.sleep(0.01)
+        _, answer, _ = await ask(f"{url}api/v1/waiting")
+        assert answer["count"] == 2
+        pod = next(one for one in answer["pods"] if one["pod"] == "needs-much")
+        assert pod["requests"] == [{"cores": 20, "memory_bytes": 65 * 256 << 20}]
+        assert len(pod["message"]) == MAX_MESSAGE_CHARS
+        _, answer, _ = await ask(f"{url}api/v1/waiting?uid={pod['uid']}")
+        assert [(node["name"], len(node["cards"])) for node in answer["nodes"]] == [
+            ("gpu-1", 8),
+            ("gpu-2", 8),
+            ("gpu-3", 2),
+        ]
+        assert answer["nodes"][0]["cards"][0] == {
+            "index": 0,
+            "free_cores": 20,
+            "free_bytes": 40 * 256 << 20,
+            "verdict": "lacks 6.25 GiB",
+        }
+        assert (await ask(f"{url}api/v1/waiting?uid=unknown"))[0] == 404
+        assert (await ask(f"{url}api/v1/waiting?uid={'x' * 200}"))[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("request_", "state", "text"),
+    [
+        ((30, 8), {"used_cores": 80}, "lacks 10 GPU cores"),
+        ((30, 70), {"used_cores": 80}, "lacks 10 GPU cores and 1.5 GiB"),
+        ((30, 8), {}, ""),
+        ((200, 0), {"used_cores": 1}, "not wholly free"),
+        ((200, 0), {}, ""),
+        ((30, 8), {"is_healthy": False}, "out of service"),
+        ((100, 0), {"is_instance": True}, "a MIG instance is no whole GPU"),
+        ((30, 8), {"is_instance": True, "takes_shares": False}, "a MIG instance that cannot be shared here"),
+    ],
+)
+def test_what_a_gpu_lacks(request_: tuple[int, int], state: dict[str, Any], text: str) -> None:
+    """By itself, for one container."""
+    gpu = GpuAccount(index=0, uuid=GpuUuid("GPU-0"), memory_mib=16384, **state)
+    assert gpu_text(gpu, ContainerRequest(ContainerKind.MAIN, *request_, 0)) == text
