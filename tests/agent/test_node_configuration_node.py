@@ -80,3 +80,22 @@ async def test_an_agent_that_starts_with_a_bad_configuration_has_the_settings_of
                 await _wait_blocks(node, 2 * 81920 // 256)
                 await wait_until(node, lambda: len(_events(node)) > number, "the Event")  # noqa: B023 - in this turn
                 assert node.kubelet.capacity()[MEMORY][1] == 2 * 81920 // 256, "the settings of all nodes stay"
+
+
+async def test_what_becomes_of_nvidias_configuration_is_logged_as_it_comes_into_force() -> None:
+    """Each key once, by the configuration's name: what it becomes here, or why it has no effect."""
+    async with open_test_node() as node:
+        directory = node.paths.state / "configurations"
+        theirs = "version: v1\nflags: {migStrategy: mixed, gdrcopyEnabled: true}\n"
+        _mount(directory, own="resources: {memory_block_mib: 512}", plugin=theirs)
+        await _label(node, "own")
+        async with open_child(node, "--simulated.cards=2", f"--node-configuration.directory={directory}"):
+            await _wait_blocks(node, BLOCKS)
+            assert log_lines(node, "foreign_setting_read") == []
+            await _label(node, "plugin")
+            await _wait_blocks(node, 2 * BLOCKS)
+        lines = [*log_lines(node, "foreign_setting_read"), *log_lines(node, "foreign_setting_without_effect")]
+    found = {line["key"]: (line["source"], line.get("becomes"), "reason" in line) for line in lines}
+    assert len(lines) == len(found) == 3 and "version" in found
+    assert found["flags.migStrategy"] == ("configuration plugin", "nvidia.mig_strategy=mixed", False)
+    assert found["flags.gdrcopyEnabled"] == ("configuration plugin", None, True)
