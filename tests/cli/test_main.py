@@ -16,7 +16,7 @@ import yaml
 
 from gpushare_agent import __version__
 from gpushare_agent.cli import sandbox
-from gpushare_agent.cli.command_line import Command
+from gpushare_agent.cli.command_line import Command, runnable
 from gpushare_agent.cli.main import COMMANDS, main
 from gpushare_agent.settings.reference import all_keys, select_keys
 from gpushare_agent.settings.settings import load_settings
@@ -280,3 +280,27 @@ def test_former_names_work_and_are_listed_nowhere(capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert "fail-gpu" in shown and "--gpus" in shown
     assert not re.search(r"(?i)card|--format", shown)
+
+
+@pytest.mark.parametrize(
+    ("place", "path", "typed"),
+    [
+        (".nox/sandbox/bin", ".nox/sandbox/bin", ".nox/sandbox/bin/gpushare-agent"),
+        ("../usr/bin", "../usr/bin", "gpushare-agent"),
+        ("../opt/a b", "", "'{root}/opt/a b/gpushare-agent'"),
+    ],
+    ids=["in this directory", "on PATH", "elsewhere"],
+)
+def test_hints_name_the_program_as_it_can_be_typed(
+    place: str, path: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nox has its environment on a PATH that the person's own shell has not."""
+    home = tmp_path / "home"
+    home.mkdir()
+    program = Path(os.path.normpath(home / place / "gpushare-agent"))
+    program.parent.mkdir(parents=True)
+    program.touch(mode=0o755)
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    monkeypatch.setenv("PATH", str(program.parent) if path else "/nowhere")
+    assert runnable() == typed.format(root=tmp_path)
