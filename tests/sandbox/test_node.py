@@ -280,6 +280,7 @@ async def test_the_report_charges_memory_to_the_gpu_of_the_cores() -> None:
     assert second == {
         "index": 1, "minor": 4, "uuid": "b", "name": "Test", "memory_mib": 1024, "numa": 1, "cores_allocated": 30,
         "memory_blocks_allocated": 3, "memory_mib_allocated": 768, "used": None, "health": "Healthy", "health_reason": "",
+        "cordoned": None,
     }  # fmt: skip
     assert document["node"]["capacity"] == {CORE: 200, MEMORY: 8}
     p, q = document["pods"]
@@ -290,7 +291,7 @@ async def test_the_report_charges_memory_to_the_gpu_of_the_cores() -> None:
         "Unschedulable",
     )
     assert p["containers"] == [{
-        "name": "main", "cards": [1], "claims": [], "vcore": 30, "vmemory": 3, "gpu_mem": 0, "units": {},
+        "name": "main", "cards": [1], "claims": [], "vcore": 30, "vmemory": 3, "gpu_mem": 0, "memory_mib": 768, "units": {},
         "env": {"NVIDIA_VISIBLE_DEVICES": "b"},
         "mounts": [{"host_path": "/h", "container_path": "/c", "read_only": True}],
         "devices": [{"host_path": "/dev/x", "container_path": "/dev/x", "permissions": "rwm"}], "annotations": {"k": "v"},
