@@ -155,9 +155,9 @@ async def _only_namespace(api: KubeApi, pod: str) -> str:
         return str(metadata.get("namespace")) if metadata.get("name") == pod else None
 
     found, _ = await api.list_all(named, namespace_of)
-    if len(found) != 1:
-        where = (
-            f"in {len(found)} namespaces ({', '.join(sorted(found)[:10])}): name one with -n" if found else "nowhere"
-        )
-        raise NotFound(f"a pod of the name {pod} is {where}")
+    if not found:
+        raise NotFound(f"there is no pod {pod} in any namespace")
+    if len(found) > 1:
+        names = ", ".join(sorted(found)[:10])
+        raise NotFound(f"pod {pod} is in {len(found)} namespaces ({names}): name one with -n")
     return found[0]
