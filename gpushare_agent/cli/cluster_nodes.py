@@ -37,13 +37,12 @@ async def open_cluster(settings: Settings) -> AsyncIterator[KubeApi]:
 
 async def serve_dashboard(settings: Settings, port: int) -> int:
     """Until cancelled. Raises Unavailable: the port cannot be used."""
-    from gpushare_agent.cluster.kube.cluster import open_cluster_api
     from gpushare_agent.extender.cluster_page import ClusterPage
 
     def on_listening(found: int) -> None:
         print(f"The cluster's GPUs are at http://localhost:{found}/ until Ctrl-C.", flush=True)
 
-    async with open_cluster_api(kubeconfig=settings.kubeconfig, request_s=_LIST_TIMEOUT_S) as api:
+    async with open_cluster(settings) as api:
         await ClusterPage(settings, cluster_names(settings), port=port).run(api, on_listening=on_listening)
 
 
