@@ -129,11 +129,18 @@ def _introduce(
         f"other terminal: {runnable()} sandbox{where} "
         "status | apply -f FILE | delete NAME | exec POD -- COMMAND | fail-gpu N | heal-gpu N | restart-kubelet | "
         f"kill-agent{' | kill-extender' if extender is not None else ''}",
-        f"export KUBECONFIG={shlex.quote(str(cluster.paths.kubeconfig))}\n  for kubectl and other clients, as on a cluster",
+        _kubectl_text(cluster),
         places,
         "\n".join([_agents_text(nodes), *(f"  {line}" for line in agent_lines(nodes[0]))]),
         "Ctrl-C ends the sandbox and removes everything",
     ]
+
+
+def _kubectl_text(cluster: EmbeddedCluster) -> str:
+    if cluster.api.certificate is None:
+        return "kubectl sends no token without TLS: install openssl, which makes the certificate, and start again"
+    kubeconfig = shlex.quote(str(cluster.paths.kubeconfig))
+    return f"export KUBECONFIG={kubeconfig}\n  for kubectl and other clients, as on a cluster"
 
 
 def _containers_text(node: EmbeddedNode) -> str:

@@ -22,7 +22,10 @@ from tests.support_containers import needs_processes
 from tests.support_deadline import DEADLINE_S
 from tests.support_sandbox import SHORT_TIMES, pod
 
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+needs_kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None or shutil.which("openssl") is None, reason="kubectl or openssl is not installed"
+)
 SAMPLES = Path(__file__).parents[2] / "manifests" / "samples"
 
 
@@ -70,6 +73,16 @@ async def open_kubectl(state: Path) -> AsyncIterator[Kubectl]:
         yield Kubectl(cluster)
 
 
+async def test_without_openssl_a_sandbox_runs_on_plain_http(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the README asks for is enough to start it; the kubeconfig serves the agents."""
+    monkeypatch.setenv("PATH", str(short_dir))
+    async with open_embedded_cluster(short_dir / "s", node_names=["desk"], times=SHORT_TIMES) as cluster:
+        await cluster.api.signal.wait_until(lambda: bool(cluster.api.store.all("nodes")), DEADLINE_S)
+        (shown,) = yaml.safe_load(cluster.paths.kubeconfig.read_text())["clusters"]
+        assert shown["cluster"] == {"server": cluster.api.url} and cluster.api.url.startswith("http://127.0.0.1:")
+
+
+@needs_openssl
 async def test_the_api_is_on_tls_with_a_certificate_of_its_own_and_for_its_token_alone(short_dir: Path) -> None:
     """Key and kubeconfig have mode 0600; without the token 401, without the certificate no connection."""
     async with open_embedded_cluster(short_dir, node_names=["desk"], times=SHORT_TIMES) as cluster:

@@ -5,6 +5,7 @@ Self-signed for the loopback names, made anew by the program `openssl` for each 
 
 from __future__ import annotations
 
+import shutil
 import ssl
 import subprocess
 from dataclasses import dataclass
@@ -47,8 +48,13 @@ class ServerCertificate:
         return ssl.create_default_context(cafile=self.certificate)
 
 
-def make_certificate(directory: Path) -> ServerCertificate:
-    """`api-server.crt` and `api-server.key`, mode 0600. Blocks for some 30 ms. Raises StartupError without openssl."""
+def make_certificate(directory: Path) -> ServerCertificate | None:
+    """`api-server.crt` and `api-server.key`, mode 0600. Blocks for some 30 ms. Raises StartupError.
+
+    None where openssl is not installed: the sandbox needs it for kubectl alone.
+    """
+    if shutil.which("openssl") is None:
+        return None
     made = ServerCertificate(certificate=directory / "api-server.crt", key=directory / "api-server.key")
     for file in (made.certificate, made.key):
         file.unlink(missing_ok=True)  # openssl would keep the mode of a file that is there
@@ -61,6 +67,6 @@ def make_certificate(directory: Path) -> ServerCertificate:
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", "") or str(error)).strip()
         raise StartupError(
-            f"the certificate of the sandbox's API server cannot be made by `openssl`: {said}; install the package openssl"
+            f"the certificate of the sandbox's API server cannot be made by `openssl`: {said}"
         ) from error
     return made
