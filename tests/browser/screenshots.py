@@ -55,6 +55,7 @@ async def busy_node() -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
         "--simulated.card-memory-mib=32768",
         "--placement.share-policy=spread",
         f"--sample-period-s={SAMPLE_S}",
+        f"--usage.idle-period-s={SAMPLE_S}",  # nobody reads before the picture is taken
         f"--usage.history-s={HISTORY_S}",
     )
     async with open_test_node(node_name="gpu-node-1") as node, open_agent(node, *flags) as agent:
