@@ -66,7 +66,10 @@ async def read_until(process: asyncio.subprocess.Process, words: str) -> None:
     assert process.stdout is not None
     async with asyncio.timeout(DEADLINE_S):
         while words not in (line := (await process.stdout.readline()).decode()):
-            assert line, f"the sandbox ended before it said {words!r}"
+            if not line:
+                assert process.stderr is not None
+                last = (await process.stderr.read()).decode()[-2000:]
+                raise AssertionError(f"the sandbox ended before it printed {words!r}: {last}")
 
 
 async def document_of(state: Path) -> dict[str, Any]:

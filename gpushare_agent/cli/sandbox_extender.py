@@ -39,11 +39,18 @@ def plan_extender(
     return PlannedExtender(url=f"http://{_HOST}:{port}/scheduler", process=process)
 
 
+_RESERVED: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port for a child process. It stays bound here, without listening, until this process ends: else another server could
+    get the number before the child's first start, or between two. The child can listen: it sets SO_REUSEADDR too."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((_HOST, 0))
+    _RESERVED.append(reserved)
+    port: int = reserved.getsockname()[1]
+    return port
 
 
 @asynccontextmanager
