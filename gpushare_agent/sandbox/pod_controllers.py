@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import json
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,8 @@ REVISION = "deployment.kubernetes.io/revision"
 HASH_LABEL = "pod-template-hash"
 _OWNERS = {"Deployment": "deployments", "ReplicaSet": "replicasets", "Job": "jobs"}
 _RETRY_POLL_S = 0.5
+_BURST = 50
+"""Pods created in one pass, between which others of the loop run."""
 _MOST_DOUBLED = 8
 """The longest wait is 256 s."""
 
@@ -42,6 +45,7 @@ class PodControllers:
         while True:
             version, now = self._api.version, time.monotonic()
             self.reconcile()
+            await asyncio.sleep(0)  # its own changes start the next pass at once
             is_due = any(due > now for _, due in self._retries.values())
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_POLL_S if is_due else None):
@@ -99,7 +103,7 @@ class PodControllers:
     def _create_pods(self, owner: RawObject, count: int) -> None:
         metadata, template = owner["metadata"], owner["spec"]["template"]
         reference = _reference(owner)
-        for _ in range(count):
+        for _ in range(min(count, _BURST)):
             pod = {
                 "apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
                 "metadata": {
@@ -153,7 +157,7 @@ class PodControllers:
         template, metadata = raw["spec"]["template"], raw["metadata"]
         text = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
         name = f"{metadata['name']}-{text}"
-        newest = max((int(one["metadata"]["annotations"][REVISION]) for one in sets), default=0)
+        newest = max(map(_revision, sets), default=0)
         found = next((one for one in sets if one["metadata"]["name"] == name), None)
         if found is None:
             labels = {**template["metadata"]["labels"], HASH_LABEL: text}
@@ -168,9 +172,9 @@ class PodControllers:
                 },
             }  # fmt: skip
             found = self._api.create("replicasets", body, metadata["namespace"])
-        elif int(found["metadata"]["annotations"][REVISION]) < newest:  # rolled back to
+        elif _revision(found) < newest:  # rolled back to
             found = self._annotate("replicasets", found, str(newest + 1))
-        self._annotate("deployments", raw, found["metadata"]["annotations"][REVISION])
+        self._annotate("deployments", raw, str(_revision(found)))
         return found
 
     def _annotate(self, resource: str, raw: RawObject, revision: str) -> RawObject:
@@ -260,6 +264,12 @@ class PodControllers:
 
 def _owner(raw: RawObject) -> Mapping[str, Any] | None:
     return next((one for one in raw["metadata"].get("ownerReferences") or () if one.get("controller")), None)
+
+
+def _revision(replica_set: RawObject) -> int:
+    """0 where a client has taken the annotation away, or written something else into it."""
+    text = (replica_set["metadata"].get("annotations") or {}).get(REVISION, "")
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def _reference(owner: RawObject) -> RawObject:

@@ -115,6 +115,20 @@ def is_terminal(raw: RawObject) -> bool:
     return (raw.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
+def check_metadata(metadata: Mapping[str, Any]) -> None:
+    """What others read of every object. Raises Rejected, naming the field."""
+    for name in ("labels", "annotations"):
+        texts = metadata.get(name) or {}
+        if not isinstance(texts, dict) or not all(isinstance(value, str) for value in texts.values()):
+            raise Rejected(f"metadata.{name}: Invalid value: must be a mapping of texts")
+    owners = metadata.get("ownerReferences") or []
+    if not isinstance(owners, list) or not all(
+        isinstance(one, dict) and all(isinstance(one.get(field), str) for field in ("kind", "name", "uid"))
+        for one in owners
+    ):
+        raise Rejected("metadata.ownerReferences: Invalid value: must be a list of objects with kind, name and uid")
+
+
 def completed_manifest(raw: Any, *, namespace: str, uid: str, suffix: str) -> RawObject:
     """The object to store: checked, with defaults, identity and a Pending status. `suffix` completes generateName.
 
@@ -127,6 +141,7 @@ def completed_manifest(raw: Any, *, namespace: str, uid: str, suffix: str) -> Ra
     name = metadata.get("name") or (f"{metadata['generateName']}{suffix}" if metadata.get("generateName") else "")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise Rejected(f"metadata.name: Invalid value: {name!r}: must be lower case letters, digits, '-' or '.'")
+    check_metadata(metadata)
     _check_annotations(metadata)
     _check_spec(_section(pod, "spec"))
     metadata.update(
@@ -149,8 +164,6 @@ def _section(pod: RawObject, name: str) -> dict[str, Any]:
 
 def _check_annotations(metadata: dict[str, Any]) -> None:
     annotations = metadata.get("annotations") or {}
-    if not isinstance(annotations, dict):
-        raise Rejected("metadata.annotations: Invalid value: must be a mapping")
     for name, what in _NUMBERS.items():
         if name not in annotations:
             continue
@@ -166,6 +179,8 @@ def _check_spec(spec: dict[str, Any]) -> None:
     names: set[str] = set()
     if not isinstance(spec.get("containers"), list) or not spec["containers"]:
         raise Rejected("spec.containers: Required value: at least one container is needed")
+    if not isinstance(spec.get("initContainers") or [], list):
+        raise Rejected("spec.initContainers: Invalid value: must be a list")
     for group in ("initContainers", "containers"):
         for position, container in enumerate(spec.get(group) or ()):
             where = f"spec.{group}[{position}]"

@@ -5,5 +5,5 @@ cli/; the composition hands each part its section. Open tree.py first: it joins 
 (admission, extender, isolation, kubelet, observation, resources, simulated). sources.py reads the places, settings.py
 merges, validates and words mistakes, reference.py makes `--help` and docs/reference/settings.md.
 
-Others import: extender, node_configuration, observation, reference, settings, sources.
+Others import: extender, node_configuration, observation, reference, settings, sources, yaml.
 """

@@ -5,17 +5,20 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import aiohttp
 import pytest
 
 from gpushare_agent.model.errors import Rejected
-from gpushare_agent.sandbox.api.patch import STRATEGIC, patched
+from gpushare_agent.sandbox.api.patch import APPLY, STRATEGIC, patched
 from gpushare_agent.sandbox.api.selectors import parse_label_selector
+from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.tables import duration_text, table
 from tests.fakes.api_server import MERGE, PODS, open_client
 from tests.support_sandbox import container, pod
 
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
 """As kubectl sends it."""
+JSON = "application/json"
 
 
 def labelled(name: str, **labels: str) -> dict[str, Any]:
@@ -264,3 +267,40 @@ def test_texts_are_taken_out_of_a_list_one_by_one() -> None:
         STRATEGIC,
     )
     assert found == {"metadata": {"finalizers": ["b", "c"]}}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content_type", "body"),
+    [
+        ("POST", PODS, JSON, "[" * 100_000),
+        (
+            "POST",
+            PODS,
+            JSON,
+            '{"metadata":{"name":"b","annotations":' + '{"a":' * 400 + "1" + "}" * 400 + '},"spec":{}}',
+        ),
+        ("POST", PODS, JSON, '{"metadata":1}'),
+        ("PATCH", f"{PODS}/a", MERGE, '{"metadata":{"ownerReferences":[1]}}'),
+        ("PATCH", f"{PODS}/a", MERGE, '{"metadata":{"labels":{"app":1}}}'),
+        ("PATCH", f"{PODS}/a/status", MERGE, '{"status":1}'),
+        ("PATCH", f"{PODS}/a", STRATEGIC, '{"$retainKeys":1}'),
+        ("PATCH", f"{PODS}/a", STRATEGIC, '{"spec":{"$setElementOrder/containers":1}}'),
+        ("PATCH", f"{PODS}/a", APPLY, "metadata: {name: a, annotations: &a {b: *a}}"),
+        ("PATCH", f"{PODS}/a", APPLY, "[" * 3000),
+        ("PATCH", f"{PODS}/a", APPLY, "metadata: 1"),
+        ("POST", PODS, JSON, '{"metadata":{"name":"b"},"spec":{"containers":[{"name":"c"}],"initContainers":1}}'),
+        ("DELETE", f"{PODS}/a", JSON, '{"gracePeriodSeconds":"x"}'),
+        ("DELETE", f"{PODS}/a", JSON, '{"preconditions":1}'),
+        ("GET", f"{PODS}?watch=1&timeoutSeconds=²", JSON, None),
+        ("GET", f"{PODS}?watch=1&resourceVersion={'1' * 5000}", JSON, None),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_what_is_no_object_is_refused(method: str, path: str, content_type: str, body: str | None) -> None:
+    """As the client's mistake, not the server's; what is stored stays readable, for lists and for the controllers."""
+    async with EmbeddedApiServer() as api, aiohttp.ClientSession(api.url, headers=api.headers) as session:
+        api.create_pod(pod("a"))
+        before = api.pods()
+        async with session.request(method, path, data=body, headers={"Content-Type": content_type}) as answer:
+            assert (answer.status, (await answer.json())["kind"]) in ((400, "Status"), (422, "Status"))
+        assert api.pods() == before

@@ -12,7 +12,7 @@ from gpushare_agent.sandbox.api.patch import MERGE, patched
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import key_of
 from gpushare_agent.sandbox.api.updates import updated
-from gpushare_agent.sandbox.pod_controllers import PodControllers
+from gpushare_agent.sandbox.pod_controllers import REVISION, PodControllers
 from tests.fakes.api_server import open_client
 from tests.support_sandbox import pod
 
@@ -254,3 +254,37 @@ async def test_the_scale_is_an_object_of_its_own() -> None:
         assert client.api.store.get("deployments", ("default", "web"))["spec"]["replicas"] == 5
         assert (await client.call("PATCH", path, {"spec": {"replicas": "5"}}, MERGE))[0] == 422
         assert (await client.call("GET", path.replace("web", "none")))[0] == 404
+
+
+async def test_a_null_in_a_spec_is_an_absent_field(cluster: Cluster) -> None:
+    """It gets the default, and no null ends the controllers."""
+    raw = deployment(strategy=None)
+    raw["spec"]["replicas"] = None
+    cluster.api.create("deployments", raw)
+    cluster.settle()
+    assert len(cluster.pods()) == 1
+    assert cluster.get("deployments", "web")["spec"]["strategy"] == {"type": "RollingUpdate"}
+
+
+async def test_a_revision_that_is_no_number_counts_as_none(cluster: Cluster) -> None:
+    """A client may write into the annotation, or take it away."""
+    cluster.api.create("deployments", deployment())
+    cluster.settle()
+    [name] = [raw["metadata"]["name"] for raw in cluster.api.store.all("replicasets")]
+    for odd in ({REVISION: "x"}, None):
+        cluster.patch("replicasets", name, {"metadata": {"annotations": odd}})
+        cluster.patch("deployments", "web", CHANGED)
+        cluster.settle()
+        assert len(cluster.pods()) == 3
+
+
+async def test_pods_of_a_large_owner_are_made_in_bursts(cluster: Cluster) -> None:
+    """One pass holds the loop for few of them; more than a thousand are refused."""
+    with pytest.raises(Rejected, match="100000: at most 1000 in the sandbox"):
+        cluster.api.create("deployments", deployment(100_000))
+    cluster.api.create("deployments", deployment(120))
+    sizes = []
+    for _ in range(4):
+        cluster.controllers.reconcile()
+        sizes.append(len(cluster.pods()))
+    assert sizes == [50, 100, 120, 120]

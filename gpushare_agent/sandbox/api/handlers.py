@@ -9,9 +9,8 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
-import yaml
 from aiohttp import web
 from multidict import CIMultiDict
 
@@ -20,12 +19,13 @@ from gpushare_agent.sandbox.api import patch
 from gpushare_agent.sandbox.api.discovery import discovery
 from gpushare_agent.sandbox.api.field_validation import unknown_fields
 from gpushare_agent.sandbox.api.objects import ApiObjects
-from gpushare_agent.sandbox.api.responses import bad_request, error_response, json_body, status_response
+from gpushare_agent.sandbox.api.responses import bad_request, check_sections, error_response, json_body, status_response
 from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, KINDS, SCALABLE, ObjectKey, base_path, group_version
 from gpushare_agent.sandbox.api.tables import table
 from gpushare_agent.sandbox.api.updates import updated
 from gpushare_agent.sandbox.api.watch import TRUE, Watches, request_selector
 from gpushare_agent.sandbox.pod_manifest import RawObject
+from gpushare_agent.settings.yaml import UnreadableYaml, parse_yaml
 
 _TABLE = re.compile(r"application/json;as=Table;v=v1(?=[;,]|$)")
 """In an Accept header of kubectl."""
@@ -86,6 +86,8 @@ class ApiHandlers:
                 return await verb(request, resource)
             except AgentError as error:
                 return error_response(error, resource, request.match_info.get("name", ""))
+            except RecursionError:
+                bad_request("the object provided is unrecognized: it is nested too deeply")
 
         return handle
 
@@ -214,6 +216,8 @@ class ApiHandlers:
             return web.json_response(self._objects.delete(resource, key))
         grace = options.get("gracePeriodSeconds", request.query.get("gracePeriodSeconds"))
         conditions = options.get("preconditions") or {}
+        if not isinstance(conditions, dict) or re.fullmatch("None|-?[0-9]{1,9}", str(grace)) is None:
+            bad_request("the object provided is unrecognized: preconditions are an object, gracePeriodSeconds a number")
         deleted = self._objects.delete_pod(
             *key, grace_period_s=None if grace is None else int(grace), uid=conditions.get("uid") or "",
             resource_version=conditions.get("resourceVersion") or "",
@@ -233,11 +237,12 @@ class ApiHandlers:
     async def _apply(self, request: web.Request, resource: str) -> web.StreamResponse:
         """Server-side apply: an object that is not there is created."""
         try:
-            raw = await asyncio.to_thread(yaml.safe_load, await request.read())
-        except yaml.YAMLError as error:
+            raw: Any = await asyncio.to_thread(parse_yaml, await request.read())
+        except UnreadableYaml as error:
             bad_request(f"error decoding YAML: {error}")
         namespace, name = key = _key(request, resource)
-        if not isinstance(raw, dict) or (raw.get("metadata") or {}).get("name") != name:
+        check_sections(raw)
+        if (raw.get("metadata") or {}).get("name") != name:
             bad_request("the object provided is unrecognized: an object with the name of the URL is needed")
         warnings = await self._checked_fields(request, resource, raw)
         is_there, manager = self._store.find(resource, key) is not None, request.query.get("fieldManager", "")

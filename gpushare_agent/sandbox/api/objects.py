@@ -32,6 +32,7 @@ from gpushare_agent.sandbox.behaviour import behaviour_of
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.pod_manifest import (
     RawObject,
+    check_metadata,
     completed_manifest,
     is_mirror,
     is_terminal,
@@ -51,6 +52,7 @@ def _merged_status(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
 def _named(raw: RawObject, resource: str, namespace: str) -> RawObject:
     """Raises Rejected."""
     given = raw.get("metadata") or {}
+    check_metadata(given)
     name = given.get("name") or (f"{given['generateName']}{uuid.uuid4().hex[:5]}" if given.get("generateName") else "")
     if not name:
         raise Rejected("metadata.name: Required value: name or generateName is required")

@@ -34,8 +34,10 @@ def patched(raw: RawObject, patch: Any, content_type: str) -> RawObject:
         return _json_patched(raw, patch)
     if not isinstance(patch, dict):
         raise Rejected(f"a {content_type} body must be a JSON object, got {type(patch).__name__}")
-    result = _merged(raw, patch, is_strategic=content_type == STRATEGIC)
-    return dict(result)
+    try:
+        return dict(_merged(raw, patch, is_strategic=content_type == STRATEGIC))
+    except (TypeError, AttributeError) as error:  # a directive of a type that it cannot have
+        raise Rejected(f"the patch cannot be applied: {error}") from error
 
 
 def _merged(old: Any, patch: Any, *, is_strategic: bool, name: str = "") -> Any:

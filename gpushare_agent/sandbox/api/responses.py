@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -54,15 +55,24 @@ def bad_request(message: str) -> NoReturn:
 async def json_body(request: web.Request, of: tuple[type, ...] = (dict,)) -> Any:
     try:
         body = json.loads(await request.read())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         bad_request(f"the object provided is unrecognized: {error}")
     if not isinstance(body, of):
         bad_request(f"the object provided is unrecognized: expected a JSON object, got {type(body).__name__}")
+    if isinstance(body, dict):
+        check_sections(body)
     return body
+
+
+def check_sections(body: Mapping[str, Any]) -> None:
+    """Those of every kind that has them."""
+    for name in ("metadata", "spec", "status"):
+        if not isinstance(body.get(name) or {}, dict):
+            bad_request(f"the object provided is unrecognized: {name} must be an object")
 
 
 def query_number(request: web.Request, name: str, default: int) -> int:
     text = request.query.get(name, "")
-    if text and not text.isdigit():
-        bad_request(f"invalid {name}: {text!r}")
+    if text and re.fullmatch("[0-9]{1,18}", text) is None:
+        bad_request(f"invalid {name}: {text!r:.80}")
     return int(text) if text else default

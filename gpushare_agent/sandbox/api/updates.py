@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpushare_agent.model.errors import Conflict, Rejected
 from gpushare_agent.sandbox.api.store import WITH_STATUS
 from gpushare_agent.sandbox.api.workloads import completed_workload
-from gpushare_agent.sandbox.pod_manifest import RawObject, completed_manifest
+from gpushare_agent.sandbox.pod_manifest import RawObject, check_metadata, completed_manifest
 
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp", "generation")
 _IMMUTABLE = {"jobs": ("template", "completions"), "deployments": ("selector",), "replicasets": ("selector",)}
@@ -19,6 +19,7 @@ def updated(resource: str, old: RawObject, new: RawObject, *, is_status: bool = 
         Rejected: the change is not allowed, or the object would not be valid.
     """
     metadata, known = new.get("metadata") or {}, old["metadata"]
+    check_metadata(metadata)
     for field in ("resourceVersion", "uid"):
         if metadata.get(field, known[field]) != known[field]:
             raise Conflict(

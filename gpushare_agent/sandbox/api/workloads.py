@@ -5,6 +5,7 @@ imports (field_validation.py); what they do is pod_controllers.py's.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from typing import Any
 
@@ -16,6 +17,8 @@ from gpushare_agent.sandbox.pod_manifest import RawObject, completed_manifest
 _LONGEST_NAMES = {"deployments": 200, "jobs": 200, "replicasets": 220}
 """What is made for them has a longer name: of a Deployment a ReplicaSet, of all pods."""
 _NUMBERS = ("replicas", "parallelism", "completions", "backoffLimit")
+_MOST_AT_ONCE = {"replicas": 1000, "parallelism": 1000}
+"""All pods are objects of one process, whose controllers read them all in each pass."""
 _PART = re.compile(r"[0-9]{1,9}%?")
 _UID_LABEL, _NAME_LABEL = "batch.kubernetes.io/controller-uid", "batch.kubernetes.io/job-name"
 
@@ -25,7 +28,7 @@ def completed_workload(resource: str, raw: RawObject) -> RawObject:
     if resource not in _LONGEST_NAMES:
         return raw
     unknown_fields(raw, KINDS[resource])  # for the types
-    name, spec = raw["metadata"]["name"], copy.deepcopy(raw.get("spec") or {})
+    name, spec = raw["metadata"]["name"], _without_nulls(copy.deepcopy(raw.get("spec") or {}))
     if len(name) > _LONGEST_NAMES[resource]:
         raise Rejected(
             f"metadata.name: Too long: {name!r:.80}: at most {_LONGEST_NAMES[resource]} characters in the sandbox"
@@ -39,6 +42,8 @@ def completed_workload(resource: str, raw: RawObject) -> RawObject:
     for field in _NUMBERS:
         if spec.get(field, 0) < 0:
             raise Rejected(f"spec.{field}: Invalid value: {spec[field]}: must be greater than or equal to 0")
+        if spec.get(field, 0) > (most := _MOST_AT_ONCE.get(field, math.inf)):
+            raise Rejected(f"spec.{field}: Invalid value: {spec[field]}: at most {most} in the sandbox")
     for field, value in ((spec.get("strategy") or {}).get("rollingUpdate") or {}).items():
         if _PART.fullmatch(str(value)) is None:
             raise Rejected(
@@ -50,6 +55,11 @@ def completed_workload(resource: str, raw: RawObject) -> RawObject:
     except Rejected as error:
         raise Rejected(f"spec.template.{error}") from error
     return {**raw, "spec": spec}
+
+
+def _without_nulls(spec: dict[str, Any]) -> dict[str, Any]:
+    """A null is an absent field, as for a real API server: it gets the default."""
+    return {name: value for name, value in spec.items() if value is not None}
 
 
 def _job(spec: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
