@@ -31,9 +31,9 @@ from gpushare_agent.sandbox.manifests import EXPECTATION_ANNOTATION
 
 NARROW = 100
 """Below this width a GPU's name or a PID would take the place of what changes."""
-_ROOM_FOR_PIDS = 130
+_PIDS_WIDTH = 130
 _PIDS_SHOWN = 3
-_AWAY = "Unknown"
+_UNKNOWN = "Unknown"
 """Health of a GPU while no agent offers it."""
 
 
@@ -89,8 +89,8 @@ def pids_text(container: dict[str, Any], *, is_short: bool) -> str:
 
 def health_text(gpu: dict[str, Any]) -> Text:
     """With the driver's reason for a GPU that is not well."""
-    if gpu["health"] == _AWAY:
-        return Text(_AWAY, style="red")
+    if gpu["health"] == _UNKNOWN:
+        return Text(_UNKNOWN, style="red")
     reported = gpu | {"is_healthy": gpu["health"] == "Healthy"}
     return Text(health_line(reported), style=health_style(health_word(reported)))
 
@@ -148,7 +148,7 @@ def pods_table(document: dict[str, Any], width: int) -> Table:
             used_text(container, len(container["cards"])),
             memory_text(container),
             *([limit_text(container)] if limits else ()),
-            pids_text(container, is_short=width < _ROOM_FOR_PIDS),
+            pids_text(container, is_short=width < _PIDS_WIDTH),
         )
         for pod in document["pods"]
         for container in pod["containers"]

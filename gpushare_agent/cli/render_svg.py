@@ -1,6 +1,6 @@
 """The node's GPUs, their branches and their NVLinks as an SVG, from the document of `graph`. Pure.
 
-A branch is a box around its GPUs, an NVLink a curve below them; a GPU's two bars are what is in use of cores and memory.
+A branch is a box around its GPUs, an NVLink a curve below them; a GPU's two bars are its allocated cores and memory.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def _gpu(root: ElementTree.Element, gpu: dict[str, Any], x: int, y: int) -> None
     for row, (part, whole, text) in enumerate(allocated):
         top = y + 38 + row * 32
         _text(root, x + 10, top, text)
-        used = min(1.0, part / whole) if whole else 0.0
+        filled = min(1.0, part / whole) if whole else 0.0
         _add(root, "rect", x=x + 10, y=top + 5, width=_BAR_WIDTH, height=8, fill="#e4e4e4")
-        _add(root, "rect", x=x + 10, y=top + 5, width=round(_BAR_WIDTH * used), height=8, fill=colour)
+        _add(root, "rect", x=x + 10, y=top + 5, width=round(_BAR_WIDTH * filled), height=8, fill=colour)
 
 
 def _nvlinks(links: list[list[str]]) -> Iterator[tuple[int, int, str]]:

@@ -84,7 +84,7 @@ def test_a_whole_gpu_is_explained_by_the_branches() -> None:
     outcome, why = decide(100, 0, share("other", 0, range(10), range(5)), gpus=inventory(3))
     assert isinstance(outcome, Plan)
     assert verdicts(why) == [
-        "in use: 90 cores and 23296 MiB are free, and it must be all",
+        "in use: 90 cores and 22.75 GiB are free, and all of both are needed",
         "chosen",
         "free, but in a branch that is broken up less",
     ]
@@ -107,7 +107,7 @@ def test_a_refusal_for_memory_says_what_each_gpu_is_short_of() -> None:
     """Cores are there; memory is not."""
     outcome, why = decide(10, 50, share("a", 0, range(10), range(60)), share("b", 1, range(10), range(70)))
     assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.FRAGMENTED
-    assert verdicts(why) == ["3584 MiB short", "6144 MiB short"]
+    assert verdicts(why) == ["3.5 GiB short", "6 GiB short"]
     assert not any(candidate.is_chosen for candidate in why.candidates)
 
 
@@ -115,7 +115,7 @@ def test_a_refusal_for_too_little_memory_at_all_has_its_own_reason() -> None:
     """All GPUs together do not have it."""
     outcome, why = decide(10, 50, share("a", 0, range(10), range(90)), share("b", 1, range(10), range(80)))
     assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.NOT_ENOUGH_MEMORY
-    assert verdicts(why) == ["11264 MiB short", "8704 MiB short"]
+    assert verdicts(why) == ["11 GiB short", "8.5 GiB short"]
 
 
 def test_a_refusal_for_fragmentation_shows_that_no_gpu_has_both() -> None:
@@ -181,7 +181,7 @@ def test_memory_alone_is_explained_in_memory() -> None:
     policy = Policy(names=ResourceNames(gpu_mem="aliyun.com/gpu-mem"))
     outcome, why = decide(0, 0, share("a", 0, range(10), range(60)), gpu_mem=20, policy=policy)
     assert isinstance(outcome, Plan)
-    assert verdicts(why) == ["11264 MiB short", "chosen"]
+    assert verdicts(why) == ["11 GiB short", "chosen"]
     assert why.asked.memory_bytes == 20 * 1024 * MIB
 
 
@@ -219,7 +219,7 @@ def test_the_memory_of_a_gpu_that_is_taken_whole_is_not_free() -> None:
     taken = allocation(pod("whole"), "main", ids(0, range(100)), [])
     outcome, why = decide(10, 50, taken, share("b", 1, range(10), range(70)))
     assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.NOT_ENOUGH_MEMORY
-    assert verdicts(why) == ["10 cores and 12800 MiB short", "6144 MiB short"]
+    assert verdicts(why) == ["10 cores and 12.5 GiB short", "6 GiB short"]
     assert why.candidates[0].free_memory_bytes == 0
 
 

@@ -9,7 +9,7 @@
  *   hang_sample                      the same of nvmlDeviceGetUtilizationRates alone, which only samples ask
  *   count N
  *   card I UUID MINOR BUS_ID MEMORY_MIB MIG NAME...
- *                                    MIG is 1 for its mode on, 0 for off, 2 where the card has none
+ *                                    MIG is 1 for its mode on, 0 for off, 2 where the GPU has none
  *   mig I NUMBER UUID GI CI MEMORY_MIB GI_SLICES CI_SLICES PROFILE
  *                                    a MIG instance of the GPU at index I, where its MIG is 1; PROFILE is the number of its
  *                                    GPU instance profile. Other lines name it by the index 1000 + 16 * I + NUMBER; error

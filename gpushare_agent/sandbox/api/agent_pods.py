@@ -63,9 +63,7 @@ class AgentPods:
         name = request.match_info["name"].removeprefix("http:").partition(":")[0]
         server = self.servers.get(name) if request.match_info["namespace"] == AGENT_NAMESPACE else None
         if server is None:
-            bad_request(
-                f"pod {name!r:.80} has no server that the sandbox knows: only agents' pods can be asked by proxy"
-            )
+            bad_request(f"pod {name!r:.80} has no server in this sandbox: only agents' pods can be asked by proxy")
         path = request.path_qs.partition("/proxy")[2]
         headers = {key: value for key, value in request.headers.items() if key.lower() not in _NOT_PASSED_ON}
         async with aiohttp.ClientSession(timeout=_TIMEOUT, auto_decompress=False) as session:
