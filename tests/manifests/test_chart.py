@@ -88,7 +88,7 @@ def test_the_chart_installs_what_kustomize_does(name: str, tmp_path: Path) -> No
     values, resources, components = CASES[name]
     expected = kustomize_objects(tmp_path, *resources, components=[f"components/{one}" for one in components])
     found = chart_objects(values, tmp_path)
-    del found["Job", "gpushare-check"]
+    del found["Pod", "gpushare-check"]
     assert found["ConfigMap", "gpushare-agent"]["data"]["settings.yaml"]["log"].pop("level") == "info"
     assert found.keys() == expected.keys()
     for key, one in expected.items():
@@ -113,22 +113,19 @@ def test_a_strategy_for_mig_gives_the_rights_to_list_instances(strategy: str, ha
 
 
 def test_helm_test_runs_the_check_of_the_manifests(tmp_path: Path) -> None:
-    """As a hook, on any node of the agents and not on a named one."""
-    agent = _pod(chart_objects({}, tmp_path)["DaemonSet", "gpushare-agent"])
-    job = chart_objects({}, tmp_path)["Job", "gpushare-check"]
-    assert job["metadata"].pop("annotations")["helm.sh/hook"] == "test"
-    assert _pod(job).pop("nodeSelector") == agent["nodeSelector"]
-    (expected,) = _job_of_check(tmp_path)
-    assert _pod(expected).pop("nodeName")
-    for volume in _pod(expected)["volumes"]:
+    """As a hook, on any node of the agents and not on a named one; as a pod, whose log `helm test --logs` can read."""
+    objects = chart_objects({}, tmp_path)
+    check, agent = objects["Pod", "gpushare-check"], _pod(objects["DaemonSet", "gpushare-agent"])
+    assert check["metadata"].pop("annotations")["helm.sh/hook"] == "test"
+    assert check["spec"].pop("nodeSelector") == agent["nodeSelector"]
+    job = kustomize_objects(tmp_path, "base", "check")["Job", "gpushare-check"]
+    expected = {"activeDeadlineSeconds": job["spec"]["activeDeadlineSeconds"], **_pod(job)}
+    assert expected.pop("nodeName")
+    for volume in expected["volumes"]:
         if "configMap" in volume:
             volume["configMap"]["name"] = "gpushare-agent"
-    assert job == expected
-
-
-def _job_of_check(folder: Path) -> list[dict[str, Any]]:
-    objects = kustomize_objects(folder, "base", "check")
-    return [one for (kind, _), one in objects.items() if kind == "Job"]
+    assert check["metadata"] == job["metadata"]
+    assert check["spec"] == expected
 
 
 def _pod(one: dict[str, Any]) -> dict[str, Any]:
@@ -139,11 +136,17 @@ def _pod(one: dict[str, Any]) -> dict[str, Any]:
 def test_the_check_has_the_variables_and_mounts_of_the_agent(tmp_path: Path) -> None:
     """Whatever is chosen: it is the agent's own pod with another command."""
     objects = chart_objects({"simulated": ON, "env": [{"name": "GPUSHARE_X", "value": "1"}]}, tmp_path)
-    (agent,), (check,) = (
-        _pod(objects[key])["containers"] for key in (("DaemonSet", "gpushare-agent"), ("Job", "gpushare-check"))
-    )
+    (agent,) = _pod(objects["DaemonSet", "gpushare-agent"])["containers"]
+    (check,) = objects["Pod", "gpushare-check"]["spec"]["containers"]
     assert check["command"] == ["gpushare-agent", "check"]
     assert {key: agent[key] for key in ("env", "image", "volumeMounts")}.items() <= check.items()
+
+
+def test_a_simulated_gpu_may_have_a_terabyte(tmp_path: Path) -> None:
+    """Helm reads numbers as floats, and shows such a one as 1.048576e+06, which is no setting."""
+    objects = chart_objects({"simulated": {"enabled": True, "memoryMiB": 1 << 20}}, tmp_path)
+    (container,) = _pod(objects["DaemonSet", "gpushare-agent"])["containers"]
+    assert {"name": "GPUSHARE_SIMULATED__CARD_MEMORY_MIB", "value": "1048576"} in container["env"]
 
 
 def test_the_values_reach_their_places(tmp_path: Path) -> None:

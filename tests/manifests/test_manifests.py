@@ -202,6 +202,15 @@ def test_the_containers_are_not_privileged_and_have_no_capability() -> None:
     assert pod_spec()["enableServiceLinks"] is False
 
 
+@pytest.mark.parametrize("path", ["base", "overlays/vcuda", "extender", "mps-daemon", "check"])
+def test_why_a_container_ended_is_in_the_status_of_its_pod(path: str) -> None:
+    """Its last lines are: `kubectl describe pod` names the setting that is wrong, or the library that is missing."""
+    pods = [one["spec"]["template"]["spec"] for one in rendered(path) if "template" in one.get("spec", {})]
+    containers = [one for pod in pods for one in (*pod.get("initContainers", []), *pod["containers"])]
+    assert containers
+    assert {one.get("terminationMessagePolicy") for one in containers} == {"FallbackToLogsOnError"}
+
+
 def test_the_roles_have_no_wildcard_and_exactly_the_rights_that_check_asks_for() -> None:
     """What `gpushare-agent check` calls needed is given, and nothing else."""
     assert all("*" not in rule[part] for rule in rules() for part in ("apiGroups", "resources", "verbs"))

@@ -29,7 +29,7 @@
 {{- end -}}
 {{- if $values.simulated.enabled -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_SIMULATED__CARDS" "value" (toString $values.simulated.gpus)) -}}
-  {{- $variables = append $variables (dict "name" "GPUSHARE_SIMULATED__CARD_MEMORY_MIB" "value" (toString $values.simulated.memoryMiB)) -}}
+  {{- $variables = append $variables (dict "name" "GPUSHARE_SIMULATED__CARD_MEMORY_MIB" "value" ($values.simulated.memoryMiB | int64 | toString)) -}}
 {{- end -}}
 {{- if $values.dra.enabled -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_DRA__GPUS" "value" (join "," $values.dra.gpus)) -}}
