@@ -76,37 +76,46 @@ def stat(title: str, about: str, unit: str, expr: str, **steps: float) -> Panel:
     return panel("stat", title, about, unit, query(expr), defaults={"thresholds": thresholds(**steps)})
 
 
-def gpus_table() -> Panel:
-    by = "max by (node, gpu, uuid)"
-    columns = [
-        ("Healthy", "healthy", "bool_yes_no"),
-        ("Cordoned", "cordoned", "bool_yes_no"),
-        ("Cores allocated", "cores_allocated_ratio", "percentunit"),
-        ("SM use", "sm_utilization_ratio", "percentunit"),
-        ("Memory", "memory_capacity_bytes", "bytes"),
-        ("Memory allocated", "memory_allocated_bytes", "bytes"),
-        ("Memory used", "memory_used_bytes", "bytes"),
-        ("Temperature", "temperature_celsius", "celsius"),
-        ("Others' memory", "stranger_memory_used_bytes", "bytes"),
-    ]
-    letters = [chr(ord("A") + number) for number in range(len(columns))]
-    names = {f"Value #{letter}": title for letter, (title, _, _) in zip(letters, columns, strict=True)}
-    units = [
-        {"matcher": {"id": "byName", "options": title}, "properties": [{"id": "unit", "value": unit}]}
-        for title, _, unit in columns
-    ]
+def table(title: str, about: str, columns: list[tuple[str, str, str]], *shaped: dict[str, Any]) -> Panel:
+    """Columns with their query and unit; `shaped` are Grafana's transformations of the rows."""
+    names = {f"Value #{chr(ord('A') + number)}": name for number, (name, _, _) in enumerate(columns)}
     return panel(
         "table",
-        "GPUs",
-        "Every GPU now. Others' memory is that of processes which belong to no container with a share.",
+        title,
+        about,
         "short",
-        *(query(f"{by} (gpushare_card_{name}{{{GPU}}})", is_table=True) for _, name, _ in columns),
-        overrides=units,
+        *(query(expr, is_table=True) for _, expr, _ in columns),
+        overrides=[
+            {"matcher": {"id": "byName", "options": name}, "properties": [{"id": "unit", "value": unit}]}
+            for name, _, unit in columns
+        ],
         transformations=[
             {"id": "merge", "options": {}},
             {"id": "organize", "options": {"excludeByName": {"Time": True}, "renameByName": names}},
-            {"id": "sortBy", "options": {"sort": [{"field": "node"}]}},
+            *shaped,
         ],
+    )
+
+
+def gpus_table() -> Panel:
+    def largest(name: str) -> str:
+        return f"max by (node, gpu, uuid) (gpushare_card_{name}{{{GPU}}})"
+
+    return table(
+        "GPUs",
+        "Every GPU now. Others' memory is that of processes which belong to no container with a share.",
+        [
+            ("Healthy", largest("healthy"), "bool_yes_no"),
+            ("Cordoned", largest("cordoned"), "bool_yes_no"),
+            ("Cores allocated", largest("cores_allocated_ratio"), "percentunit"),
+            ("SM use", largest("sm_utilization_ratio"), "percentunit"),
+            ("Memory", largest("memory_capacity_bytes"), "bytes"),
+            ("Memory allocated", largest("memory_allocated_bytes"), "bytes"),
+            ("Memory used", largest("memory_used_bytes"), "bytes"),
+            ("Temperature", largest("temperature_celsius"), "celsius"),
+            ("Others' memory", largest("stranger_memory_used_bytes"), "bytes"),
+        ],
+        {"id": "sortBy", "options": {"sort": [{"field": "node"}]}},
     )
 
 
@@ -114,34 +123,26 @@ def top_containers() -> Panel:
     def total(name: str) -> str:
         return f"sum by (node, {BY_SHARE}) (gpushare_container_{name}{{{SHARE}}})"
 
-    columns = [
-        ("SM use", total("sm_utilization_ratio"), "percentunit"),
-        ("Cores", total("allocated_cores_ratio"), "percentunit"),
-        ("Memory used", total("memory_used_bytes"), "bytes"),
-        ("Memory limit", total("memory_limit_bytes"), "bytes"),
-    ]
-    names = {f"Value #{chr(ord('A') + number)}": title for number, (title, _, _) in enumerate(columns)}
-    return panel(
-        "table",
+    return table(
         "Containers, the busiest first",
         "Over all GPUs of a container, in GPUs: 200 % are two whole GPUs.",
-        "short",
-        *(query(expr, is_table=True) for _, expr, _ in columns),
-        overrides=[
-            {"matcher": {"id": "byName", "options": title}, "properties": [{"id": "unit", "value": unit}]}
-            for title, _, unit in columns
+        [
+            ("SM use", total("sm_utilization_ratio"), "percentunit"),
+            ("Cores", total("allocated_cores_ratio"), "percentunit"),
+            ("Memory used", total("memory_used_bytes"), "bytes"),
+            ("Memory limit", total("memory_limit_bytes"), "bytes"),
         ],
-        transformations=[
-            {"id": "merge", "options": {}},
-            {"id": "organize", "options": {"excludeByName": {"Time": True}, "renameByName": names}},
-            {"id": "sortBy", "options": {"sort": [{"field": "SM use", "desc": True}]}},
-            {"id": "limit", "options": {"limitField": 50}},
-        ],
+        {"id": "sortBy", "options": {"sort": [{"field": "SM use", "desc": True}]}},
+        {"id": "limit", "options": {"limitField": 50}},
     )
 
 
-def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
-    """Title, then panels as (width of 24, height, panel)."""
+Size = tuple[int, int]
+"""Width of 24, and height."""
+
+
+def rows() -> list[tuple[str, Size, list[Panel]]]:
+    """Title, or none where the row above goes on, then panels of one size."""
     on_gpu = "{{node}} {{gpu}}"
     of_share = "{{namespace}}/{{pod}}/{{container}}"
     agent = "{{instance}}"
@@ -151,206 +152,151 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
     return [
         (
             "Now",
+            (4, 4),
             [
-                (4, 4, stat("GPUs", "GPUs of the chosen nodes.", "short", f"count(gpushare_card_healthy{{{GPU}}})")),
-                (
-                    4,
-                    4,
-                    stat(
-                        "Unhealthy GPUs",
-                        "GPUs that are offered to no new pod, those that an operator cordoned included.",
-                        "short",
-                        f"count(gpushare_card_healthy{{{GPU}}}) - sum(gpushare_card_healthy{{{GPU}}})",
-                        red=1,
-                    ),
+                stat("GPUs", "GPUs of the chosen nodes.", "short", f"count(gpushare_card_healthy{{{GPU}}})"),
+                stat(
+                    "Unhealthy GPUs",
+                    "GPUs that are offered to no new pod, those that an operator cordoned included.",
+                    "short",
+                    f"count(gpushare_card_healthy{{{GPU}}}) - sum(gpushare_card_healthy{{{GPU}}})",
+                    red=1,
                 ),
-                (4, 4, stat("Compute allocated", "Of all GPUs.", "percentunit", reserved, orange=0.9)),
-                (4, 4, stat("Memory allocated", "Of all GPUs.", "percentunit", memory, orange=0.9)),
-                (
-                    4,
-                    4,
-                    stat(
-                        "Compute used",
-                        "Mean SM use of all GPUs.",
-                        "percentunit",
-                        f"avg(gpushare_card_sm_utilization_ratio{{{GPU}}})",
-                    ),
+                stat("Compute allocated", "Of all GPUs.", "percentunit", reserved, orange=0.9),
+                stat("Memory allocated", "Of all GPUs.", "percentunit", memory, orange=0.9),
+                stat(
+                    "Compute used",
+                    "Mean SM use of all GPUs.",
+                    "percentunit",
+                    f"avg(gpushare_card_sm_utilization_ratio{{{GPU}}})",
                 ),
-                (
-                    4,
-                    4,
-                    stat(
-                        "Refusals in an hour",
-                        "Allocate calls that were refused.",
-                        "short",
-                        'sum(increase(gpushare_admissions_total{node=~"$node", outcome="refused"}[1h]))',
-                        red=1,
-                    ),
+                stat(
+                    "Refusals in an hour",
+                    "Allocate calls that were refused.",
+                    "short",
+                    'sum(increase(gpushare_admissions_total{node=~"$node", outcome="refused"}[1h]))',
+                    red=1,
                 ),
-                (24, 9, gpus_table()),
             ],
         ),
+        ("", (24, 9), [gpus_table()]),
         (
             "GPUs",
+            (12, 8),
             [
-                (
-                    12,
-                    8,
-                    lines(
-                        "SM use per GPU",
-                        "Time in which a GPU computed.",
-                        "percentunit",
-                        query(f"gpushare_card_sm_utilization_ratio{{{GPU}}}", on_gpu),
-                        max=1,
-                    ),
+                lines(
+                    "SM use per GPU",
+                    "Time in which a GPU computed.",
+                    "percentunit",
+                    query(f"gpushare_card_sm_utilization_ratio{{{GPU}}}", on_gpu),
+                    max=1,
                 ),
-                (
-                    12,
-                    8,
-                    lines(
-                        "Memory used per GPU",
-                        "By whomever.",
-                        "bytes",
-                        query(f"gpushare_card_memory_used_bytes{{{GPU}}}", on_gpu),
-                    ),
+                lines(
+                    "Memory used per GPU",
+                    "By whomever.",
+                    "bytes",
+                    query(f"gpushare_card_memory_used_bytes{{{GPU}}}", on_gpu),
                 ),
-                (
-                    12,
-                    8,
-                    lines(
-                        "Temperature",
-                        "As the GPU reports it.",
-                        "celsius",
-                        query(f"gpushare_card_temperature_celsius{{{GPU}}}", on_gpu),
-                    ),
+                lines(
+                    "Temperature",
+                    "As the GPU reports it.",
+                    "celsius",
+                    query(f"gpushare_card_temperature_celsius{{{GPU}}}", on_gpu),
                 ),
-                (
-                    12,
-                    8,
-                    lines(
-                        "Power",
-                        "What a GPU draws.",
-                        "watt",
-                        query(f"gpushare_card_power_watts{{{GPU}}}", on_gpu),
-                    ),
+                lines(
+                    "Power",
+                    "What a GPU draws.",
+                    "watt",
+                    query(f"gpushare_card_power_watts{{{GPU}}}", on_gpu),
                 ),
             ],
         ),
+        ("Containers", (24, 10), [top_containers()]),
         (
-            "Containers",
+            "",
+            (12, 9),
             [
-                (24, 10, top_containers()),
-                (
-                    12,
-                    9,
-                    lines(
-                        "SM use per container",
-                        "Against its cores, the dashed line; elastic shares may rise above what they were given.",
-                        "percentunit",
-                        query(
-                            f"sum by ({BY_SHARE}) (gpushare_container_sm_utilization_ratio{{{SHARE}}})", f"{of_share}"
-                        ),
-                        query(
-                            f"sum by ({BY_SHARE}) (gpushare_container_cores_limit_ratio{{{SHARE}}})",
-                            f"{of_share} limit",
-                        ),
+                lines(
+                    "SM use per container",
+                    "Against its cores, the dashed line; elastic shares may rise above what they were given.",
+                    "percentunit",
+                    query(
+                        f"sum by ({BY_SHARE}) (gpushare_container_sm_utilization_ratio{{{SHARE}}})",
+                        f"{of_share}",
+                    ),
+                    query(
+                        f"sum by ({BY_SHARE}) (gpushare_container_cores_limit_ratio{{{SHARE}}})",
+                        f"{of_share} limit",
                     ),
                 ),
-                (
-                    12,
-                    9,
-                    lines(
-                        "Memory used per container",
-                        "Against its limit, the dashed line.",
-                        "bytes",
-                        query(f"sum by ({BY_SHARE}) (gpushare_container_memory_used_bytes{{{SHARE}}})", f"{of_share}"),
-                        query(
-                            f"sum by ({BY_SHARE}) (gpushare_container_memory_limit_bytes{{{SHARE}}})",
-                            f"{of_share} limit",
-                        ),
+                lines(
+                    "Memory used per container",
+                    "Against its limit, the dashed line.",
+                    "bytes",
+                    query(f"sum by ({BY_SHARE}) (gpushare_container_memory_used_bytes{{{SHARE}}})", f"{of_share}"),
+                    query(
+                        f"sum by ({BY_SHARE}) (gpushare_container_memory_limit_bytes{{{SHARE}}})",
+                        f"{of_share} limit",
                     ),
                 ),
             ],
         ),
         (
             "The agents",
+            (8, 8),
             [
-                (
-                    8,
-                    8,
-                    lines(
-                        "Refusals by reason",
-                        "Allocate calls refused per minute. `gpushare-agent explain POD` explains one.",
-                        "short",
-                        query(
-                            f'sum by (reason) (rate(gpushare_admissions_total{{{GPU}, outcome="refused"}}'
-                            "[$__rate_interval])) * 60",
-                            "{{reason}}",
-                        ),
+                lines(
+                    "Refusals by reason",
+                    "Allocate calls refused per minute. `gpushare-agent explain POD` explains one.",
+                    "short",
+                    query(
+                        f'sum by (reason) (rate(gpushare_admissions_total{{{GPU}, outcome="refused"}}'
+                        "[$__rate_interval])) * 60",
+                        "{{reason}}",
                     ),
                 ),
-                (
-                    8,
-                    8,
-                    lines(
-                        "Admission latency",
-                        "Of the kubelet's calls; the whole node's admissions wait for them.",
-                        "s",
-                        query(f"histogram_quantile(0.5, {latency})", "half"),
-                        query(f"histogram_quantile(0.99, {latency})", "99 %"),
-                        **limit(2),
-                    ),
+                lines(
+                    "Admission latency",
+                    "Of the kubelet's calls; the whole node's admissions wait for them.",
+                    "s",
+                    query(f"histogram_quantile(0.5, {latency})", "half"),
+                    query(f"histogram_quantile(0.99, {latency})", "99 %"),
+                    **limit(2),
                 ),
-                (
-                    8,
-                    8,
-                    lines(
-                        "Sampling cost",
-                        "Time that sampling takes of each second.",
-                        "percentunit",
-                        query(f"rate(gpushare_sampling_duration_seconds_sum{{{GPU}}}[$__rate_interval])", agent),
-                    ),
+                lines(
+                    "Sampling cost",
+                    "Time that sampling takes of each second.",
+                    "percentunit",
+                    query(f"rate(gpushare_sampling_duration_seconds_sum{{{GPU}}}[$__rate_interval])", agent),
                 ),
-                (
-                    8,
-                    8,
-                    lines(
-                        "Corrections of the ledger",
-                        "Should stay 0.",
-                        "short",
-                        query(
-                            f"sum by (kind) (increase(gpushare_reconcile_corrections_total{{{GPU}}}[$__rate_interval]))",
-                            "{{kind}}",
-                        ),
-                        **limit(1),
+                lines(
+                    "Corrections of the ledger",
+                    "Should stay 0.",
+                    "short",
+                    query(
+                        f"sum by (kind) (increase(gpushare_reconcile_corrections_total{{{GPU}}}[$__rate_interval]))",
+                        "{{kind}}",
                     ),
+                    **limit(1),
                 ),
-                (
-                    8,
-                    8,
-                    lines(
-                        "Since the API server was heard",
-                        "A quiet node hears it about once a minute.",
-                        "s",
-                        query(f"gpushare_pod_event_age_seconds{{{GPU}}}", agent),
-                        **limit(600),
+                lines(
+                    "Since the API server was heard",
+                    "A quiet node hears it about once a minute.",
+                    "s",
+                    query(f"gpushare_pod_event_age_seconds{{{GPU}}}", agent),
+                    **limit(600),
+                ),
+                lines(
+                    "Events and errors of the driver",
+                    "Per minute: Xid errors by number, errors by the driver's word.",
+                    "short",
+                    query(
+                        f"sum by (kind, xid) (rate(gpushare_gpu_events_total{{{GPU}}}[$__rate_interval])) * 60",
+                        "{{kind}} {{xid}}",
                     ),
-                ),
-                (
-                    8,
-                    8,
-                    lines(
-                        "Events and errors of the driver",
-                        "Per minute: Xid errors by number, errors by the driver's word.",
-                        "short",
-                        query(
-                            f"sum by (kind, xid) (rate(gpushare_gpu_events_total{{{GPU}}}[$__rate_interval])) * 60",
-                            "{{kind}} {{xid}}",
-                        ),
-                        query(
-                            f"sum by (error) (rate(gpushare_driver_errors_total{{{GPU}}}[$__rate_interval])) * 60",
-                            "{{error}}",
-                        ),
+                    query(
+                        f"sum by (error) (rate(gpushare_driver_errors_total{{{GPU}}}[$__rate_interval])) * 60",
+                        "{{error}}",
                     ),
                 ),
             ],
@@ -362,15 +308,17 @@ def laid_out() -> list[Panel]:
     """Panels with their places, row after row, and numbers."""
     placed: list[Panel] = []
     y = 0
-    for title, panels in rows():
-        placed.append({"type": "row", "title": title, "collapsed": False, "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}})
-        x, y, tallest = 0, y + 1, 0
-        for width, height, one in panels:
-            if x + width > 24:
-                x, y, tallest = 0, y + tallest, 0
-            placed.append(one | {"gridPos": {"x": x, "y": y, "w": width, "h": height}})
-            x, tallest = x + width, max(tallest, height)
-        y += tallest
+    for title, (width, height), panels in rows():
+        if title:
+            placed.append(
+                {"type": "row", "title": title, "collapsed": False, "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}}
+            )
+            y += 1
+        for number, one in enumerate(panels):
+            line, column = divmod(number, 24 // width)
+            place = {"x": column * width, "y": y + line * height, "w": width, "h": height}
+            placed.append(one | {"gridPos": place})
+        y += -(-len(panels) * width // 24) * height
     return [one | {"id": number} for number, one in enumerate(placed, start=1)]
 
 
