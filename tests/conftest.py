@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import inspect
+import re
 import resource
 import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -33,6 +37,31 @@ def pytest_configure() -> None:
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under `-m a` or `-m "not a and not b"`, a file that has no such test is not imported: each worker would."""
+    terms = config.option.markexpr.split(" and ")
+    if collection_path.suffix != ".py" or not all(re.fullmatch(r"(not )?\w+", term) for term in terms):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    of_file = re.search(r"^pytestmark = \[?pytest\.mark\.(\w+)", text, re.MULTILINE)
+    is_excluded = of_file is not None and f"not {of_file[1]}" in terms
+    lacks = any(f"pytest.mark.{term}" not in text for term in terms if not term.startswith("not "))
+    return True if is_excluded or lacks else None
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Each worker begins to import at another file, and finds compiled what the others began with: else all compile all."""
+    worker: dict[str, Any] | None = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    folder = Path(__file__).parent
+    files = [path for path in sorted(folder.rglob("test_*.py")) if not pytest_ignore_collect(path, session.config)]
+    begin = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for path in files[begin:] + files[:begin]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection meets it too, and reports it
+            importlib.import_module(".".join(path.relative_to(folder.parent).with_suffix("").parts))
 
 
 def pytest_report_header() -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -43,21 +44,31 @@ def has_m32() -> bool:
 
 def compile_library(path: Path, soname: str | None, *, which: int = REAL, m32: bool = False) -> Path:
     """A shared object without any dependency."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    flags = ["-m32"] if m32 else []
-    flags += [f"-Wl,-soname,{soname}"] if soname else []
-    flags += ["-shared", "-nostdlib", "-fPIC", f"-DWHICH={which}", "-o", str(path), str(NATIVE / "libdriver.c")]
-    subprocess.run([require_cc(), *flags], check=True, capture_output=True)
-    return path
+    flags = ("-m32",) if m32 else ()
+    flags += (f"-Wl,-soname,{soname}",) if soname else ()
+    return _write(path, compiled(*flags, "-shared", "-nostdlib", "-fPIC", f"-DWHICH={which}"))
 
 
 def compile_program(path: Path, *flags: str) -> Path:
     """A static program; it is never run."""
+    return _write(path, compiled(*(flags or ("-static", "-nostdlib", "-Wl,-e,which_library")), f"-DWHICH={REAL}"))
+
+
+def _write(path: Path, content: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    flags = flags or ("-static", "-nostdlib", "-Wl,-e,which_library")
-    source = NATIVE / "libdriver.c"
-    subprocess.run([require_cc(), *flags, f"-DWHICH={REAL}", "-o", path, source], check=True, capture_output=True)
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+    path.chmod(0o755)
     return path
+
+
+@functools.cache
+def compiled(*flags: str) -> bytes:
+    """libdriver.c, once for all tests of a worker: each host has a handful."""
+    with tempfile.NamedTemporaryFile(prefix="gs") as made:
+        command = [require_cc(), *flags, "-o", made.name, str(NATIVE / "libdriver.c")]
+        subprocess.run(command, check=True, capture_output=True)
+        return Path(made.name).read_bytes()
 
 
 class FakeHost:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import DriverSample
 from tests.support_core import inventory
-from tests.support_deadline import DEADLINE_S
+from tests.support_deadline import Changes
 
 IMMEDIATE = HealthPolicy(reset_xids=frozenset({79}), ignored_xids=frozenset({13}))
 """One poll that finds the GPU usable is enough, at any time."""
@@ -30,7 +29,7 @@ class ShownDriver:
         self.events_fail: Exception | None = None
         self.polls = 0
         self.fetches = 0
-        self._changed = asyncio.Event()
+        self._changed = Changes()
 
     async def read(self) -> GpuInventory:
         self.polls += 1
@@ -57,11 +56,7 @@ class ShownDriver:
 
     async def wait(self, condition: Callable[[], bool]) -> None:
         """Until `condition` holds; polled at after each question to this driver."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
-                await asyncio.sleep(0)
+        await self._changed.until(condition)
 
 
 def xid(number: int, gpu: int | None = 0) -> GpuEvent:

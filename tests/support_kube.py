@@ -24,7 +24,7 @@ from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
-from tests.support_deadline import DEADLINE_S
+from tests.support_deadline import DEADLINE_S, Changes
 
 NODE = "node-1"
 FAST = Backoff(base_s=0.005, cap_s=0.02)
@@ -170,7 +170,7 @@ class FakeApiServer:
     tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
-        self._changed = asyncio.Event()
+        self._changed = Changes()
         self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
 
@@ -194,23 +194,15 @@ class FakeApiServer:
         await self.wait_hung_up()
 
     async def wait_for(self, condition: Callable[[Sequence[Seen]], bool]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition(self.requests):
-                await self._wait_activity()
+        await self._changed.until(lambda: condition(self.requests))
 
     async def wait_hung_up(self) -> None:
         """Wait until no connection is open; a silent watch ends only when the client closes it."""
-        async with asyncio.timeout(DEADLINE_S):
-            while self._writers:
-                await self._wait_activity()
+        await self._changed.until(lambda: not self._writers)
 
     async def wait_watches(self, count: int) -> list[Seen]:
         await self.wait_for(lambda requests: sum(request.is_watch for request in requests) >= count)
         return [request for request in self.requests if request.is_watch]
-
-    async def _wait_activity(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)

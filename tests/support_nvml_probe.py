@@ -21,6 +21,7 @@ import structlog
 from structlog.testing import LogCapture
 
 from gpushare_agent.gpus.nvml.driver import NvmlDriver
+from gpushare_agent.kit import daemon_thread
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.model.memory_limits import MemoryLimit
 from gpushare_agent.model.names import GpuUuid
@@ -96,6 +97,7 @@ async def events(driver: NvmlDriver) -> list[dict[str, Any]]:
 def main() -> None:
     log = LogCapture()
     structlog.configure(processors=[log])  # stdout is for the answers
+    daemon_thread.KEEP_S = 0.0  # `answer` waits for the end of each thread
     with asyncio.Runner() as runner:
         directory = Path(sys.argv[1])
         driver = NvmlDriver(

@@ -149,7 +149,7 @@ def snapshot(
         names=ResourceNames(),
         inventory=replace(known, gpus=tuple(_as_offered(gpu, cordoned or {}) for gpu in known.gpus)),
         cordoned=cordoned or {},
-        illnesses={gpu.uuid: gpu.unhealthy_reason for gpu in known.gpus if not gpu.is_healthy},
+        unhealthy_reasons={gpu.uuid: gpu.unhealthy_reason for gpu in known.gpus if not gpu.is_healthy},
         cores_allocated=cores,
         memory_allocated_bytes=memory,
         containers=containers,

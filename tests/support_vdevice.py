@@ -14,7 +14,7 @@ from grpclib.client import Channel
 
 from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig, encode_config
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
-from gpushare_agent.isolation.vcuda.server import VDeviceLimits, VDeviceServer
+from gpushare_agent.isolation.vcuda.server import RunsBlocking, VDeviceLimits, VDeviceServer
 from gpushare_agent.kit.sockets import connectable_path
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError
@@ -98,7 +98,11 @@ async def run_here(blocking: Callable[[], T], what: str) -> T:
 
 
 def server_of(
-    files: VDeviceFiles, node: FakeNode, key: ContainerKey = KEY, limits: VDeviceLimits | None = None
+    files: VDeviceFiles,
+    node: FakeNode,
+    key: ContainerKey = KEY,
+    limits: VDeviceLimits | None = None,
+    run_blocking: RunsBlocking = run_here,
 ) -> VDeviceServer:
     return VDeviceServer(
         key,
@@ -107,7 +111,7 @@ def server_of(
         find_container=node.find_container,
         refresh=node.refresh,
         metrics=node,
-        run_blocking=run_here,
+        run_blocking=run_blocking,
         limits=limits,
     )
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1] / "gpushare_agent"
 FOLDERS = sorted({path.parent.name for path in ROOT.glob("*/__init__.py")} - {"kit", "model", "wire"})
 """Of kit and model everything is for everybody; wire is generated."""
 MOST_LINES = 60
 """Of a function; what is longer has steps with names."""
+
+
+def test_a_folder_names_what_others_import() -> None:
+    """Its docstring's line `Others import: …` has every such module and no other; the rest may change unseen."""
+    imports = {path: imported_modules(path) for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "wire"}
+    for folder in FOLDERS:
+        docstring = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+        named = re.search(r"^Others import: (.+?)\.$", docstring, flags=re.M | re.S)
+        assert named is not None, f"{folder}/__init__.py says nothing of what others import"
+        others = (names for path, names in imports.items() if path.relative_to(ROOT).parts[0] != folder)
+        prefix = f"gpushare_agent.{folder}."
+        modules = {name.removeprefix(prefix) for names in others for name in names if name.startswith(prefix)}
+        assert set(re.split(r",\s+", named[1])) == (modules or {"nothing"}), folder
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -26,6 +38,7 @@ def imported_modules(path: Path) -> set[str]:
     return {module for name in found if (module := _module(name)) is not None}
 
 
+@cache
 def _module(name: str) -> str | None:
     parts = name.split(".")
     while len(parts) > 2:
@@ -36,29 +49,13 @@ def _module(name: str) -> str | None:
     return None
 
 
-def imported_by_others(folder: str) -> set[str]:
-    """The modules of a folder that files of other folders import, without the folder's name."""
-    prefix = f"gpushare_agent.{folder}."
-    others = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in (folder, "wire")]
-    return {name.removeprefix(prefix) for path in others for name in imported_modules(path) if name.startswith(prefix)}
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_names_what_others_import(folder: str) -> None:
-    """Its docstring's line `Others import: …` has every such module and no other; the rest may change unseen."""
-    docstring = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text(encoding="utf-8"))) or ""
-    named = re.search(r"^Others import: (.+?)\.$", docstring, flags=re.M | re.S)
-    assert named is not None, f"{folder}/__init__.py says nothing of what others import"
-    modules = imported_by_others(folder)
-    assert set(re.split(r",\s+", named[1])) == (modules or {"nothing"})
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_function_is_longer_than_a_screen(path: Path) -> None:
+def test_no_function_is_longer_than_a_screen() -> None:
     """Generated code aside."""
-    if path.is_relative_to(ROOT / "wire"):
-        pytest.skip("generated")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if (f.end_lineno or 0) - f.lineno >= MOST_LINES}
+    long = {
+        f"{path.relative_to(ROOT)}: {one.name}": one.end_lineno - one.lineno + 1
+        for path in sorted(ROOT.rglob("*.py"))
+        if not path.is_relative_to(ROOT / "wire")
+        for one in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and (one.end_lineno or 0) - one.lineno >= MOST_LINES
+    }
     assert not long

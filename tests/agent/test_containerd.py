@@ -15,10 +15,11 @@ from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeState, open_runtime
 from tests.support_cgroups import find_cgroup
 from tests.support_containerd import CGROUP_ROOT, Containerd, running_container, running_containerd, why_not
+from tests.support_deadline import DEADLINE_S
 
 pytestmark = pytest.mark.containers
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = DEADLINE_S
 FORKS = ("/bin/sh", "-c", "sleep 86400 & sleep 86400 & wait")
 
 

@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 from gpushare_agent.cluster.events import BURST, QUEUE_LIMIT, REPEAT_AFTER_S, TRIES, PodEvents
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from tests.support_deadline import Changes
 from tests.support_kube import (
-    DEADLINE_S,
     FAST,
     NODE,
     Behaviour,
@@ -33,17 +33,14 @@ class Counted:
 
     def __init__(self) -> None:
         self.outcomes: list[str] = []
-        self._changed = asyncio.Event()
+        self._changed = Changes()
 
     def note(self, outcome: str) -> None:
         self.outcomes.append(outcome)
         self._changed.set()
 
     async def wait(self, count: int) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while len(self.outcomes) < count:
-                self._changed.clear()
-                await self._changed.wait()
+        await self._changed.until(lambda: len(self.outcomes) >= count)
 
 
 def _events(counted: Counted, **others: Any) -> PodEvents:

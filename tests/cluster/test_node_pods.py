@@ -204,30 +204,18 @@ async def test_the_last_state_stays_while_the_server_is_gone() -> None:
         await wait_store(store, lambda store: list(_phases(store)) == ["a", "b"])
 
 
-async def test_repeated_empty_watches_wait_ever_longer() -> None:
-    """Each watch without an event doubles the wait, up to the cap; a server that ends watches at once is not hammered."""
+@pytest.mark.parametrize("watch", [ends_empty, answers_gone])
+async def test_watches_without_an_event_wait_ever_longer(watch: Behaviour) -> None:
+    """A server that ends or refuses watches at once is not hammered; the list between two refused ones is no success."""
     waits: list[int] = []
 
     async with (
-        fake_api(watches=[ends_empty]) as server,
+        fake_api(watches=[watch]) as server,
         opened(server.url) as api,
         informing(api, backoff=NotedBackoff(waits)),
     ):
         await server.wait_watches(5)
     assert waits[:4] == [1, 2, 3, 4]
-
-
-async def test_gone_at_every_watch_waits_ever_longer() -> None:
-    """A list between two refused watches is no success: the wait grows all the same."""
-    waits: list[int] = []
-
-    async with (
-        fake_api(watches=[answers_gone]) as server,
-        opened(server.url) as api,
-        informing(api, backoff=NotedBackoff(waits)),
-    ):
-        await server.wait_watches(4)
-    assert waits[:3] == [1, 2, 3]
 
 
 async def test_an_unreadable_pod_does_not_stop_the_others() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +11,8 @@ from gpushare_agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
+from tests.support_deadline import Changes
 from tests.support_kube import (
-    DEADLINE_S,
     FAST,
     Behaviour,
     answers,
@@ -38,7 +37,7 @@ class Written:
         self.gpu = dict(gpu or {})
         self.store = PodStore()
         self.outcomes: list[str] = []
-        self._changed = asyncio.Event()
+        self._changed = Changes()
         self.writer = PodAnnotations(
             pods=self.store,
             wanted=self._wanted,
@@ -62,10 +61,7 @@ class Written:
         self._changed.set()
 
     async def wait(self, count: int) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while len(self.outcomes) < count:
-                self._changed.clear()
-                await self._changed.wait()
+        await self._changed.until(lambda: len(self.outcomes) >= count)
 
 
 def _sent(server: Any) -> list[tuple[str, dict[str, str]]]:

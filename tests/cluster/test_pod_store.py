@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,22 +31,18 @@ def test_the_first_list_makes_the_store_synced() -> None:
     assert store.version > before
 
 
-def test_an_older_state_of_a_pod_is_ignored() -> None:
-    """Resource versions compare as numbers: 9 is older than 10."""
+@pytest.mark.parametrize(
+    ("first", "second", "phase"),
+    [("10", "9", PodPhase.RUNNING), ("x9", "x1", PodPhase.PENDING)],
+    ids=["older", "opaque"],
+)
+def test_an_older_state_of_a_pod_is_ignored(first: str, second: str, phase: PodPhase) -> None:
+    """Resource versions compare as numbers: 9 is older than 10. Of others, which cannot be compared, the later counts."""
     store = PodStore()
-    store.upsert(pod("a", version="10", phase=PodPhase.RUNNING))
-    store.upsert(pod("a", version="9"))
+    store.upsert(pod("a", version=first, phase=PodPhase.RUNNING))
+    store.upsert(pod("a", version=second))
     found = store.get(PodUid("uid-a"))
-    assert found is not None and found.phase is PodPhase.RUNNING
-
-
-def test_an_opaque_version_trusts_the_later_message() -> None:
-    """Versions that are no numbers cannot be compared, so the later message counts."""
-    store = PodStore()
-    store.upsert(pod("a", version="x9", phase=PodPhase.RUNNING))
-    store.upsert(pod("a", version="x1"))
-    found = store.get(PodUid("uid-a"))
-    assert found is not None and found.phase is PodPhase.PENDING
+    assert found is not None and found.phase is phase
 
 
 def test_a_deleted_uid_never_comes_back() -> None:

@@ -23,7 +23,8 @@ from gpushare_agent.gpus.control_server import MAX_REQUEST_BYTES, ControlServer,
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.model.errors import Unavailable
 from tests.support_core import inventory
-from tests.support_health import DEADLINE_S, IMMEDIATE, xid
+from tests.support_deadline import DEADLINE_S
+from tests.support_health import IMMEDIATE, xid
 
 
 class Parts:

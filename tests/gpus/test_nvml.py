@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support_nvml import TWO_PAIRS, fake_library, running_probe
-
-
-@pytest.fixture(scope="module")
-def library_directory() -> Iterator[Path]:
-    with fake_library() as directory:
-        yield directory
+from tests.support_nvml import TWO_PAIRS, running_probe
 
 
 async def test_gpus_are_read_with_their_minor_numbers_names_and_memory(library_directory: Path) -> None:

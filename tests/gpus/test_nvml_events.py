@@ -15,12 +15,6 @@ DOUBLE_BIT_ECC = 2
 
 
 @pytest.fixture(scope="module")
-def library_directory() -> Iterator[Path]:
-    with fake_library() as directory:
-        yield directory
-
-
-@pytest.fixture(scope="module")
 def library_without_events() -> Iterator[Path]:
     with fake_library("NO_EVENTS") as directory:
         yield directory

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.support_nvml import fake_library, running_probe
+from tests.support_nvml import running_probe
 
 A100 = """\
 count 2
@@ -46,20 +43,14 @@ def minors_of(gpus: int = 8, gis: int = 15, cis: int = 8) -> str:
 MINORS = minors_of()
 
 
-@pytest.fixture(scope="module")
-def library() -> Iterator[Path]:
-    with fake_library() as directory:
-        yield directory
-
-
 def labels(inventory: Any) -> dict[str, str]:
     """Profile and health by UUID."""
     return {gpu["uuid"]: f"{(gpu['mig'] or {}).get('profile', '')} {gpu['health']}" for gpu in inventory["gpus"]}
 
 
-async def test_an_a100_is_divided_into_1g_2g_and_3g(library: Path) -> None:
+async def test_an_a100_is_divided_into_1g_2g_and_3g(library_directory: Path) -> None:
     """Each instance is a GPU with a profile, memory and nodes of its own; the parent is not offered."""
-    async with running_probe(library, A100 + ONE_G + TWO_G + THREE_G, mig_minors=MINORS) as probe:
+    async with running_probe(library_directory, A100 + ONE_G + TWO_G + THREE_G, mig_minors=MINORS) as probe:
         inventory = await probe.read()
     assert labels(inventory) == {
         "GPU-bbbb": " Healthy",
@@ -83,9 +74,9 @@ async def test_an_a100_is_divided_into_1g_2g_and_3g(library: Path) -> None:
     assert inventory["links"][2] == ["PIX", "PHB", "SELF", "PIX", "PIX"]
 
 
-async def test_an_h100_has_media_extensions_and_compute_instances(library: Path) -> None:
+async def test_an_h100_has_media_extensions_and_compute_instances(library_directory: Path) -> None:
     """`+me` is a profile's, `1c.` a part of the computing of a GPU instance; both are NVIDIA's names."""
-    async with running_probe(library, H100, mig_minors=MINORS) as probe:
+    async with running_probe(library_directory, H100, mig_minors=MINORS) as probe:
         inventory = await probe.read()
     assert labels(inventory) == {
         "MIG-1111": "1g.10gb+me Healthy",
@@ -96,10 +87,10 @@ async def test_an_h100_has_media_extensions_and_compute_instances(library: Path)
     assert {gpu["mig"]["gi_cap"] for gpu in inventory["gpus"][2:]} == {3 + 9 * (4 * 15 + 1)}
 
 
-async def test_a_repartitioned_gpu_is_followed(library: Path) -> None:
+async def test_a_repartitioned_gpu_is_followed(library_directory: Path) -> None:
     """What is made appears and what is removed is gone, in the same process; the others keep their index; one that a
     container has stays, Unhealthy, until the container ends. Its index is then given again."""
-    async with running_probe(library, A100 + ONE_G + TWO_G, mig_minors=MINORS) as probe:
+    async with running_probe(library_directory, A100 + ONE_G + TWO_G, mig_minors=MINORS) as probe:
         before = await probe.read()
         await probe.ask("held MIG-2222")
         probe.becomes(A100 + ONE_G + THREE_G)
@@ -124,9 +115,9 @@ async def test_a_repartitioned_gpu_is_followed(library: Path) -> None:
     assert undivided["divided"] == []
 
 
-async def test_a_gpu_without_instances_reports_what_to_do(library: Path) -> None:
+async def test_a_gpu_without_instances_reports_what_to_do(library_directory: Path) -> None:
     """It is shown, Unhealthy, with the command that makes some; once there are, they are offered in its place."""
-    async with running_probe(library, A100, mig_minors=MINORS) as probe:
+    async with running_probe(library_directory, A100, mig_minors=MINORS) as probe:
         inventory = await probe.read()
         probe.becomes(A100 + ONE_G)
         made = await probe.read()
@@ -137,9 +128,9 @@ async def test_a_gpu_without_instances_reports_what_to_do(library: Path) -> None
     assert labels(made).keys() == {"GPU-bbbb", "MIG-1111"}
 
 
-async def test_instances_share_the_health_of_their_gpu(library: Path) -> None:
+async def test_instances_share_the_health_of_their_gpu(library_directory: Path) -> None:
     """A GPU that fails takes its instances along, and they come back with it; one that fails alone leaves the others."""
-    async with running_probe(library, A100 + ONE_G + TWO_G, mig_minors=MINORS) as probe:
+    async with running_probe(library_directory, A100 + ONE_G + TWO_G, mig_minors=MINORS) as probe:
         await probe.read()
         probe.becomes(A100 + ONE_G + TWO_G + "error 0 15\n")
         lost = await probe.read()
@@ -161,34 +152,36 @@ async def test_instances_share_the_health_of_their_gpu(library: Path) -> None:
     assert {health.split()[-1] for health in labels(back).values()} == {"Healthy"}
 
 
-async def test_an_instance_without_its_device_nodes_is_not_offered(library: Path) -> None:
+async def test_an_instance_without_its_device_nodes_is_not_offered(library_directory: Path) -> None:
     """Where the host's file does not name them, a container could not open the instance."""
-    async with running_probe(library, A100 + ONE_G, mig_minors="config 1\ngpu0/gi7/access 66\n") as probe:
+    async with running_probe(library_directory, A100 + ONE_G, mig_minors="config 1\ngpu0/gi7/access 66\n") as probe:
         inventory = await probe.read()
     [instance] = [gpu for gpu in inventory["gpus"] if gpu["mig"]]
     assert (instance["mig"]["gi_cap"], instance["mig"]["ci_cap"]) == (66, None)
     assert "names no device nodes" in instance["unhealthy_reason"]
 
 
-async def test_strategy_none_leaves_a_divided_gpu_out_of_service(library: Path) -> None:
+async def test_strategy_none_leaves_a_divided_gpu_out_of_service(library_directory: Path) -> None:
     """As before there were instances, and the reason names the setting."""
-    async with running_probe(library, A100 + ONE_G) as probe:
+    async with running_probe(library_directory, A100 + ONE_G) as probe:
         inventory = await probe.read()
     assert labels(inventory) == {"GPU-aaaa": " Unhealthy", "GPU-bbbb": " Healthy"}
     assert "nvidia.mig_strategy" in inventory["gpus"][0]["unhealthy_reason"]
 
 
-async def test_a_gpu_that_knows_no_mig(library: Path) -> None:
+async def test_a_gpu_that_knows_no_mig(library_directory: Path) -> None:
     """It is offered, and its mode is not known to be off."""
-    async with running_probe(library, A100.replace(" 40536 0 ", " 40536 2 ") + ONE_G, mig_minors=MINORS) as probe:
+    async with running_probe(
+        library_directory, A100.replace(" 40536 0 ", " 40536 2 ") + ONE_G, mig_minors=MINORS
+    ) as probe:
         inventory = await probe.read()
     assert {gpu["uuid"]: gpu["mig_mode"] for gpu in inventory["gpus"]}["GPU-bbbb"] is None
 
 
-async def test_use_is_sampled_per_instance(library: Path) -> None:
+async def test_use_is_sampled_per_instance(library_directory: Path) -> None:
     """Memory and processes are the instance's own; NVML has no utilisation of it, and its GPU is not sampled as well."""
     use = "value memory_used 1001 3145728 3145728\nprocess compute 1001 4711 2097152\nprocess compute 1000 42 1048576\n"
-    async with running_probe(library, A100 + ONE_G + TWO_G + use, mig_minors=MINORS) as probe:
+    async with running_probe(library_directory, A100 + ONE_G + TWO_G + use, mig_minors=MINORS) as probe:
         await probe.read()
         sample = await probe.sample()
         probe.becomes(A100 + ONE_G)
@@ -203,9 +196,9 @@ async def test_use_is_sampled_per_instance(library: Path) -> None:
     assert {gpu["uuid"] for gpu in repartitioned["gpus"]} == {"GPU-bbbb", "MIG-1111"}
 
 
-async def test_an_xid_names_its_instance(library: Path) -> None:
+async def test_an_xid_names_its_instance(library_directory: Path) -> None:
     """With the IDs of an instance, or of the whole GPU."""
-    async with running_probe(library, A100 + ONE_G + TWO_G, mig_minors=MINORS) as probe:
+    async with running_probe(library_directory, A100 + ONE_G + TWO_G, mig_minors=MINORS) as probe:
         await probe.read()
         await probe.events()
         probe.becomes(A100 + ONE_G + TWO_G + "event 1 0 8 94 3 0\nevent 2 0 8 79\n")

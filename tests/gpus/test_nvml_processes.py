@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support_nvml import ONE_GPU, fake_library, running_probe
+from tests.support_nvml import ONE_GPU, running_probe
 
 MIB = 1024 * 1024
 IDLE = (0.0, 0.0, 0.0, 0.0)
 UNKNOWN = (None, None, None, None)
 TRAINING = f"process compute 0 100 {512 * MIB}\n"
-
-
-@pytest.fixture(scope="module")
-def library_directory() -> Iterator[Path]:
-    with fake_library() as directory:
-        yield directory
 
 
 @pytest.fixture

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support_nvml import ONE_GPU, TWO_PAIRS, fake_library, running_probe
+from tests.support_nvml import ONE_GPU, TWO_PAIRS, running_probe
 
 RECOVERY_ACTION = 230
-
-
-@pytest.fixture(scope="module")
-def library_directory() -> Iterator[Path]:
-    with fake_library() as directory:
-        yield directory
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.support_nvml import ONE_GPU, TWO_PAIRS, Probe, fake_library, running_probe
+from tests.support_nvml import ONE_GPU, TWO_PAIRS, Probe, running_probe
 
 LOST = "error 0 15\n"
 HANGS = "value utilization 0 1 1\nhang_sample\n"
 RESET = "stale 0 999\n"
 """The GPU is healthy again, and is shown so only by an NVML that was shut down wholly since."""
-
-
-@pytest.fixture(scope="module")
-def library_directory() -> Iterator[Path]:
-    with fake_library() as directory:
-        yield directory
 
 
 async def _health(probe: Probe) -> list[str]:

@@ -54,12 +54,6 @@ GPU_FIELDS = [
 
 
 @pytest.fixture(scope="module")
-def library_directory() -> Iterator[Path]:
-    with fake_library() as directory:
-        yield directory
-
-
-@pytest.fixture(scope="module")
 def old_library_directory() -> Iterator[Path]:
     with fake_library("OLD_DRIVER") as directory:
         yield directory

@@ -15,7 +15,8 @@ from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.names import GpuUuid
 from tests.support_core import inventory
-from tests.support_health import DEADLINE_S, IMMEDIATE, xid
+from tests.support_deadline import Changes
+from tests.support_health import IMMEDIATE, xid
 
 GPU = GpuUuid("GPU-0")
 FAST = Backoff(base_s=0.001, cap_s=0.001)
@@ -29,7 +30,7 @@ class File:
         self.saves: list[SavedHealth] = []
         self.failure = ""
         self.tries = 0
-        self._changed = asyncio.Event()
+        self._changed = Changes()
 
     async def load(self) -> SavedHealth:
         self._fail()
@@ -46,10 +47,7 @@ class File:
             raise Unavailable(self.failure)
 
     async def wait(self, tries: int) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while self.tries < tries:
-                self._changed.clear()
-                await self._changed.wait()
+        await self._changed.until(lambda: self.tries >= tries)
         await asyncio.sleep(0)
 
 

@@ -388,15 +388,7 @@ async def test_a_start_that_is_given_up_leaves_no_socket(short_dir: Path, is_bou
             late.append(blocking)
         raise Unavailable(f"{what}: no answer")
 
-    server = VDeviceServer(
-        KEY,
-        sockets=files,
-        identify=node.identify,
-        find_container=node.find_container,
-        refresh=node.refresh,
-        metrics=node,
-        run_blocking=cut_off,
-    )
+    server = server_of(files, node, run_blocking=cut_off)
     with pytest.raises(Unavailable):
         await server.start()
     for blocking in late:

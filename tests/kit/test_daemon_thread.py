@@ -14,6 +14,12 @@ from gpushare_agent.model.errors import Unavailable
 from tests.support_deadline import DEADLINE_S
 
 
+@pytest.fixture(autouse=True)
+def no_thread_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where a test says so: `gate` waits for their end."""
+    monkeypatch.setattr(daemon_thread, "KEEP_S", 0.0)
+
+
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
     """What the blocking function waits for; opened at the end, so that no thread is left."""

@@ -185,6 +185,7 @@ async def test_the_first_known_runtime_that_answers_is_taken_and_kept(short_dir:
 
     async def talk_junk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0-x\r\n" * 50)
+        writer.close()
 
     async with (
         talking(known[1], talk_junk),

@@ -65,6 +65,7 @@ MAX_NAME_CHARS = 320
 """Of an annotation: 253 of its prefix, a slash, 63 of its name."""
 MAX_VALUE_CHARS = 1024
 MAX_MESSAGE_CHARS = 2048
+MAX_SCHEDULER_CHARS = 1000
 CUT = "…"
 """Ends what was cut, so that a cut value is never taken for a whole one."""
 
@@ -86,7 +87,7 @@ def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = Non
     claims = _claims(spec, status)
     containers = tuple(_with_extended_claim(_containers(spec, what, resources), status, claims))
     is_mirror = MIRROR_ANNOTATION in mapping_or_empty(metadata.get("annotations"))
-    statuses = _items_or_none(status, "initContainerStatuses") + _items_or_none(status, "containerStatuses")
+    statuses = items_or_none(status, "initContainerStatuses") + items_or_none(status, "containerStatuses")
     return Pod(
         uid=PodUid(uid),
         namespace=namespace,
@@ -183,7 +184,7 @@ def _requests(raw: Mapping[str, Any], what: str, resources: Collection[str] | No
 
 def _claims(spec: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, str]:
     """Claims that the spec names, and those made from templates or for extended resources, which the status names."""
-    own = _items_or_none(spec, "resourceClaims")
+    own = items_or_none(spec, "resourceClaims")
     found = [(raw.get("name"), raw.get("resourceClaimName")) for raw in own]
     extended = mapping_or_empty(status.get("extendedResourceClaimStatus")).get("resourceClaimName")
     if extended is not None:
@@ -191,9 +192,7 @@ def _claims(spec: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, str
         found.append((_EXTENDED_CLAIM_BESIDE if is_taken else EXTENDED_CLAIM, extended))
     if not found:
         return {}
-    found += [
-        (raw.get("name"), raw.get("resourceClaimName")) for raw in _items_or_none(status, "resourceClaimStatuses")
-    ]
+    found += [(raw.get("name"), raw.get("resourceClaimName")) for raw in items_or_none(status, "resourceClaimStatuses")]
     return {name: claim for name, claim in found if isinstance(name, str) and isinstance(claim, str)}
 
 
@@ -207,7 +206,7 @@ def _with_extended_claim(
         yield from containers
         return
     used: dict[str, list[tuple[str, str]]] = {}
-    for raw in _items_or_none(extended, "requestMappings"):
+    for raw in items_or_none(extended, "requestMappings"):
         name, request = raw.get("containerName"), raw.get("requestName")
         if isinstance(name, str) and isinstance(request, str):
             used.setdefault(name, []).append((name_in_pod, request))
@@ -217,7 +216,7 @@ def _with_extended_claim(
 
 
 def _container_claims(raw: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    claims = _items_or_none(mapping_or_empty(raw.get("resources")), "claims")
+    claims = items_or_none(mapping_or_empty(raw.get("resources")), "claims")
     return tuple(
         (claim["name"], _text_or_empty(claim, "request")) for claim in claims if isinstance(claim.get("name"), str)
     )
@@ -231,7 +230,7 @@ def _is_extended(name: str) -> bool:
 def _literal_env(raw: Mapping[str, Any]) -> dict[str, str]:
     """The values that the agent reads, by name; a later entry wins, as in the kubelet. Only literal ones, but of what limits
     a share it matters that it is set at all: empty where the value is not literal."""
-    pairs = ((entry.get("name"), entry.get("value")) for entry in _items_or_none(raw, "env"))
+    pairs = ((entry.get("name"), entry.get("value")) for entry in items_or_none(raw, "env"))
     return {
         name: _cut(value, MAX_VALUE_CHARS) if isinstance(value, str) else ""
         for name, value in pairs
@@ -247,7 +246,7 @@ def _phase(status: Mapping[str, Any]) -> PodPhase:
 
 
 def _controller_kind(metadata: Mapping[str, Any]) -> str:
-    owners = _items_or_none(metadata, "ownerReferences")
+    owners = items_or_none(metadata, "ownerReferences")
     kind = next((_text_or_empty(owner, "kind") for owner in owners if owner.get("controller") is True), "")
     return _cut(kind, MAX_NAME_CHARS)
 
@@ -278,6 +277,14 @@ def _has_started(raw_status: Mapping[str, Any]) -> bool:
     )
 
 
+def scheduler_message(raw: Mapping[str, Any]) -> str:
+    """Of the condition PodScheduled, why no node is chosen; any tenant who may write the status may write it."""
+    for condition in items_or_none(mapping_or_empty(raw.get("status")), "conditions"):
+        if condition.get("type") == "PodScheduled" and isinstance(text := condition.get("message"), str):
+            return text[:MAX_SCHEDULER_CHARS]
+    return ""
+
+
 def _mapping(raw: Any, field: str, what: str) -> Mapping[str, Any]:
     """The object in a field; absent and null read as empty, as the API server writes them."""
     value = raw.get(field) if isinstance(raw, Mapping) else _no(what, "an object")
@@ -295,7 +302,7 @@ def _items(raw: Mapping[str, Any], field: str, what: str) -> list[Mapping[str, A
     return value
 
 
-def _items_or_none(raw: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]:
+def items_or_none(raw: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]:
     """The objects of a list; whatever else stands there is passed over."""
     value = raw.get(field)
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
