@@ -28,13 +28,12 @@ from gpushare_agent.cli.render_text import (
 )
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.sandbox.manifests import EXPECTATION_ANNOTATION
+from gpushare_agent.sandbox.report.document import UNKNOWN
 
 NARROW = 100
 """Below this width a GPU's name or a PID would take the place of what changes."""
 _PIDS_WIDTH = 130
 _PIDS_SHOWN = 3
-_UNKNOWN = "Unknown"
-"""Health of a GPU while no agent offers it."""
 
 
 def gpu_text(container: dict[str, Any]) -> str:
@@ -88,9 +87,9 @@ def pids_text(container: dict[str, Any], *, is_short: bool) -> str:
 
 
 def health_text(gpu: dict[str, Any]) -> Text:
-    """With the driver's reason for a GPU that is not well."""
-    if gpu["health"] == _UNKNOWN:
-        return Text(_UNKNOWN, style="red")
+    """With the driver's reason for a GPU that has failed."""
+    if gpu["health"] == UNKNOWN:
+        return Text(UNKNOWN, style="red")
     reported = gpu | {"is_healthy": gpu["health"] == "Healthy"}
     return Text(health_line(reported), style=health_style(health_word(reported)))
 
@@ -109,8 +108,8 @@ def node_line(node: dict[str, Any]) -> Text:
     """The node and what is allocated of all its GPUs."""
     gpus = node["cards"]
     cores = sum(gpu["cores_allocated"] for gpu in gpus), len(gpus) * CORES_PER_GPU
-    memory = (sum(gpu[key] for gpu in gpus) * MIB for key in ("memory_mib_allocated", "memory_mib"))
-    text = f"{plain(node['name'])}: {counted(len(gpus), 'GPU')}, {allocated_line(cores, (next(memory), next(memory)))}"
+    memory = sum(gpu["memory_mib_allocated"] for gpu in gpus) * MIB, sum(gpu["memory_mib"] for gpu in gpus) * MIB
+    text = f"{plain(node['name'])}: {counted(len(gpus), 'GPU')}, {allocated_line(cores, memory)}"
     return Text(text, style="bold", no_wrap=True, overflow="ellipsis")
 
 
@@ -127,7 +126,7 @@ def gpus_table(node: dict[str, Any], *, is_narrow: bool) -> Table:
 
 
 def address_lines(node: dict[str, Any]) -> list[Text]:
-    """Where the node's agent is asked, below its GPUs."""
+    """The addresses of the node's agent, below its GPUs."""
     words = {"web": "web", "debug": "debug", "control_socket": "control socket"}
     found = [f"{words[key]} {where}" for key in words if (where := node["addresses"].get(key))]
     return [Text("  ".join(found), no_wrap=True, overflow="fold")] if found else []
@@ -170,7 +169,7 @@ def reason_text(pod: dict[str, Any]) -> str:
 
 
 def report_tables(document: dict[str, Any], width: int, *, has_addresses: bool = False) -> Group:
-    """`has_addresses`: below the GPUs of each node stands where its agent is asked."""
+    """`has_addresses`: the addresses of its agent stand below the GPUs of each node."""
     parts: list[RenderableType] = []
     for node in document["nodes"]:
         parts += [node_line(node), gpus_table(node, is_narrow=width < NARROW)]

@@ -1,7 +1,7 @@
 """`gpushare-agent sandbox`: the agent on an embedded node, to try it or to check it in a script.
 
 Here: the arguments, and the commands for a running sandbox; cli/sandbox_run.py runs one. Exit codes: 0 done, 1 not
-every pod runs or a part failed, 2 a manifest or a setting is wrong; `exec` ends as its command does (sandbox_exec.py).
+every pod runs or a part failed, 2 a manifest or an argument is wrong; `exec` ends as its command does (sandbox_exec.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.cli.command_line import FORMS, add_hidden, add_output
+from gpushare_agent.cli.command_line import FORMS, add_hidden, add_output, runnable
 from gpushare_agent.cli.sandbox_exec import add_exec_arguments, become, split_inner_command
 from gpushare_agent.cli.sandbox_extender import free_port
 from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
@@ -91,41 +91,36 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     commands.add_parser("kill-extender", help="SIGKILL the extender; the sandbox starts it again")
     _add_gpu_commands(commands)
     commands.add_parser("status", help="print GPUs and pods")
-    for name in ("restart-kubelet", "kill-agent", "fail-gpu", "fail-card", "heal-gpu", "heal-card"):
+    for name in ("restart-kubelet", "kill-agent", "fail-gpu", "heal-gpu"):
         commands.choices[name].add_argument("--node", metavar="NAME", help="which node, where there are several")
-    for command in commands.choices.values():
+    for command in set(commands.choices.values()):
         command.add_argument("--state-dir", type=Path, default=argparse.SUPPRESS, help="of the running sandbox")
     add_output(commands.choices["status"], default=argparse.SUPPRESS)
     add_hidden(commands.choices["status"], "--format", dest="output", choices=FORMS)
 
 
 def _add_gpu_commands(commands: Any) -> None:
-    for name in ("fail-gpu", "fail-card"):
-        fail = commands.add_parser(
-            name,
-            **_listed(name, "make a simulated GPU fail"),
-            description="Makes a simulated GPU fail, as the driver would report it. `status` shows the agent's reaction a"
-            " few seconds later: the GPU's units are Unhealthy, running pods go on, new ones go elsewhere.",
-        )
-        fail.add_argument("card", metavar="INDEX", type=int, help="of the GPU, as `status` counts them")
-        how = fail.add_mutually_exclusive_group()
-        how.add_argument("--xid", metavar="N", type=int, help="the driver reports this Xid error, once; 79: the GPU fell off"
-            " the bus, 94: a contained memory error, 31: a program's own fault, which is ignored")  # fmt: skip
-        how.add_argument("--lost", metavar="REASON", help="the driver no longer finds the GPU, for this reason; the default,"
-            f" with the reason {LOST_REASON!r}")  # fmt: skip
-    for name in ("heal-gpu", "heal-card"):
-        heal = commands.add_parser(
-            name,
-            **_listed(name, "undo fail-gpu"),
-            description="Ends the loss of a GPU; after an Xid error lets the driver see the GPU reset. It is Healthy again"
-            " when it has passed the agent's probes (--health.recovery-probes, --health.recovery-period-s).",
-        )
-        heal.add_argument("card", metavar="INDEX", type=int, help="of the GPU")
-
-
-def _listed(name: str, text: str) -> dict[str, str]:
-    """argparse lists what has a help; the former names have none."""
-    return {} if name.endswith("-card") else {"help": text}
+    fail = commands.add_parser(
+        "fail-gpu",
+        help="make a simulated GPU fail",
+        description="Makes a simulated GPU fail, as the driver would report it. `status` shows the agent's reaction a"
+        " few seconds later: the GPU's units are Unhealthy, running pods go on, new ones go elsewhere.",
+    )
+    fail.add_argument("gpu", metavar="INDEX", type=int, help="of the GPU, as `status` counts them")
+    how = fail.add_mutually_exclusive_group()
+    how.add_argument("--xid", metavar="N", type=int, help="the driver reports this Xid error, once; 79: the GPU fell off"
+        " the bus, 94: a contained memory error, 31: a program's own fault, which is ignored")  # fmt: skip
+    how.add_argument("--lost", metavar="REASON", help="the driver no longer finds the GPU, for this reason; the default,"
+        f" with the reason {LOST_REASON!r}")  # fmt: skip
+    heal = commands.add_parser(
+        "heal-gpu",
+        help="undo fail-gpu",
+        description="Ends the loss of a GPU; after an Xid error lets the driver see the GPU reset. It is Healthy again"
+        " when it has passed the agent's probes (--health.recovery-probes, --health.recovery-period-s).",
+    )
+    heal.add_argument("gpu", metavar="INDEX", type=int, help="of the GPU")
+    # Former names. Not as argparse's aliases: --help lists those.
+    commands.choices |= {"fail-card": fail, "heal-card": heal}
 
 
 async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_command: Sequence[str] = ()) -> int:
@@ -214,21 +209,22 @@ def _gpus_flags(entry: str) -> tuple[str, ...]:
 async def _run_command(args: argparse.Namespace, extra: list[str], inner_command: Sequence[str]) -> int:
     if extra:
         raise ManifestError(f"unknown arguments for {args.command}: {' '.join(extra)}")
-    command = args.command.replace("-gpu", "-card")
+    command = args.command.replace("-card", "-gpu")
     request: dict[str, Any] = {"command": command}
     if args.command == "apply":
         request["pods"] = [manifest.raw for manifest in read_manifests(args.files)]
     elif args.command == "delete":
         request |= {"names": args.names, "namespace": args.namespace}
-    elif command in ("fail-card", "heal-card"):
-        request |= {name: value for name in ("card", "xid", "lost") if (value := getattr(args, name, None)) is not None}
+    elif command in ("fail-gpu", "heal-gpu"):
+        request |= {name: value for name in ("gpu", "xid", "lost") if (value := getattr(args, name, None)) is not None}
     if getattr(args, "node", None) is not None:
         request["node"] = args.node
     if args.command == "exec":
         if not inner_command:
             raise ManifestError("exec: no command: say what to run behind the pod's name, such as `exec POD -- sh`")
         request |= {"namespace": args.namespace, "pod": args.pod, "container": args.container}
-    answer: Answer = await ask(NodePaths(state=args.state_dir.absolute()).control_socket, request)
+    socket = NodePaths(state=args.state_dir.absolute()).control_socket
+    answer: Answer = await ask(socket, request, program=runnable())
     if args.command == "status" and answer["ok"]:
         from gpushare_agent.cli.render_sandbox import print_document
 
@@ -241,4 +237,4 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
         for note in answer["notes"]:
             print(note, file=sys.stderr)
         return become(inner_command, answer["env"])
-    return 0 if answer["ok"] else 1
+    return 0 if answer["ok"] else 2 if answer.get("is_rejected") else 1

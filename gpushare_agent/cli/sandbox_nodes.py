@@ -179,7 +179,7 @@ async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
 
 
 async def _watch_gpus(node: RunningNode) -> None:
-    """Why a GPU is not well: the kubelet knows only that it is not. Endless."""
+    """Why a GPU is Unhealthy: the kubelet knows only that it is. Endless."""
     controller = node.controller
     while True:
         try:

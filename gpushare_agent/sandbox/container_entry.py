@@ -28,17 +28,17 @@ def enter_container(node: EmbeddedNode, namespace: str, pod: str, container: str
     """Moves process `pid`, and with it its later children, into a running container; None: the pod's first main one.
 
     Raises:
-        NotFound: no such pod, no such container in it, or the process has gone.
-        Rejected: the container does not run, or the process cannot be seen from here.
+        NotFound: no such pod, no such container in it, it does not run, or the process has gone.
+        Rejected: the process cannot be seen from here.
         Unavailable: the kernel refuses.
     """
     raw = node.api.pod(namespace, pod)
     name, notes = _chosen(raw, container)
     if is_terminal(raw):
-        raise Rejected(f"cannot exec into a container in a completed pod; current phase is {raw['status']['phase']}")
+        raise NotFound(f"cannot exec into a container in a completed pod; current phase is {raw['status']['phase']}")
     found = node.kubelet.runtime.find(raw["metadata"]["uid"], name)
     if found is None or not found.is_running:
-        raise Rejected(_why_not_running(raw, name, found))
+        raise NotFound(_why_not_running(raw, name, found))
     if pid <= 0:
         raise Rejected(
             f"the sandbox cannot see the process that asks to run in container {name} of pod {namespace}/{pod}: it is in "

@@ -1,8 +1,8 @@
 """The way from another terminal to a running sandbox: one JSON line each way on a unix socket of mode 0600.
 
-Request: {"command": "apply"|"delete"|"exec"|"restart-kubelet"|"kill-agent"|"fail-card"|"heal-card"|"status", …};
-answer: {"ok": bool, "lines": [what was done], "errors": [what was not], "document": the report, for status; "env" and
-"notes", for exec}.
+Request: {"command": "apply"|"delete"|"exec"|"restart-kubelet"|"kill-agent"|"fail-gpu"|"heal-gpu"|"status", …};
+answer: {"ok": bool, "lines": [what was done], "errors": [what was not], "is_rejected": the request itself is wrong,
+"document": the report, for status; "env" and "notes", for exec}.
 The client is identified by the kernel (SO_PEERCRED), never by the message; and so is the server: `exec` runs its command
 with the environment of the answer. No state.
 """
@@ -21,7 +21,7 @@ import structlog
 
 from gpushare_agent.kit.peer_credentials import peer_credentials
 from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.model.errors import AgentError, Unavailable
+from gpushare_agent.model.errors import AgentError, Rejected, Unavailable
 from gpushare_agent.sandbox.state_directory import why_not_private
 
 log = structlog.get_logger(__name__)
@@ -70,7 +70,7 @@ async def _answer(reader: asyncio.StreamReader, handle: Handler, peer_pid: int) 
     try:
         return await handle(request, peer_pid)
     except AgentError as error:
-        return _refused(str(error))
+        return _refused(str(error)) | {"is_rejected": isinstance(error, Rejected)}
     except Exception as error:  # the client gets an answer, and the sandbox goes on
         log.warning("control_request_failed", command=str(request.get("command")), exc_info=error)
         return _refused(f"the sandbox has failed at the request: {error!r}; its terminal shows where")
@@ -80,9 +80,12 @@ def _refused(why: str) -> Answer:
     return {"ok": False, "lines": [], "errors": [why]}
 
 
-async def ask(path: Path, request: Request) -> Answer:
-    """Sends one request to the sandbox behind `path`. Raises Unavailable where none answers that is this user's."""
-    advice = "start one with `gpushare-agent sandbox`, or name its directory with --state-dir"
+async def ask(path: Path, request: Request, *, program: str = "gpushare-agent") -> Answer:
+    """Sends one request to the sandbox behind `path`. `program`: how the advice of an error names it.
+
+    Raises Unavailable where no sandbox answers that is this user's.
+    """
+    advice = f"start one with `{program} sandbox`, or name its directory with --state-dir"
     if problem := why_not_private(path.parent):
         raise Unavailable(
             f"nothing was asked of a sandbox in {path.parent}, which cannot be trusted: {problem}; {advice}"

@@ -51,7 +51,7 @@ class NodeController:
 
     def fail_gpu(self, request: Request) -> str:
         """An Xid error where one is given, else a loss."""
-        index, reason = _whole_number(request, "card"), str(request.get("lost") or LOST_REASON)
+        index, reason = _whole_number(request, "gpu"), str(request.get("lost") or LOST_REASON)
         if request.get("xid") is None:
             self.faults.lose(index, reason)
             done = f"GPU {index} is lost: {reason}"
@@ -117,13 +117,10 @@ class SandboxController:
         done = []
         for manifest in manifests:
             resource = APPLIED_KINDS[manifest.raw.get("kind", "Pod")]
-            namespace, name = (
-                manifest.raw["metadata"].get("namespace") or "default",
-                manifest.raw["metadata"].get("name"),
-            )
-            before = (
-                self.api.object_of(resource, ("" if resource in CLUSTER_WIDE else namespace, name)) if name else None
-            )
+            metadata = manifest.raw["metadata"]
+            namespace, name = metadata.get("namespace") or "default", metadata.get("name")
+            key = "" if resource in CLUSTER_WIDE else namespace, name
+            before = self.api.object_of(resource, key) if name else None
             if name:
                 made = self.api.apply(resource, manifest.raw, namespace, "sandbox")
             else:  # generateName
@@ -195,10 +192,10 @@ class SandboxController:
             if self.extender is None or not self.extender.kill():
                 raise AgentError("no extender runs: the sandbox was started without --extender, or it is being started")
             return _done(["the extender was killed; the sandbox starts it again"])
-        if command == "fail-card":
+        if command == "fail-gpu":
             return _done([self._node(request).fail_gpu(request)])
-        if command == "heal-card":
-            return _done([self._node(request).heal_gpu(_whole_number(request, "card"))])
+        if command == "heal-gpu":
+            return _done([self._node(request).heal_gpu(_whole_number(request, "gpu"))])
         if command == "status":
             return {**_done([]), "document": self.document()}
         raise Rejected(f"unknown command {command!r}")

@@ -1,4 +1,4 @@
-"""Failing GPUs of the embedded node: what `sandbox fail-card` and `heal-card` write into the agent's faults file.
+"""Failing GPUs of the embedded node: what `sandbox fail-gpu` and `heal-gpu` write into the agent's faults file.
 
 The file is read before each change, so that what a person has written there stays. State owned: the last ID given, for those
 in the file go when their GPU is healed. Format: gpus/simulated/faults.py.

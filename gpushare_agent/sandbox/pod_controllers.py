@@ -284,7 +284,7 @@ def _is_active(pod: RawObject) -> bool:
 
 
 def _is_ready(pod: RawObject) -> bool:
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))
+    return any(c["type"] == "Ready" and c.get("status") == "True" for c in pod["status"].get("conditions", ()))
 
 
 def _share(value: object, of: int, rounded: Any) -> int:

@@ -43,7 +43,7 @@ async def test_the_first_lines_say_how_the_agent_is_asked_and_that_works() -> No
     """The lines can be used as they stand; the debug pages stay where they are when the agent is started again."""
     with ExitStack() as stack:
         state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gs", dir="/tmp"))) / "s"
-        async with live(state, "--samples", "none", "--cards", "2") as process:
+        async with live(state, "--samples", "none", "--gpus", "2") as process:
             assert process.stdout is not None
             await read_until(process, "its agent:")
             top, explain, cordon = [(await process.stdout.readline()).decode().strip() for _ in range(3)]

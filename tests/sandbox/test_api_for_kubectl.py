@@ -13,6 +13,7 @@ from gpushare_agent.sandbox.api.patch import APPLY, STRATEGIC, patched
 from gpushare_agent.sandbox.api.selectors import parse_label_selector
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.tables import duration_text, table
+from gpushare_agent.sandbox.report.document import reason_and_message
 from tests.fakes.api_server import MERGE, PODS, open_client
 from tests.support_sandbox import container, pod
 
@@ -176,10 +177,44 @@ async def test_a_value_of_a_wrong_type_is_refused(changed: dict[str, Any], said:
         assert (await client.call("POST", PODS, whole, fieldValidation="Strict"))[0] == 201
 
 
+STATUSES: dict[str, Any] = {
+    "a list of conditions": {"conditions": "none"},
+    "an object as condition": {"conditions": ["Ready"]},
+    "a condition without a type": {"conditions": [{"status": "True"}]},
+    "a container's status without a name": {"containerStatuses": [{"ready": True}]},
+    "a list of containers": {"containerStatuses": {"main": {}}},
+    "a number of restarts": {"containerStatuses": [{"name": "main", "restartCount": "1"}]},
+}
+
+
+@pytest.mark.parametrize("status", STATUSES.values(), ids=STATUSES)
+async def test_a_status_that_is_none_is_refused_whatever_the_client_asks(status: dict[str, Any]) -> None:
+    """Readers of the stored object rely on its types: tables, logs, controllers, the kubelet."""
+    async with open_client() as client:
+        await client.call("POST", PODS, pod("a"))
+        code, _ = await client.call("PATCH", f"{PODS}/a/status", {"status": status}, MERGE)
+        assert 400 <= code < 500
+        assert (await client.call("GET", f"{PODS}/a"))[1]["status"]["phase"] == "Pending"
+
+
+async def test_a_status_with_nothing_in_it_is_shown() -> None:
+    """Fields that are null or absent, as any client may write them."""
+    empty = {"phase": None, "conditions": None, "containerStatuses": [{"name": "main", "state": None}]}
+    async with open_client() as client:
+        await client.call("POST", PODS, pod("a"))
+        code, body = await client.call("PUT", f"{PODS}/a/status", {**pod("a"), "status": empty})
+        assert (code, body["status"]) == (200, {"phase": "Pending", "containerStatuses": [{"name": "main"}]})
+        assert [row["cells"][:3] for row in table("pods", client.api.pods(), "1", "None")["rows"]] == [
+            ["a", "0/1", "Pending"]
+        ]
+        assert reason_and_message(client.api.pod("default", "a")) == ("", "")
+
+
 async def test_an_invalid_object_names_its_cause_as_kubectl_shows_it() -> None:
     """kubectl prints the causes of a 422, and not its message."""
     async with open_client() as client:
         _, body = await client.call("POST", PODS, pod("No!"))
+        assert (body["details"]["kind"], body["details"]["name"]) == ("Pod", "No!")
         assert body["details"]["causes"] == [
             {"reason": "FieldValueInvalid", "field": "metadata.name", "message": body["message"].partition(": ")[2]}
         ]

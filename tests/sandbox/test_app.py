@@ -37,7 +37,7 @@ async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path
     """--once --format json: exit 0, one document on stdout, nothing left behind."""
     state = folder / "s"
     done = await sandbox(
-        "--state-dir", state, "--port", "0", "--once", "--format", "json", "--samples", "fitting", "--cards", "4"
+        "--state-dir", state, "--port", "0", "--once", "--format", "json", "--samples", "fitting", "--gpus", "4"
     )
     assert done.code == 0, done.err
     document = json.loads(done.out)
@@ -96,7 +96,7 @@ async def test_a_misspelt_field_of_a_manifest_is_named(folder: Path) -> None:
 
 async def test_a_wrong_setting_is_exit_code_two(folder: Path) -> None:
     """The agent's settings are checked before anything starts."""
-    done = await sandbox("--state-dir", folder / "s", "--once", "--cards", "many")
+    done = await sandbox("--state-dir", folder / "s", "--once", "--gpus", "many")
     assert done.code == 2
     assert "many" in done.err
     assert "Traceback" not in done.err

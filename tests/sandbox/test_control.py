@@ -155,12 +155,12 @@ async def _sent(path: Path, line: bytes) -> Answer:
         (b'{"command": "apply", "pods": [{"metadata": {"name": {}}}]}', "metadata.name: "),
         (b'{"command": "delete", "names": 3}', '"names" must be a list, not int'),
         (b'{"command": "delete", "names": [3]}', '"names" must hold texts'),
-        (b'{"command": "fail-card"}', '"card" must be a whole number, not None'),
-        (b'{"command": "fail-card", "card": true}', '"card" must be a whole number, not True'),
-        (b'{"command": "fail-card", "card": 2}', "there is no GPU 2: this node has the GPUs 0 to 1"),
-        (b'{"command": "fail-card", "card": 0, "xid": "79"}', "\"xid\" must be a whole number, not '79'"),
-        (b'{"command": "fail-card", "card": 0, "xid": 0}', "Xid 0 cannot be reported"),
-        (b'{"command": "heal-card", "card": -1}', "there is no GPU -1"),
+        (b'{"command": "fail-gpu"}', '"gpu" must be a whole number, not None'),
+        (b'{"command": "fail-gpu", "gpu": true}', '"gpu" must be a whole number, not True'),
+        (b'{"command": "fail-gpu", "gpu": 2}', "there is no GPU 2: this node has the GPUs 0 to 1"),
+        (b'{"command": "fail-gpu", "gpu": 0, "xid": "79"}', "\"xid\" must be a whole number, not '79'"),
+        (b'{"command": "fail-gpu", "gpu": 0, "xid": 0}', "Xid 0 cannot be reported"),
+        (b'{"command": "heal-gpu", "gpu": -1}', "there is no GPU -1"),
         (b'{"command": "exec", "pod": [], "container": {}}', 'pods "[]" not found'),
     ],
     ids=lambda value: repr(value[:40]) if isinstance(value, bytes) else "",
@@ -171,6 +171,7 @@ async def test_a_malformed_request_is_answered_with_what_is_wrong(line: bytes, w
         answer = await _sent(path, line + b"\n")
         assert (answer["ok"], answer["lines"]) == (False, [])
         assert why in answer["errors"][0]
+        assert answer.get("is_rejected", True) is ("not found" not in why)  # exit code 2, or 1
         assert controller.api.pods() == []
         assert (await ask(path, {"command": "status"}))["ok"]
 

@@ -290,7 +290,7 @@ async def test_a_claim_in_use_is_deleted_with_its_last_pod() -> None:
 async def test_the_agent_serves_claims_in_the_sandbox(short_dir: Path) -> None:
     """The real agent: registered, slice published, claims prepared, limits as the containers read them."""
     done = await sandbox(
-        "--state-dir", short_dir / "s", "--port", "0", "--dra", "--once", "--format", "json", "--cards", "4"
+        "--state-dir", short_dir / "s", "--port", "0", "--dra", "--once", "--format", "json", "--gpus", "4"
     )
     assert done.code == 0, done.err
     document = json.loads(done.out)

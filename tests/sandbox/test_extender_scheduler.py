@@ -51,7 +51,7 @@ async def test_a_pod_that_the_extender_refuses_waits_with_its_reasons_and_is_tri
 
 
 async def test_a_cordoned_node_is_not_filtered_and_its_uncordoning_lets_pods_go_on() -> None:
-    """`kubectl cordon`: the extender does not hear of the node."""
+    """`kubectl cordon`: the extender is not asked about the node."""
     extender = ReportedExtender()
     async with open_reported(extender, ["a"]) as cluster, with_plugins(cluster, a=10):
 

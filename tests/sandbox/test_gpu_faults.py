@@ -1,4 +1,4 @@
-"""GPUs that fail: what `fail-card` and `heal-card` do, what the kubelet then shows, and where pods go."""
+"""GPUs that fail: what `fail-gpu` and `heal-gpu` do, what the kubelet then shows, and where pods go."""
 
 from __future__ import annotations
 
@@ -191,9 +191,9 @@ async def test_fail_gpu_and_heal_gpu_from_another_terminal(folder: Path) -> None
             pod("mine", container("main", cores=40, blocks=8), annotations={"sandbox.gpushare-agent/load": "0.5"})
         )
     )
-    async with live(state, "--apply", folder / "p.yaml", "--cards", "2", *QUICK) as process:
+    async with live(state, "--apply", folder / "p.yaml", "--gpus", "2", *QUICK) as process:
         await read_until(process, "pod default/mine Running")
-        lost = await sandbox("fail-card", "1", "--lost", "a cable", "--state-dir", state)
+        lost = await sandbox("fail-gpu", "1", "--lost", "a cable", "--state-dir", state)
         assert (lost.code, lost.out) == (0, "GPU 1 is lost: a cable\n"), lost.err
         document = await shown_until(state, 1, "Unhealthy")
         assert [gpu["health_reason"] for gpu in document["node"]["cards"]] == ["", "a cable"]
@@ -202,22 +202,24 @@ async def test_fail_gpu_and_heal_gpu_from_another_terminal(folder: Path) -> None
         status = await sandbox("status", "--state-dir", state)
         assert "Unhealthy: a cable" in status.out
         assert re.search(r"^default/mine/main +Running +0 +40 +20 +1/2 ", status.out, flags=re.M)
-        healed = await sandbox("heal-card", "1", "--state-dir", state)
+        healed = await sandbox("heal-gpu", "1", "--state-dir", state)
         assert healed.out == (
             "GPU 1 is no longer lost (a cable); the agent takes it back once it has passed its probes\n"
         )
         document = await shown_until(state, 1, "Healthy")
         assert [gpu["health_reason"] for gpu in document["node"]["cards"]] == ["", ""]
-        xid = await sandbox("fail-card", "0", "--xid", "79", "--state-dir", state)
+        xid = await sandbox("fail-gpu", "0", "--xid", "79", "--state-dir", state)
         assert (xid.code, xid.out) == (0, "GPU 0 has reported Xid 79\n"), xid.err
         document = await shown_until(state, 0, "Unhealthy")
         assert [gpu["health_reason"] for gpu in document["node"]["cards"]] == ["Xid 79", ""]
         assert [p["phase"] for p in document["pods"]] == ["Running"]
-        reset = await sandbox("heal-card", "0", "--state-dir", state)
+        missing = await sandbox("fail-gpu", "2", "--state-dir", state)
+        assert (missing.code, missing.out) == (2, ""), missing.err  # as for every bad value of an argument
+        reset = await sandbox("heal-gpu", "0", "--state-dir", state)
         assert reset.out.startswith("GPU 0 was reset after Xid 79; ")
         await shown_until(state, 0, "Healthy")
-        await sandbox("fail-card", "0", "--xid", "31", "--state-dir", state)
-        spared = await sandbox("heal-card", "0", "--state-dir", state)
+        await sandbox("fail-gpu", "0", "--xid", "31", "--state-dir", state)
+        spared = await sandbox("heal-gpu", "0", "--state-dir", state)
         assert spared.out == ("GPU 0 is not ill (Xid 31: ignored (health.ignored_xids)); nothing was done to it\n"), (
             spared.err
         )
@@ -228,10 +230,10 @@ async def test_fail_gpu_and_heal_gpu_from_another_terminal(folder: Path) -> None
 @pytest.mark.parametrize(
     "words",
     [
-        ["fail-card"],
-        ["fail-card", "one"],
-        ["fail-card", "0", "--xid", "79", "--lost", "x"],
-        ["heal-card", "0", "--xid", "79"],
+        ["fail-gpu"],
+        ["fail-gpu", "one"],
+        ["fail-gpu", "0", "--xid", "79", "--lost", "x"],
+        ["heal-gpu", "0", "--xid", "79"],
     ],
     ids=" ".join,
 )

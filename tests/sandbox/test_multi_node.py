@@ -129,8 +129,8 @@ async def test_a_command_for_one_of_several_nodes_must_say_which() -> None:
             ({"node": "c"}, "there is no node 'c': there are a, b"),
         ):
             with pytest.raises(Rejected, match=why):
-                await controller.handle({"command": "fail-card", "card": 0, **request}, 1)
-        answer = await controller.handle({"command": "fail-card", "card": 1, "node": "b"}, 1)
+                await controller.handle({"command": "fail-gpu", "gpu": 0, **request}, 1)
+        answer = await controller.handle({"command": "fail-gpu", "gpu": 1, "node": "b"}, 1)
         assert answer["lines"] == ["GPU 1 is lost: GPU is lost"]
         assert [node.paths.faults.exists() for node in cluster.nodes] == [False, True]
         first = cluster.nodes[0].kubelet.runtime
@@ -152,7 +152,7 @@ async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pyte
         assert pod_line(shown, has_node=True).startswith("pod default/p Running on b [")
         print_document(document, "table")
         text = capsys.readouterr().out
-        assert "\na: 0 GPUs," in text and "\nb: 0 GPUs," in text and "  NODE  " in text
+        assert "a: 0 GPUs," in text and "\nb: 0 GPUs," in text and "  NODE  " in text
     async with open_controller("a") as (controller, _):
         document = controller.document()
         assert document["node"] == document["nodes"][0]

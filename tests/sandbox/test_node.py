@@ -202,7 +202,8 @@ async def test_the_control_socket_answers_its_owner_only(folder: Path) -> None:
     async with open_control(path, handle):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert await ask(path, {"command": "hello"}) == {"ok": True, "lines": ["hello"], "errors": []}
-        assert await ask(path, {"command": "fail"}) == {"ok": False, "lines": [], "errors": ["that cannot be"]}
+        refused = {"ok": False, "lines": [], "errors": ["that cannot be"], "is_rejected": True}
+        assert await ask(path, {"command": "fail"}) == refused
     with pytest.raises(Unavailable, match=r"no sandbox runs in .*start one with"):
         await ask(path, {"command": "hello"})
 

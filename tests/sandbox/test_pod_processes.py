@@ -69,7 +69,12 @@ async def test_a_host_container_without_a_command_waits_with_the_reason() -> Non
             found: dict[str, str] = status["state"].get("waiting", {})
             return found if found.get("reason") == "CreateContainerError" else {}
 
-        assert "no command specified" in (await node.kubelet.wait_for(waiting))["message"]
+        message = (await node.kubelet.wait_for(waiting))["message"]
+        assert "no command specified" in message
+        failed = [event["message"] for event in node.api.events() if event["reason"] == "Failed"]
+        assert failed == [f"Error: {message}"], (
+            "kubectl describe pod shows Events, and no message of a state that waits"
+        )
         assert node.api.pod("default", "p")["status"]["phase"] == "Pending"
 
 

@@ -44,9 +44,6 @@ class ServerCertificate:
         context.load_cert_chain(self.certificate, self.key)
         return context
 
-    def client_context(self) -> ssl.SSLContext:
-        return ssl.create_default_context(cafile=self.certificate)
-
 
 def make_certificate(directory: Path) -> ServerCertificate | None:
     """`api-server.crt` and `api-server.key`, mode 0600. Blocks for some 30 ms. Raises StartupError.

@@ -24,7 +24,16 @@ _CONTAINER = re.compile(r"(?:list\[(?P<item>.*)\]|dict\(str, (?P<value>.*)\))")
 _TYPES: dict[str, tuple[type, str]] = {"int": (int, "int32"), "bool": (bool, "bool"), "str": (str, "string")}
 _QUANTITY = re.compile(r"\.(limits|requests|capacity|allocatable|overhead|hard|sizeLimit|divisor)\b")
 """In the path of a text that may be written as a number."""
+_NAMED_BY = {"conditions": "type", "initContainerStatuses": "name", "containerStatuses": "name"}
+"""The field that each item of the list must have."""
 _JSON_NAMES = {str: "string", bool: "bool", int: "number", float: "number", list: "array", dict: "object"}
+
+
+def without_nulls(value: Any) -> Any:
+    """A field that is null is not there, as for the real server."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value if item is not None] if isinstance(value, list) else value
 
 
 def unknown_fields(raw: RawObject, kind: str) -> list[str]:
@@ -43,7 +52,10 @@ def _walk(value: Any, kind: str, path: str) -> Iterator[str]:
         is_list, inner = match["item"] is not None, match["item"] or match["value"]
         _check(value, list if is_list else dict, kind, path)
         items = enumerate(value) if is_list else value.items()
+        named_by = _NAMED_BY.get(path.rpartition(".")[2])
         for key, item in items:
+            if named_by and is_list and not (isinstance(item, dict) and named_by in item):
+                raise Rejected(f"{path}[{key}].{named_by}: Required value")
             yield from _walk(item, inner, f"{path}[{key}]" if is_list else f"{path}.{key}")
     elif kind in _TYPES:
         if _QUANTITY.search(path) is None:

@@ -85,7 +85,7 @@ class ApiHandlers:
             try:
                 return await verb(request, resource)
             except AgentError as error:
-                return error_response(error, resource, request.match_info.get("name", ""))
+                return await error_response(error, resource, request)
             except RecursionError:
                 bad_request("the object provided is unrecognized: it is nested too deeply")
 
@@ -174,19 +174,18 @@ class ApiHandlers:
         return web.json_response(self._objects.create(resource, raw, namespace), status=201, headers=warnings)
 
     async def _checked_fields(self, request: web.Request, resource: str, raw: RawObject) -> CIMultiDict[str]:
-        """As the client asks by fieldValidation: unknown fields are refused, or named in headers that warn. kubectl always
-        asks; who does not, such as an agent that patches often, is not checked."""
-        mode = request.query.get("fieldValidation", "Ignore")
-        if mode not in ("Strict", "Warn"):
-            return CIMultiDict()
+        """A value of a type that its field cannot have is refused; an unknown field as the client asks by fieldValidation:
+        refused, ignored, or named in a header that warns."""
         cannot = f'{KINDS[resource]} in version "{group_version(resource)}" cannot be handled as a {KINDS[resource]}: '
         try:
             found = await asyncio.to_thread(unknown_fields, raw, KINDS[resource])
         except Rejected as error:
             bad_request(f"{cannot}{error}")
+        mode = request.query.get("fieldValidation", "Warn")
         if found and mode == "Strict":
             bad_request(f"{cannot}strict decoding error: {', '.join(found)}")
-        return CIMultiDict(("Warning", f'299 - "{json.dumps(text)[1:-1]}"') for text in found)
+        shown = found if mode == "Warn" else []
+        return CIMultiDict(("Warning", f'299 - "{json.dumps(text)[1:-1]}"') for text in shown)
 
     async def _bind(self, request: web.Request, _resource: str) -> web.StreamResponse:
         """A Binding. Its metadata names the pod, may insist on a UID and a version, and brings annotations."""

@@ -15,6 +15,7 @@ from typing import Any
 from gpushare_agent.model.errors import Conflict, Rejected
 from gpushare_agent.sandbox.api.agent_pods import AGENT_NAMESPACE, AgentPods, AgentServer
 from gpushare_agent.sandbox.api.container_logs import ContainerLogs
+from gpushare_agent.sandbox.api.field_validation import without_nulls
 from gpushare_agent.sandbox.api.patch import STRATEGIC, apply_patch, patched
 from gpushare_agent.sandbox.api.store import (
     CLUSTER_WIDE,
@@ -111,6 +112,7 @@ class ApiObjects:
 
     def create(self, resource: str, raw: RawObject, namespace: str = "default") -> RawObject:
         """Raises Rejected for one without a name, or not valid, AlreadyExists for a name in use."""
+        raw = without_nulls(raw)
         if resource == "pods":
             return self.create_pod(raw, namespace)
         if resource not in CLUSTER_WIDE:

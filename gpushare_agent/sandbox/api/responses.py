@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from aiohttp import web
 
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
-from gpushare_agent.sandbox.api.store import AlreadyExists, Expired
+from gpushare_agent.sandbox.api.store import KINDS, AlreadyExists, Expired
 from gpushare_agent.sandbox.pod_manifest import RawObject
 
 _REASONS: tuple[tuple[type[AgentError], int, str], ...] = (
@@ -39,13 +39,23 @@ def status_response(code: int, reason: str, message: str, details: Mapping[str, 
     return web.json_response(status_body(code, reason, message, details), status=code)
 
 
-def error_response(error: AgentError, resource: str, name: str) -> web.Response:
+async def error_response(error: AgentError, resource: str, request: web.Request) -> web.Response:
     code, reason = next((c, r) for kind, c, r in _REASONS if isinstance(error, kind))
-    details: dict[str, Any] = {"name": name, "kind": resource}
-    if code == 422:  # kubectl shows the causes of an invalid object, and not the message
+    details: dict[str, Any] = {"name": request.match_info.get("name", ""), "kind": resource}
+    if code == 422:  # kubectl shows kind, name and causes of an invalid object, and not the message
         field, _, text = str(error).partition(": ")
-        details["causes"] = [{"reason": "FieldValueInvalid", "field": field, "message": text}]
+        name = details["name"] or _name_in(await request.read())
+        causes = [{"reason": "FieldValueInvalid", "field": field, "message": text}]
+        details = {"name": name, "kind": KINDS[resource], "causes": causes}
     return status_response(code, reason, str(error), details)
+
+
+def _name_in(body: bytes) -> str:
+    try:
+        name = json.loads(body)["metadata"]["name"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return name if isinstance(name, str) else ""
 
 
 def bad_request(message: str) -> NoReturn:

@@ -144,8 +144,8 @@ def _main_status(raw: RawObject, text: str) -> str:
 
 
 def _node_status(raw: RawObject) -> str:
-    ready = next((c for c in _at(raw, "status.conditions", []) if c.get("type") == "Ready"), {"status": "Unknown"})
-    text = {"True": "Ready", "False": "NotReady"}.get(ready["status"], "Unknown")
+    ready = [c.get("status", "") for c in _at(raw, "status.conditions", []) if c["type"] == "Ready"]
+    text = {"True": "Ready", "False": "NotReady"}.get("".join(ready), "Unknown")
     return text + (",SchedulingDisabled" if _at(raw, "spec.unschedulable", False) else "")
 
 
@@ -159,7 +159,7 @@ def _node_roles(raw: RawObject) -> str:
 
 def _address(kind: str) -> Callable[[RawObject], str]:
     def read(raw: RawObject) -> str:
-        return next((a["address"] for a in _at(raw, "status.addresses", []) if a.get("type") == kind), NONE)
+        return next((a.get("address", NONE) for a in _at(raw, "status.addresses", []) if a.get("type") == kind), NONE)
 
     return read
 

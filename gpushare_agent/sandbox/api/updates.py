@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpushare_agent.model.errors import Conflict, Rejected
+from gpushare_agent.sandbox.api.field_validation import without_nulls
 from gpushare_agent.sandbox.api.store import WITH_STATUS
 from gpushare_agent.sandbox.api.workloads import completed_workload
 from gpushare_agent.sandbox.pod_manifest import RawObject, check_metadata, completed_manifest
@@ -18,6 +19,7 @@ def updated(resource: str, old: RawObject, new: RawObject, *, is_status: bool = 
         Conflict: the new object names another resourceVersion or UID.
         Rejected: the change is not allowed, or the object would not be valid.
     """
+    new = without_nulls(new)
     metadata, known = new.get("metadata") or {}, old["metadata"]
     check_metadata(metadata)
     for field in ("resourceVersion", "uid"):
@@ -28,14 +30,14 @@ def updated(resource: str, old: RawObject, new: RawObject, *, is_status: bool = 
             )
     kept = {"metadata": {**metadata, **{name: known[name] for name in _IDENTITY if name in known}}}
     if is_status:
-        return {**new, **kept, "spec": old.get("spec", {})}
+        phase = {"phase": old["status"]["phase"]} if resource == "pods" else {}
+        return {**new, **kept, "spec": old.get("spec", {}), "status": {**phase, **(new.get("status") or {})}}
     if resource in WITH_STATUS:
         kept["status"] = old.get("status", {})
     if resource == "pods" and new.get("spec") != old["spec"]:
         if not _is_same_spec(new, old):
             raise Rejected(
-                f'Pod "{known["name"]}" is invalid: spec: Forbidden: pod updates may not change these fields; '
-                "delete the pod and create it again"
+                "spec: Forbidden: pod updates may not change these fields; delete the pod and create it again"
             )
         kept["spec"] = old["spec"]
     result = completed_workload(resource, {**new, **kept})

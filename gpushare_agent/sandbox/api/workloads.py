@@ -28,16 +28,13 @@ def completed_workload(resource: str, raw: RawObject) -> RawObject:
     if resource not in _LONGEST_NAMES:
         return raw
     unknown_fields(raw, KINDS[resource])  # for the types
-    name, spec = raw["metadata"]["name"], _without_nulls(copy.deepcopy(raw.get("spec") or {}))
+    name, spec = raw["metadata"]["name"], copy.deepcopy(raw.get("spec") or {})
     if len(name) > _LONGEST_NAMES[resource]:
         raise Rejected(
             f"metadata.name: Too long: {name!r:.80}: at most {_LONGEST_NAMES[resource]} characters in the sandbox"
         )
     template = spec.get("template") or {}
     template["metadata"] = {"labels": {}, **(template.get("metadata") or {})}
-    template["metadata"].pop(
-        "creationTimestamp", None
-    )  # `kubectl rollout undo` sends null: the same template all the same
     spec = (_job if resource == "jobs" else _replicated)({**spec, "template": template}, raw["metadata"])
     for field in _NUMBERS:
         if spec.get(field, 0) < 0:
@@ -57,24 +54,19 @@ def completed_workload(resource: str, raw: RawObject) -> RawObject:
     return {**raw, "spec": spec}
 
 
-def _without_nulls(spec: dict[str, Any]) -> dict[str, Any]:
-    """A null is an absent field, as for a real API server: it gets the default."""
-    return {name: value for name, value in spec.items() if value is not None}
-
-
 def _job(spec: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
     template = spec["template"]
     if (template.get("spec") or {}).get("restartPolicy") not in ("Never", "OnFailure"):
         raise Rejected('spec.template.spec.restartPolicy: Required value: valid values: "OnFailure", "Never"')
     own = {_UID_LABEL: metadata["uid"], _NAME_LABEL: metadata["name"]}
-    template["metadata"]["labels"] = {**(template["metadata"]["labels"] or {}), **own}
+    template["metadata"]["labels"] = {**template["metadata"]["labels"], **own}
     defaults = {"parallelism": 1, "completions": 1, "backoffLimit": 6}
     return {**defaults, **spec, "selector": {"matchLabels": {_UID_LABEL: metadata["uid"]}}}
 
 
 def _replicated(spec: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
     labels, matched = (
-        spec["template"]["metadata"]["labels"] or {},
+        spec["template"]["metadata"]["labels"],
         (spec.get("selector") or {}).get("matchLabels") or {},
     )
     if not matched:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,16 @@ def _plugin_errors() -> Iterator[None]:
 
 def parse_devices(message: bytes) -> Mapping[str, PluginDevice]:
     """A ListAndWatchResponse, by ID in the plugin's order. Raises MalformedMessageError."""
-    devices = {}
-    for device in wire_frames.submessages(message, 1):
-        parts = {number: value for number, value in wire_frames.fields(device) if isinstance(value, bytes)}
-        name, health = (parts.get(number, b"").decode(errors="replace") for number in (1, 2))
-        nodes = wire_frames.numa_nodes(parts.get(3, b""))
-        frame = bytes_field(1, name.encode())
-        devices[name] = PluginDevice(id=name, is_healthy=health == "Healthy", numa_nodes=nodes, frame=frame)
-    return devices
+    return {device.id: device for device in map(_device, wire_frames.submessages(message, 1))}
+
+
+@lru_cache(maxsize=16_384)
+def _device(message: bytes) -> PluginDevice:
+    """A plugin sends all its devices at each change of one."""
+    parts = {number: value for number, value in wire_frames.fields(message) if isinstance(value, bytes)}
+    name, health = (parts.get(number, b"").decode(errors="replace") for number in (1, 2))
+    nodes = wire_frames.numa_nodes(parts.get(3, b""))
+    return PluginDevice(id=name, is_healthy=health == "Healthy", numa_nodes=nodes, frame=bytes_field(1, name.encode()))
 
 
 class PluginEndpoint:

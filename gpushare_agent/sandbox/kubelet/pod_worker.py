@@ -228,6 +228,9 @@ class PodWorkers:
                 reason = f"CreateContainerConfigError: {error}"
             except AgentError as error:
                 reason = f"CreateContainerError: {error}"
+            if pod.waiting.get(spec.name) != reason:
+                message = f"Error: {reason.partition(': ')[2]}"
+                self._api.record_event(pod.raw, reason="Failed", message=message, source="kubelet")
             pod.waiting[spec.name] = reason
             self.report(pod, "Pending" if not self._runtime.living(pod.identity.uid) else "Running")
             await asyncio.sleep(self._times.start_retry_s)

@@ -88,6 +88,6 @@ def vdevice_directory(node: EmbeddedNode, pod_uid: str, container: str) -> Path 
 
 def waiting_message(node: EmbeddedNode, pod: RawObject, reason: str) -> str:
     """The newest Event of a pending pod with this reason: its status does not say why its claims are not prepared."""
-    uid = pod["metadata"]["uid"]
-    events = [one for one in node.api.events() if one["reason"] == reason and one["involvedObject"]["uid"] == uid]
-    return str(events[-1]["message"]) if events else ""
+    found = [one for one in node.api.events() if one.get("reason") == reason]
+    events = [one for one in found if one.get("involvedObject", {}).get("uid") == pod["metadata"]["uid"]]
+    return str(events[-1].get("message")) if events else ""

@@ -39,7 +39,9 @@ from gpushare_agent.sandbox.report.vdevice_reader import VDeviceReader
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 
 HEALTHY = "Healthy"
-_UNHEALTHY, _AGENT_AWAY = "Unhealthy", "Unknown"
+_UNHEALTHY = "Unhealthy"
+UNKNOWN = "Unknown"
+"""Health of a GPU while no agent offers it."""
 _ANSWERS_KEPT = 2048
 
 
@@ -131,7 +133,7 @@ def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
                 is_whole=gpu.uuid in whole,
             ),
             "used": shown.used_of_gpus.get(gpu.index),
-            "health": health.get(gpu.uuid, _AGENT_AWAY), "health_reason": shown.fault_reasons.get(gpu.uuid, ""),
+            "health": health.get(gpu.uuid, UNKNOWN), "health_reason": shown.fault_reasons.get(gpu.uuid, ""),
             "cordoned": cordoned.get(gpu.uuid),
         }
         for gpu in shown.gpus
@@ -216,7 +218,7 @@ def reason_and_message(pod: RawObject) -> tuple[str, str]:
     if status.get("reason") or status.get("message"):
         return status.get("reason", ""), status.get("message", "")
     for condition in status.get("conditions", ()) if status.get("phase") == "Pending" else ():
-        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+        if condition["type"] == "PodScheduled" and condition.get("status") == "False":
             return condition.get("reason", ""), condition.get("message", "")
     return _container_reason((*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())))
 
@@ -224,15 +226,17 @@ def reason_and_message(pod: RawObject) -> tuple[str, str]:
 def _container_reason(statuses: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """Of the first container that waits, else of the first that has failed."""
     for status in statuses:
-        waiting = status["state"].get("waiting", {})
+        waiting = status.get("state", {}).get("waiting", {})
         if waiting.get("message"):
             last = status.get("lastState", {}).get("terminated")
-            ended = f", exit code {last['exitCode']}" if last else ""
-            return waiting["reason"], f"{waiting['message']}{ended}"
+            ended = f", exit code {last.get('exitCode')}" if last else ""
+            return waiting.get("reason", ""), f"{waiting['message']}{ended}"
     for status in statuses:
-        ended_now = status["state"].get("terminated", {})
+        ended_now = status.get("state", {}).get("terminated", {})
         if ended_now.get("exitCode"):
-            return ended_now["reason"], f"container {status['name']} ended with exit code {ended_now['exitCode']}"
+            return ended_now.get(
+                "reason", ""
+            ), f"container {status['name']} ended with exit code {ended_now['exitCode']}"
     return "", ""
 
 
