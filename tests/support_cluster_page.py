@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION
 from gpushare_agent.extender.cluster_page import ClusterPage
@@ -56,7 +57,7 @@ async def served_cluster() -> AsyncIterator[tuple[str, FakeCluster]]:
     async with fake_cluster(*nodes, out_of_service(raw_node("gpu-3")), pods=pods) as cluster:
         holds(cluster, "gpu-1", ("uid-one", 0, 30, 8), ("uid-two", 0, 50, 16))
         async with opened_api(cluster) as api:
-            page = ClusterPage(Settings(), NAMES, port=0)
+            page = ClusterPage(Settings(), replace(NAMES, gpu=("nvidia.com/gpu",)), port=0)
             ports: list[int] = []
             async with running(lambda: page.run(api, on_listening=ports.append)):
                 await eventually(lambda: bool(ports))

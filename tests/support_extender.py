@@ -49,7 +49,7 @@ from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import Settings
-from tests.support_deadline import DEADLINE_S
+from tests.support_deadline import DEADLINE_S, Changes
 from tests.support_kube import FAST, write_kubeconfig
 
 GOOD = "good"
@@ -137,7 +137,7 @@ class FakeCluster:
         self.retry_after = "0"
         self._history: list[tuple[int, str, str, Raw]] = []
         self._first_version = 100
-        self._changed = asyncio.Event()
+        self._changed = Changes()
         self._late: list[Callable[[], tuple[int, Raw]]] = []
         self._runner: web.AppRunner | None = None
         self._serving = 0
@@ -264,10 +264,7 @@ class FakeCluster:
 
     async def wait(self, condition: Callable[[], bool]) -> None:
         """Until it holds after some request or change."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
+        await self._changed.until(condition)
 
     async def start(self) -> None:
         app = web.Application()

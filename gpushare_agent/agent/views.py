@@ -77,7 +77,7 @@ def node_snapshot(
         names=state.names,
         inventory=inventory.current,
         cordoned=inventory.cordoned,
-        illnesses=inventory.unhealthy_reasons,
+        unhealthy_reasons=inventory.unhealthy_reasons,
         cores_allocated=_cores_allocated(state),
         memory_allocated_bytes=_memory_allocated(state),
         containers=containers.current(),

@@ -6,7 +6,7 @@ that each command needs. No state.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cluster.kube.client import ALL_NODES, UNFINISHED, KubeApi, open_kube_api, pods
 from gpushare_agent.cluster.kube.lists import KubeTimeouts
-from gpushare_agent.cluster.kube.pods import parse_pod
+from gpushare_agent.cluster.kube.pods import mapping_or_empty, parse_pod
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.pods import Pod
@@ -73,12 +73,12 @@ class _Node:
 
 
 def _node(raw: dict[str, Any], names: ResourceNames) -> _Node | None:
-    metadata, status = mapping_of(raw.get("metadata")), mapping_of(raw.get("status"))
-    name, raw_capacity = metadata.get("name"), mapping_of(status.get("capacity"))
+    metadata, status = mapping_or_empty(raw.get("metadata")), mapping_or_empty(raw.get("status"))
+    name, raw_capacity = metadata.get("name"), mapping_or_empty(status.get("capacity"))
     if not isinstance(name, str):
         return None
     capacity = {resource: _count(raw_capacity.get(resource)) for resource in names.names}
-    gpus = gpus_of_node(mapping_of(metadata.get("annotations")), capacity, names)
+    gpus = gpus_of_node(mapping_or_empty(metadata.get("annotations")), capacity, names)
     return _Node(name=name, gpus=gpus) if gpus is not None else None
 
 
@@ -89,11 +89,6 @@ def _pod(raw: dict[str, Any], names: ResourceNames) -> Pod | None:
     except Corrupt:
         return None
     return pod if names.wants_any(pod) else None
-
-
-def mapping_of(value: Any) -> Mapping[str, Any]:
-    """A part of an object of the API server; empty where it is missing or no mapping."""
-    return value if isinstance(value, Mapping) else {}
 
 
 def _count(quantity: Any) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,9 +22,9 @@ from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import ALL_NODES
 from gpushare_agent.cluster.kube.cluster import LIVE_PODS
 from gpushare_agent.cluster.kube.lists import KubeLists
-from gpushare_agent.cluster.kube.pods import mapping_or_empty
+from gpushare_agent.cluster.kube.pods import scheduler_message
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
-from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.cluster_state import MAX_ASKING, ClusterState
 from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.decisions.free_capacity import gpu_text, signature_of
 from gpushare_agent.extender.metrics import ExtenderMetrics
@@ -55,7 +56,6 @@ INDEX = "cluster.html"
 MOST_WAITING = 200
 MOST_NODES = 20
 """Shown GPU by GPU for one waiting pod."""
-MAX_MESSAGE_CHARS = 1000
 _MAX_UID_CHARS = 128
 _BACKLOG = 16
 _MIB = 1 << 20
@@ -74,7 +74,7 @@ class _Pods(PodsFeed):
         is_ours = super().put(raw)
         uid = PodUid(self.key(raw))
         if is_ours and self.unscheduled(uid) is not None:
-            self.messages[uid] = _scheduler_message(raw)
+            self.messages[uid] = scheduler_message(raw)
         else:
             self.messages.pop(uid, None)
         return is_ours
@@ -88,7 +88,7 @@ class ClusterPage:
     """`names` and `settings` must be those of the agents. `run` once."""
 
     def __init__(self, settings: Settings, names: ResourceNames, *, port: int) -> None:
-        self._names = names
+        self._names = names = replace(names, gpu=())  # of NVIDIA's units a node's object says nothing
         self._port = port
         metrics, quota = ExtenderMetrics(), QuotaState(names)
         policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy)
@@ -141,12 +141,12 @@ class ClusterPage:
         return self._page.index(request)
 
     def _head(self) -> Mapping[str, Any]:
-        heard = [one.last_message_at for one in self._informers]
+        received = [one.last_message_at for one in self._informers]
         now = time.monotonic()
         return {
             "version": __version__,
             "not_listed": [one.kind for one in self._informers if not one.has_listed],
-            "silent_seconds": max((now - at for at in heard if at is not None), default=None),
+            "silent_seconds": max((now - at for at in received if at is not None), default=None),
             "memory_block_bytes": self._names.memory_block_mib * _MIB,
             "unit_bytes": self._names.gpu_mem_unit_mib * _MIB,
             "waiting_pods": len(self._pods.messages),
@@ -168,6 +168,8 @@ class ClusterPage:
         return json_answer(request, {**self._waiting(pod), **await self._nodes_for(pod)})
 
     def _waiting(self, pod: Pod) -> dict[str, Any]:
+        """The requests of so many containers as are planned: a pod may have thousands."""
+        first = replace(pod, containers=pod.containers[:MAX_ASKING])
         return {
             "uid": pod.uid,
             "namespace": pod.namespace,
@@ -180,13 +182,15 @@ class ClusterPage:
                     )
                     * _MIB,
                 }
-                for request in signature_of(pod, self._names)
+                for request in signature_of(first, self._names)
             ],
+            "more_requests": len(pod.containers) - len(first.containers),
             "message": self._pods.messages.get(pod.uid, ""),
         }
 
     async def _nodes_for(self, pod: Pod) -> dict[str, Any]:
         """The nodes where it fits first, then the others by name. GPUs are judged for the largest request."""
+        pod = replace(pod, containers=pod.containers[: MAX_ASKING + 1])  # one more is refused as thousands are
         found = await in_steps(self._state.filter_steps(pod, None))
         verdicts = {**dict.fromkeys(found.fitting, ""), **found.failed, **found.unresolvable}
         names = sorted(verdicts, key=lambda name: (verdicts[name] != "", name))
@@ -210,13 +214,3 @@ class ClusterPage:
                 for name in names[:MOST_NODES]
             ],
         }
-
-
-def _scheduler_message(raw: Mapping[str, Any]) -> str:
-    """Of the pod's condition PodScheduled; any tenant who may write the status may write it."""
-    conditions = mapping_or_empty(raw.get("status")).get("conditions")
-    for one in conditions if isinstance(conditions, list) else ():
-        condition = mapping_or_empty(one)
-        if condition.get("type") == "PodScheduled" and isinstance(text := condition.get("message"), str):
-            return text[:MAX_MESSAGE_CHARS]
-    return ""

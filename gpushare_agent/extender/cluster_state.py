@@ -293,7 +293,7 @@ class ClusterState:
         names = self._policy.names
         asking = len(signature_of(pod, names))
         if asking > MAX_ASKING:
-            return f"{asking} containers of the pod ask for GPUs; at most {MAX_ASKING} are planned. Use several pods."
+            return f"more than {MAX_ASKING} containers of the pod ask for GPUs, the most that are planned. Use several pods."
         for container in pod.containers:
             cores, blocks = container.requests.get(names.vcore, 0), container.requests.get(names.vmemory, 0)
             units = container.requests.get(names.gpu_mem, 0) if names.gpu_mem else 0

@@ -132,7 +132,7 @@ class ExtenderVerbs:
             args = await in_steps(parse_nodes_args(content, self._names))
             return _Result(host_priorities(self._extender.prioritize(args)))
         except Corrupt as e:
-            return _Result(f"{e}\n".encode(), "bad", 400)
+            return _refused(e)
 
     async def bind(self, content: bytes) -> _Result:
         try:
@@ -146,8 +146,13 @@ class ExtenderVerbs:
         try:
             args = await in_steps(parse_preempt_args(content, self._names))
         except Corrupt as e:
-            return _Result(f"{e}\n".encode(), "bad", 400)
+            return _refused(e)
         return _Result(preemption_result(self._extender.preempt(args), args.violations))
+
+
+def _refused(error: Corrupt) -> _Result:
+    """Its text may have a name of the request, and in that half a surrogate pair, which UTF-8 cannot have."""
+    return _Result(f"{error}\n".encode(errors="backslashreplace"), "bad", 400)
 
 
 @dataclass(slots=True)
@@ -170,7 +175,7 @@ class WebhookVerb:
         try:
             body, outcome = await self._webhook.mutate(content)
         except Corrupt as e:
-            return _Result(f"{e}\n".encode(), "bad", 400)
+            return _refused(e)
         return _Result(body, outcome)
 
 

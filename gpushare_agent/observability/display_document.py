@@ -108,8 +108,8 @@ def _gpu_note(gpu: Gpu, snapshot: NodeSnapshot) -> str:
         f"(pids: [{' '.join(map(str, pids))}], usedMemory: {used_bytes or 0}, totalMemory: {total_bytes}, "
         f"allocatableCores: {max(0, cores_left)}, allocatableMemory: {max(0, memory_left)})"
     )
-    if (illness := snapshot.illnesses.get(gpu.uuid)) is not None:
-        note += f" Unhealthy: {_one_line(illness)}"
+    if (reason := snapshot.unhealthy_reasons.get(gpu.uuid)) is not None:
+        note += f" Unhealthy: {_one_line(reason)}"
     if (reason := snapshot.cordoned.get(gpu.uuid)) is not None:
         note += f" Cordoned: {_one_line(reason) or NO_REASON}"
     return note

@@ -17,6 +17,7 @@ from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Branch, Link, LinkKind, Topology
+from gpushare_agent.model.units import cores_of_part
 from gpushare_agent.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
 
 SCHEMA = 1
@@ -43,6 +44,19 @@ class ContainerFacts:
     allocated_memory_bytes: int
     isolation: str
     kept: Kept | None = None
+
+    def cores_on(self, gpu: Gpu) -> int:
+        """The limit on one of its GPUs: of replicas on several each has its part."""
+        if self.allocation.is_whole:
+            return CORES_PER_GPU
+        part = self.allocation.parts.get(gpu.uuid)
+        return self.cores if part is None else cores_of_part(part)
+
+    def memory_bytes_on(self, gpu: Gpu) -> int:
+        if self.allocation.is_whole:
+            return gpu.memory_mib * MIB
+        part = self.allocation.parts.get(gpu.uuid)
+        return self.memory_bytes if part is None else int(part * gpu.memory_mib) * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +94,7 @@ class NodeSnapshot:
     inventory: GpuInventory
     cordoned: Mapping[GpuUuid, str]
     """GPUs that an operator took out of service, and why."""
-    illnesses: Mapping[GpuUuid, str]
+    unhealthy_reasons: Mapping[GpuUuid, str]
     """What is wrong with GPUs themselves; a cordon is none."""
     cores_allocated: Mapping[GpuUuid, int]
     memory_allocated_bytes: Mapping[GpuUuid, int]
@@ -152,7 +166,7 @@ def gpu_document(gpu: Gpu, snapshot: NodeSnapshot) -> dict[str, Any]:
         **({"mig": _mig(gpu, gpu.mig)} if gpu.mig is not None else {}),
         "numa": gpu.numa_node,
         "is_healthy": gpu.is_healthy,
-        "health_reason": snapshot.illnesses.get(gpu.uuid, ""),
+        "health_reason": snapshot.unhealthy_reasons.get(gpu.uuid, ""),
         "cordoned": (snapshot.cordoned[gpu.uuid] or NO_REASON) if gpu.uuid in snapshot.cordoned else None,
         "cores": {"capacity": CORES_PER_GPU, "allocated": snapshot.cores_allocated.get(gpu.uuid, 0)},
         "memory": {
@@ -188,8 +202,8 @@ def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[st
             {
                 "index": gpu.index,
                 "uuid": gpu.uuid,
-                "cores": CORES_PER_GPU if allocation.is_whole else facts.cores,
-                "memory_bytes": gpu.memory_mib * MIB if allocation.is_whole else facts.memory_bytes,
+                "cores": facts.cores_on(gpu),
+                "memory_bytes": facts.memory_bytes_on(gpu),
                 "usage": _container_usage(allocation.key, gpu.uuid, snapshot.usage),
             }
             for gpu in sorted(gpus, key=lambda gpu: gpu.index)

@@ -98,6 +98,8 @@ async def test_why_a_pod_waits_gpu_by_gpu() -> None:
     """By keyboard: what the scheduler wrote, as text and cut, and what each GPU lacks."""
     async with opened() as (browser, _):
         await browser.script("document.querySelector(\"[data-uid='uid-needs-much'] summary\").focus()")
+        mark = "return getComputedStyle(document.querySelector('.waits .decision-name'), '::before').content"
+        assert "▸" in await browser.script(mark)
         await browser.press(ENTER)
         await browser.wait("document.querySelectorAll(\"[data-uid='uid-needs-much'] tbody tr\").length === 21")
         text = await browser.script("return document.querySelector(\"[data-uid='uid-needs-much']\").innerText")

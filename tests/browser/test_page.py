@@ -200,7 +200,7 @@ async def test_nothing_is_wider_than_the_window(width: int) -> None:
         assert cut == []
 
 
-@pytest.mark.parametrize("width", [400, 900, 1400])
+@pytest.mark.parametrize("width", [400, 900, 1280, 1400])
 async def test_each_width_shows_everything(width: int) -> None:
     """Rows of tiles are full, the table and the topology are not clipped, no name is cut, and the state stays in sight."""
     async with opened(SampleNode(gpus=8, containers=12), width=width) as (browser, _):

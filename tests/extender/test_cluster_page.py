@@ -9,13 +9,15 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gpushare_agent.extender.cluster_page import MAX_MESSAGE_CHARS
+from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
+from gpushare_agent.cluster.kube.pods import MAX_SCHEDULER_CHARS
 from gpushare_agent.extender.decisions.free_capacity import ContainerRequest, gpu_text
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.placement import GpuAccount
-from tests.support_cluster_page import served_cluster
+from tests.support_cluster_page import served_cluster, waiting
 from tests.support_deadline import DEADLINE_S
+from tests.support_extender import raw_node
 
 
 async def ask(url: str, **headers: str) -> tuple[int, Any, str]:
@@ -56,7 +58,7 @@ async def test_a_waiting_pod_with_every_gpu() -> None:
         assert answer["count"] == 2
         pod = next(one for one in answer["pods"] if one["pod"] == "needs-much")
         assert pod["requests"] == [{"cores": 20, "memory_bytes": 65 * 256 << 20}]
-        assert len(pod["message"]) == MAX_MESSAGE_CHARS
+        assert len(pod["message"]) == MAX_SCHEDULER_CHARS
         _, answer, _ = await ask(f"{url}api/v1/waiting?uid={pod['uid']}")
         assert [(node["name"], len(node["cards"])) for node in answer["nodes"]] == [
             ("gpu-1", 8),
@@ -71,6 +73,50 @@ async def test_a_waiting_pod_with_every_gpu() -> None:
         }
         assert (await ask(f"{url}api/v1/waiting?uid=unknown"))[0] == 404
         assert (await ask(f"{url}api/v1/waiting?uid={'x' * 200}"))[0] == 400
+
+
+async def test_a_node_with_half_a_surrogate_pair_hides_no_other() -> None:
+    """An annotation may escape one in any of its texts; UTF-8 has none."""
+    async with served_cluster() as (url, cluster), asyncio.timeout(DEADLINE_S):
+        spoilt = raw_node("gpu-4")
+        reported = json.loads(spoilt["metadata"]["annotations"][GPUS_ANNOTATION])
+        reported["cards"][0] |= {"name": "\ud800", "cordoned": "\udfff fan"}
+        spoilt["metadata"]["annotations"] |= {
+            GPUS_ANNOTATION: json.dumps(reported),
+            ALLOCATIONS_ANNOTATION: json.dumps({"schema": 1, "held": {"\ud801": {"0": [10, 1, 0, 0]}}}),
+        }
+        cluster.put("nodes", spoilt)
+        while (answer := await ask(f"{url}api/v1/cluster"))[0] == 200 and len(answer[1]["nodes"]) < 4:
+            await asyncio.sleep(0.01)
+        assert answer[0] == 200
+        node = answer[1]["nodes"][3]
+        gpu = node["cards"][0]
+        assert (gpu["name"], gpu["cordoned"], node["strangers"]) == ("\ud800", "\udfff fan", ["\ud801"])
+
+
+async def test_a_pod_that_waits_for_nvidias_resource_alone_is_not_listed() -> None:
+    """Whatever the reader's own settings say of it: nodes show their shares, and no unit of NVIDIA's."""
+    async with served_cluster() as (url, cluster), asyncio.timeout(DEADLINE_S):
+        other = waiting("whole", (0, 0))
+        other["spec"]["containers"][0]["resources"]["limits"] = {"nvidia.com/gpu": "1"}
+        cluster.put("pods", other)
+        cluster.put("pods", waiting("later", (1, 1)))
+        while (answer := (await ask(f"{url}api/v1/waiting"))[1])["count"] < 3:
+            await asyncio.sleep(0.01)
+        assert sorted(pod["pod"] for pod in answer["pods"]) == ["later", "needs-much", "needs-nine"]
+        assert (await ask(f"{url}api/v1/waiting?uid={other['metadata']['uid']}"))[0] == 404
+
+
+async def test_so_many_requests_of_a_waiting_pod() -> None:
+    """Those that are planned, and how many more it has: the answer for a pod of a thousand containers is a short one."""
+    async with served_cluster() as (url, cluster), asyncio.timeout(DEADLINE_S):
+        cluster.put("pods", waiting("many", *[(1, 1)] * 1000))
+        while (answer := (await ask(f"{url}api/v1/waiting"))[1])["count"] < 3:
+            await asyncio.sleep(0.01)
+        pod = next(one for one in answer["pods"] if one["pod"] == "many")
+        assert (len(pod["requests"]), pod["more_requests"]) == (16, 984)
+        _, answer, _ = await ask(f"{url}api/v1/waiting?uid={pod['uid']}")
+        assert answer["nodes"][0]["verdict"].startswith("more than 16 containers of the pod ask for GPUs")
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,16 @@ async def test_no_mebibyte_of_json_keeps_the_loop_for_long(body: bytes) -> None:
         assert longest_s < 0.05
 
 
+async def test_a_name_that_utf8_cannot_have_is_refused_as_any_other(peers: list[Peer]) -> None:
+    """JSON can escape half a surrogate pair; the answer's text has it escaped too."""
+    body = json.dumps({"Pod": {}, "NodeNameToMetaVictims": {"\ud800": "x"}}).encode()
+    async with served() as port:
+        peers.append(peer := await Peer.open(port))
+        peer.send(post_bytes(body, "preemption"))
+        status, text = await peer.answer()
+        assert status == 400 and b"\\ud800" in text
+
+
 class NoTemplates:
     """An API server that is not asked, for no template is needed."""
 

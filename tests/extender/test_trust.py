@@ -83,36 +83,24 @@ async def test_gpus_that_the_agent_gave_otherwise_are_counted() -> None:
         assert "gpushare_extender_placement_disagreements_total 1.0" in (await asker.get("/metrics"))[1]
 
 
-async def test_what_the_agent_wrote_of_its_own_choice_is_not_foreign() -> None:
-    """It writes the GPUs that it allocated into the pod, often before it reports them on its node: nothing is counted until
-    then, and then the choice as the agent's, not as a foreign annotation."""
+@pytest.mark.parametrize(("allocated", "foreign"), [(1, []), (0, ["uid-a"])], ids=["by the agent", "foreign"])
+async def test_what_neither_we_nor_the_agent_chose_is_foreign(allocated: int, foreign: list[str]) -> None:
+    """The agent writes the GPUs that it allocated into the pod, often before it reports them on its node: nothing is counted
+    until then, and then its choice as the agent's, and other GPUs than it reports as a foreign annotation."""
     pod = raw_pod("a", (60, 8))
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
         assert await asker.bind(pod, "n1") == ""
         wrote = {"tencent.com/predicate-gpu-idx-0": "1", "tencent.com/gpu-assigned": "true"}
         cluster.change("pods", "default/a", lambda raw: raw["metadata"]["annotations"].update(wrote))
         await delivered(cluster, asker)
-        holds(cluster, "n1", ("uid-a", 1, 60, 8))
-        await eventually(lambda: [r.stage for r in asker.parts.state.reservations()] == ["confirmed"])
         assert asker.parts.pods.foreign_predicates == []
+        holds(cluster, "n1", ("uid-a", allocated, 60, 8))
+        found = asker.parts
+        await eventually(lambda: [r.stage for r in found.state.reservations()] == ["confirmed"])
+        await eventually(lambda: found.pods.foreign_predicates == foreign)
         metrics = (await asker.get("/metrics"))[1]
-        assert "gpushare_extender_foreign_predicates_total 0.0" in metrics
-        assert "gpushare_extender_placement_disagreements_total 1.0" in metrics
-
-
-async def test_gpus_that_neither_we_nor_the_agent_chose_are_foreign() -> None:
-    """Written on a bound pod before its agent reported: counted once it reports other GPUs."""
-    pod = raw_pod("a", (60, 8))
-    async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, running_extender(cluster) as asker:
-        assert await asker.bind(pod, "n1") == ""
-        wrote = {"tencent.com/predicate-gpu-idx-0": "1", "tencent.com/gpu-assigned": "true"}
-        cluster.change("pods", "default/a", lambda raw: raw["metadata"]["annotations"].update(wrote))
-        await delivered(cluster, asker)
-        holds(cluster, "n1", ("uid-a", 0, 60, 8))
-        await eventually(lambda: asker.parts.pods.foreign_predicates == ["uid-a"])
-        metrics = (await asker.get("/metrics"))[1]
-        assert "gpushare_extender_foreign_predicates_total 1.0" in metrics
-        assert "gpushare_extender_placement_disagreements_total 0.0" in metrics
+        assert f"gpushare_extender_foreign_predicates_total {len(foreign)}.0" in metrics
+        assert f"gpushare_extender_placement_disagreements_total {1 - len(foreign)}.0" in metrics
 
 
 async def test_a_follower_takes_nobodys_annotations_for_foreign() -> None:

@@ -74,14 +74,14 @@ def test_the_graph_shows_what_is_used_and_free_of_each_gpu() -> None:
 
 
 def test_the_graph_names_the_health_of_a_gpu_in_one_line() -> None:
-    """A cordon is no illness, a GPU may have both, and a reason of several lines cannot make a line of its own."""
+    """A cordon is no reason, a GPU may have both, and a reason of several lines cannot make a line of its own."""
     seen = snapshot()
     gpus = [replace(gpu, health=Health.UNHEALTHY, unhealthy_reason="for the kubelet") for gpu in seen.inventory.gpus]
     ill = replace(
         seen,
         inventory=replace(seen.inventory, gpus=tuple(gpus)),
         cordoned={GPU_0: "swap", GPU_1: ""},
-        illnesses={GPU_0: "Xid 79\nGPU9"},
+        unhealthy_reasons={GPU_0: "Xid 79\nGPU9"},
     )
     lines = graph_text(ill).splitlines()
     assert lines[2].endswith(") Unhealthy: Xid 79 GPU9 Cordoned: swap")

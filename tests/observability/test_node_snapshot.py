@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from gpushare_agent.model.names import unit_id
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
+from gpushare_agent.observability.metrics.containers import container_series
 from gpushare_agent.observability.node_snapshot import node_document
 from tests.support_usage import allocation, driver_sample, facts, gpu_sample, key_of, snapshot
 
@@ -23,6 +24,21 @@ def test_units_have_their_resource_and_what_limits_them() -> None:
         {"resource": "nvidia.com/gpu", "count": 1, "sharing": None},
         None,
     ]
+
+
+def test_replicas_on_two_gpus_have_their_part_of_each() -> None:
+    """A quarter of GPU 0 and two of GPU 1; what a GPU has of the container is never the sum."""
+    both = allocation(key_of(1), (0, 1), cores=200, blocks=0)
+    ids = {unit_id(both.gpus[0], 0, "4"), unit_id(both.gpus[1], 1, "4"), unit_id(both.gpus[1], 2, "4")}
+    replicas = replace(
+        both, vcore_ids=frozenset(), gpu_resource="nvidia.com/gpu", gpu_ids=frozenset(ids), is_whole=False
+    )
+    shown = snapshot(facts(replicas))
+    (container,) = node_document(shown)["containers"]
+    parts = {gpu.index: gpu.memory_mib << 18 for gpu in shown.inventory.gpus}
+    assert [(one["cores"], one["memory_bytes"]) for one in container["cards"]] == [(25, parts[0]), (50, 2 * parts[1])]
+    limits = next(one for one in container_series(shown) if one.name.endswith("container_memory_limit_bytes"))
+    assert sorted(value for _, value in limits.rows) == sorted((parts[0], 2 * parts[1]))
 
 
 def test_a_container_has_no_use_on_a_gpu_that_lists_no_processes() -> None:

@@ -5,7 +5,7 @@ import { ContainerTable } from "./containers.js";
 import { Decisions } from "./decisions.js";
 import { arrange, byId, h, set, write } from "./dom.js";
 import { compareTexts } from "./format.js";
-import { isIll } from "./health.js";
+import { isUnhealthy } from "./health.js";
 import { History } from "./history.js";
 import { Hues } from "./hues.js";
 import { Store } from "./store.js";
@@ -23,7 +23,7 @@ const table = new ContainerTable(store);
 const decisions = new Decisions(store);
 const topology = new TopologyView(store);
 const history = new History(store);
-const ill = new Set(); // uuids of the GPUs whose containers' rows say that it failed
+const unhealthy = new Set(); // uuids of the GPUs whose containers' rows say that it failed
 let inOrder = new Map(); // key -> container, by namespace, pod and container
 
 function draw(changed) {
@@ -54,8 +54,8 @@ function recoloured(key, changed) {
 /** A GPU that failed, or works again, changes the rows of its containers. */
 function checkHealth(uuid, changed) {
   const gpu = store.gpus.get(uuid);
-  if (!gpu || ill.has(uuid) === isIll(gpu)) return;
-  if (!ill.delete(uuid)) ill.add(uuid);
+  if (!gpu || unhealthy.has(uuid) === isUnhealthy(gpu)) return;
+  if (!unhealthy.delete(uuid)) unhealthy.add(uuid);
   for (const [key, container] of store.containers) if (container.cards.some((share) => share.uuid === uuid)) changed.containers.add(key);
 }
 

@@ -2,6 +2,7 @@
 
 import { arrange, byId, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
+import { isCordoned, isUnhealthy, kindOf } from "./health.js";
 import { startTheme } from "./theme.js";
 
 const PERIOD_MS = 5000;
@@ -11,7 +12,7 @@ const SHOWN_NODES = 100; // drawn at once; the filters find the others
 const views = new Map(); // node's name -> NodeView
 const entries = new Map(); // waiting pod's UID -> entry
 let cluster = null; // {nodes, waiting, head}
-let heardAt = Date.now();
+let answeredAt = Date.now();
 
 async function read(path) {
   const answer = await fetch(path);
@@ -32,7 +33,7 @@ async function readCluster() {
 async function refresh() {
   try {
     cluster = await readCluster();
-    heardAt = Date.now();
+    answeredAt = Date.now();
     draw();
     drawLink("");
   } catch (error) {
@@ -49,7 +50,7 @@ function whenInSight() {
 function drawLink(problem) {
   const { not_listed: missing = [], silent_seconds: silent = null } = cluster?.head ?? {};
   let [state, text] = ["good", "● Live"];
-  if (problem) [state, text] = ["bad", `✕ No contact for ${format.duration((Date.now() - heardAt) / 1000)}`];
+  if (problem) [state, text] = ["bad", `✕ No contact for ${format.duration((Date.now() - answeredAt) / 1000)}`];
   else if (missing.length) [state, text] = ["warn", `No list of ${missing.join(" and ")} yet: see the terminal`];
   else if (silent > SILENT_S) [state, text] = ["warn", `Stale: API server silent for ${format.duration(silent)}`];
   set(byId("live"), "data-state", state);
@@ -82,7 +83,6 @@ function drawNamespaces(nodes, waiting) {
   byId("namespace").replaceChildren(...wanted.map((name) => h("option", { value: name, selected: name === chosen }, name || "all")));
 }
 
-const isIll = (gpu) => !gpu.is_healthy && !gpu.cordoned;
 const coresOf = (gpu) => (gpu.is_whole ? 100 : gpu.cores);
 
 function memoryOf(gpu) {
@@ -96,12 +96,12 @@ function drawSummary(nodes, waiting) {
   const total = (value) => gpus.reduce((sum, gpu) => sum + value(gpu), 0);
   const [cores, memory] = [total(coresOf), total(memoryOf)];
   const capacity = total((gpu) => gpu.memory_mib * 1048576);
-  const [ill, out] = [gpus.filter(isIll).length, gpus.filter((gpu) => gpu.cordoned).length];
+  const [unhealthy, out] = [gpus.filter(isUnhealthy).length, gpus.filter(isCordoned).length];
   const free = gpus.filter((gpu) => gpu.is_healthy && !coresOf(gpu) && !memoryOf(gpu)).length;
   const pods = nodes.reduce((sum, node) => sum + node.reservations.length, 0);
   const tiles = [
     ["Nodes", nodes.length, ""],
-    ["GPUs", gpus.length, [ill && `${ill} unhealthy`, out && `${out} cordoned`].filter(Boolean).join(", ") || `${free} free`, ill ? "bad" : out ? "warn" : null],
+    ["GPUs", gpus.length, [unhealthy && `${unhealthy} unhealthy`, out && `${out} cordoned`].filter(Boolean).join(", ") || `${free} free`, unhealthy ? "bad" : out ? "warn" : null],
     ["Pods with GPUs", pods, ""],
     ["Waiting pods", waiting, "", waiting ? "warn" : null],
     ["Compute allocated", gpus.length ? format.percent(cores / (gpus.length * 100)) : "–", `${cores} of ${gpus.length * 100} GPU cores`],
@@ -131,7 +131,7 @@ function waitingEntry(pod) {
       h("summary", {},
         h("span", { class: "outcome", "data-kind": "warn" }, "Waiting"),
         h("span", { class: "decision-name" }, `${pod.namespace}/${pod.pod}`),
-        h("span", { class: "decision-result" }, pod.requests.map(format.request).join(" + "))),
+        h("span", { class: "decision-result" }, [...pod.requests.map(format.request), pod.more_requests && `${pod.more_requests} more`].filter(Boolean).join(" + "))),
       h("div", { class: "decision-body" }, message, nodes));
     details.addEventListener("toggle", () => details.open && showNodes(nodes, pod.uid));
     entry = { element: h("li", { class: "waits", "data-uid": pod.uid }, details), message };
@@ -203,19 +203,19 @@ class NodeView {
   draw(node, namespace) {
     Object.assign(this, { node, namespace });
     const { cards } = node;
-    const [ill, out] = [cards.filter(isIll).length, cards.filter((gpu) => gpu.cordoned).length];
+    const [unhealthy, out] = [cards.filter(isUnhealthy).length, cards.filter(isCordoned).length];
     const own = ofNamespace(node, namespace).length;
     const facts = [cards[0]?.name || node.model, format.count(cards.length, "GPU", "GPUs"), `${cards.reduce((sum, gpu) => sum + coresOf(gpu), 0)}/${cards.length * 100} GPU cores`,
       `${format.count(own, "pod", "pods")}${namespace ? ` of ${namespace}` : ""}`, node.is_exact ? "" : "GPUs not reported: capacity divided evenly"];
     write(this.facts, facts.filter(Boolean).join(" · "));
-    set(this.badge, "data-kind", ill ? "bad" : out ? "warn" : "good");
-    write(this.badge, ill ? `✕ ${ill} unhealthy` : out ? `‖ ${out} cordoned` : "✓ Healthy");
+    set(this.badge, "data-kind", unhealthy ? "bad" : out ? "warn" : "good");
+    write(this.badge, unhealthy ? `✕ ${unhealthy} unhealthy` : out ? `‖ ${out} cordoned` : "✓ Healthy");
     set(this.strip, "aria-label", cards.map((gpu) => `GPU ${gpu.index}: ${coresOf(gpu)}/100 cores allocated`).join(", "));
     while (this.strip.children.length > cards.length) this.strip.lastElementChild.remove();
     cards.forEach((gpu, place) => {
       const cell = this.strip.children[place] ?? this.strip.appendChild(h("i"));
       vary(cell, "--used", (Math.max(coresOf(gpu) / 100, memoryOf(gpu) / (gpu.memory_mib * 1048576 || 1))).toFixed(2));
-      set(cell, "data-kind", isIll(gpu) ? "bad" : gpu.cordoned ? "warn" : null);
+      set(cell, "data-kind", kindOf(gpu));
     });
     this.#drawBody();
   }
@@ -231,7 +231,7 @@ class NodeView {
       h("th", { scope: "row" }, `GPU ${gpu.index}`),
       h("td", { "data-number": true }, `${coresOf(gpu)}/100 cores`),
       h("td", { "data-number": true }, format.bytesOf(memoryOf(gpu), gpu.memory_mib * 1048576)),
-      h("td", {}, isIll(gpu) ? h("span", { class: "badge", "data-kind": "bad" }, "✕ Unhealthy") : gpu.cordoned ? h("span", { class: "badge", "data-kind": "warn" }, `‖ Cordoned: ${gpu.cordoned}`) : "Healthy"),
+      h("td", {}, isUnhealthy(gpu) ? h("span", { class: "badge", "data-kind": "bad" }, "✕ Unhealthy") : gpu.cordoned ? h("span", { class: "badge", "data-kind": "warn" }, `‖ Cordoned: ${gpu.cordoned}`) : "Healthy"),
       h("td", {}, h("ul", {}, pods.filter((one) => String(gpu.index) in one.charges).map((one) => h("li", {}, podText(one, gpu.index)))))));
     const command = `kubectl -n gpushare-system port-forward $(kubectl -n gpushare-system get pod -o name -l app.kubernetes.io/name=gpushare-agent --field-selector spec.nodeName=${node.name}) 5678`;
     this.body.replaceChildren(

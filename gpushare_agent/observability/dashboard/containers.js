@@ -2,7 +2,7 @@
 
 import { arrange, byId, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
-import { isIll } from "./health.js";
+import { isUnhealthy } from "./health.js";
 
 const RESORT_MS = 5000;
 
@@ -136,7 +136,7 @@ class Row {
   }
 
   draw(container, hue, { gpus, node }) {
-    const ill = container.cards.filter((share) => gpus.has(share.uuid) && isIll(gpus.get(share.uuid))).map((share) => share.index);
+    const unhealthy = container.cards.filter((share) => gpus.has(share.uuid) && isUnhealthy(gpus.get(share.uuid))).map((share) => share.index);
     set(this.element, "class", `hue-${hue}`);
     set(this.element, "data-key", `${container.pod_uid}/${container.container}`);
     write(this.#cell("namespace"), container.namespace);
@@ -147,8 +147,8 @@ class Row {
     write(this.#cell("cores"), container.core_limit ? `${container.cores}, up to ${container.core_limit}` : container.cores);
     write(this.#cell("memory"), format.bytes(container.memory_bytes));
     this.#drawIsolation(container, node.agent.not_kept_texts ?? {});
-    write(this.state, ill.length ? `${container.phase}, ${format.gpuNames(ill)} unhealthy` : container.phase);
-    set(this.state, "data-state", ill.length ? "Failed" : container.phase);
+    write(this.state, unhealthy.length ? `${container.phase}, ${format.gpuNames(unhealthy)} unhealthy` : container.phase);
+    set(this.state, "data-state", unhealthy.length ? "Failed" : container.phase);
     this.text = [container.namespace, container.pod, container.container, this.#cell("gpu").textContent, this.isolation.name.textContent, this.isolation.by.textContent, this.state.textContent].join("\n").toLowerCase();
     this.drawUse(container);
   }
@@ -161,8 +161,8 @@ class Row {
     const by = hasLimits ? `memory: ${kept.memory_by}, compute: ${kept.compute_by}` : "";
     write(this.isolation.by, by);
     set(this.isolation.by, "data-state", hasLimits && [kept.memory_by, kept.compute_by].includes("nobody") ? "warn" : null);
-    write(this.isolation.count, notKept.length ? format.count(notKept.length, "gap", "gaps") : "");
-    write(this.isolation.list, notKept.length ? `Not kept: ${notKept.join("; ")}.` : "");
+    write(this.isolation.count, notKept.length ? format.count(notKept.length, "thing", "things") + " not limited" : "");
+    write(this.isolation.list, notKept.length ? `${notKept.join("; ")}.` : "");
     this.isolation.details.hidden = !notKept.length;
   }
 

@@ -2,7 +2,7 @@
 
 import { arrange, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
-import { isCordoned, isIll, kindOf } from "./health.js";
+import { isCordoned, isUnhealthy, kindOf } from "./health.js";
 import { makeCurve } from "./history.js";
 
 const OPEN_UP_TO = 4; // shares whose list is open from the start
@@ -130,10 +130,10 @@ export class GpuView {
   }
 
   #drawHealth(gpu) {
-    const [ill, out] = [isIll(gpu), isCordoned(gpu)];
-    this.badge.hidden = out && !ill;
-    set(this.badge, "data-kind", ill ? "bad" : "good");
-    write(this.badge, ill ? "✕ Unhealthy" : "✓ Healthy");
+    const [unhealthy, out] = [isUnhealthy(gpu), isCordoned(gpu)];
+    this.badge.hidden = out && !unhealthy;
+    set(this.badge, "data-kind", unhealthy ? "bad" : "good");
+    write(this.badge, unhealthy ? "✕ Unhealthy" : "✓ Healthy");
     this.cordon.hidden = !out;
     this.reason.hidden = !gpu.health_reason;
     write(this.reason, gpu.health_reason);
@@ -181,7 +181,7 @@ export class GpuView {
   #drawStats(gpu) {
     const { usage } = gpu;
     const texts = !usage
-      ? [["use", isIll(gpu) ? "No use is known while the GPU is lost" : "The driver has reported no use of this GPU yet"]]
+      ? [["use", isUnhealthy(gpu) ? "No use is known while the GPU is lost" : "The driver has reported no use of this GPU yet"]]
       : [
           ["temperature", format.celsius(usage.temperature_celsius)],
           ["power", format.watts(usage.power_watts, usage.power_limit_watts)],

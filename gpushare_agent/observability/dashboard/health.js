@@ -1,9 +1,9 @@
 // Whether a GPU is in service, and why not. A cordon is no fault: a GPU may have either, or both.
 
-export const isCordoned = (gpu) => gpu.cordoned !== null;
+export const isCordoned = (gpu) => Boolean(gpu.cordoned);
 
-/** Something is wrong with the GPU itself; a cordoned GPU is not offered and may be healthy. */
-export const isIll = (gpu) => Boolean(gpu.health_reason) || (!gpu.is_healthy && !isCordoned(gpu));
+/** Something is wrong with the GPU itself. What nodes report to the cluster has no reason: there a cordoned GPU is cordoned alone. */
+export const isUnhealthy = (gpu) => Boolean(gpu.health_reason) || (!gpu.is_healthy && !isCordoned(gpu));
 
 /** `bad`, `warn` or `good`: the worst of it. */
-export const kindOf = (gpu) => (isIll(gpu) ? "bad" : isCordoned(gpu) ? "warn" : "good");
+export const kindOf = (gpu) => (isUnhealthy(gpu) ? "bad" : isCordoned(gpu) ? "warn" : "good");

@@ -22,7 +22,7 @@ export class Store {
   start() {
     this.#open();
     setInterval(() => {
-      if (this.source && Date.now() - this.heardAt > SILENT_MS) this.#reopen();
+      if (this.source && Date.now() - this.receivedAt > SILENT_MS) this.#reopen();
     }, 5000);
   }
 
@@ -32,10 +32,10 @@ export class Store {
   }
 
   #open() {
-    this.heardAt = Date.now();
+    this.receivedAt = Date.now();
     this.source = new EventSource("api/v1/stream");
-    this.source.addEventListener("node", (event) => this.#heard(event, (value) => this.#take(value)));
-    this.source.addEventListener("patch", (event) => this.#heard(event, (value) => this.#patch(value)));
+    this.source.addEventListener("node", (event) => this.#receive(event, (value) => this.#take(value)));
+    this.source.addEventListener("patch", (event) => this.#receive(event, (value) => this.#patch(value)));
     this.source.addEventListener("error", () => {
       this.#linked("lost");
       if (this.source.readyState === EventSource.CLOSED) this.#reopen(); // refused: the browser itself would give up
@@ -49,8 +49,8 @@ export class Store {
     setTimeout(() => this.#open(), REOPEN_MS);
   }
 
-  #heard(event, take) {
-    this.heardAt = Date.now();
+  #receive(event, take) {
+    this.receivedAt = Date.now();
     take(JSON.parse(event.data));
     this.#linked("live");
     this.#schedule();

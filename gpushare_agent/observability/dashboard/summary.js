@@ -2,7 +2,7 @@
 
 import { byId, h, set, vary, write } from "./dom.js";
 import * as format from "./format.js";
-import { isCordoned, isIll } from "./health.js";
+import { isCordoned, isUnhealthy } from "./health.js";
 
 export class Summary {
   constructor(store) {
@@ -18,7 +18,7 @@ export class Summary {
     const driver = agent.driver_version ? `driver ${agent.driver_version}` : "driver version not known";
     const facts = [`gpushare-agent ${agent.version}`, agent.driver === "simulated" ? `${driver} (simulated GPUs)` : driver, `isolation ${agent.isolation}${agent.isolation_reason ? ` (chosen: ${agent.isolation_reason})` : ""}`];
     write(byId("node-facts"), facts.join(" · "));
-    const bad = [...this.store.gpus.values()].filter(isIll).length;
+    const bad = [...this.store.gpus.values()].filter(isUnhealthy).length;
     document.title = `${bad ? `(${bad} unhealthy) ` : ""}${node.node}: GPUs`;
     this.#drawReady(agent);
     this.drawLink();

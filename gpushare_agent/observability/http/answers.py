@@ -134,8 +134,9 @@ def accepts_html(request: web.BaseRequest) -> bool:
 
 
 def encode(document: Any) -> bytes:
-    """Compact JSON."""
-    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    """Compact JSON. Half a surrogate pair, which UTF-8 cannot have, stays the escape that it was: any text of a node's
+    annotation may hold one."""
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode(errors="backslashreplace")
 
 
 def json_answer(request: web.BaseRequest, document: Any, *, status: int = 200) -> web.Response:

@@ -142,19 +142,17 @@ _CONTAINER_STATES: tuple[tuple[str, str, Callable[[_Share], Number]], ...] = (
     (
         "allocated_cores_ratio",
         "Compute of the GPU that is allocated to the container, 1 is the whole GPU.",
-        lambda share: 1.0 if share.facts.allocation.is_whole else share.facts.cores / CORES_PER_GPU,
+        lambda share: share.facts.cores_on(share.gpu) / CORES_PER_GPU,
     ),
     (
         "cores_limit_ratio",
         "Compute of the GPU that the container may use at most; more than allocated for an elastic share.",
-        lambda share: (
-            1.0 if share.facts.allocation.is_whole else (share.facts.core_limit or share.facts.cores) / CORES_PER_GPU
-        ),
+        lambda share: (share.facts.core_limit or share.facts.cores_on(share.gpu)) / CORES_PER_GPU,
     ),
     (
         "memory_limit_bytes",
         "Memory of the GPU that the container may use at most.",
-        lambda share: share.gpu.memory_mib * MIB if share.facts.allocation.is_whole else share.facts.memory_bytes,
+        lambda share: share.facts.memory_bytes_on(share.gpu),
     ),
 )
 
