@@ -25,7 +25,7 @@ from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
 from gpushare_agent.observability.http.node_api import decision_document
 from gpushare_agent.observability.node_snapshot import MIB, node_document
-from tests.support_deadline import DEADLINE_S
+from tests.support_deadline import DEADLINE_S, Changes
 from tests.support_settings import clean_environment
 from tests.support_usage import UUIDS, allocation, facts, gpu_sample, inventory, key_of, snapshot
 
@@ -54,7 +54,7 @@ class JsonServer:
     url: str = ""
 
     def __post_init__(self) -> None:
-        self._changed = asyncio.Event()
+        self._changed = Changes()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.requests.append(ReceivedRequest(request.path, dict(request.query), dict(request.headers)))
@@ -72,10 +72,7 @@ class JsonServer:
         return web.json_response(body, status=status)
 
     async def wait_requests(self, count: int) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while len(self.requests) < count:
-                self._changed.clear()
-                await self._changed.wait()
+        await self._changed.until(lambda: len(self.requests) >= count)
 
 
 @asynccontextmanager
@@ -220,7 +217,7 @@ class Terminal:
         self.process = process
         self.shown = ""
         self._master = master
-        self._changed = asyncio.Event()
+        self._changed = Changes()
 
     def read(self) -> None:
         with contextlib.suppress(OSError):  # EIO once the program has ended
@@ -239,10 +236,7 @@ class Terminal:
         return termios.tcgetattr(self._master)
 
     async def wait_shown(self, is_shown: Callable[[str], bool]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not is_shown(self.shown):
-                self._changed.clear()
-                await self._changed.wait()
+        await self._changed.until(lambda: is_shown(self.shown))
 
     async def wait_end(self) -> int:
         async with asyncio.timeout(DEADLINE_S):

@@ -18,8 +18,10 @@ from gpushare_agent.cli.agent_client import (
     local_url,
     open_agent_client,
 )
-from gpushare_agent.cli.cluster_nodes import mapping_of, open_cluster
+from gpushare_agent.cli.cluster_nodes import open_cluster
+from gpushare_agent.cli.render_text import plain
 from gpushare_agent.cluster.kube.client import KubeApi, pods
+from gpushare_agent.cluster.kube.pods import items_or_none, mapping_or_empty, scheduler_message
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.settings.settings import Settings
 
@@ -27,6 +29,7 @@ AGENT_LABEL = "app.kubernetes.io/name=gpushare-agent"
 HTTP_PORT = "http"
 """Name of the container's port where the agent serves."""
 _GET_TIMEOUT_S = 15.0
+_MOST_ASKED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,7 @@ async def open_agent(
             yield agent
         return
     async with open_cluster(settings) as api:
-        node = target.node or (await node_of_pod(api, namespace, pod) if pod else "")
+        node = target.node or (await _node_of_pod(api, settings, namespace, pod) if pod else "")
         yield ApiServerProxy(api, await find_agent(api, settings, node=node, namespace=target.agent_namespace))
 
 
@@ -107,7 +110,7 @@ async def find_agent(api: KubeApi, settings: Settings, *, node: str, namespace: 
 
 
 def _agent_pod(raw: dict[str, Any], usual_port: int) -> AgentPod | None:
-    metadata, spec, status = (mapping_of(raw.get(field)) for field in ("metadata", "spec", "status"))
+    metadata, spec, status = (mapping_or_empty(raw.get(field)) for field in ("metadata", "spec", "status"))
     namespace, name, node = metadata.get("namespace"), metadata.get("name"), spec.get("nodeName")
     if status.get("phase") != "Running" or metadata.get("deletionTimestamp") is not None:
         return None
@@ -117,17 +120,15 @@ def _agent_pod(raw: dict[str, Any], usual_port: int) -> AgentPod | None:
 
 
 def _http_port(spec: Mapping[str, Any]) -> int | None:
-    raw_containers = spec.get("containers")
-    for container in raw_containers if isinstance(raw_containers, list) else ():
-        raw_ports = mapping_of(container).get("ports")
-        for port in raw_ports if isinstance(raw_ports, list) else ():
-            number = mapping_of(port).get("containerPort")
-            if mapping_of(port).get("name") == HTTP_PORT and isinstance(number, int) and 0 < number < 65536:
+    for container in items_or_none(spec, "containers"):
+        for port in items_or_none(container, "ports"):
+            number = port.get("containerPort")
+            if port.get("name") == HTTP_PORT and isinstance(number, int) and 0 < number < 65536:
                 return number
     return None
 
 
-async def node_of_pod(api: KubeApi, namespace: str, pod: str) -> str:
+async def _node_of_pod(api: KubeApi, settings: Settings, namespace: str, pod: str) -> str:
     """Where a pod runs or was refused.
 
     Raises:
@@ -137,13 +138,30 @@ async def node_of_pod(api: KubeApi, namespace: str, pod: str) -> str:
     if not namespace:
         namespace = await _only_namespace(api, pod)
     raw = await api.get_pod(namespace, pod, timeout_s=_GET_TIMEOUT_S)
-    node = mapping_of(raw.get("spec")).get("nodeName")
+    node = mapping_or_empty(raw.get("spec")).get("nodeName")
     if not isinstance(node, str) or not node:
         raise Unavailable(
-            f"pod {namespace}/{pod} is on no node yet, so no agent has decided about it; its Events have what the scheduler "
-            f"waits for: kubectl describe pod -n {namespace} {pod}"
+            f"pod {namespace}/{pod} is on no node yet, so no agent has decided about it. {_why_on_no_node(raw, settings)} "
+            f"What each GPU lacks: kubectl gpushare dashboard. Its Events: kubectl describe pod -n {namespace} {pod}"
         )
     return node
+
+
+def _why_on_no_node(raw: Mapping[str, Any], settings: Settings) -> str:
+    """The request beside what agents offer: the scheduler refuses a misspelt resource, and bytes for blocks, without a
+    word of the cause."""
+    names, spec = settings.resources, mapping_or_empty(raw.get("spec"))
+    limits = [
+        mapping_or_empty(mapping_or_empty(container.get("resources")).get("limits"))
+        for container in (*items_or_none(spec, "initContainers"), *items_or_none(spec, "containers"))
+    ]
+    domain = names.vcore.partition("/")[0] + "/"
+    asked = sorted({f"{name}: {one[name]}" for one in limits for name in one if name.startswith(domain)})
+    return (
+        f"The scheduler: {plain(scheduler_message(raw)) or 'nothing so far.'} The pod asks for "
+        f"{plain(', '.join(asked[:_MOST_ASKED])) or f'nothing of {domain}'}; agents offer {names.vcore}, in hundredths of a "
+        f"GPU, and {names.vmemory}, in blocks of {names.memory_block_mib} MiB."
+    )
 
 
 async def _only_namespace(api: KubeApi, pod: str) -> str:
@@ -151,7 +169,7 @@ async def _only_namespace(api: KubeApi, pod: str) -> str:
     named = pods(fields=f"metadata.name={pod}")
 
     def namespace_of(raw: dict[str, Any]) -> str | None:
-        metadata = mapping_of(raw.get("metadata"))
+        metadata = mapping_or_empty(raw.get("metadata"))
         return str(metadata.get("namespace")) if metadata.get("name") == pod else None
 
     found, _ = await api.list_all(named, namespace_of)

@@ -152,12 +152,12 @@ class Command:
             parts.append(f"example{'s' if len(self.examples) > 1 else ''}:{lines}")
         if self.help_note:
             parts.append(self.help_note)
-        if self.settings is not None:
+        if self.settings is not None and program == PROGRAM:  # a person with a kubeconfig has no settings of an agent
             parts.append("Settings that it uses (flag > variable > YAML file > default):")
             parts.append(help_text(select_keys(["config", *self.settings])))
         if self.settings is not None and self.settings != ALL_SETTINGS:
             parts.append(
-                f"The flags of all other settings work too; `{PROGRAM} run --help` and docs/reference/settings.md list them."
+                f"The flags of all settings work; `{PROGRAM} run --help` and docs/reference/settings.md list them."
             )
         return "\n\n".join(parts)
 

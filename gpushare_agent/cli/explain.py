@@ -46,8 +46,8 @@ async def run(settings: Settings, target: AgentTarget, query: PodQuery, *, form:
             raise NotFound(await _nothing_known(agent, query, namespace, decisions))
     document = {"schema": SCHEMA, "pod": query.pod, "decisions": chosen}
 
-    def tables(_width: int) -> Sequence[RenderableType]:
-        return [part for decision in chosen for part in (*decision_parts(decision), Text(""))]
+    def tables(width: int) -> Sequence[RenderableType]:
+        return [part for decision in chosen for part in (*decision_parts(decision, width), Text(""))]
 
     print_as(form, document, tables)
     return 0

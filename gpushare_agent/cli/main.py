@@ -86,7 +86,8 @@ def _config(call: Invocation) -> int:
             named = NamedConfiguration(name=path.name, content=path.read_bytes())
         except OSError as error:
             raise SettingsError([f"the configuration {path} cannot be read: {error.strerror}"]) from error
-    print(show_settings.render(call.load(named), call.options.output), end="")
+    text = show_settings.render(call.load(named), call.options.output)
+    print(text.encode("utf-8", "replace").decode(), end="")
     return 0
 
 

@@ -28,12 +28,13 @@ _POLICIES = {
     "scheduler": "kube-scheduler placed the claim; the node's ResourceSlice has the order of its GPUs (dra.order)",
 }
 _BAR = 8
+_WIDTH_WITH_BARS = 90
 _RETRIED = "Nothing: the pod's controller replaces it and the next try may succeed. If it goes on, read the agent's log"
 ADVICE = {
     RefusalReason.INVALID_REQUEST: "Correct the limits in the pod's manifest, as the refusal states",
     RefusalReason.NO_HEALTHY_GPU: "Find out why the GPUs are out of service (`gpushare-agent top`), or use another node",
-    RefusalReason.NOT_ENOUGH_CORES: "Ask for fewer cores, wait until pods of this node end, or use another node",
-    RefusalReason.NOT_ENOUGH_MEMORY: "Ask for less memory, wait until pods of this node end, or use another node",
+    RefusalReason.NOT_ENOUGH_CORES: "Ask for fewer cores, use another node, or wait for pods to end if this one has so many",
+    RefusalReason.NOT_ENOUGH_MEMORY: "Ask for less memory, use another node, or wait for pods to end if a GPU has so much",
     RefusalReason.FRAGMENTED: "The node has enough in all, but on no single GPU: ask for less, or wait until pods here end",
     RefusalReason.SHARING_DISABLED: "Ask for whole GPUs (a multiple of 100 cores), or use a node that shares its GPUs",
     RefusalReason.UNKNOWN_DEVICE: "Restart the kubelet if it recurs: it named a device that this node does not offer",
@@ -52,11 +53,12 @@ CLAIM_ADVICE = {
 }
 
 
-def decision_parts(decision: dict[str, Any]) -> list[RenderableType]:
-    """Everything about one decision."""
+def decision_parts(decision: dict[str, Any], width: int) -> list[RenderableType]:
+    """Everything about one decision; in few columns without bars, for else the verdicts are broken."""
     lines = [_title(decision), *_facts(decision)]
     candidates = decision["candidates"]
-    return [*lines, _candidates_table(candidates)] if candidates else [*lines]
+    bar_width = _BAR if width >= _WIDTH_WITH_BARS else 0
+    return [*lines, _candidates_table(candidates, bar_width)] if candidates else [*lines]
 
 
 def _title(decision: dict[str, Any]) -> Text:
@@ -106,7 +108,7 @@ def _gpus(indexes: Sequence[int]) -> str:
     return ", ".join(map(str, indexes))
 
 
-def _candidates_table(candidates: Sequence[dict[str, Any]]) -> RenderableType:
+def _candidates_table(candidates: Sequence[dict[str, Any]], bar_width: int) -> RenderableType:
     columns = ("  ", "GPU", "HEALTH", CORES_COLUMN, "MEMORY", "VERDICT")
     rows: list[Sequence[str | Text]] = []
     for gpu in candidates:
@@ -117,12 +119,16 @@ def _candidates_table(candidates: Sequence[dict[str, Any]]) -> RenderableType:
                 "  *" if gpu["is_chosen"] else "",
                 str(gpu["index"]),
                 Text(health, style=health_style(health)),
-                bar(1 - gpu["free_cores"] / CORES_PER_GPU, _BAR).append(f" {gpu['free_cores']} free", ""),
-                bar(1 - free / total if total else None, _BAR).append(f" {gib(free)} of {gib(total)} GiB free", ""),
+                _free(1 - gpu["free_cores"] / CORES_PER_GPU, f"{gpu['free_cores']} free", bar_width),
+                _free(1 - free / total if total else None, f"{gib(free)} of {gib(total)} GiB free", bar_width),
                 Text(plain(gpu["verdict"]), style="green" if gpu["is_chosen"] else ""),
             )
         )
     return grid(columns, rows, right=("GPU",))
+
+
+def _free(used: float | None, text: str, bar_width: int) -> Text:
+    return bar(used, bar_width).append(f" {text}", "") if bar_width else Text(text)
 
 
 def _health_word(gpu: dict[str, Any]) -> str:

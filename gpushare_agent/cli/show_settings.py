@@ -1,6 +1,7 @@
 """Prints settings with the source of each: for people, for programs, as a settings file, or the reference of all.
 
-No setting is a secret; one that becomes so must be left out here.
+No setting is a secret; one that becomes so must be left out here. A configuration's texts may be anybody's: in the table and
+in comments of the file they are lines without control characters.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.render_text import plain
 from gpushare_agent.settings.reference import all_keys, markdown, text_of
 from gpushare_agent.settings.settings import NODE_NAME_SOURCES, LoadedSettings
 from gpushare_agent.settings.sources import ForeignKey
@@ -64,6 +66,7 @@ def _foreign_rows(loaded: LoadedSettings) -> list[tuple[str, ...]]:
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
+    rows = [tuple(map(plain, row)) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return "".join(
         "  ".join([*(f"{text:<{width}}" for text, width in zip(row, widths, strict=False)), row[-1]]) + "\n"
@@ -85,6 +88,6 @@ def _yaml(loaded: LoadedSettings) -> str:
             section = prefix
             lines.append(f"{section}:")
         value = json.dumps(values[key.name], ensure_ascii=False)
-        lines.append(f"{'  ' if dot else ''}{leaf}: {value}  # {loaded.sources[key.name]}")
-    lines += ["# " + "; ".join(row) for row in _foreign_rows(loaded)] if loaded.foreign else []
+        lines.append(f"{'  ' if dot else ''}{leaf}: {value}  # {plain(loaded.sources[key.name])}")
+    lines += [plain("# " + "; ".join(row)) for row in _foreign_rows(loaded)] if loaded.foreign else []
     return "\n".join(lines) + "\n"

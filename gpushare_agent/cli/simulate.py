@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N|FILE",
         type=_nodes,
         default=_USUAL_NODES,
-        help="a number of generated nodes, or a CSV file of nodes: name,GPUs,memory_mib,model, or a trace's (%(default)s)",
+        help="a number of generated nodes, or a CSV file of nodes: name,cards,memory_mib,model, or a trace's (%(default)s)",
     )
     pods = parser.add_mutually_exclusive_group()
     pods.add_argument(

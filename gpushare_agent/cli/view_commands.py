@@ -54,7 +54,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
         command(
             "top",
             "live table of the GPUs, their containers and their usage",
-            "Shows the GPUs of a node, below each its containers and their usage. Keys: q ends, j and k scroll.",
+            "Shows the GPUs of a node, below each its containers and their usage. The key ? lists the keys.",
             _top,
             _top_arguments,
             ("top gpu-1", "top gpu-1 -n research") if is_plugin else ("top", "top --once -o json"),

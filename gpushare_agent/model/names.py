@@ -105,8 +105,8 @@ def unit_id(uuid: GpuUuid, number: int, terms: str) -> DeviceId:
 
 
 def unit_suffix(device: str) -> str:
-    """The terms of `unit_id`, empty where it has none."""
-    return device.partition("~")[0].partition("/")[2]
+    """The terms of `unit_id`, empty where it has none. Drivers before R470 name a MIG instance `MIG-GPU-…/1/0`."""
+    return device.partition("~")[0].partition("::")[2].partition("/")[2]
 
 
 def gpu_of(device: str) -> GpuUuid:

@@ -13,7 +13,7 @@ from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement.gpu_account import GpuAccount
 from gpushare_agent.placement.place import explain_share
-from gpushare_agent.placement.request import SharePolicy
+from gpushare_agent.placement.request import SharePolicy, memory_text
 
 
 def validate(
@@ -102,8 +102,8 @@ def place_memory(
 
 
 def describe(units: int, names: ResourceNames) -> str:
-    """`6 aliyun.com/gpu-mem (6144 MiB)`."""
-    return f"{units} {names.gpu_mem} ({units * names.gpu_mem_unit_mib} MiB)"
+    """`6 aliyun.com/gpu-mem (6 GiB)`."""
+    return f"{units} {names.gpu_mem} ({memory_text(units * names.gpu_mem_unit_mib)})"
 
 
 def _no(reason: RefusalReason, detail: str) -> Refused:

@@ -66,19 +66,22 @@ def validate_request(cores: int, blocks: int, *, share_mode: bool, memory_block_
         )
     if cores < CORES_PER_GPU and blocks == 0:
         return _invalid(
-            f"{asked} is a share of a GPU without memory: say also how much of its memory, in blocks of "
-            f"{memory_block_mib} MiB. {valid}"
+            f"{asked} is a share of a GPU without memory: add the memory, in blocks of {memory_block_mib} MiB. {valid}"
         )
     return None
 
 
 def describe_request(cores: int, blocks: int, memory_block_mib: int) -> str:
-    """The request as every refusal begins: `40 cores with 16 memory blocks (4096 MiB)`; whole GPUs may go without."""
+    """The request as every refusal begins: `40 cores with 16 memory blocks (4 GiB)`; whole GPUs may go without."""
     return f"{cores} cores with {describe_blocks(blocks, memory_block_mib)}" if blocks else f"{cores} cores"
 
 
 def describe_blocks(blocks: int, memory_block_mib: int) -> str:
-    return f"{blocks} memory blocks ({blocks * memory_block_mib} MiB)"
+    return f"{blocks} memory blocks ({memory_text(blocks * memory_block_mib)})"
+
+
+def memory_text(size_mib: int) -> str:
+    return f"{size_mib} MiB" if 0 < size_mib < 1024 else f"{size_mib / 1024:.4g} GiB"
 
 
 def _invalid(detail: str) -> Refused:

@@ -100,7 +100,7 @@ def test_memory_is_one_account_for_both_resources_and_whole_gpus() -> None:
     assert isinstance(found, Plan) and found.gpus == ("GPU-0",)
     refused = planned(pod("a", wants(15)), "main", ledger)
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NOT_ENOUGH_MEMORY
-    assert f"15 {GPU_MEM} (15360 MiB)" in refused.detail and f"14 {GPU_MEM}" in refused.detail
+    assert f"15 {GPU_MEM} (15 GiB)" in refused.detail and f"14 {GPU_MEM}" in refused.detail
 
 
 def test_vcuda_shares_and_whole_gpus_see_what_gpu_mem_has_taken() -> None:

@@ -142,7 +142,7 @@ def test_memory_is_charged_to_the_gpu_of_the_cores() -> None:
     mine = allocation(target.pod, "main", ids(0, range(10, 20)), [])
     result = check(target, MEMORY, ids(1, range(50, 96)) + ids(0, range(14)), ledger(target, old, mine), POLICY, ())
     assert isinstance(result, Refused) and result.reason is RefusalReason.NOT_ENOUGH_MEMORY
-    assert "46 blocks" in result.detail
+    assert "46 memory blocks (11.5 GiB) free" in result.detail
 
 
 def test_a_whole_gpu_must_be_free() -> None:

@@ -13,6 +13,7 @@ from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
 from gpushare_agent.model.pods import Pod, PodPhase
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from tests.support_deadline import Changes
 from tests.support_kube import (
     DEADLINE_S,
     Behaviour,
@@ -83,17 +84,14 @@ class Counted:
 
     def __init__(self) -> None:
         self.deleted = 0
-        self._changed = asyncio.Event()
+        self._changed = Changes()
 
     def rejected_pod_deleted(self) -> None:
         self.deleted += 1
         self._changed.set()
 
     async def wait(self, count: int) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while self.deleted < count:
-                self._changed.clear()
-                await self._changed.wait()
+        await self._changed.until(lambda: self.deleted >= count)
 
 
 class LookedAt(PodStore):

@@ -235,6 +235,7 @@ ENTRY = CheckpointEntry(pod_uid=PodUid("u"), container="main", resource=GPU, dev
         (GPU_0, UnitTerms(1)),
         (f"{GPU_0}::1", UnitTerms(2)),
         (f"{GPU_0}::7", UnitTerms(1)),
+        (f"MIG-{GPU_0}/1/0::3", UnitTerms(1)),  # an instance of a driver before R470
     ],
 )
 def test_terms_are_read_from_the_ids_and_the_text_comes_back(text: str, terms: UnitTerms) -> None:
@@ -259,6 +260,9 @@ def test_containers_keep_their_terms_over_a_restart_with_other_settings() -> Non
     entries = [replace(ENTRY, device_ids=frozenset(ids.read([GPU_0])))]
     (one,) = rebuild(Records(listed=(), checkpoint=entries, pods=None), names(), found, 0.0)
     assert one.is_whole and one.gpus == (GPU_0,)
+    of_old_driver = [replace(ENTRY, device_ids=frozenset(ids.read([f"MIG-{GPU_0}/1/0::3"])))]
+    (one,) = rebuild(Records(listed=(), checkpoint=of_old_driver, pods=None), names(), found, 0.0)
+    assert one.is_whole and one.gpus == (f"MIG-{GPU_0}/1/0",)
     assert not rebuild(Records(listed=(), checkpoint=entries, pods=None), ResourceNames(), found, 0.0)
 
 

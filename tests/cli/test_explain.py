@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli import explain
+from gpushare_agent.cli import explain, render_text
 from gpushare_agent.cli.agent_pods import AgentTarget
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.explain import PodQuery
@@ -178,6 +178,16 @@ async def test_each_gpu_is_drawn_with_what_was_free(capsys: pytest.CaptureFixtur
     assert "1  Cordoned  " in out
 
 
+async def test_a_narrow_terminal_has_a_line_for_each_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 80 columns the bars go, so that the verdict of a short GPU stays whole."""
+    short = [candidate(index, verdict="30 cores and 30 GiB short") for index in range(8)]
+    monkeypatch.setattr(render_text, "PIPE_WIDTH", 80)
+    out = await explained(capsys, [decision(candidates=tuple(short))], PodQuery(pod="train"))
+    assert out.count("75 free    20 of 24 GiB free  30 cores and 30 GiB short") == 8
+
+
 async def test_a_refusal_before_anything_was_known_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """No candidates, and what is known: the resource."""
     refused = decision(
@@ -318,14 +328,28 @@ async def test_the_plugin_finds_the_pods_node_by_itself(short_dir: Path, capsys:
 
 
 async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:
-    """The scheduler has not decided: its Events have the reason."""
-    answers = {"/api/v1/namespaces/ns/pods/train": raw_pod("train", spec={"nodeName": ""})}
-    async with json_server(answers) as server:
+    """The scheduler names what is missing, and not why: bytes for blocks, and a misspelt resource, stand beside what is
+    offered."""
+    limits = {"tencent.com/vcuda-cores": "30", "tencent.com/vcuda-memory": "1Gi", "cpu": "1"}
+    spec = {"nodeName": "", "containers": [{"name": "main", "resources": {"limits": limits}}]}
+    refused = {
+        "type": "PodScheduled",
+        "message": "0/1 nodes are available: 1 Insufficient \x1b[31mtencent.com/vcuda-cores.",
+    }
+    pod = raw_pod("train", spec=spec)
+    pod["status"]["conditions"] = [refused]
+    async with json_server({"/api/v1/namespaces/ns/pods/train": pod}) as server:
         kubeconfig = write_kubeconfig(short_dir, server.url, {"token": "secret"})
         settings = load_settings(["--kubeconfig", str(kubeconfig)], {"NODE_NAME": "desk"}).settings
         asked = PodQuery(pod="train", namespace="ns")
-        with pytest.raises(Unavailable, match=r"is on no node yet, .*kubectl describe pod -n ns train"):
+        with pytest.raises(Unavailable, match="is on no node yet") as caught:
             await explain.run(settings, AgentTarget(is_remote=True), asked, form="table")
+        assert (
+            "The scheduler: 0/1 nodes are available: 1 Insufficient �[31mtencent.com/vcuda-cores. The pod asks for "
+            "tencent.com/vcuda-cores: 30, tencent.com/vcuda-memory: 1Gi; agents offer tencent.com/vcuda-core, in hundredths "
+            "of a GPU, and tencent.com/vcuda-memory, in blocks of 256 MiB. "
+        ) in str(caught.value)
+        assert str(caught.value).endswith("kubectl describe pod -n ns train")
         with pytest.raises(NotFound, match=r"cannot get pod ns/other: .*404"):
             await explain.run(
                 settings, AgentTarget(is_remote=True), PodQuery(pod="other", namespace="ns"), form="table"

@@ -355,13 +355,13 @@ def test_the_plugin_has_the_same_commands_with_examples(capsys: pytest.CaptureFi
     """kubectl passes on what stands behind `kubectl gpushare`."""
     assert PLUGIN_LINE.main(["--help"], {}) == 0
     out = capsys.readouterr().out
-    for name in ("top", "inspect", "graph", "explain"):
+    for name in ("top", "inspect", "graph", "explain", "dashboard"):
         assert f"\n  {name} " in out
         assert PLUGIN_LINE.main([name, "--help"], {}) == 0
         text = capsys.readouterr().out
         assert f"\n  kubectl gpushare {name}" in text
         assert "--kubeconfig" in text
-        assert "--server" not in text
+        assert "--server" not in text and "--config" not in text and "--resources." not in text
     assert PLUGIN_LINE.main(["inspct"], {}) == 2
     assert "kubectl gpushare: 'inspct' is no command (did you mean inspect?)" in capsys.readouterr().err
 

@@ -169,6 +169,21 @@ def test_the_yaml_of_config_is_a_settings_file(short_dir: Path, capsys: pytest.C
     assert "node_name" not in yaml.safe_load(text)
 
 
+@pytest.mark.parametrize("form", ["table", "json", "yaml"])
+def test_the_texts_of_a_configuration_stay_texts(
+    form: str, short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever may write the ConfigMap writes no key into the file that -o yaml prints, and nothing to the terminal."""
+    path = short_dir / "plugin"
+    odd = "x\nweb: {port: 1}\x1b]0;title\x07\ud800"
+    path.write_text(json.dumps({"version": "v1", "flags": {"plugin": {"containerDriverRoot": odd}}}))
+    assert main(["config", "-o", form, "--nvidia.config", str(path)], {"GPUSHARE_NVIDIA__GPUS": "\x1b[31m\udcff"}) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and "\x07" not in text and "\nweb: {port: 1}" not in text
+    text.encode()
+    assert form != "yaml" or yaml.safe_load(text)["web"]["port"] == 5678
+
+
 def test_a_bad_choice_of_an_own_option_ends_in_2(capsys: pytest.CaptureFixture[str]) -> None:
     """The commands' own options are checked as well."""
     assert main(["config", "-o", "xml"], {}) == 2
@@ -273,7 +288,7 @@ def test_former_names_work_and_are_listed_nowhere(capsys: pytest.CaptureFixture[
     former = parser.parse_args(["--cards", "2", "--format", "json", "--node-cards", "1x1024", "--card-memory-mib", "7"])
     named = parser.parse_args(["--gpus", "2", "-o", "json", "--node-gpus", "1x1024", "--gpu-memory-mib", "7"])
     assert former == named
-    assert parser.parse_args(["--format", "json", "fail-card", "3"]).card == 3
+    assert parser.parse_args(["--format", "json", "fail-card", "3"]).gpu == 3
     assert parser.parse_args(["status", "--format", "json"]).output == "json"
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])

@@ -7,7 +7,7 @@ import pytest
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement import GpuAccount, GpuRequest, Placed, place, validate_request
-from gpushare_agent.placement.request import SharePolicy
+from gpushare_agent.placement.request import SharePolicy, memory_text
 from tests.support_gpus import gpu, indexes_of, node, read_topology, uuid_of
 
 P40 = read_topology("p40-x7-two-switches")
@@ -42,7 +42,7 @@ def test_shares_with_memory_and_whole_gpus_are_valid(cores: int, blocks: int) ->
         (150, 4, "next valid numbers of cores are 100 and 200"),
         (250, 0, "next valid numbers of cores are 200 and 300"),
         (0, 0, "asks for nothing of a GPU"),
-        (0, 4, "4 memory blocks (1024 MiB) asks for memory without cores"),
+        (0, 4, "4 memory blocks (1 GiB) asks for memory without cores"),
         (30, 0, "share of a GPU without memory"),
         (-1, 4, "cannot be negative"),
         (30, -4, "cannot be negative"),
@@ -57,6 +57,14 @@ def test_an_invalid_request_is_reported_what_is_valid(cores: int, blocks: int, t
     assert answer.detail.startswith(f"{cores} cores with {blocks} memory blocks" if blocks else f"{cores} cores ")
     assert "1 to 99 cores with memory (a share of one GPU), or a multiple of 100 (whole GPUs" in answer.detail
     assert place(GpuRequest(cores=cores, blocks=blocks), node(T4), T4, share_policy="binpack") == answer
+
+
+@pytest.mark.parametrize(
+    ("mib", "text"), [(0, "0 GiB"), (768, "768 MiB"), (1024, "1 GiB"), (24832, "24.25 GiB"), (196608, "192 GiB")]
+)
+def test_memory_is_in_gib_and_the_smallest_in_mib(mib: int, text: str) -> None:
+    """As the dashboard and top show it."""
+    assert memory_text(mib) == text
 
 
 def test_shares_are_refused_where_sharing_is_off() -> None:
@@ -204,12 +212,12 @@ def test_too_few_free_gpus_around_an_init_containers_one_are_refused_as_such() -
 @pytest.mark.parametrize(
     ("cores", "blocks", "reason", "texts"),
     [
-        (20, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["97 memory blocks (24832 MiB)", "largest GPU", "GPU 1", "24576"]),
+        (20, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["97 memory blocks (24.25 GiB)", "largest GPU", "GPU 1", "24 GiB"]),
         (95, 4, RefusalReason.FRAGMENTED, ["130 cores", "best is GPU 1 with 70 cores and 8 memory blocks"]),
-        (20, 25, RefusalReason.FRAGMENTED, ["28 memory blocks (7168 MiB) are free in all", "best is GPU 0"]),
-        (20, 40, RefusalReason.NOT_ENOUGH_MEMORY, ["only 28 memory blocks (7168 MiB) are free on all GPUs together"]),
+        (20, 25, RefusalReason.FRAGMENTED, ["28 memory blocks (7 GiB) are free in all", "best is GPU 0"]),
+        (20, 40, RefusalReason.NOT_ENOUGH_MEMORY, ["only 28 memory blocks (7 GiB) are free on all GPUs together"]),
         (300, 0, RefusalReason.NOT_ENOUGH_CORES, ["more than the 2 healthy GPUs", "at most 200 cores"]),
-        (100, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["the largest GPU of this node", "24576 MiB"]),
+        (100, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["the largest GPU of this node", "24 GiB"]),
         (200, 0, RefusalReason.NOT_ENOUGH_CORES, ["2 wholly free GPUs are needed, 0 of 2 GPUs are wholly free"]),
         (100, 0, RefusalReason.FRAGMENTED, ["130 cores are free in all, but only 0 of 2 GPUs are wholly free"]),
     ],

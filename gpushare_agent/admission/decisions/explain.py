@@ -25,9 +25,9 @@ from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.units import ServedUnits
 from gpushare_agent.placement import GpuAccount, memory_share
+from gpushare_agent.placement.request import memory_text
 
 MIB = 1024 * 1024
-GIB = 1024 * MIB
 MAX_REASON_CHARS = 200
 """Of a driver's text in a verdict."""
 
@@ -170,12 +170,13 @@ def _lack(gpu: GpuAccount, need: _Need, reason: str) -> str:
             return "a MIG instance, and no whole GPU"
         if gpu.is_free:
             return ""
-        return f"in use: {gpu.free_cores} cores and {_size(need.free_bytes(gpu))} are free, and all of both are needed"
+        free = memory_text(need.free_bytes(gpu) // MIB)
+        return f"in use: {gpu.free_cores} cores and {free} are free, and all of both are needed"
     lacks = []
     if gpu.free_cores < need.cores:
         lacks.append(f"{need.cores - gpu.free_cores} cores")
     if need.free_bytes(gpu) < need.memory_bytes:
-        lacks.append(_size(need.memory_bytes - need.free_bytes(gpu)))
+        lacks.append(memory_text((need.memory_bytes - need.free_bytes(gpu)) // MIB))
     return f"{' and '.join(lacks)} short" if lacks else ""
 
 
@@ -184,12 +185,8 @@ def _lack_of_units(gpu: GpuAccount, served: ServedUnits | None) -> str:
         return "serves another resource"
     if gpu.free_units_of(served.terms.of):
         return ""
-    free = f"{gpu.free_cores} cores and {_size(gpu.free_blocks * gpu.block_mib * MIB)} are free"
+    free = f"{gpu.free_cores} cores and {memory_text(gpu.free_blocks * gpu.block_mib)} are free"
     return f"in use: {free}, and {'all' if served.terms.is_whole else f'1/{served.terms.of}'} of both are needed"
-
-
-def _size(size: int) -> str:
-    return f"{size / GIB:.4g} GiB" if size >= GIB else f"{size // MIB} MiB"
 
 
 def _why_not(gpu: GpuAccount, need: _Need, outcome: Plan | Refused, must: Collection[GpuUuid]) -> str:

@@ -29,6 +29,7 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, split_device_id
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement import GpuAccount, GpuRequest, Placed, memory_share, place, validate_request
+from gpushare_agent.placement.request import describe_blocks
 
 _ABOUT_CAPACITY = frozenset(
     {
@@ -337,9 +338,9 @@ def _check_share(target: Target, account: GpuAccount, cores: int, blocks: int, p
         block = policy.names.memory_block_mib
         return Refused(
             reason=RefusalReason.NOT_ENOUGH_MEMORY if account.free_cores >= cores else RefusalReason.NOT_ENOUGH_CORES,
-            detail=f"{_who(target)} asks for {cores} cores and {blocks} memory blocks ({blocks * block} MiB); GPU "
-            f"{account.index} has {account.free_cores} cores and {account.free_blocks} blocks "
-            f"({account.free_blocks * block} MiB) free. Ask for less, or wait until a pod on this node ends.",
+            detail=f"{_who(target)} asks for {cores} cores and {describe_blocks(blocks, block)}; GPU "
+            f"{account.index} has {account.free_cores} cores and {describe_blocks(account.free_blocks, block)} "
+            f"free. Ask for less, or wait until a pod on this node ends.",
         )
     return None
 

@@ -26,7 +26,8 @@ from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import CORES_PER_GPU, RESIZE_ANNOTATION
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.placement import GpuAccount
+from gpushare_agent.placement import GpuAccount, memory_share
+from gpushare_agent.placement.request import describe_blocks
 
 MAX_CHARS = 1024
 MAX_ENTRIES = 32
@@ -233,10 +234,10 @@ def enforced(share: ResizedShare, isolation: Isolation, instance: str, *, uses_n
 
 
 def describe(size: ShareSize, kind: ResourceKind, names: ResourceNames) -> str:
-    """`50 cores and 24 memory blocks (6144 MiB)`."""
+    """`50 cores and 24 memory blocks (6 GiB)`."""
     if kind is ResourceKind.GPU_MEM:
-        return f"{size.memory} {names.gpu_mem} ({size.memory * names.gpu_mem_unit_mib} MiB)"
-    return f"{size.cores} cores and {size.memory} memory blocks ({size.memory * names.memory_block_mib} MiB)"
+        return memory_share.describe(size.memory, names)
+    return f"{size.cores} cores and {describe_blocks(size.memory, names.memory_block_mib)}"
 
 
 def status_text(
