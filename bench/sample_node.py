@@ -82,7 +82,7 @@ class SampleNode:
                 driver_version="580.65.06",
             ),
             cordoned={uuid_of(index): why for index, why in self.cordoned.items()},
-            illnesses={uuid_of(index): why for index, why in self.unhealthy.items()},
+            unhealthy_reasons={uuid_of(index): why for index, why in self.unhealthy.items()},
             cores_allocated={uuid: count * SHARE_CORES for uuid, count in zip(uuids, per_gpu, strict=True)},
             memory_allocated_bytes={
                 uuid: count * SHARE_BLOCKS * 256 * MIB for uuid, count in zip(uuids, per_gpu, strict=True)

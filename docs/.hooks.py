@@ -6,6 +6,7 @@ Source: MkDocs 1.6, "Hooks" and `File.generated`.
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 from pathlib import Path
@@ -24,13 +25,26 @@ OUTSIDE = {
 }
 """Path in the repository: path on the site."""
 
+MERMAID, DRAWN_BY = os.environ.get("MERMAID"), "assets/mermaid.min.js"
+"""What draws, on this machine (`nox -s docs`) and on the site. Without it the theme fetches one from unpkg.com."""
+
+_MARKER = re.compile(r"(?:\d+\.|-) +")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, target in OUTSIDE.items():
         files.append(File.generated(config, target, content=(ROOT / source).read_text(encoding="utf-8")))
+    if MERMAID:
+        files.append(File.generated(config, DRAWN_BY, abs_src_path=MERMAID))
     return files
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    if not MERMAID or 'class="mermaid"' not in output:
+        return output
+    script = posixpath.relpath(DRAWN_BY, page.url)
+    return output.replace("</body>", f'<script src="{script}"></script></body>')
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -46,4 +60,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link[0]  # MkDocs warns, which ends a strict build
         return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{anchor})" if config.repo_url else text
 
-    return _LINK.sub(moved, markdown)
+    return _LINK.sub(moved, _indented(markdown))
+
+
+def _indented(markdown: str) -> str:
+    """What an item of a list contains, by four spaces: Python-Markdown wants them, GitHub the width of the marker."""
+    lines, width, is_code = [], 0, False
+    for line in markdown.split("\n"):
+        is_inside = width > 0 and line.startswith(" " * width)
+        if line and not is_code and not is_inside:
+            marker = _MARKER.match(line)
+            width = len(marker[0]) if marker else 0
+        is_code ^= line.lstrip().startswith("```")
+        lines.append("    " + line[width:] if is_inside else line)
+    return "\n".join(lines)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,15 @@ import yaml
 from gpushare_agent import __version__
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.decisions.kept import NOT_KEPT_TEXTS
+from gpushare_agent.model.allocations import ClaimRef, ClaimShare
 from gpushare_agent.model.errors import RefusalReason
+from gpushare_agent.model.gpus import MigPlace
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.observability.node_snapshot import node_document
 from gpushare_agent.settings.settings import Settings
 from gpushare_agent.settings.sources import read_flags
 from tests.docs.generated import families, outdated
+from tests.support_usage import allocation, facts, key_of, snapshot
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -53,6 +60,29 @@ def test_every_flag_that_a_document_names_exists(document: str) -> None:
     for flag in re.findall(r"`(--[a-z][a-z.-]*)", text):
         if flag not in others:
             assert read_flags([f"{flag}=x"]).values, flag
+
+
+def test_the_api_document_names_every_field() -> None:
+    """Of a node with a MIG instance and a share of a claim; a reader meets no field that the page does not explain."""
+    ref = ClaimRef(namespace="n", name="c", uid="u")
+    claim = ClaimShare(ref=ref, shown_as="c", request="r", isolation=IsolationName.NONE)
+    share = replace(allocation(key_of(1)), claim=claim)
+    shown = snapshot(facts(share))
+    gpu, *others = shown.inventory.gpus
+    place = MigPlace(profile="1g.10gb", parent=gpu.uuid, number=0, parent_index=0, gi=1, ci=2)
+    shown = replace(shown, inventory=replace(shown.inventory, gpus=(replace(gpu, mig=place), *others)))
+    named = set(re.findall(r"\w+", (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")))
+    document = node_document(shown)
+    document["agent"]["not_kept_texts"] = {}  # by the terms of isolation.md
+    assert set(_fields(document)) - named == set()
+
+
+def _fields(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from value
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for one in inside:
+        yield from _fields(one)
 
 
 def test_every_page_that_the_code_names_exists() -> None:

@@ -94,9 +94,7 @@ async def test_a_share_shrinks_and_grows_back_and_every_pod_of_the_claim_is_info
     assert world.sizes == {"gpu": ShareSize(cores=10, memory=8)} and world.enforced[-1][0] == KEY
     assert world.statuses == dict.fromkeys(("p", "q"), "claim-1:cores=10,memory=8,shrinking")
     assert [name for name, _ in world.events] == ["p", "q"]
-    assert world.events[0][1].startswith(
-        "Claim claim-1 has 10 cores and 8 memory blocks (2048 MiB) now; allocated were"
-    )
+    assert world.events[0][1].startswith("Claim claim-1 has 10 cores and 8 memory blocks (2 GiB) now; allocated were")
     world.pod("p")
     await world.resizing.reconcile()
     assert world.sizes == {"gpu": HELD} and not world.cache.resized

@@ -40,7 +40,7 @@ class Release:
     def test(self) -> str:
         """`helm test`, and what its pod printed."""
         self._helm("test", RELEASE, "--timeout", "5m")
-        return self._cluster.run("-n", SYSTEM, "logs", "job/gpushare-check")
+        return self._cluster.run("-n", SYSTEM, "logs", "gpushare-check")
 
     def remove(self) -> None:
         """The steps 1 and 2 of docs/how-to/uninstall.md."""
