@@ -30,8 +30,8 @@ _CURE = "check the rights of your own credentials; docs/reference/cli.md lists t
 @asynccontextmanager
 async def open_cluster(settings: Settings) -> AsyncIterator[KubeApi]:
     """The API server of the kubeconfig. Lists of a large cluster may take a while."""
-    timeouts = KubeTimeouts(list_s=_LIST_TIMEOUT_S)
-    async with open_kube_api(kubeconfig=settings.kubeconfig, timeouts=timeouts, cure=_CURE) as api:
+    timeouts, kubeconfig = KubeTimeouts(list_s=_LIST_TIMEOUT_S), settings.kubeconfig
+    async with open_kube_api(kubeconfig=kubeconfig, context=settings.context, timeouts=timeouts, cure=_CURE) as api:
         yield api
 
 

@@ -23,7 +23,7 @@ _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 3600.0
 _SUMS_SETTINGS = ("resources", "gpushare")
 
 _PLUGIN_NOTE = """\
-The cluster is that of $KUBECONFIG or ~/.kube/config, its current context; --kubeconfig FILE names another file.
+The cluster is that of $KUBECONFIG or ~/.kube/config, its current context; --kubeconfig and --context name others.
 docs/reference/cli.md lists the rights that you need."""
 
 
@@ -46,7 +46,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
             run=lambda call: run(call, _target(call, is_plugin=is_plugin)),
             examples=examples,
             add_arguments=partial(arguments, is_plugin=is_plugin),
-            settings=("kubeconfig", *(() if is_plugin else ("web",)), *settings),
+            settings=("kubeconfig", "context", *(() if is_plugin else ("web",)), *settings),
             help_note=_PLUGIN_NOTE if is_plugin else "",
         )
 
@@ -97,7 +97,7 @@ def _dashboard_command(*, is_plugin: bool) -> Command:
         run=_dashboard,
         examples=("dashboard",),
         add_arguments=_dashboard_arguments,
-        settings=("kubeconfig", *_SUMS_SETTINGS),
+        settings=("kubeconfig", "context", *_SUMS_SETTINGS),
         help_note=_PLUGIN_NOTE if is_plugin else "",
     )
 

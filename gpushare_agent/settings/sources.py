@@ -22,7 +22,7 @@ _FILE_LIMIT_BYTES = 1 << 20
 MAX_PROBLEMS = 50
 """Of one file, in messages and in the log: a file may have a mistake in each of a hundred thousand lines."""
 
-_NOT_PER_NODE = frozenset({"node_name", "kubeconfig"})
+_NOT_PER_NODE = frozenset({"node_name", "kubeconfig", "context"})
 _OF_COMMANDS = frozenset({"GPUSHARE_SANDBOX_CGROUPS", "GPUSHARE_VDEVICE"})
 """No settings: read by the sandbox, and by the command vdevice in a container."""
 _SERVICE_LINK = re.compile(r".*_SERVICE_HOST|.*_SERVICE_PORT(_.+)?|(.+_)?PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?")

@@ -117,6 +117,10 @@ class Settings(BaseModel):
         default=None,
         description="Kubeconfig for the API server. Empty: the pod's service account, else the user's default file.",
     )
+    context: str = Field(
+        default="",
+        description="Context of the kubeconfig for the commands that show nodes. Empty: its current one.",
+    )
     sample_period_s: Seconds = Field(default=1.0, ge=0.05, le=3600, description="Period of sampling the use of GPUs.")
     wait_timeout_s: Seconds = Field(
         default=60.0,

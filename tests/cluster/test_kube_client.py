@@ -357,6 +357,24 @@ async def test_a_malformed_kubeconfig_ends_the_start(tmp_path: Path, content: st
             pass
 
 
+async def test_a_context_is_chosen_among_those_of_the_kubeconfig(tmp_path: Path) -> None:
+    """Also in a pod that has a cluster of its own; a context that is not there is named."""
+    async with fake_api() as server:
+        kubeconfig = write_kubeconfig(tmp_path, "http://127.0.0.1:1", {"token": "t"})
+        config = json.loads(kubeconfig.read_text())
+        config["clusters"].append({"name": "other", "cluster": {"server": server.url}})
+        config["contexts"].append({"name": "second", "context": {"cluster": "other", "user": "u"}})
+        kubeconfig.write_text(json.dumps(config))
+        async with open_kube_api(kubeconfig=kubeconfig, context="second") as api:
+            await api.get_node("n")
+        with pytest.raises(StartupError, match="third"):
+            async with open_kube_api(kubeconfig=kubeconfig, context="third"):
+                pass
+    assert len(server.requests) == 1
+    found = find_configuration(None, {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBECONFIG": str(kubeconfig)}, "second")
+    assert (found.kubeconfig, found.context) == (str(kubeconfig), "second")
+
+
 async def test_a_kubeconfig_is_never_written(tmp_path: Path) -> None:
     """Reading credentials leaves the user's file as it was."""
     async with fake_api() as server:

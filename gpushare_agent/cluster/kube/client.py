@@ -56,6 +56,7 @@ def slices_of_node(node_name: str, driver: str) -> Watched:
 async def open_kube_api(
     *,
     kubeconfig: Path | None,
+    context: str = "",
     timeouts: KubeTimeouts | None = None,
     limits: ListLimits | None = None,
     cure: str = AGENT_RIGHTS,
@@ -66,14 +67,16 @@ async def open_kube_api(
     Entering raises StartupError where there is no usable configuration, Unavailable where credentials are not there yet.
     """
     timeouts = timeouts or KubeTimeouts()
-    async with open_kube_session(kubeconfig, timeouts, cure) as session:
+    async with open_kube_session(kubeconfig, timeouts, cure, context) as session:
         yield KubeApi(session, timeouts, limits or ListLimits())
 
 
 @asynccontextmanager
-async def open_kube_session(kubeconfig: Path | None, timeouts: KubeTimeouts, cure: str) -> AsyncIterator[KubeSession]:
+async def open_kube_session(
+    kubeconfig: Path | None, timeouts: KubeTimeouts, cure: str, context: str = ""
+) -> AsyncIterator[KubeSession]:
     """What a client of the API server is made of. Raises as `open_kube_api`."""
-    source = find_configuration(kubeconfig, os.environ)
+    source = find_configuration(kubeconfig, os.environ, context)
     session = KubeSession(source, connect_s=timeouts.connect_s, cure=cure)
     try:
         await session.open()

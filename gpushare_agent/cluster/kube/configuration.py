@@ -26,17 +26,20 @@ LOAD_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigurationSource:
-    """`kubeconfig` is a path list as in $KUBECONFIG; empty means the pod's service account."""
+    """`kubeconfig` is a path list as in $KUBECONFIG; empty means the pod's service account. `context`: empty means the
+    current one of the kubeconfig."""
 
     kubeconfig: str = ""
+    context: str = ""
     service_account: Path = SERVICE_ACCOUNT
 
     def __str__(self) -> str:
         return f"kubeconfig {self.kubeconfig}" if self.kubeconfig else f"service account {self.service_account}"
 
 
-def find_configuration(kubeconfig: Path | None, environ: Mapping[str, str]) -> ConfigurationSource:
-    """The explicit kubeconfig, else in-cluster, else $KUBECONFIG, else ~/.kube/config.
+def find_configuration(kubeconfig: Path | None, environ: Mapping[str, str], context: str = "") -> ConfigurationSource:
+    """The explicit kubeconfig, else in-cluster, else $KUBECONFIG, else ~/.kube/config. A context is one of a kubeconfig:
+    with it the pod's own cluster is passed over.
 
     Raises:
         StartupError: there is none, or the named file does not exist.
@@ -46,12 +49,12 @@ def find_configuration(kubeconfig: Path | None, environ: Mapping[str, str]) -> C
             raise StartupError(
                 f"cannot reach the API server: kubeconfig {kubeconfig} is no file; correct --kubeconfig or leave it out"
             )
-        return ConfigurationSource(kubeconfig=str(kubeconfig))
-    if environ.get("KUBERNETES_SERVICE_HOST"):
+        return ConfigurationSource(kubeconfig=str(kubeconfig), context=context)
+    if environ.get("KUBERNETES_SERVICE_HOST") and not context:
         return ConfigurationSource()
     paths = environ.get("KUBECONFIG") or str(Path(environ.get("HOME", "/root")) / ".kube" / "config")
     if any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep) if path):
-        return ConfigurationSource(kubeconfig=paths)
+        return ConfigurationSource(kubeconfig=paths, context=context)
     raise StartupError(
         "cannot reach the API server: no configuration found (KUBERNETES_SERVICE_HOST is not set, and "
         f"{paths} does not exist); run in a pod with a service account, or give --kubeconfig FILE"
@@ -71,7 +74,7 @@ async def open_api_client(source: ConfigurationSource) -> Any:
     try:
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             if source.kubeconfig:
-                loader = await asyncio.to_thread(_read_kubeconfig, library, source.kubeconfig)
+                loader = await asyncio.to_thread(_read_kubeconfig, library, source.kubeconfig, source.context)
                 await loader.load_and_set(configuration)
             else:
                 config.load_incluster_config(
@@ -88,12 +91,12 @@ async def open_api_client(source: ConfigurationSource) -> Any:
         ) from e
 
 
-def _read_kubeconfig(library: KubeLibrary, paths: str) -> Any:
-    """The library's loader for the current context; never writes the file back (load_kube_config would)."""
+def _read_kubeconfig(library: KubeLibrary, paths: str, context: str) -> Any:
+    """The library's loader for the context, else the current one; never writes the file back (load_kube_config would)."""
     yaml_error = importlib.import_module("yaml").YAMLError
     try:
         merged = library.kube_config.KubeConfigMerger(paths).config
-        return library.kube_config.KubeConfigLoader(config_dict=merged, config_base_path=None)
+        return library.kube_config.KubeConfigLoader(merged, active_context=context or None, config_base_path=None)
     except (library.config.ConfigException, yaml_error, KeyError, TypeError, AttributeError, AssertionError) as e:
         raise StartupError(f"cannot use kubeconfig {paths}: {_one_line(e)}; check it with `kubectl config view`") from e
 
