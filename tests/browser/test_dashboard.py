@@ -187,7 +187,7 @@ async def test_the_page_follows_the_node() -> None:
 
 
 async def test_each_row_says_who_keeps_the_share_and_what_is_not_kept() -> None:
-    """In words. What nobody keeps stands out; a whole GPU needs no one."""
+    """In words. The isolation's name says it where it limits both; what nobody keeps stands out; a whole GPU needs no one."""
     async with open_scene("--isolation=vcuda", "--isolations-allowed=none,mps") as scene:
         await scene.create("share", cores=30, blocks=8)
         await scene.create("whole", cores=100)
@@ -201,7 +201,7 @@ async def test_each_row_says_who_keeps_the_share_and_what_is_not_kept() -> None:
               [by.textContent, by.dataset.state ?? '', cell.querySelector('details').hidden]];
         }))"""
         assert await scene.browser.script(reads) == {
-            "share": ["memory: vcuda, compute: vcuda", "", False],
+            "share": ["", "", False],
             "whole": ["", "", True],
             "free": ["memory: nobody, compute: nobody", "warn", True],
         }
@@ -210,6 +210,7 @@ async def test_each_row_says_who_keeps_the_share_and_what_is_not_kept() -> None:
         )
         texts = (await scene.document())["agent"]["not_kept_texts"]
         assert texts["pools"] in listed
+        assert "Memory and compute are limited by vcuda. Not limited: " in listed
         # Nobody runs an MPS daemon here.
         notices = await scene.browser.script(
             "return [...document.querySelectorAll('.notice')].map((one) => [one.dataset.kind, one.textContent])"

@@ -153,16 +153,16 @@ class Row {
     this.drawUse(container);
   }
 
-  /** The name, and below it what of the share is kept and by whom. */
+  /** The name; below it what is not limited, and who limits what where that is not the isolation alone. */
   #drawIsolation({ is_whole: isWhole, isolation, kept }, texts) {
     write(this.isolation.name, isWhole ? "whole GPU" : isolation || "not known");
     const hasLimits = kept && !isWhole;
     const notKept = hasLimits ? kept.not_kept.map((term) => texts[term] ?? term) : [];
-    const by = hasLimits ? `memory: ${kept.memory_by}, compute: ${kept.compute_by}` : "";
-    write(this.isolation.by, by);
+    const isAlone = hasLimits && kept.memory_by === isolation && kept.compute_by === isolation;
+    write(this.isolation.by, hasLimits && !isAlone ? `memory: ${kept.memory_by}, compute: ${kept.compute_by}` : "");
     set(this.isolation.by, "data-state", hasLimits && [kept.memory_by, kept.compute_by].includes("nobody") ? "warn" : null);
     write(this.isolation.count, notKept.length ? format.count(notKept.length, "thing", "things") + " not limited" : "");
-    write(this.isolation.list, notKept.length ? `${notKept.join("; ")}.` : "");
+    write(this.isolation.list, notKept.length ? `${isAlone ? `Memory and compute are limited by ${isolation}. Not limited: ` : ""}${notKept.join("; ")}.` : "");
     this.isolation.details.hidden = !notKept.length;
   }
 

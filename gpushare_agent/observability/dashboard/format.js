@@ -22,7 +22,7 @@ export function bytes(value) {
 /** `2.25 of 4 GiB`: both in the unit of the whole, unless that would hide a small part. */
 export function bytesOf(part, whole) {
   if (part === null || part === undefined) return bytes(whole);
-  if (whole < GIB || part < GIB / 10) return `${bytes(part)} of ${bytes(whole)}`;
+  if (whole < GIB || (part && part < GIB / 10)) return `${bytes(part)} of ${bytes(whole)}`;
   return `${short(part / GIB)} of ${short(whole / GIB)} GiB`;
 }
 
