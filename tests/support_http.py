@@ -117,13 +117,13 @@ async def loop_time_s(port: int, *contents: bytes) -> tuple[float, float]:
     """Processor time of the loop's thread while all of these are sent at once: in its longest turn, and in all. The least of
     some tries; time in which the machine does something else does not count.
 
-    In seconds of a machine that decodes YARDSTICK in YARDSTICK_S: a slower or busier one, whose processors share caches and
-    clock rate, takes longer for everything.
+    Of a machine that takes longer than YARDSTICK_S to decode YARDSTICK, slower or so busy that its processors share caches and
+    clock rate, in seconds of one that does not. Not of a faster one: it may be faster at that alone.
     """
     found = []
     for _ in range(TRIES):
         longest_s, total_s = await _loop_time_once_s(port, contents)
-        scale = YARDSTICK_S / min(_decoding_s() for _ in range(TRIES))
+        scale = min(1.0, YARDSTICK_S / min(_decoding_s() for _ in range(TRIES)))
         found.append((longest_s * scale, total_s * scale))
     return min(longest for longest, _ in found), min(total for _, total in found)
 
