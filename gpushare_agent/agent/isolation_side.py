@@ -28,8 +28,8 @@ from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
 from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName
 from gpushare_agent.isolation.decisions.hami_core import lifts_cores, opts_out
 from gpushare_agent.isolation.decisions.kept import Kept, kept
-from gpushare_agent.isolation.decisions.vcuda import vdevice_share
-from gpushare_agent.isolation.driver_limits.limits import DriverLimits, MemoryLimiter, ShareOfMemory
+from gpushare_agent.isolation.decisions.memory_shares import MemoryShare, memory_shares
+from gpushare_agent.isolation.driver_limits.limits import DriverLimits, MemoryLimiter
 from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
 from gpushare_agent.isolation.enforcement import ShareEnforcement
 from gpushare_agent.isolation.hami_core.caches import PrivateCaches
@@ -324,29 +324,19 @@ def _driver_limits(
 ) -> DriverLimits:
     settings = state.settings
 
-    def shares() -> dict[ContainerKey, list[ShareOfMemory]]:
-        gpus, found = state.inventory.current.by_uuid(), dict[ContainerKey, list[ShareOfMemory]]()
+    def shares() -> dict[ContainerKey, list[MemoryShare]]:
+        gpus, found = state.inventory.current.by_uuid(), dict[ContainerKey, list[MemoryShare]]()
         for key, allocation in state.cache.view().items():
             pod = state.claim_pods.get(key.pod_uid)
             if pod is None or not allocation.is_limited or not allocation.gpus:
                 continue
             if not _uses(settings, pod, IsolationName.DRIVER):
                 continue
-            limit_bytes = vdevice_share(allocation, pod.annotations, gpus, state.names).memory_bytes
             sharers = state.claim_pods.sharers(key)
             users = [key] if sharers is None else list(sharers)
-            # A claim that was made for one pod, and that other pods name all the same, is not given to each of them.
-            pods = max(1, len({user.pod_uid for user in users}))
-            limits = {allocation.gpus[0]: limit_bytes // pods}
-            if allocation.gpu_ids:
-                limits = {
-                    uuid: int(part * gpus[uuid].memory_mib) * 1024 * 1024 for uuid, part in allocation.parts.items()
-                }
+            shares = memory_shares(allocation, pod.annotations, gpus, state.names, users)
             for user in users:
-                found.setdefault(user, []).extend(
-                    ShareOfMemory(key=key, gpu=uuid, limit_bytes=limit, kind=allocation.kind)
-                    for uuid, limit in limits.items()
-                )
+                found.setdefault(user, []).extend(shares)
         return found
 
     def missing(key: ContainerKey, why: str) -> None:

@@ -9,27 +9,29 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.driver_limits.limits import DriverLimits, ShareOfMemory, pod_memory
+from gpushare_agent.isolation.decisions.memory_shares import MemoryShare, memory_shares, pod_memory
+from gpushare_agent.isolation.driver_limits.limits import DriverLimits
 from gpushare_agent.kit.supervision import forever, stop_task
-from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Refused, Rejected, Unavailable
 from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
-from gpushare_agent.model.names import GpuUuid, PodUid
+from gpushare_agent.model.names import GIB, GpuUuid, PodUid, unit_id
 from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.runtime.cgroups import Cgroups
 from tests.support_agent import poll_until
+from tests.support_core import inventory
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 GPU, OTHER_GPU = GpuUuid("GPU-a"), GpuUuid("GPU-b")
 MAIN, SECOND = ContainerKey(UID, "main"), ContainerKey(UID, "second")
 IDS = {MAIN: "a" * 64, SECOND: "b" * 64}
-GIB = 1 << 30
 
 
 def share(
     gib: int, *, gpu: GpuUuid = GPU, kind: ContainerKind = ContainerKind.MAIN, key: ContainerKey = MAIN
-) -> ShareOfMemory:
-    return ShareOfMemory(key=key, gpu=gpu, limit_bytes=gib * GIB, kind=kind)
+) -> MemoryShare:
+    return MemoryShare(key=key, gpu=gpu, limit_bytes=gib * GIB, kind=kind)
 
 
 class World:
@@ -39,7 +41,7 @@ class World:
         self.root = root
         (root / "cgroup.controllers").touch()
         self.pod = root / "kubepods" / f"pod{UID}"
-        self.shares: dict[ContainerKey, list[ShareOfMemory]] = {MAIN: [share(4)]}
+        self.shares: dict[ContainerKey, list[MemoryShare]] = {MAIN: [share(4)]}
         self.ids: dict[ContainerKey, str] = {}
         self.limits: dict[tuple[GpuUuid, Path], int] = {}
         self.problem = LimitOutcome()
@@ -269,3 +271,17 @@ def test_init_containers_do_not_add_up() -> None:
     )
     assert found == {GPU: 6 * GIB, OTHER_GPU: GIB}
     assert pod_memory([share(6), share(6, kind=init, key=SECOND)]) == {GPU: 6 * GIB}
+
+
+def test_replicas_on_several_gpus_have_a_limit_on_each() -> None:
+    """Each its part of that GPU, but for one that the driver does not find now; together they are the pod's."""
+    replicas = Allocation(
+        key=MAIN,
+        namespace="default",
+        pod_name="p",
+        kind=ContainerKind.MAIN,
+        gpus=(GpuUuid("GPU-0"), GpuUuid("GPU-1"), GpuUuid("GPU-lost")),
+        gpu_ids=frozenset(unit_id(GpuUuid(f"GPU-{name}"), 0, "4s") for name in (0, 1, "lost")),
+    )
+    found = memory_shares(replicas, {}, inventory(2, 16 * 1024).by_uuid(), ResourceNames(), [MAIN])
+    assert pod_memory(found) == {"GPU-0": 4 * GIB, "GPU-1": 4 * GIB}

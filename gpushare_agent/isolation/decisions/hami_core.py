@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpushare_agent.isolation.decisions.request import Follows, HamiCoreConfig, Isolation, IsolationRequest, Preparation
-from gpushare_agent.isolation.decisions.vcuda import MIB, vdevice_share
+from gpushare_agent.isolation.decisions.vcuda import vdevice_share
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
@@ -38,6 +38,7 @@ from gpushare_agent.model.names import (
     ENV_HAMI_CORE_MEMORY,
     ENV_HAMI_CORE_POLICY,
     ENV_VISIBLE_DEVICES,
+    MIB,
     GpuUuid,
 )
 from gpushare_agent.model.pods import ContainerSpec

@@ -21,13 +21,13 @@ from gpushare_agent.model.names import (
     CORES_PER_GPU,
     ENV_LIBRARY_PATH,
     LIBRARY_DIRECTORY,
+    MIB,
     GpuUuid,
 )
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.units import cores_of_part
 
 VDEVICE_DIRECTORY = "/etc/vcuda"
-MIB = 1024 * 1024
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
 _DRIVER = re.compile(r"(\d{1,6})\.(\d{1,6})")
 

@@ -14,20 +14,19 @@ State owned: the IDs of the containers, which of them run without their limit an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 import structlog
 
+from gpushare_agent.isolation.decisions.memory_shares import MemoryShare, pod_memory
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Unavailable
 from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
-from gpushare_agent.model.names import GpuUuid, PodUid
-from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_walk import CgroupDir
 from gpushare_agent.runtime.cgroups import Cgroups, CgroupVersion
 
@@ -68,18 +67,7 @@ async def check_driver_limits(driver: MemoryLimiter, cgroups: Cgroups, *, may_se
     await driver.check_memory_limits(cgroups.root, may_set=may_set)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShareOfMemory:
-    """What a container has of one GPU under this isolation. An init container's ends before the pod's others begin. `key` is
-    its allocation's: the container's own, or of a claim, which several containers have."""
-
-    key: ContainerKey
-    gpu: GpuUuid
-    limit_bytes: int
-    kind: ContainerKind
-
-
-Shares = Mapping[ContainerKey, Sequence[ShareOfMemory]]
+Shares = Mapping[ContainerKey, Sequence[MemoryShare]]
 """By container."""
 
 
@@ -241,19 +229,6 @@ class DriverLimits:
                 pod_memory(s for key, parts in shares.items() if key.pod_uid == uid for s in parts).items()
             )
         ]
-
-
-def pod_memory(shares: Iterable[ShareOfMemory]) -> dict[GpuUuid, int]:
-    """What a pod's containers may have together of each GPU, bytes. Init containers run one by one, the others at the same
-    time; a claim's share counts once."""
-    together: dict[GpuUuid, int] = {}
-    alone: dict[GpuUuid, int] = {}
-    for share in {share.key: share for share in shares}.values():
-        if share.kind is ContainerKind.INIT:
-            alone[share.gpu] = max(alone.get(share.gpu, 0), share.limit_bytes)
-        else:
-            together[share.gpu] = together.get(share.gpu, 0) + share.limit_bytes
-    return {gpu: max(together.get(gpu, 0), alone.get(gpu, 0)) for gpu in together.keys() | alone.keys()}
 
 
 def _not_set(why: str) -> Refused:

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig
-
-_MIB = 1 << 20
+from gpushare_agent.model.names import MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,7 @@ def _limits(config: VDeviceConfig) -> tuple[tuple[str, str], ...]:
         ("cores", f"{config.utilization} %"),
         ("core limit", _ceiling(config)),
         ("hard limit", "yes" if config.hard_limit else "no"),
-        ("memory", f"{config.memory_bytes / _MIB:g} MiB"),
+        ("memory", f"{config.memory_bytes / MIB:g} MiB"),
         ("driver", f"{config.driver[0]}.{config.driver[1]}"),
         ("limited", "yes" if config.enable else whole),
     )
