@@ -21,10 +21,10 @@ from typing import Any
 from aiohttp import web
 
 from gpushare_agent.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
 from gpushare_agent.observability.http.node_api import decision_document
-from gpushare_agent.observability.node_snapshot import MIB, node_document
+from gpushare_agent.observability.node_snapshot import node_document
 from tests.support_deadline import DEADLINE_S, Changes
 from tests.support_settings import clean_environment
 from tests.support_usage import UUIDS, allocation, facts, gpu_sample, inventory, key_of, snapshot

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
-from gpushare_agent.observability.node_snapshot import MIB, AgentFacts, ContainerFacts, NodeSnapshot
+from gpushare_agent.observability.node_snapshot import AgentFacts, ContainerFacts, NodeSnapshot
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
 GPU_MIB = 24 * 1024

@@ -12,11 +12,11 @@ from gpushare_agent.isolation.decisions.kept import kept
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import GpuUuid, PodUid, device_id
+from gpushare_agent.model.names import MIB, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.usage import DriverSample, GpuSample, ProcessSample, UsageRound
-from gpushare_agent.observability.node_snapshot import MIB, AgentFacts, ContainerFacts, NodeSnapshot
+from gpushare_agent.observability.node_snapshot import AgentFacts, ContainerFacts, NodeSnapshot
 from gpushare_agent.placement.topology_tree import build_topology
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 

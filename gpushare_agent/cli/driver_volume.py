@@ -23,10 +23,10 @@ from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
 from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control
 from gpushare_agent.isolation.driver_volume.mounts import read_mounted_directories
 from gpushare_agent.model.errors import AgentError, StartupError
+from gpushare_agent.model.names import MIB
 from gpushare_agent.settings.settings import Settings
 
 USUAL_CONFIG = Path("/etc/gpu-manager/volume.conf")
-_MIB = 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ def _prune(directory: DriverDirectory, volume: DriverVolume, report: VolumeRepor
 
 
 def _in_mib(shown: Report, volume: DriverVolume) -> Report:
-    return lambda what, done, total: shown(f"volume {volume.name}: {what}", done // _MIB, total // _MIB)
+    return lambda what, done, total: shown(f"volume {volume.name}: {what}", done // MIB, total // MIB)
 
 
 def _as_text(reports: Sequence[VolumeReport]) -> str:

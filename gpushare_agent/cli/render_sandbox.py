@@ -12,7 +12,6 @@ from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_text import (
     CORES_COLUMN,
     MEMORY_COLUMN,
-    MIB,
     PHASE_STYLES,
     allocated_line,
     counted,
@@ -26,7 +25,7 @@ from gpushare_agent.cli.render_text import (
     plain,
     print_as,
 )
-from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.sandbox.manifests import EXPECTATION_ANNOTATION
 from gpushare_agent.sandbox.report.document import UNKNOWN
 

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gpushare_agent.cli.command_line import Form
+from gpushare_agent.model.names import GIB
 from gpushare_agent.observability.node_snapshot import NO_REASON
 
-MIB, GIB = 1 << 20, 1 << 30
 CORES_COLUMN, MEMORY_COLUMN = "GPU CORES", "MEMORY GiB"
 PHASE_STYLES = {
     "Running": "green",

@@ -15,10 +15,8 @@ from gpushare_agent.model.allocations import ClaimRef
 from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.model.pods import Pod
-
-MIB = 1024 * 1024
 
 
 class CountsAdmissions(Protocol):

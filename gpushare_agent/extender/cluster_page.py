@@ -35,7 +35,7 @@ from gpushare_agent.extender.verbs import in_steps
 from gpushare_agent.kit.http_server import HttpLimits, HttpServer
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.kit.tcp_listeners import listen_tcp
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.names import MIB, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.observability.http.answers import (
@@ -58,7 +58,6 @@ MOST_NODES = 20
 """Shown GPU by GPU for one waiting pod."""
 _MAX_UID_CHARS = 128
 _BACKLOG = 16
-_MIB = 1 << 20
 
 
 class _Pods(PodsFeed):
@@ -147,8 +146,8 @@ class ClusterPage:
             "version": __version__,
             "not_listed": [one.kind for one in self._informers if not one.has_listed],
             "silent_seconds": max((now - at for at in received if at is not None), default=None),
-            "memory_block_bytes": self._names.memory_block_mib * _MIB,
-            "unit_bytes": self._names.gpu_mem_unit_mib * _MIB,
+            "memory_block_bytes": self._names.memory_block_mib * MIB,
+            "unit_bytes": self._names.gpu_mem_unit_mib * MIB,
             "waiting_pods": len(self._pods.messages),
         }
 
@@ -180,7 +179,7 @@ class ClusterPage:
                     "memory_bytes": (
                         request.blocks * self._names.memory_block_mib + request.units * self._names.gpu_mem_unit_mib
                     )
-                    * _MIB,
+                    * MIB,
                 }
                 for request in signature_of(first, self._names)
             ],
@@ -205,7 +204,7 @@ class ClusterPage:
                         {
                             "index": gpu.index,
                             "free_cores": gpu.free_cores if gpu.is_healthy else 0,
-                            "free_bytes": gpu.free_blocks * gpu.block_mib * _MIB if gpu.is_healthy else 0,
+                            "free_bytes": gpu.free_blocks * gpu.block_mib * MIB if gpu.is_healthy else 0,
                             "verdict": gpu_text(gpu, largest) or "fits",
                         }
                         for gpu in self._state.gpus(name)

@@ -34,6 +34,8 @@ MAX_REPLICAS = 1000
 
 CORES_PER_GPU = 100
 """One vcore unit is 1/100 of a GPU's compute."""
+MIB, GIB = 1 << 20, 1 << 30
+"""Bytes."""
 MEMORY_BLOCK_MIB = 256
 """Default size of one vmemory unit, MiB."""
 

@@ -16,9 +16,9 @@ from typing import Any
 from gpushare_agent.kit.wire_build import bytes_field, varint
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.observability.node_snapshot import MIB, NO_REASON, NodeSnapshot
+from gpushare_agent.observability.node_snapshot import NO_REASON, NodeSnapshot
 from gpushare_agent.placement.topology_tree import render_tree
 
 CLUSTER_ANNOTATION = "clusterName"

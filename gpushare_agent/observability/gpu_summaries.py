@@ -12,9 +12,8 @@ from typing import Any
 
 from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION, ReportedGpu, even_gpus, parse_gpus
 from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.model.names import MIB
 from gpushare_agent.model.resources import ResourceNames
-
-MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,12 @@ from gpushare_agent.model.names import (
     CORES_PER_GPU,
     GPU_ASSIGNED_ANNOTATION,
     GPUSHARE_INDEX_ANNOTATION,
+    MIB,
     PREDICATE_GPU_INDEX_PREFIX,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.observability.gpu_summaries import MIB, GpuSummaries, GpuSummary
+from gpushare_agent.observability.gpu_summaries import GpuSummaries, GpuSummary
 
 MAX_INDEXES = 64
 _INDEXES = re.compile(r"[0-9]{1,4}(,[0-9]{1,4})*")

@@ -13,7 +13,7 @@ from typing import Any
 from gpushare_agent.isolation.decisions.kept import NOT_KEPT_TEXTS, Kept
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory, MigPlace
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Branch, Link, LinkKind, Topology
@@ -21,7 +21,6 @@ from gpushare_agent.model.units import cores_of_part
 from gpushare_agent.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
 
 SCHEMA = 1
-MIB = 1024 * 1024
 NO_REASON = "no reason given"
 """Of a cordon without one: an empty text would read as "not cordoned" in many languages."""
 _USAGE_FIELDS = tuple(

@@ -19,7 +19,7 @@ from gpushare_agent.gpus.simulated.usage import RehearsedProcess, encode_usage
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, RawObject, annotation_number, containers_of
 from gpushare_agent.sandbox.report.claims import ClaimedShare, shares_of_container
 from gpushare_agent.sandbox.report.document import ReportedNode, container_processes, gpus_of, parts_of_gpus
@@ -29,7 +29,6 @@ from gpushare_agent.sandbox.workload import PlayedContainer, played_usage
 log = structlog.get_logger(__name__)
 
 INTERVAL_S = 1.0
-_MIB = 1024 * 1024
 
 
 class WorkloadPlayer:
@@ -130,26 +129,26 @@ class WorkloadPlayer:
         users = sum(not set(claims).isdisjoint(shares) for shares in all_shares)
         least = min(claims, key=lambda one: one.memory_mib)
         parts = [one.cores / CORES_PER_GPU or one.memory_mib / self._shown.gpus[one.gpu].memory_mib for one in claims]
-        return min(parts) / users, least.memory_mib * _MIB // users
+        return min(parts) / users, least.memory_mib * MIB // users
 
     def _share(self, wanted: Mapping[str, int], gpus: list[Gpu], ids: Sequence[str]) -> tuple[float, int]:
         """Of each of its GPUs: the part of the GPU, and the bytes of memory."""
         shown, whole_mib = self._shown, min(gpu.memory_mib for gpu in gpus)
         cores = wanted.get(shown.vcore, 0)
         if cores >= CORES_PER_GPU:
-            return 1.0, whole_mib * _MIB
+            return 1.0, whole_mib * MIB
         if any(wanted.get(name) for name in shown.units):
             part = min(parts_of_gpus(ids, gpus).values())
-            return float(part), int(part * whole_mib) * _MIB
+            return float(part), int(part * whole_mib) * MIB
         if cores:
-            return cores / CORES_PER_GPU, min(whole_mib, wanted.get(shown.vmemory, 0) * shown.memory_block_mib) * _MIB
+            return cores / CORES_PER_GPU, min(whole_mib, wanted.get(shown.vmemory, 0) * shown.memory_block_mib) * MIB
         units_mib = min(whole_mib, wanted.get(shown.gpu_mem, 0) * shown.gpu_mem_unit_mib)
-        return units_mib / whole_mib, units_mib * _MIB
+        return units_mib / whole_mib, units_mib * MIB
 
 
 def _sum(processes: Iterable[RehearsedProcess]) -> dict[str, float]:
     samples = [process.sample for process in processes]
     return {
         "cores": round(sum(sample.sm_ratio or 0.0 for sample in samples) * CORES_PER_GPU, 1),
-        "memory_mib": sum(sample.memory_bytes or 0 for sample in samples) // _MIB,
+        "memory_mib": sum(sample.memory_bytes or 0 for sample in samples) // MIB,
     }

@@ -187,7 +187,7 @@ async def test_the_page_follows_the_node() -> None:
 
 
 async def test_each_row_says_who_keeps_the_share_and_what_is_not_kept() -> None:
-    """In words. The isolation's name says it where it limits both; what nobody keeps stands out; a whole GPU needs no one."""
+    """In words, where it is not the isolation alone. What nobody keeps stands out; a whole GPU needs no one."""
     async with open_scene("--isolation=vcuda", "--isolations-allowed=none,mps") as scene:
         await scene.create("share", cores=30, blocks=8)
         await scene.create("whole", cores=100)

@@ -10,12 +10,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from gpushare_agent.gpus.nvml.usage import throttle_reasons
+from gpushare_agent.model.names import MIB
 from gpushare_agent.model.usage import GpuSample, UsageRound
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import THROTTLE_REASONS, node_series
 from gpushare_agent.observability.metrics.text import MAX_LABEL, NodePage, Series, labels_text
-from gpushare_agent.observability.node_snapshot import MIB, NodeSnapshot
+from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 from tests.support_usage import (
     GPU_MIB,

@@ -24,12 +24,12 @@ from gpushare_agent.model.names import (
     ENV_GPUSHARE_INDEX,
     ENV_GPUSHARE_POD,
     ISOLATION_ANNOTATION,
+    MIB,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.units import GpuUnits, cores_of_part
 
-MIB = 1024 * 1024
 _SHOWN_CHARS = 40
 
 

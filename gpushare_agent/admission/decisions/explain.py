@@ -21,13 +21,12 @@ from gpushare_agent.admission.decisions.reuse import effective_request
 from gpushare_agent.admission.decisions.units import served_units
 from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.units import ServedUnits
 from gpushare_agent.placement import GpuAccount, memory_share
 from gpushare_agent.placement.request import memory_text
 
-MIB = 1024 * 1024
 MAX_REASON_CHARS = 200
 """Of a driver's text in a verdict."""
 

@@ -21,6 +21,7 @@ from gpushare_agent.isolation.driver_volume.check import has_gpu_client, loaded_
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_text
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
+from gpushare_agent.model.names import MIB
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import Settings
 
@@ -31,7 +32,6 @@ _NOT_ENFORCED = "shares are refused: nothing would limit a container"
 _INSTALL = (
     "run `gpushare-agent driver-volume` on this node (as the agent's init container does) after each driver update"
 )
-_MIB = 1 << 20
 
 
 async def check_virtual_manager(settings: Settings) -> list[Finding]:
@@ -46,7 +46,7 @@ async def check_virtual_manager(settings: Settings) -> list[Finding]:
         )
         return [error("virtual manager", f"{failure}: no share can be given", cure)]
     where = "writable" if found.directory == path else f"will be made in {found.directory}, which is writable"
-    return [ok("virtual manager", f"{path} {where}, {found.free_bytes // _MIB} MiB free")]
+    return [ok("virtual manager", f"{path} {where}, {found.free_bytes // MIB} MiB free")]
 
 
 async def check_driver_directory(settings: Settings) -> list[Finding]:

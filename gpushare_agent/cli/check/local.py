@@ -19,7 +19,7 @@ from gpushare_agent.kubelet.handover import instance_socket_name
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import VMEMORY_SOCKET
+from gpushare_agent.model.names import MIB, VMEMORY_SOCKET
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import Settings
 
@@ -29,7 +29,6 @@ _CONTAINERS = 100
 """A full node; with 64 connections each they need more descriptors than the usual limits allow."""
 _CONNECTIONS = ServerLimits().max_connections
 NEEDED_OPEN_FILES = _CONTAINERS * (_CONNECTIONS + 1)
-_MIB = 1 << 20
 
 
 async def check_driver(settings: Settings) -> list[Finding]:
@@ -141,7 +140,7 @@ async def check_directories(settings: Settings) -> list[Finding]:
     if found.directory != directory:
         cure = f"start the kubelet, mount the directory, or set {flag}"
         return [error("directory", f"{directory}: not there", cure)]
-    return [ok("directory", f"{directory} writable, {found.free_bytes // _MIB} MiB free")]
+    return [ok("directory", f"{directory} writable, {found.free_bytes // MIB} MiB free")]
 
 
 async def check_files(settings: Settings) -> list[Finding]:

@@ -20,7 +20,7 @@ from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.dra.decisions.devices import device_index
 from gpushare_agent.model.allocations import ClaimRef
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import CORES_PER_GPU, PodUid
+from gpushare_agent.model.names import CORES_PER_GPU, MIB, PodUid
 
 DRIVER = "gpushare-agent"
 """The driver's name, the domain of its attributes, and the prefix of its sockets."""
@@ -32,7 +32,6 @@ MAX_RESULTS = 32
 """resource.k8s.io's own limit of devices in one claim."""
 MAX_USERS = 256
 """resource.k8s.io's own limit of status.reservedFor."""
-MIB = 1 << 20
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _REQUEST = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(/[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")

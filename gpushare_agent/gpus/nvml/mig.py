@@ -16,12 +16,10 @@ from typing import Any
 from gpushare_agent.gpus.nvml.session import NvmlSession
 from gpushare_agent.gpus.nvml.topology import text_of
 from gpushare_agent.model.gpus import Gpu, MigAttributes, MigPlace
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import GIB, MIB, GpuUuid
 
 MINORS_FILE = Path("/proc/driver/nvidia-caps/mig-minors")
 
-_MIB = 1024 * 1024
-_GIB = 1024 * _MIB
 _EIGHTHS = 8
 """A GPU's memory has eight slices for instances."""
 _MAX_MINORS_BYTES = 1024 * 1024
@@ -129,7 +127,7 @@ def _profile(attributes: MigAttributes, parent_mib: int) -> str:
 def _gigabytes(mib: int, parent_mib: int) -> int:
     """In whole eighths of the GPU's memory, of which a part is the driver's."""
     eighths = ceil(mib * _EIGHTHS / parent_mib)
-    return round(eighths * ceil(parent_mib * _MIB / _GIB) / _EIGHTHS)
+    return round(eighths * ceil(parent_mib * MIB / GIB) / _EIGHTHS)
 
 
 def _suffix(session: NvmlSession, nvml: Any, parent_handle: Any, gi: int) -> str:

@@ -29,9 +29,8 @@ from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, FoundGp
 from gpushare_agent.gpus.nvml.topology import NvmlTopology, canonical_bus_id, kernel_bus_id, text_of
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import MIB, GpuUuid
 
-_MIB = 1024 * 1024
 _PCIE_ROOT = re.compile(r"pci[0-9a-f]{4}:[0-9a-f]{2}")
 _MIG_REASON = (
     "MIG mode is enabled: a GPU divided by MIG cannot be shared here. Disable MIG on it, or set nvidia.mig_strategy to"
@@ -147,7 +146,7 @@ class NvmlReader:
                 uuid=uuid,
                 bus_id=bus_id,
                 name=text_of(nvml.nvmlDeviceGetName(handle)),
-                memory_mib=nvml.nvmlDeviceGetMemoryInfo(handle).total // _MIB,
+                memory_mib=nvml.nvmlDeviceGetMemoryInfo(handle).total // MIB,
                 numa_node=self._numa_node(bus_id),
                 pcie_root=self._pcie_root(bus_id),
                 compute_capability=(capability[0], capability[1]) if capability is not None else None,
@@ -192,7 +191,7 @@ class NvmlReader:
         gpu = replace(parent, index=index, uuid=found.uuid, nvlinks=())
         try:
             place = read_place(self._session, nvml, found, parent=parent, parent_handle=handle, caps=caps)
-            memory_mib = nvml.nvmlDeviceGetMemoryInfo(found.handle).total // _MIB
+            memory_mib = nvml.nvmlDeviceGetMemoryInfo(found.handle).total // MIB
         except nvml.NVMLError as error:
             self._session.check_driver(error)
             return _unhealthy(known or replace(gpu, memory_mib=0), f"NVML: {error}")

@@ -13,6 +13,7 @@ from typing import Any
 
 from gpushare_agent.gpus.simulated.input import entries, ratio, whole_number
 from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import MIB
 from gpushare_agent.model.usage import GpuSample, ProcessKind, ProcessSample
 from gpushare_agent.placement.topology_text import MAX_GPUS
 
@@ -20,7 +21,6 @@ MAX_PROCESSES = 50_000
 MAX_PID = 4_194_304
 """Linux has none above (PID_MAX_LIMIT)."""
 
-_MIB = 1024 * 1024
 _MAX_MEMORY_BYTES = 2**50
 _IDLE_CELSIUS, _BUSY_CELSIUS = 32.0, 74.0
 _IDLE_WATTS, _LIMIT_WATTS = 45.0, 300.0
@@ -92,7 +92,7 @@ def gpu_samples(gpus: Sequence[Gpu], usage: Usage) -> tuple[GpuSample, ...]:
 
 def _gpu_sample(gpu: Gpu, processes: Sequence[ProcessSample]) -> GpuSample:
     """The sums, none above the whole GPU; temperature, power, clocks and traffic as a GPU under such a load has them."""
-    total_bytes = gpu.memory_mib * _MIB
+    total_bytes = gpu.memory_mib * MIB
     used_bytes = min(total_bytes, sum(p.memory_bytes or 0 for p in processes))
     if gpu.mig is not None:  # NVML has nothing else of an instance
         only = tuple(ProcessSample(pid=p.pid, kind=p.kind, memory_bytes=p.memory_bytes) for p in processes)

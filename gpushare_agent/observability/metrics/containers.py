@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.usage import ContainerUse
 from gpushare_agent.observability.metrics.text import Labels, Number, Series, labels_text, rounded
-from gpushare_agent.observability.node_snapshot import MIB, ContainerFacts, NodeSnapshot
+from gpushare_agent.observability.node_snapshot import ContainerFacts, NodeSnapshot
 
 
 def container_series(snapshot: NodeSnapshot) -> list[Series]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.model.usage import GpuSample, ProcessSample
 from gpushare_agent.observability.metrics.containers import container_series
 from gpushare_agent.observability.metrics.text import Number, Series, labels_text, rounded
-from gpushare_agent.observability.node_snapshot import MIB, NodeSnapshot
+from gpushare_agent.observability.node_snapshot import NodeSnapshot
 
 THROTTLE_REASONS = (
     "applications_clocks",

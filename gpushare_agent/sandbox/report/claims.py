@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.sandbox.kubelet.container_config import VDEVICE_VARIABLE, container_of
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject
@@ -16,7 +16,6 @@ from gpushare_agent.sandbox.scheduler.claim_objects import results_of
 from gpushare_agent.sandbox.scheduler.claims import claim_names
 
 _DEVICE = "gpu-"
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,7 @@ def claimed_shares(node: EmbeddedNode, namespace: str = "", names: Iterable[str]
                         request=one["request"],
                         gpu=int(number),
                         cores=cores,
-                        memory_mib=memory // _MIB,
+                        memory_mib=memory // MIB,
                     )
                 )
     return found

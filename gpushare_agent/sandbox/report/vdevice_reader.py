@@ -13,9 +13,9 @@ from gpushare_agent.isolation.decisions.vdevice_format import CONFIG_NAME, PIDS_
 from gpushare_agent.isolation.vcuda.client import read_vdevice
 from gpushare_agent.kit.sockets import FileIdentity, file_identity
 from gpushare_agent.model.errors import AgentError
+from gpushare_agent.model.names import MIB
 
 _KEPT_AT_MOST = 2048
-_MIB = 1024 * 1024
 
 _Identities = tuple[FileIdentity | None, FileIdentity | None]
 
@@ -47,7 +47,7 @@ def _read(directory: Path) -> dict[str, Any] | None:
         return None
     return {
         "cores": found.config.utilization,
-        "memory_mib": found.config.memory_bytes // _MIB,
+        "memory_mib": found.config.memory_bytes // MIB,
         "core_limit": found.config.limit,
         "is_limited": found.config.enable,
         "pids": list(found.pids),
