@@ -117,8 +117,8 @@ async def loop_time_s(port: int, *contents: bytes) -> tuple[float, float]:
     """Processor time of the loop's thread while all of these are sent at once: in its longest turn, and in all. The least of
     some tries; time in which the machine does something else does not count.
 
-    On a machine that takes longer than YARDSTICK_S to decode YARDSTICK (slow, or so busy that its processors share caches and
-    clock rate) in seconds of one that does not. A faster one may be faster at that alone: its seconds are not changed.
+    On a machine that takes longer than YARDSTICK_S to decode YARDSTICK (slow, or so busy that its processors share caches
+    and clock rate) in seconds of one that does not. A faster one may be faster at that alone: its seconds are not changed.
     """
     found = []
     for _ in range(TRIES):
