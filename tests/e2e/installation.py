@@ -236,7 +236,11 @@ class Installation:
 
         def poll() -> bool:
             found.clear()
-            found.update({key: one for key, one in self.ledger().items() if key.startswith(f"{namespace}/")})
+            try:
+                ledger = self.ledger()
+            except KubectlError:  # killed a moment ago: the kubelet starts it again
+                return False
+            found.update({key: one for key, one in ledger.items() if key.startswith(f"{namespace}/")})
             return len(found) == number
 
         self.cluster.wait_for(f"{number} containers of {namespace} in the ledger", poll)

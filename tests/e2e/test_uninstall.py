@@ -67,9 +67,7 @@ def _files(cluster: Cluster, namespace: str) -> list[str]:
     """Paths of the node with a name of ours, seen by a pod."""
     find = "cd /host; find etc var/lib run opt -xdev -maxdepth 4 2>/dev/null; true"
     container: Object = cluster.container(command=find) | {
-        "volumeMounts": [
-            {"name": "host", "mountPath": "/host", "readOnly": True, "mountPropagation": "HostToContainer"}
-        ]
+        "volumeMounts": [{"name": "host", "mountPath": "/host", "readOnly": True}]
     }
     volumes = [{"name": "host", "hostPath": {"path": "/"}}]
     pod = cluster.pod_of("files", container, volumes=volumes, restartPolicy="Never")
