@@ -631,7 +631,7 @@ def state_document(state: ClusterState) -> list[Raw]:
 class Replica:
     """One extender without its HTTP server and election: `is_leading` is for the test to turn."""
 
-    def __init__(self, api: ClusterApi) -> None:
+    def __init__(self, api: ClusterApi, clock: Callable[[], float]) -> None:
         self.is_leading = False
         metrics, quota = ExtenderMetrics(), QuotaState(NAMES)
         self.metrics = metrics
@@ -643,6 +643,7 @@ class Replica:
             metrics=metrics,
             quota=quota,
             reported=pods.reported,
+            clock=clock,
         )
         self.binder = Binder(
             state=self.state,
@@ -650,7 +651,7 @@ class Replica:
             unscheduled=pods.unscheduled,
             before_reserve=quota.put_pod,
             metrics=metrics,
-            timing=BindTiming(bind_s=5.0, reconcile_s=3600.0, backoff=FAST),
+            timing=BindTiming(bind_s=5.0, reconcile_s=3600.0, backoff=FAST, clock=clock),
         )
         self.informers = [
             Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics, backoff=FAST),
@@ -683,10 +684,12 @@ class Replica:
 
 
 @asynccontextmanager
-async def running_replica(cluster: FakeCluster) -> AsyncIterator[Replica]:
+async def running_replica(
+    cluster: FakeCluster, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[Replica]:
     """With informers that run, not leading yet."""
     async with opened_api(cluster, request_s=2.0) as api, asyncio.TaskGroup() as group:
-        replica = Replica(api)
+        replica = Replica(api, clock)
         tasks = [group.create_task(informer.run(api)) for informer in replica.informers]
         try:
             yield replica

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -32,6 +33,7 @@ RECONCILE_PERIOD_S = 1.0
 MAX_RECONCILED = 64
 """In one round: an API server that comes back should not get all of it in one moment."""
 MAX_STALE = 1024
+REPORT_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,7 @@ class Binder:
                     await self._writes.bind_plain(pod, args.node)
                 self._metrics.bind_ended("bound")
                 return ""
+            await self._wait_report(args.node)
             bind = self._reserve(pod, args.node)
             if bind.reservation.stage is Stage.ASSUMED:
                 await self._finish(bind, self._carry_out(bind, ends_at), ends_at)
@@ -121,6 +124,7 @@ class Binder:
         ends_at = asyncio.get_running_loop().time() + self._timing.bind_s
         self._under_way.add(pod.uid)
         try:
+            await self._wait_report(node)
             bind = self._reserve(pod, node)
             await self._finish(bind, self._annotate_only(bind, ends_at), ends_at)
         except _Failed as e:
@@ -198,6 +202,14 @@ class Binder:
         if pod.node_name and pod.node_name != args.node:
             raise self._refused(f"it is on node {pod.node_name} already. Nothing is left to do.")
         return pod
+
+    async def _wait_report(self, node: str) -> None:
+        """The node's agent follows the plan, and one without the links between its GPUs may be worse than its own. At most
+        half of the bind's time: the other half is for the API server."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timing.bind_s / 2):
+                while self._state.awaits_report(node, self._timing.clock()):  # noqa: ASYNC110 - once in a node's life
+                    await asyncio.sleep(REPORT_POLL_S)
 
     def _reserve(self, pod: Pod, node: str) -> Bind:
         """Decides and commits, without an await."""

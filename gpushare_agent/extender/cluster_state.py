@@ -4,8 +4,8 @@ The informers' handlers call `put_…` and `remove_…`, the verbs the rest. `fi
 so that preemption and autoscalers may ask what would be; `reserve` decides and commits in one step, so that no share is
 allocated twice.
 
-State owned: the ledger (decisions/ledger.py), and verdicts already worked out, by signature of the pod and version of the
-node. Times are monotonic seconds.
+State owned: the ledger (decisions/ledger.py), verdicts already worked out, by signature of the pod and version of the
+node, and since when each node is known without a report. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ COST_OF_A_PLAN = 6
 """To plan a container costs about six times as much as to compare it with a node's summary, 10 µs."""
 SIGNATURES_KEPT = 32
 """With 5,000 nodes each takes about a mebibyte."""
+REPORT_WAIT_S = 2.0
+"""From the first sight of a node without its agent's report. The agent registers with the kubelet first, and connects to the
+API server only then: pods are scheduled there meanwhile (measured: the report follows 0.3 to 1 s later)."""
 _UNKNOWN = "the extender knows no GPUs of this node: does the agent run there?"
 
 
@@ -85,15 +88,21 @@ class ClusterState:
         self._on_change = on_change
         self._ledger = ClusterLedger(policy)
         self._verdicts: OrderedDict[Signature, dict[str, _Verdict]] = OrderedDict()
+        self._unreported_since: dict[str, float] = {}
 
     # --- from the informers ---
 
     def put_node(self, node: ClusterNode, now: float) -> None:
+        if node.is_exact:
+            self._unreported_since.pop(node.name, None)
+        else:
+            self._unreported_since.setdefault(node.name, now)
         for reservation in self._ledger.put_node(node, now):
             self._notify(None, reservation)
 
     def remove_node(self, name: str) -> None:
         """Its reservations are dropped until it comes back, except those of binds that are under way."""
+        self._unreported_since.pop(name, None)
         for dropped in self._ledger.remove_node(name):
             self._notify(dropped, None)
         for verdicts in self._verdicts.values():
@@ -177,6 +186,11 @@ class ClusterState:
                 verdict = verdicts[name] = self._judge(pod, wanted, ledger)
             scores.append((name, verdict.score if ledger is not None and verdict is not None else 0))
         return scores
+
+    def awaits_report(self, node: str, now: float) -> bool:
+        """The node has just begun: its agent may report the GPUs and their links in a moment."""
+        since = self._unreported_since.get(node)
+        return since is not None and now - since < REPORT_WAIT_S
 
     def reserve(self, pod: Pod, node: str, now: float) -> Reservation | Refused:
         """Plan the pod on the node and reserve its GPUs: decided and committed in this call.

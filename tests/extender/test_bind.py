@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -13,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpushare_agent.admission.decisions.hints import hinted_gpus
+from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION
 from gpushare_agent.cluster.kube.pods import parse_pod
-from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.cluster_state import REPORT_WAIT_S, ClusterState
 from gpushare_agent.extender.nodes import read_node
 from gpushare_agent.extender.pod_writes import Bind, PodWrites
 from gpushare_agent.extender.pods import lean_pod
@@ -29,6 +31,7 @@ from gpushare_agent.model.names import (
     PREDICATE_NODE_ANNOTATION,
     PREDICATE_TIME_ANNOTATION,
 )
+from tests.fakes.clock import FakeClock
 from tests.support_extender import (
     FAULTS,
     GOOD,
@@ -76,6 +79,34 @@ async def test_a_bind_that_never_works_is_undone(fault: str) -> None:
         assert 3 <= sum(method == "PATCH" for method, _ in cluster.seen) <= 6
         cluster.faults = []
         assert await replica.bind(pods[1], "n1") == ""
+
+
+@pytest.mark.parametrize("links", [("X", "PHB", "SYS", "SYS"), ()])
+async def test_a_bind_to_a_node_that_has_just_begun_waits_for_its_links(links: tuple[str, ...]) -> None:
+    """Its agent registers with the kubelet before it connects to the API server, and then follows the plan. A node that
+    reports nothing, as gpu-manager's, gets a plan for its capacity divided evenly."""
+    pod, node = raw_pod("a", (200, 16)), raw_node("n1", gpus=4)
+    annotations = node["metadata"].pop("annotations")
+    clock = FakeClock()
+    async with (
+        fake_cluster(node, pods=[pod]) as cluster,
+        running_replica(cluster, clock) as replica,
+        asyncio.TaskGroup() as group,
+    ):
+        await replica.lead()
+        bind = group.create_task(replica.bind(pod, "n1"))
+        await asyncio.sleep(0)
+        if links:
+            report = json.loads(annotations[GPUS_ANNOTATION])
+            matrix = [links, ("PHB", "X", "SYS", "SYS"), ("SYS", "SYS", "X", "PIX"), ("SYS", "SYS", "PIX", "X")]
+            for gpu, row in zip(report["cards"], matrix, strict=True):
+                gpu["links"] = row
+            annotations[GPUS_ANNOTATION] = json.dumps(report)
+            cluster.change("nodes", "n1", lambda raw: raw["metadata"].update(annotations=annotations))
+        else:
+            clock.now += REPORT_WAIT_S
+        assert await bind == ""
+        assert predicted(cluster.pod("a"))["tencent.com/predicate-gpu-idx-0"] == ("2,3" if links else "0,1")
 
 
 async def test_an_unknown_outcome_keeps_the_gpus_until_it_is_known() -> None:
