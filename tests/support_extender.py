@@ -684,9 +684,7 @@ class Replica:
 
 
 @asynccontextmanager
-async def running_replica(
-    cluster: FakeCluster, clock: Callable[[], float] = time.monotonic
-) -> AsyncIterator[Replica]:
+async def running_replica(cluster: FakeCluster, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Replica]:
     """With informers that run, not leading yet."""
     async with opened_api(cluster, request_s=2.0) as api, asyncio.TaskGroup() as group:
         replica = Replica(api, clock)

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from gpushare_agent.sandbox.api.access import write_kubeconfig
+from gpushare_agent.sandbox.api.responses import MAX_VALUES
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.support_containers import host_container
 from tests.support_sandbox import open_test_node, pod
@@ -62,6 +63,21 @@ async def test_a_body_that_a_page_could_send_unasked_is_refused(content_type: st
         status, body = await posted(api, {**api.headers, "Content-Type": content_type})
         assert (status, body["reason"]) == (415, "UnsupportedMediaType")
         assert api.pods() == []
+
+
+@pytest.mark.parametrize("method", ["POST", "PATCH", "PUT", "DELETE"])
+@pytest.mark.parametrize("value", ["[]", "{}", '"k":""', "0"])
+async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(method: str, value: str) -> None:
+    """413, also of one that is no JSON: reading small values by the hundred thousand would keep the event loop."""
+    path = PODS if method == "POST" else f"{PODS}/a"
+    content_type = "application/apply-patch+yaml" if method == "PATCH" else "application/json"
+    async with EmbeddedApiServer() as api, aiohttp.ClientSession(headers=api.headers) as session:
+        data = "[" + ",".join([value] * (MAX_VALUES + 1))
+        headers = {"Content-Type": content_type}
+        async with session.request(method, api.url + path, data=data, headers=headers) as answer:
+            body = await answer.json()
+        assert (answer.status, body["kind"], body["reason"]) == (413, "Status", "RequestEntityTooLarge")
+        assert f"at most {MAX_VALUES}" in body["message"]
 
 
 async def test_a_foreign_host_name_is_refused() -> None:

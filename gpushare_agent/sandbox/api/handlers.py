@@ -19,7 +19,14 @@ from gpushare_agent.sandbox.api import patch
 from gpushare_agent.sandbox.api.discovery import discovery
 from gpushare_agent.sandbox.api.field_validation import unknown_fields
 from gpushare_agent.sandbox.api.objects import ApiObjects
-from gpushare_agent.sandbox.api.responses import bad_request, check_sections, error_response, json_body, status_response
+from gpushare_agent.sandbox.api.responses import (
+    bad_request,
+    check_sections,
+    error_response,
+    json_body,
+    read_body,
+    status_response,
+)
 from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, KINDS, SCALABLE, ObjectKey, base_path, group_version
 from gpushare_agent.sandbox.api.tables import table
 from gpushare_agent.sandbox.api.updates import updated
@@ -236,7 +243,7 @@ class ApiHandlers:
     async def _apply(self, request: web.Request, resource: str) -> web.StreamResponse:
         """Server-side apply: an object that is not there is created."""
         try:
-            raw: Any = await asyncio.to_thread(parse_yaml, await request.read())
+            raw: Any = await asyncio.to_thread(parse_yaml, await read_body(request))
         except UnreadableYaml as error:
             bad_request(f"error decoding YAML: {error}")
         namespace, name = key = _key(request, resource)
