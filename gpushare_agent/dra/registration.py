@@ -89,10 +89,8 @@ class _Socket:
 
     async def stop(self) -> None:
         server, self._server = self._server, None
-        identity, self._identity = self._identity, None
-        if identity is not None:
-            with suppress(OSError):
-                remove_socket(self.path, inode=identity[1])
+        with suppress(OSError):
+            remove_socket(self.path, self._identity)
         if server is not None:
             await server.stop()
 

@@ -116,10 +116,8 @@ class ControlServer:
             self._remove_file(identity)
 
     def _remove_file(self, identity: FileIdentity | None) -> None:
-        if identity is None or identity != file_identity(self._path):
-            return
         try:
-            remove_socket(self._path, inode=identity[1])
+            remove_socket(self._path, identity)
         except OSError as e:  # a directory that has become read-only: the next agent replaces the stale socket
             log.warning("control_socket_not_removed", path=str(self._path), error=str(e))
 

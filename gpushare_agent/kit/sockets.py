@@ -24,9 +24,12 @@ FileIdentity = tuple[int, int, int]
 def file_identity(path: Path | str) -> FileIdentity | None:
     """What lies at `path` now (a symbolic link itself, not its target), None where nothing can be seen."""
     try:
-        status = os.lstat(path)
+        return _identity(os.lstat(path))
     except OSError:
         return None
+
+
+def _identity(status: os.stat_result) -> FileIdentity:
     return status.st_dev, status.st_ino, status.st_ctime_ns
 
 
@@ -53,15 +56,15 @@ def bind_unix_socket(path: Path, *, mode: int) -> socket.socket:
     return sock
 
 
-def remove_socket(path: Path, *, inode: int) -> bool:
-    """Removes the socket at `path` if it still is the one with this inode number; whether it was removed."""
+def remove_socket(path: Path, identity: FileIdentity | None) -> bool:
+    """Removes the socket at `path` if it still is this one; whether it was removed. None is no socket. Raises OSError."""
     try:
         with _open_directory(path) as directory:
             status = os.lstat(path.name, dir_fd=directory)
-            if not stat.S_ISSOCK(status.st_mode) or status.st_ino != inode:
+            if not stat.S_ISSOCK(status.st_mode) or _identity(status) != identity:
                 return False
             os.unlink(path.name, dir_fd=directory)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return True
 

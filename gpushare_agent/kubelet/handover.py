@@ -69,7 +69,7 @@ def remove_stale_sockets(directory: Path, names: re.Pattern[str] = _SOCKET) -> N
         if identity is None or time.time() - identity[2] / 1e9 < _STALE_AGE_S or _accepts(path):
             continue
         with suppress(OSError):
-            if remove_socket(path, inode=identity[1]):
+            if remove_socket(path, identity):
                 log.info("stale_socket_removed", socket=str(path))
 
 

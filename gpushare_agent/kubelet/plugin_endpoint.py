@@ -79,7 +79,7 @@ class PluginEndpoint:
         try:
             await self._server.serve(sock)
         except BaseException:
-            self._remove_file()
+            remove_socket(self.path, self._identity)
             self._server = None
             raise
         log.info("device_plugin_serving", resource=self.resource, socket=str(self.path))
@@ -97,9 +97,4 @@ class PluginEndpoint:
             try:
                 await server.stop()
             finally:
-                self._remove_file()
-
-    def _remove_file(self) -> None:
-        identity, self._identity = self._identity, None
-        if identity is not None and identity == file_identity(self.path):
-            remove_socket(self.path, inode=identity[1])
+                remove_socket(self.path, self._identity)

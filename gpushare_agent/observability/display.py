@@ -115,7 +115,7 @@ class DisplayServer:
         try:
             await server.serve(sock)
         except BaseException:
-            self._remove_file()
+            remove_socket(self.path, self._identity)
             raise
         self._server = server
 
@@ -125,12 +125,7 @@ class DisplayServer:
             if server is not None:
                 await server.stop()
         finally:
-            self._remove_file()
-
-    def _remove_file(self) -> None:
-        identity, self._identity = self._identity, None
-        if identity is not None and identity == file_identity(self.path):
-            remove_socket(self.path, inode=identity[1])
+            remove_socket(self.path, self._identity)
 
 
 async def _is_answered(path: Path) -> bool:

@@ -77,19 +77,23 @@ def test_a_missing_directory_is_file_not_found() -> None:
         bind_unix_socket(directory / "missing" / "s.sock", mode=0o600)
 
 
-def test_only_the_socket_with_our_inode_is_removed() -> None:
+def test_only_our_own_socket_is_removed() -> None:
     """A successor's socket at the same path stays."""
     with short_directory() as directory:
         path = directory / "s.sock"
         bind_unix_socket(path, mode=0o600).close()
-        inode = path.stat().st_ino
-        assert remove_socket(path, inode=inode + 1) is False
+        own = file_identity(path)
+        bind_unix_socket(path, mode=0o600).close()
+        assert remove_socket(path, own) is False
+        assert remove_socket(path, None) is False
         assert path.is_socket()
-        assert remove_socket(path, inode=inode) is True
+        own = file_identity(path)
+        assert remove_socket(path, own) is True
         assert file_identity(path) is None
-        assert remove_socket(path, inode=inode) is False
+        assert remove_socket(path, own) is False
         path.write_text("a file")
-        assert remove_socket(path, inode=path.stat().st_ino) is False
+        assert remove_socket(path, file_identity(path)) is False
+        assert remove_socket(path / "below", own) is False
 
 
 def test_the_identity_changes_when_a_file_is_made_anew() -> None:

@@ -192,9 +192,7 @@ class VDeviceFiles:
     def remove_socket(self, key: ContainerKey, identity: FileIdentity) -> None:
         """Removes vcuda.sock if it still is this one."""
         with suppress(NotFound), self._step("removing", self.path(key) / SOCKET_NAME), self._open(key) as directory:
-            path = _socket_path(directory)
-            if file_identity(path) == identity:
-                remove_socket(path, inode=identity[1])
+            remove_socket(_socket_path(directory), identity)
 
     def _write(self, key: ContainerKey, name: str, content: bytes) -> bool:
         with self._step("writing", self.path(key) / name), self._open(key) as directory:
