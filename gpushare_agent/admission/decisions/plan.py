@@ -10,6 +10,7 @@ the kubelet shows it to the user.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -65,19 +66,14 @@ def plan(
 ) -> Plan | Refused:
     """Place the container on one of `gpus` (`offer_accounts`) and choose the IDs of the offered resource from `free`
     (`free_ids`)."""
-    if policy.names.gpu and (problem := units.unusable_request(target.container, policy.names)):
-        return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{_who(target)}: {problem}.")
+    if (refused := _unusable_request(target, policy.names)) is not None:
+        return refused
     if offer.kind is ResourceKind.GPU:
         return _plan_units(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
     if policy.names.wanted(target.container, ResourceKind.GPU_MEM):
         return _plan_memory(target, offer, free=free, ledger=ledger, policy=policy, hint=hint, gpus=gpus)
-    cores = policy.names.wanted(target.container, ResourceKind.VCORE)
-    blocks = policy.names.wanted(target.container, ResourceKind.VMEMORY)
-    refused = validate_request(
-        cores, blocks, share_mode=policy.share_mode, memory_block_mib=policy.names.memory_block_mib
-    )
-    if refused is not None:
-        return _named(target, refused, policy.names)
+    if (refused := _invalid_share(target, policy)) is not None:
+        return refused
     effective = effective_request(target.pod, target.container, policy.names)
     if isinstance(effective, Refused):
         return effective
@@ -94,10 +90,7 @@ def plan(
     )
     if isinstance(placed, Refused):
         return _named(target, _with_absent_gpus(placed, gpus, ledger, policy), policy.names)
-    ids = _choose(offer, free, placed.gpus)
-    if len(ids) < offer.size:
-        return _too_few(target, offer, len(ids))
-    return Plan(gpus=placed.gpus, ids=ids, placed=placed)
+    return _prefer(target, offer, free, placed)
 
 
 def check(
@@ -107,11 +100,9 @@ def check(
 
     `planned` are the GPUs of the plan, needed where vmemory comes first and its IDs say nothing of the GPU.
     """
-    refused = _check_ids(target, kind, ids, ledger, policy)
+    refused = _check_ids(target, kind, ids, ledger, policy) or _unusable_request(target, policy.names)
     if refused is not None:
         return refused
-    if policy.names.gpu and (problem := units.unusable_request(target.container, policy.names)):
-        return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{_who(target)}: {problem}.")
     if kind is ResourceKind.GPU:
         named = units.check_units(target, ids, ledger, policy)
         return _named(target, named, policy.names) if isinstance(named, Refused) else named
@@ -125,6 +116,18 @@ def check(
     else:
         gpus = planned
     return _check_gpus(target, gpus, ledger, policy, has_ids=kind is ResourceKind.VCORE, ids=ids) or gpus
+
+
+def _unusable_request(target: Target, names: ResourceNames) -> Refused | None:
+    problem = units.unusable_request(target.container, names)
+    return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{_who(target)}: {problem}.") if problem else None
+
+
+def _invalid_share(target: Target, policy: Policy) -> Refused | None:
+    names = policy.names
+    cores, blocks = (names.wanted(target.container, kind) for kind in (ResourceKind.VCORE, ResourceKind.VMEMORY))
+    refused = validate_request(cores, blocks, share_mode=policy.share_mode, memory_block_mib=names.memory_block_mib)
+    return _named(target, refused, names) if refused is not None else None
 
 
 def _with_absent_gpus(refused: Refused, gpus: Sequence[GpuAccount], ledger: Ledger, policy: Policy) -> Refused:
@@ -190,10 +193,7 @@ def _plan_memory(
     if isinstance(placed, Refused):
         return _named(target, _with_absent_gpus(placed, gpus, ledger, policy), names)
     gpu, why = placed
-    ids = _choose(offer, free, (gpu,))
-    if len(ids) < offer.size:
-        return _too_few(target, offer, len(ids))
-    return Plan(gpus=(gpu,), ids=ids, placed=Placed(gpus=(gpu,), policy="memory", explanation=why))
+    return _prefer(target, offer, free, Placed(gpus=(gpu,), policy="memory", explanation=why))
 
 
 def _check_memory(
@@ -223,6 +223,19 @@ def _check_memory(
     return gpus
 
 
+def _prefer(target: Target, offer: Offer, free: Sequence[DeviceId], placed: Placed) -> Plan | Refused:
+    ids = _choose(offer, free, placed.gpus)
+    if len(ids) >= offer.size:
+        return Plan(gpus=placed.gpus, ids=ids, placed=placed)
+    name = f"{target.pod.namespace}/{target.pod.name} container {target.container.name}"
+    return Refused(
+        reason=RefusalReason.DEVICE_IN_USE,
+        detail=f"{name} asks for {offer.size} {offer.kind} units, but only {len(ids)} of the {len(offer.available)} IDs "
+        "that the kubelet offers are free: containers that still run have the others. Create the pod again once "
+        "they have ended; if it persists, restart the kubelet of this node.",
+    )
+
+
 def _choose(offer: Offer, free: Sequence[DeviceId], gpus: tuple[GpuUuid, ...]) -> tuple[DeviceId, ...]:
     """The IDs to prefer: those to include first, then the lowest free ones of the GPUs; for vmemory any will do."""
     chosen = dict.fromkeys(DeviceId(device) for device in offer.must_include)
@@ -241,16 +254,6 @@ def _fill(chosen: dict[DeviceId, None], size: int, ids: Sequence[DeviceId]) -> N
         if len(chosen) >= size:
             return
         chosen[device] = None
-
-
-def _too_few(target: Target, offer: Offer, found: int) -> Refused:
-    name = f"{target.pod.namespace}/{target.pod.name} container {target.container.name}"
-    return Refused(
-        reason=RefusalReason.DEVICE_IN_USE,
-        detail=f"{name} asks for {offer.size} {offer.kind} units, but only {found} of the {len(offer.available)} IDs "
-        "that the kubelet offers are free: containers that still run have the others. Create the pod again once "
-        "they have ended; if it persists, restart the kubelet of this node.",
-    )
 
 
 def _check_ids(
@@ -306,11 +309,8 @@ def _check_gpus(
 ) -> Refused | None:
     cores = policy.names.wanted(target.container, ResourceKind.VCORE)
     blocks = policy.names.wanted(target.container, ResourceKind.VMEMORY)
-    refused = validate_request(
-        cores, blocks, share_mode=policy.share_mode, memory_block_mib=policy.names.memory_block_mib
-    )
-    if refused is not None:
-        return _named(target, refused, policy.names)
+    if (refused := _invalid_share(target, policy)) is not None:
+        return refused
     wanted_gpus = 1 if cores < CORES_PER_GPU else cores // CORES_PER_GPU
     if has_ids and len(gpus) != wanted_gpus:
         return Refused(
@@ -382,10 +382,7 @@ def _named_gpus(ids: Sequence[str], inventory: GpuInventory) -> tuple[GpuUuid, .
 
 
 def _spread(ids: Sequence[str]) -> str:
-    counts: dict[str, int] = {}
-    for device in ids:
-        uuid = device.partition("::")[0]
-        counts[uuid] = counts.get(uuid, 0) + 1
+    counts = Counter(device.partition("::")[0] for device in ids)
     return ", ".join(f"{n} on {uuid}" for uuid, n in sorted(counts.items()))
 
 
