@@ -16,7 +16,8 @@ from gpushare_agent.agent.claim_pods import ClaimPods
 from gpushare_agent.agent.cluster_side import ClusterSide, build_cluster_side
 from gpushare_agent.agent.gpu_side import GpuSide, NodeDriver, build_gpu_side, health_policy
 from gpushare_agent.agent.isolation_side import IsolationSide, build_isolation_side
-from gpushare_agent.agent.kubelet_side import KubeletSide, build_kubelet_facts, build_kubelet_side
+from gpushare_agent.agent.kubelet_build import build_kubelet_facts, build_kubelet_side
+from gpushare_agent.agent.kubelet_side import KubeletSide
 from gpushare_agent.agent.node_configuration import ConfigurationWatch, NodeConfiguration
 from gpushare_agent.agent.observability_side import ObservabilitySide, build_observability_side
 from gpushare_agent.agent.state import NodeState

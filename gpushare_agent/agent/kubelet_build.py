@@ -1,0 +1,255 @@
+"""Builds the kubelet's side of one life of the agent (kubelet_side.py): every part with what it needs, none started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from gpushare_agent.admission.admission import Admission
+from gpushare_agent.admission.container_starts import ContainerStarts
+from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.admission.decisions.resize import ResizePolicy
+from gpushare_agent.admission.device_tables import DeviceTables
+from gpushare_agent.admission.garbage_collection import GarbageCollection
+from gpushare_agent.admission.identification import Identification, Timeouts
+from gpushare_agent.admission.outcomes import OutcomeReporter
+from gpushare_agent.admission.pending import RefusedPods
+from gpushare_agent.admission.pod_processes import PodProcesses
+from gpushare_agent.admission.resize_file import ResizeFile
+from gpushare_agent.admission.resize_reports import ResizeReporter
+from gpushare_agent.admission.resizing import ShareResizing
+from gpushare_agent.agent.cluster_side import ClusterSide
+from gpushare_agent.agent.isolation_side import IsolationSide
+from gpushare_agent.agent.kubelet_side import FirstRegistration, KubeletSide
+from gpushare_agent.agent.state import NodeState
+from gpushare_agent.agent.values import edit_policy
+from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
+from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_plugin import DevicePlugin
+from gpushare_agent.kubelet.facts import KubeletFacts
+from gpushare_agent.kubelet.handover import (
+    Handover,
+    QueuedCalls,
+    ServingLock,
+    instance_socket_name,
+)
+from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
+from gpushare_agent.kubelet.pod_resources import PodResourcesClient
+from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
+from gpushare_agent.kubelet.registration import KUBELET_SOCKET, Registrar
+from gpushare_agent.kubelet.registration_client import register
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import GPU_MEM_SOCKET, GPU_SOCKET, VCORE_SOCKET, VMEMORY_SOCKET
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.settings.settings import Settings
+
+SOCKETS: Mapping[ResourceKind, str] = {
+    ResourceKind.VCORE: VCORE_SOCKET,
+    ResourceKind.VMEMORY: VMEMORY_SOCKET,
+    ResourceKind.GPU_MEM: GPU_MEM_SOCKET,
+    ResourceKind.GPU: GPU_SOCKET,
+}
+
+
+def build_kubelet_facts(settings: Settings) -> KubeletFacts:
+    return KubeletFacts(
+        node_name=settings.node_name,
+        kubelet_socket=settings.kubelet.device_plugin_path / KUBELET_SOCKET,
+        allow_unsupported=settings.kubelet.allow_unsupported,
+    )
+
+
+def build_kubelet_side(
+    state: NodeState,
+    facts: KubeletFacts,
+    cluster: ClusterSide,
+    isolation: IsolationSide,
+    earlier: KubeletSide | None = None,
+) -> KubeletSide:
+    """Joined, not started. The sockets of new resources have the handover and the queue of the `earlier` life."""
+    settings = state.settings
+    ids = DeviceIds()
+    pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket, ids)
+    gate = PodResourcesGate(
+        pod_resources,
+        clock=time.monotonic,
+        on_list=state.metrics.pod_resources_listed,
+        on_overlap=lambda: state.metrics.pod_resources_listed("overlapped"),
+    )
+    checkpoint = KubeletCheckpoint(settings.kubelet.device_plugin_path, ids)
+    garbage = _build_garbage_collection(state, facts, cluster, gate, pod_resources, checkpoint)
+    refused_pods, outcomes = RefusedPods(), _build_outcomes(state, cluster)
+    admission = Admission(
+        gate=gate,
+        identification=_build_identification(state, facts, cluster, refused_pods),
+        cache=state.cache,
+        pods=state.store,
+        inventory=state.plugins_gpus,
+        policy=_policy(state),
+        edits=edit_policy(settings, state.names, isolation.volumes),
+        node_name=settings.node_name,
+        refused_pods=refused_pods,
+        observer=outcomes,
+        wait_for_release=garbage.wait_for_release,
+        prepare_ahead=isolation.prepare_ahead,
+        isolation_unavailable_reason=isolation.unavailable_reason,
+        clock=time.monotonic,
+    )
+    starts = _build_starts(state, isolation, checkpoint, outcomes)
+    tables = _build_tables(state, isolation, ids)
+    handover = earlier.handover if earlier is not None else Handover()
+    calls = earlier.calls if earlier is not None else QueuedCalls()
+    return KubeletSide(
+        settings=settings,
+        names=state.names,
+        store=state.store,
+        cache=state.cache,
+        gate=gate,
+        pod_resources=pod_resources,
+        facts=facts,
+        admission=admission,
+        garbage=garbage,
+        resizing=_build_resizing(state, cluster, isolation),
+        refused_pods=refused_pods,
+        tables=tables,
+        registrar=_build_registrar(state, calls, handover, tables, ids),
+        first_registration=FirstRegistration(state.names.names),
+        lock=ServingLock(settings.kubelet.device_plugin_path),
+        handover=handover,
+        calls=calls,
+        starts=starts,
+    )
+
+
+def _build_tables(state: NodeState, isolation: IsolationSide, ids: DeviceIds) -> DeviceTables:
+    return DeviceTables(
+        names=state.names,
+        inventory=state.gpus,
+        offered=state.plugins_devices,
+        cache=state.cache,
+        ids=ids,
+        no_shares=isolation.has_no_shares,
+        no_replicas=isolation.has_no_replicas,
+    )
+
+
+def _build_starts(
+    state: NodeState, isolation: IsolationSide, checkpoint: KubeletCheckpoint, outcomes: OutcomeReporter
+) -> ContainerStarts:
+    return ContainerStarts(
+        cache=state.cache,
+        pods=state.store,
+        names=state.names,
+        inventory=state.gpus,
+        records=checkpoint,
+        prepare=isolation.prepare,
+        observer=outcomes,
+        clock=time.monotonic,
+    )
+
+
+def _build_resizing(state: NodeState, cluster: ClusterSide, isolation: IsolationSide) -> ShareResizing:
+    settings = state.settings.resize
+    return ShareResizing(
+        cache=state.cache,
+        pods=state.claim_pods,
+        inventory=state.gpus,
+        policy=ResizePolicy(names=state.names, mode=settings.mode),
+        file=ResizeFile(settings.state_file) if settings.state_file is not None else None,
+        enforcement=isolation.enforcement(),
+        observer=ResizeReporter(cluster.annotations, cluster.pod_events, state.claim_pods.using),
+        clock=time.monotonic,
+    )
+
+
+def _build_garbage_collection(
+    state: NodeState,
+    facts: KubeletFacts,
+    cluster: ClusterSide,
+    gate: PodResourcesGate,
+    pod_resources: PodResourcesClient,
+    checkpoint: KubeletCheckpoint,
+) -> GarbageCollection:
+    return GarbageCollection(
+        cache=state.cache,
+        pods=state.store,
+        static_pods=cluster.node_pods,
+        gate=gate,
+        pod_resources=pod_resources,
+        checkpoint=checkpoint,
+        processes=PodProcesses(state.settings.runtime.cgroup_root),
+        names=state.names,
+        inventory=state.gpus,
+        kubelet_age_s=facts.age_s,
+        clock=time.monotonic,
+        period_s=state.settings.allocation.check_period_s,
+        on_correction=state.metrics.reconcile_corrected,
+    )
+
+
+def _build_outcomes(state: NodeState, cluster: ClusterSide) -> OutcomeReporter:
+    return OutcomeReporter(
+        metrics=state.metrics,
+        events=cluster.pod_events,
+        inventory=state.gpus,
+        decisions=state.decisions,
+    )
+
+
+def _build_identification(
+    state: NodeState, facts: KubeletFacts, cluster: ClusterSide, refused_pods: RefusedPods
+) -> Identification:
+    kubelet = state.settings.kubelet
+    return Identification(
+        pods=state.store,
+        fetcher=cluster.node_pods,
+        kubelet=facts,
+        allocations=state.cache.view,
+        refused=refused_pods,
+        names=state.names,
+        clock=time.monotonic,
+        timeouts=Timeouts(lookup_s=kubelet.pod_lookup_timeout_s, poll_again_s=kubelet.look_again_s),
+        on_identified=state.metrics.identified,
+    )
+
+
+def _policy(state: NodeState) -> Policy:
+    settings = state.settings
+    return Policy(
+        names=state.names,
+        share_policy=settings.placement.share_policy,
+        share_mode=settings.share_mode,
+        max_shares_of_gpu=settings.mps.max_clients if IsolationName.MPS in settings.isolation_parts_in_use else None,
+    )
+
+
+def _socket(resource: str, names: ResourceNames) -> str:
+    """Of NVIDIA's resources each has its own: two names may differ in their prefixes alone."""
+    kind = names.kind_of(resource)
+    return f"{SOCKETS[kind]}{names.gpu.index(resource)}" if kind is ResourceKind.GPU else SOCKETS[kind]
+
+
+def _build_registrar(
+    state: NodeState, calls: QueuedCalls, handover: Handover, tables: DeviceTables, ids: DeviceIds
+) -> Registrar:
+    directory = state.settings.kubelet.device_plugin_path
+    return Registrar(
+        device_plugin_path=directory,
+        endpoints=[
+            PluginEndpoint(
+                device_plugin_path=directory,
+                socket_name=instance_socket_name(_socket(resource, state.names)),
+                plugin=DevicePlugin(
+                    resource,
+                    table,
+                    calls,
+                    state.metrics,
+                    ids,
+                    pre_start=calls.pre_start if state.names.kind_of(resource).binds_gpu else None,
+                ),
+                handover=handover,
+            )
+            for resource, table in tables.tables.items()
+        ],
+        register=register,
+    )
