@@ -19,15 +19,15 @@ from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected,
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
 
+    from gpushare_agent.cli.agent_documents import DecisionDocument, NodeDocument
+
 AGENT_NAMESPACE = "gpushare-system"
 """Of the manifests; --agent-namespace names another."""
-SCHEMA = 1
 TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 32 << 20
 """200 containers on 16 GPUs are a quarter of a megabyte; 500 decisions of 16 candidates two."""
 MAX_DECISIONS = 500
 _EVERY_ADDRESS = {"0.0.0.0": "localhost", "::": "localhost", "": "localhost"}
-_PARTS = {"node": str, "agent": dict, "cards": list, "containers": list, "topology": dict}
 
 Query = Mapping[str, str]
 
@@ -43,28 +43,22 @@ class AgentClient(Protocol):
         ...
 
 
-async def read_node(agent: AgentClient) -> dict[str, Any]:
-    """The node's document. Raises AgentError, Corrupt where it is of a format that this program does not know."""
-    document = await agent.get("/api/v1/node", {})
-    is_whole = all(isinstance(document.get(name), kind) for name, kind in _PARTS.items())
-    if document.get("schema") != SCHEMA or not is_whole:
-        raise Corrupt(
-            f"cannot show the node of {agent.name}: its document has format {document.get('schema')!r} or lacks a part, and "
-            f"this program reads format {SCHEMA}; use the gpushare-agent of the agent's own version"
-        )
-    return document
+async def read_node(agent: AgentClient) -> NodeDocument:
+    """Raises AgentError, Corrupt where the answer is of a format that this program does not know."""
+    from gpushare_agent.cli.agent_documents import NODE, check_document  # takes time that `run` has not
+
+    return check_document(NODE, await agent.get("/api/v1/node", {}), agent.name)
 
 
 async def read_decisions(
     agent: AgentClient, *, pod: str = "", namespace: str = "", limit: int = MAX_DECISIONS
-) -> list[dict[str, Any]]:
-    """The newest first, as docs/reference/api.md has them: of one pod where it is named."""
+) -> list[DecisionDocument]:
+    """The newest first: of one pod where it is named. Raises AgentError, Corrupt as `read_node`."""
+    from gpushare_agent.cli.agent_documents import DECISIONS, check_document
+
     wanted = {"pod": pod, "namespace": namespace, "limit": str(limit)}
     answer = await agent.get("/api/v1/decisions", {key: value for key, value in wanted.items() if value})
-    found = answer.get("decisions")
-    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
-        raise Corrupt(f"cannot explain with {agent.name}: its answer has no list of decisions; is it an older agent?")
-    return found
+    return check_document(DECISIONS, answer, agent.name)["decisions"]
 
 
 def local_url(address: str, port: int) -> str:

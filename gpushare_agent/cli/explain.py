@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from gpushare_agent.cli.agent_client import AgentClient, read_decisions
+from gpushare_agent.cli.agent_documents import DecisionDocument
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_explain import decision_parts
@@ -53,13 +53,13 @@ async def run(settings: Settings, target: AgentTarget, query: PodQuery, *, form:
     return 0
 
 
-def newest_of_containers(decisions: Sequence[dict[str, Any]], container: str) -> list[dict[str, Any]]:
+def newest_of_containers(decisions: Sequence[DecisionDocument], container: str) -> list[DecisionDocument]:
     """Of each container the newest decision, in the order in which they were decided. `decisions` begins with the newest.
 
     A pod created again under the same name is another pod: only the newest one's count, in each namespace.
     """
     pods: dict[str, str] = {}
-    newest: dict[tuple[str, str], dict[str, Any]] = {}
+    newest: dict[tuple[str, str], DecisionDocument] = {}
     for decision in decisions:
         pod = pods.setdefault(decision["namespace"], decision["pod_uid"])
         if decision["pod_uid"] == pod and (not container or decision["container"] == container):
@@ -68,7 +68,7 @@ def newest_of_containers(decisions: Sequence[dict[str, Any]], container: str) ->
 
 
 async def _nothing_known(
-    agent: AgentClient, query: PodQuery, namespace: str, decisions: Sequence[dict[str, Any]]
+    agent: AgentClient, query: PodQuery, namespace: str, decisions: Sequence[DecisionDocument]
 ) -> str:
     name = f"{namespace}/{query.pod}" if namespace else query.pod
     if decisions:

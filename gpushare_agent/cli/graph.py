@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gpushare_agent.cli.agent_client import read_node
+from gpushare_agent.cli.agent_documents import BranchDocument, GpuDocument, NodeDocument
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_svg import graph_svg
@@ -29,7 +30,7 @@ async def run(settings: Settings, target: AgentTarget, *, form: Form | Literal["
         document = graph_document(await read_node(agent))
 
     if form == "svg":
-        print(graph_svg(document, _branch(document["tree"], MAX_DEPTH)), end="")
+        print(graph_svg(document, read_branch(document["tree"], MAX_DEPTH)), end="")
         return 0
 
     def tables(_width: int) -> Sequence[RenderableType]:
@@ -39,7 +40,7 @@ async def run(settings: Settings, target: AgentTarget, *, form: Form | Literal["
     return 0
 
 
-def graph_document(node: dict[str, Any]) -> dict[str, Any]:
+def graph_document(node: NodeDocument) -> dict[str, Any]:
     """The part of the node's document that concerns the tree. Nothing is free on a GPU that is not in service."""
     return {
         "schema": SCHEMA,
@@ -50,7 +51,7 @@ def graph_document(node: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gpu(gpu: dict[str, Any]) -> dict[str, Any]:
+def _gpu(gpu: GpuDocument) -> dict[str, Any]:
     cores, memory = gpu["cores"], gpu["memory"]
     is_usable = gpu["is_healthy"] and not is_cordoned(gpu)
     return {
@@ -72,7 +73,7 @@ def _gpu(gpu: dict[str, Any]) -> dict[str, Any]:
 def tree_text(document: dict[str, Any], *, is_wide: bool = False) -> str:
     """A line for each branch and GPU: `GPU0 NVIDIA H100, free 60/100 GPU cores, 20/24 GiB`. Raises Corrupt."""
     notes = {gpu["index"]: _note(gpu) + (f", {plain(gpu['uuid'])}" if is_wide else "") for gpu in document["cards"]}
-    return render_tree(Topology(links=(), root=_branch(document["tree"], MAX_DEPTH)), notes)
+    return render_tree(Topology(links=(), root=read_branch(document["tree"], MAX_DEPTH)), notes)
 
 
 def _note(gpu: dict[str, Any]) -> str:
@@ -86,7 +87,7 @@ def _note(gpu: dict[str, Any]) -> str:
     return f"{name}, {free}{'' if health == 'Healthy' else f', {health}'}"
 
 
-def _branch(raw: dict[str, Any], depth: int) -> Branch:
+def read_branch(raw: BranchDocument, depth: int) -> Branch:
     kind = _KINDS.get(raw["kind"])
     if kind is None or depth == 0:
         raise Corrupt(
@@ -96,5 +97,5 @@ def _branch(raw: dict[str, Any], depth: int) -> Branch:
     return Branch(
         kind=kind,
         gpus=tuple(raw["cards"]),
-        children=tuple(_branch(child, depth - 1) for child in raw["children"]),
+        children=tuple(read_branch(child, depth - 1) for child in raw["children"]),
     )

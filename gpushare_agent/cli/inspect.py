@@ -7,12 +7,12 @@ The agent's ledger is the truth about its node. Over all nodes the sums come fro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from gpushare_agent.cli.agent_client import read_node
+from gpushare_agent.cli.agent_documents import NodeDocument
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.cluster_nodes import open_cluster, read_cluster
 from gpushare_agent.cli.command_line import Form
@@ -39,7 +39,8 @@ async def run(
         async with open_agent(settings, target) as agent:
             nodes = [sums_of_document(await read_node(agent))]
     document = inspection_document(nodes)
-    document["nodes"] = [in_namespace(node, namespace) for node in document["nodes"]]
+    for node in document["nodes"]:
+        node["containers"] = in_namespace(node["containers"], namespace)
 
     def tables(_width: int) -> Sequence[RenderableType]:
         return (
@@ -52,7 +53,7 @@ async def run(
     return 0
 
 
-def sums_of_document(document: dict[str, Any]) -> NodeSums:
+def sums_of_document(document: NodeDocument) -> NodeSums:
     """One node as its agent shows it."""
     return NodeSums(
         node=document["node"],

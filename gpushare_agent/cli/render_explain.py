@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from gpushare_agent.cli.agent_documents import CandidateDocument, DecisionDocument
 from gpushare_agent.cli.render_text import CORES_COLUMN, bar, gib, grid, health_style, plain
 from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Outcome
 from gpushare_agent.model.errors import RefusalReason
@@ -53,7 +53,7 @@ CLAIM_ADVICE = {
 }
 
 
-def decision_parts(decision: dict[str, Any], width: int) -> list[RenderableType]:
+def decision_parts(decision: DecisionDocument, width: int) -> list[RenderableType]:
     """Everything about one decision; in few columns without bars, for else the verdicts are broken."""
     lines = [_title(decision), *_facts(decision)]
     candidates = decision["candidates"]
@@ -61,7 +61,7 @@ def decision_parts(decision: dict[str, Any], width: int) -> list[RenderableType]
     return [*lines, _candidates_table(candidates, bar_width)] if candidates else [*lines]
 
 
-def _title(decision: dict[str, Any]) -> Text:
+def _title(decision: DecisionDocument) -> Text:
     is_allocated = decision["outcome"] == Outcome.ALLOCATED.value
     at = datetime.fromtimestamp(decision["at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     what = f"got GPU {_gpus(decision['cards'])}" if is_allocated else f"was refused: {plain(decision['reason'])}"
@@ -73,14 +73,14 @@ def _title(decision: dict[str, Any]) -> Text:
     return Text.assemble((name, "bold"), " ", (what, "green" if is_allocated else "red"), (f"  ({at})", "dim"))
 
 
-def _facts(decision: dict[str, Any]) -> list[Text]:
+def _facts(decision: DecisionDocument) -> list[Text]:
     facts = [("request", _request(decision)), ("policy", _policy(decision)), ("why", plain(decision["explanation"]))]
     if decision["outcome"] == Outcome.REFUSED.value:
         facts.append(("do", _advice(decision["resource"], decision["reason"])))
     return [Text.assemble((f"  {name:<8}", "dim"), text) for name, text in facts if text]
 
 
-def _request(decision: dict[str, Any]) -> str:
+def _request(decision: DecisionDocument) -> str:
     request = decision["asked"]
     if request is None:
         return f"{plain(decision['resource'])}; refused before its request was known"
@@ -92,7 +92,7 @@ def _request(decision: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _policy(decision: dict[str, Any]) -> str:
+def _policy(decision: DecisionDocument) -> str:
     policy = decision["policy"]
     return f"{plain(policy)}: {_POLICIES[policy]}" if policy in _POLICIES else plain(policy)
 
@@ -108,7 +108,7 @@ def _gpus(indexes: Sequence[int]) -> str:
     return ", ".join(map(str, indexes))
 
 
-def _candidates_table(candidates: Sequence[dict[str, Any]], bar_width: int) -> RenderableType:
+def _candidates_table(candidates: Sequence[CandidateDocument], bar_width: int) -> RenderableType:
     columns = ("  ", "GPU", "HEALTH", CORES_COLUMN, "MEMORY", "VERDICT")
     rows: list[Sequence[str | Text]] = []
     for gpu in candidates:
@@ -131,7 +131,7 @@ def _free(used: float | None, text: str, bar_width: int) -> Text:
     return bar(used, bar_width).append(f" {text}", "") if bar_width else Text(text)
 
 
-def _health_word(gpu: dict[str, Any]) -> str:
+def _health_word(gpu: CandidateDocument) -> str:
     """A decision has why a GPU was out of service only in the verdict."""
     if gpu["is_healthy"]:
         return "Healthy"

@@ -6,7 +6,6 @@ A branch is a box around its GPUs, an NVLink a curve below them; a GPU's two bar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
 from typing import Any
 from xml.etree import ElementTree
 
@@ -93,9 +92,10 @@ def _gpu(root: ElementTree.Element, gpu: dict[str, Any], x: int, y: int) -> None
 
 
 def _nvlinks(links: list[list[str]]) -> Iterator[tuple[int, int, str]]:
-    for first, second in combinations(range(len(links)), 2):
-        if links[first][second].startswith("NV"):
-            yield first, second, links[first][second]
+    for first, row in enumerate(links):
+        for second, kind in enumerate(row[first + 1 :], first + 1):
+            if kind.startswith("NV"):
+                yield first, second, kind
 
 
 def _link(root: ElementTree.Element, first: int, second: int, bottom: int, kind: str) -> None:

@@ -13,6 +13,15 @@ from typing import Any, Literal
 from rich.console import Group
 from rich.text import Text
 
+from gpushare_agent.cli.agent_documents import (
+    ContainerDocument,
+    ContainerGpu,
+    ContainerUsage,
+    GpuDocument,
+    GpuUsage,
+    NodeDocument,
+    UnattributedProcess,
+)
 from gpushare_agent.cli.command_line import Sort
 from gpushare_agent.cli.render_text import (
     CORES_COLUMN,
@@ -71,7 +80,7 @@ class Line:
     style: str = ""
 
 
-def top_lines(document: dict[str, Any], width: int = PIPE_WIDTH, choice: Choice | None = None) -> list[Line]:
+def top_lines(document: NodeDocument, width: int = PIPE_WIDTH, choice: Choice | None = None) -> list[Line]:
     """A line for each GPU, below it why it is out of service, as many lines as that needs in this width, and one line for
     each of its containers and for each unattributed process. A filter leaves out GPUs without a container that fits."""
     choice = choice or Choice()
@@ -98,18 +107,18 @@ def _order(sort: Sort, loads: Callable[[Any], Mapping[str, float | None]]) -> Ca
     return lambda one: 0.0 if sort == "gpu" else -(loads(one)[sort] or 0.0)
 
 
-def _gpu_loads(gpu: dict[str, Any]) -> dict[str, float | None]:
+def _gpu_loads(gpu: GpuDocument) -> dict[str, float | None]:
     usage = gpu["usage"] or {}
     cores = gpu["cores"]["allocated"] / gpu["cores"]["capacity"]
     return {"sm": usage.get("sm_ratio"), "memory": usage.get("memory_used_bytes"), "cores": cores}
 
 
-def _part_loads(container: dict[str, Any], part: dict[str, Any]) -> dict[str, float | None]:
+def _part_loads(container: ContainerDocument, part: ContainerGpu) -> dict[str, float | None]:
     usage = part["usage"] or {}
     return {"sm": usage.get("sm_ratio"), "memory": usage.get("memory_bytes"), "cores": container["cores"]}
 
 
-def _gpu_line(gpu: dict[str, Any]) -> Line:
+def _gpu_line(gpu: GpuDocument) -> Line:
     usage, memory = gpu["usage"] or {}, gpu["memory"]
     state, used = health_word(gpu), usage.get("memory_used_bytes")
     return Line(
@@ -129,7 +138,7 @@ def _gpu_line(gpu: dict[str, Any]) -> Line:
     )
 
 
-def _reason_lines(gpu: dict[str, Any], width: int) -> list[Line]:
+def _reason_lines(gpu: GpuDocument, width: int) -> list[Line]:
     style = health_style(health_word(gpu))
     text_width = max(1, width - len(REASON_INDENT))
     return [
@@ -139,12 +148,12 @@ def _reason_lines(gpu: dict[str, Any], width: int) -> list[Line]:
     ]
 
 
-def _name(container: dict[str, Any]) -> str:
+def _name(container: ContainerDocument) -> str:
     return f"{container['namespace']}/{container['pod']}/{container['container']}"
 
 
-def _container_line(container: dict[str, Any], part: dict[str, Any] | None) -> Line:
-    usage = (part or {}).get("usage") or {}
+def _container_line(container: ContainerDocument, part: ContainerGpu | None) -> Line:
+    usage: ContainerUsage = (part["usage"] if part is not None else None) or {}
     limit = container["memory_bytes"] if part is None else part["memory_bytes"]
     used = usage.get("memory_bytes")
     cores = "whole" if container["is_whole"] else of_cores(container["cores"], container["core_limit"])
@@ -161,12 +170,12 @@ def _container_line(container: dict[str, Any], part: dict[str, Any] | None) -> L
     )
 
 
-def _process_lines(part: dict[str, Any]) -> list[Line]:
+def _process_lines(part: ContainerGpu) -> list[Line]:
     """The driver's use of a process is its container's; more is not known of each."""
     return [Line(cells={FIRST: f"    process {pid}"}) for pid in (part["usage"] or {}).get("pids", ())]
 
 
-def _unattributed_line(process: dict[str, Any]) -> Line:
+def _unattributed_line(process: UnattributedProcess) -> Line:
     cells = {
         FIRST: f"  process {process['pid']} of no container",
         STATE: process["kind"],
@@ -184,7 +193,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
 
 
-def _power(usage: dict[str, Any]) -> str:
+def _power(usage: GpuUsage) -> str:
     used, limit = usage.get("power_watts"), usage.get("power_limit_watts")
     return f"{_number(used)}/{_number(limit)}" if limit is not None else _number(used)
 
@@ -263,7 +272,7 @@ def _row(cells: Mapping[str, Text], widths: Mapping[str, int], *, style: str) ->
     return row
 
 
-def heading(document: dict[str, Any], width: int = PIPE_WIDTH) -> list[Text]:
+def heading(document: NodeDocument, width: int = PIPE_WIDTH) -> list[Text]:
     """The node in one line, all its GPUs together in another, as much of each as fits; below why the agent is not ready."""
     agent, gpus = document["agent"], document["cards"]
     style = "" if agent["is_ready"] else "yellow"
@@ -281,17 +290,18 @@ def heading(document: dict[str, Any], width: int = PIPE_WIDTH) -> list[Text]:
     return [Text(line, style=style) for line in [*lines, *reasons]]
 
 
-def _together(gpus: Sequence[dict[str, Any]]) -> list[str]:
+def _together(gpus: Sequence[GpuDocument]) -> list[str]:
     """Use is a part of all GPUs together; of those without a sample it is not known, and they count as idle."""
     usages = [gpu["usage"] for gpu in gpus if gpu["usage"]]
-    cores, memory = (
-        tuple(sum(gpu[part][key] for gpu in gpus) for key in keys)
-        for part, keys in (("cores", ("allocated", "capacity")), ("memory", ("allocated_bytes", "capacity_bytes")))
+    cores = sum(gpu["cores"]["allocated"] for gpu in gpus), sum(gpu["cores"]["capacity"] for gpu in gpus)
+    memory = (
+        sum(gpu["memory"]["allocated_bytes"] for gpu in gpus),
+        sum(gpu["memory"]["capacity_bytes"] for gpu in gpus),
     )
-    busy = [usage["sm_ratio"] for usage in usages if usage["sm_ratio"] is not None]
-    used = [usage["memory_used_bytes"] for usage in usages if usage["memory_used_bytes"] is not None]
+    busy = [ratio for usage in usages if (ratio := usage.get("sm_ratio")) is not None]
+    used = [size for usage in usages if (size := usage.get("memory_used_bytes")) is not None]
     return [
-        allocated_line((cores[0], cores[1]), (memory[0], memory[1])),
+        allocated_line(cores, memory),
         f"used: SM {percent(sum(busy) / len(gpus) if busy else None)} %, memory {gib(sum(used) if used else None)} GiB",
     ]
 
@@ -306,7 +316,7 @@ def _fitted(parts: Sequence[str], width: int) -> str:
     return line
 
 
-def _sampled(document: dict[str, Any]) -> str:
+def _sampled(document: NodeDocument) -> str:
     sampled_at = document["agent"]["sampled_at"]
     if sampled_at is None:
         return "usage not sampled yet"

@@ -10,12 +10,12 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpushare_agent.cli.agent_client import read_node
+from gpushare_agent.cli.agent_documents import NodeDocument
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.command_line import SORTS, Form, Sort
 from gpushare_agent.cli.render_text import in_namespace, plain, print_as
@@ -64,8 +64,10 @@ async def run(
     choice = Choice(sort=sort, has_processes=form == "wide")
     async with open_agent(settings, target) as agent:
 
-        async def read() -> dict[str, Any]:
-            return in_namespace(await read_node(agent), namespace)
+        async def read() -> NodeDocument:
+            document = await read_node(agent)
+            document["containers"] = in_namespace(document["containers"], namespace)
+            return document
 
         document = await read()
         if once or form in ("json", "yaml") or not (sys.stdout.isatty() and sys.stdin.isatty()):
@@ -76,7 +78,7 @@ async def run(
     return 0
 
 
-def _tables(document: dict[str, Any], width: int, choice: Choice) -> Sequence[RenderableType]:
+def _tables(document: NodeDocument, width: int, choice: Choice) -> Sequence[RenderableType]:
     lines = top_lines(document, width, choice)
     note = [] if lines else [Text("this node has no GPU that the driver can name")]
     return [*heading(document, width), top_table(lines, width, choice), *note]
@@ -85,7 +87,7 @@ def _tables(document: dict[str, Any], width: int, choice: Choice) -> Sequence[Re
 class _Top:
     """What is shown. Changed by keys and by the poll, both on the event loop."""
 
-    def __init__(self, document: dict[str, Any], choice: Choice) -> None:
+    def __init__(self, document: NodeDocument, choice: Choice) -> None:
         self.document = document
         self.problem = ""
         self._choice = choice
@@ -140,7 +142,7 @@ class _Top:
         return Text(f"{_KEYS}{order}{chosen}", style="dim")
 
 
-async def _show_live(read: Callable[[], Awaitable[dict[str, Any]]], top: _Top, interval_s: float) -> None:
+async def _show_live(read: Callable[[], Awaitable[NodeDocument]], top: _Top, interval_s: float) -> None:
     screen = Screen(top.view, top.press)
     async with asyncio.TaskGroup() as group:
         poll = group.create_task(_poll(read, top, screen, interval_s), name="poll the agent")
@@ -150,7 +152,7 @@ async def _show_live(read: Callable[[], Awaitable[dict[str, Any]]], top: _Top, i
             poll.cancel()
 
 
-async def _poll(read: Callable[[], Awaitable[dict[str, Any]]], top: _Top, screen: Screen, interval_s: float) -> None:
+async def _poll(read: Callable[[], Awaitable[NodeDocument]], top: _Top, screen: Screen, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
         try:

@@ -1,0 +1,179 @@
+"""What the commands read of an agent's answers, and the check of it. The whole format is docs/reference/api.md.
+
+What no command reads may be missing or of another shape: an agent of another version has other fields.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from gpushare_agent.model.errors import Corrupt
+
+_LARGEST = 1 << 60
+Integer = Annotated[int, Field(ge=-_LARGEST, le=_LARGEST)]
+Number = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
+Timestamp = Annotated[float, Field(ge=0, lt=1 << 37, allow_inf_nan=False)]
+"""Seconds since the epoch, before the year 6000."""
+D = TypeVar("D")
+
+
+class Cores(TypedDict):
+    allocated: Integer
+    capacity: Annotated[int, Field(gt=0, le=_LARGEST)]
+
+
+class Memory(TypedDict):
+    allocated_bytes: Integer
+    capacity_bytes: Integer
+
+
+class Mig(TypedDict):
+    label: str
+
+
+class GpuUsage(TypedDict, total=False):
+    sm_ratio: Number | None
+    memory_used_bytes: Number | None
+    temperature_celsius: Number | None
+    power_watts: Number | None
+    power_limit_watts: Number | None
+
+
+class UnattributedProcess(TypedDict):
+    pid: Integer
+    kind: str
+    memory_bytes: Number | None
+    sm_ratio: Number | None
+
+
+class GpuDocument(TypedDict):
+    index: Integer
+    uuid: str
+    name: str
+    mig: NotRequired[Mig]
+    is_healthy: bool
+    health_reason: str
+    cordoned: str | None
+    cores: Cores
+    memory: Memory
+    usage: GpuUsage | None
+    strangers: list[UnattributedProcess]
+
+
+class ContainerUsage(TypedDict, total=False):
+    sm_ratio: Number | None
+    memory_bytes: Number | None
+    pids: list[Integer]
+
+
+class ContainerGpu(TypedDict):
+    index: Integer
+    uuid: str
+    memory_bytes: Integer
+    usage: ContainerUsage | None
+
+
+class ContainerDocument(TypedDict):
+    namespace: str
+    pod: str
+    container: str
+    phase: str
+    is_whole: bool
+    cores: Integer
+    core_limit: Integer | None
+    memory_bytes: Integer
+    cards: list[ContainerGpu]
+
+
+class AgentDocument(TypedDict):
+    is_ready: bool
+    not_ready: list[str]
+    isolation: str
+    driver: str
+    driver_version: str
+    sample_period_seconds: Number
+    sampled_at: Timestamp | None
+
+
+class BranchDocument(TypedDict):
+    kind: str
+    cards: list[Integer]
+    children: list[BranchDocument]
+
+
+class TopologyDocument(TypedDict):
+    links: list[list[str]]
+    tree: BranchDocument
+
+
+class NodeDocument(TypedDict):
+    """/api/v1/node."""
+
+    schema: Literal[1]
+    node: str
+    at: Timestamp
+    agent: AgentDocument
+    cards: list[GpuDocument]
+    topology: TopologyDocument
+    containers: list[ContainerDocument]
+
+
+class AskedDocument(TypedDict):
+    cores: Integer
+    memory_bytes: Integer
+    hint: list[Integer]
+    must_cards: list[str]
+
+
+class CandidateDocument(TypedDict):
+    index: Integer
+    is_healthy: bool
+    free_cores: Integer
+    free_memory_bytes: Integer
+    total_memory_bytes: Integer
+    is_chosen: bool
+    verdict: str
+
+
+class DecisionDocument(TypedDict):
+    number: Integer
+    at: Timestamp
+    namespace: str
+    pod: str
+    pod_uid: str
+    container: str
+    resource: str
+    outcome: str
+    reason: str
+    explanation: str
+    policy: str
+    cards: list[Integer]
+    asked: AskedDocument | None
+    candidates: list[CandidateDocument]
+
+
+class DecisionsDocument(TypedDict):
+    """/api/v1/decisions."""
+
+    decisions: list[DecisionDocument]
+
+
+NODE: TypeAdapter[NodeDocument] = TypeAdapter(NodeDocument)
+DECISIONS: TypeAdapter[DecisionsDocument] = TypeAdapter(DecisionsDocument)
+
+
+def check_document(shape: TypeAdapter[D], answer: Any, agent: str) -> D:
+    """The answer itself, with what the shape does not name. Raises Corrupt."""
+    try:
+        shape.validate_python(answer, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise Corrupt(
+            f"cannot use the answer of {agent}: {'.'.join(map(str, first['loc']))[:200]}: {first['msg']}; use the"
+            " gpushare-agent of the agent's own version, and check that this is an agent's address"
+        ) from error
+    document: D = answer
+    return document

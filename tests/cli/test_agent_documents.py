@@ -1,0 +1,107 @@
+"""Any answer that passes the check can be shown: each value of real answers is replaced by odd ones, in turn."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gpushare_agent.cli.agent_documents import DECISIONS, NODE, check_document
+from gpushare_agent.cli.command_line import SORTS
+from gpushare_agent.cli.explain import newest_of_containers
+from gpushare_agent.cli.graph import MAX_DEPTH, graph_document, read_branch, tree_text
+from gpushare_agent.cli.inspect import sums_of_document
+from gpushare_agent.cli.render_explain import decision_parts
+from gpushare_agent.cli.render_inspect import inspection_document, inspection_tables
+from gpushare_agent.cli.render_svg import graph_svg
+from gpushare_agent.cli.render_top import Choice, heading, top_lines, top_table
+from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.observability.http.node_api import decision_document
+from tests.support_cli import busy_node, decision
+
+ABSENT = object()
+ODD_VALUES = (ABSENT, None, "odd", "", -1, 0, 1.5, True, 10**30, float("nan"), float("inf"), [], [[]], {}, {"odd": 1})
+Path = tuple[str | int, ...]
+
+
+def paths_in(value: Any, path: Path = ()) -> Iterator[Path]:
+    """Every value below, of a list its first."""
+    items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from paths_in(inner, (*path, key))
+
+
+def variants(document: dict[str, Any]) -> Iterator[tuple[Path, Any, dict[str, Any]]]:
+    for path in list(paths_in(document)):
+        for odd in ODD_VALUES:
+            changed = copy.deepcopy(document)
+            place: Any = changed
+            for key in path[:-1]:
+                place = place[key]
+            if odd is ABSENT:
+                del place[path[-1]]
+            else:
+                place[path[-1]] = odd
+            yield path, odd, changed
+
+
+def print_to_nowhere(*parts: Any) -> None:
+    console = Console(width=100)
+    with console.capture():
+        console.print(*parts)
+
+
+def show_node(answer: dict[str, Any]) -> None:
+    node = check_document(NODE, answer, "a test")
+    for sort in SORTS:
+        choice = Choice(sort=sort, has_processes=True)
+        print_to_nowhere(*heading(node, 100), top_table(top_lines(node, 100, choice), 100, choice))
+    print_to_nowhere(*inspection_tables(inspection_document([sums_of_document(node)]), with_details=True, is_wide=True))
+    graph = graph_document(node)
+    tree_text(graph, is_wide=True)
+    graph_svg(graph, read_branch(graph["tree"], MAX_DEPTH))
+
+
+def show_decisions(answer: dict[str, Any]) -> None:
+    for one in newest_of_containers(check_document(DECISIONS, answer, "a test")["decisions"], ""):
+        print_to_nowhere(*decision_parts(one, 100))
+
+
+def node_answer() -> dict[str, Any]:
+    """One GPU, one container."""
+    document = json.loads(json.dumps(busy_node()))
+    document |= {"cards": document["cards"][:1], "containers": document["containers"][-1:]}
+    document["cards"][0]["mig"] = {"label": "0:1", "profile": "1g.10gb", "parent": "GPU-0", "gpu_instance": 1}
+    return document | {"topology": {**document["topology"], "links": [["X", "NV4"], ["NV4", "X"]]}}
+
+
+def decisions_answer() -> dict[str, Any]:
+    return json.loads(json.dumps({"decisions": [decision_document(decision()), decision_document(decision(2))]}))
+
+
+@pytest.mark.parametrize(
+    ("answer", "show"), [(node_answer(), show_node), (decisions_answer(), show_decisions)], ids=["node", "decisions"]
+)
+def test_an_answer_is_refused_or_shown(answer: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
+    show(answer)
+    refused: set[Path] = set()
+    for path, odd, changed in variants(answer):
+        try:
+            show(changed)
+        except Corrupt:
+            refused.add(path)
+        except Exception as error:
+            raise AssertionError(f"{path} as {odd!r}") from error
+    assert refused
+
+
+def test_fields_of_a_newer_agent_are_kept() -> None:
+    """`-o json` prints them."""
+    answer = node_answer()
+    answer["cards"][0]["of_a_newer_agent"] = 1
+    assert check_document(NODE, answer, "a test")["cards"][0] == answer["cards"][0]
