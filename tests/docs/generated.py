@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from annotated_types import Ge, Le
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -31,12 +33,22 @@ from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import node_series
 from gpushare_agent.observability.metrics.text import NodePage
 from gpushare_agent.settings.nvidia_options import OPTIONS
-from gpushare_agent.settings.reference import markdown
+from gpushare_agent.settings.reference import Key, all_keys, markdown, text_of
 from gpushare_agent.settings.settings import Settings
 from tests.support_core import mig_instance
 from tests.support_usage import UUIDS, allocation, driver_sample, facts, id_of, key_of, owner, process, snapshot
 
 ROOT = Path(__file__).parents[2]
+_OBJECT = {"type": ["object", "null"], "additionalProperties": False}
+_LIST, _TEXT = ("array", "string", "integer"), ("string",)
+_JSON_TYPES = {
+    "true|false": ("boolean",),
+    "N": ("integer",),
+    "NUMBER": ("number",),
+    "SECONDS": ("number", "string"),
+    "K=V[,K=V…]": ("object", "string"),
+}
+_FURTHER_WORDS = {"driver": ("nvidia",)}
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.S)
 
 
@@ -171,6 +183,37 @@ def _nvidia_options() -> str:
     return "\n".join(lines)
 
 
+def _schema_with_settings(text: str) -> str:
+    """The chart's schema: its last definition is every setting, a line for each section."""
+    before, begin, _ = text.partition('    "agentSettings": ')
+    sections: dict[str, dict[str, Any]] = {"": {}}
+    for key in all_keys():
+        if key.name != "config":  # which names the file itself
+            section, _, name = key.name.rpartition(".")
+            sections.setdefault(section, {})[name] = _setting_schema(key)
+    properties = sections.pop("") | {name: _OBJECT | {"properties": below} for name, below in sections.items()}
+    lines = ",\n".join(f"        {json.dumps(name)}: {json.dumps(below)}" for name, below in properties.items())
+    opened = json.dumps(_OBJECT | {"type": "object"}).removesuffix("}")
+    return f'{before}{begin}{opened}, "properties": {{\n{lines}\n    }}}}\n  }}\n}}\n'
+
+
+def _setting_schema(key: Key) -> dict[str, Any]:
+    """What a file may have there, null for the default. Of texts and lists the agent checks more."""
+    kind = key.kind
+    if kind.allowed.startswith("one of"):
+        return {
+            "enum": [*dict.fromkeys([*kind.choices, *_FURTHER_WORDS.get(key.name, ()), text_of(key.default)]), None]
+        }
+    found: dict[str, Any] = {
+        "type": [*_JSON_TYPES.get(kind.placeholder, _LIST if "[," in kind.placeholder else _TEXT), "null"]
+    }
+    for limit in key.field.metadata:
+        found |= (
+            {"minimum": limit.ge} if isinstance(limit, Ge) else {"maximum": limit.le} if isinstance(limit, Le) else {}
+        )
+    return found
+
+
 def chart_table() -> ModuleType:
     """charts/values_table.py."""
     spec = importlib.util.spec_from_file_location("values_table", ROOT / "charts/values_table.py")
@@ -202,6 +245,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/reference/extender.md": _filled,
     "docs/how-to/migrate-from-nvidia.md": _filled,
     "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
+    "charts/gpushare-agent/values.schema.json": _schema_with_settings,
 }
 """What each page is, made of its present text."""
 

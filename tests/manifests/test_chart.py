@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from gpushare_agent import __version__
+from gpushare_agent.cli.show_settings import render
+from gpushare_agent.settings.settings import load_settings
 from tests.support_chart import CHART, NAMESPACE, Objects, chart_objects, helm, kustomize_objects, template
 from tests.support_manifests import MANIFESTS
 
@@ -253,11 +255,18 @@ def _extender_counts_as_the_agents(objects: Objects) -> None:
         ({"nodeSelector": {"a b": "x"}}, "nodeSelector"),
         ({"resources": {"limits": {"memory": "lots"}}}, "resources.limits.memory"),
         ({"updateStrategy": {"rollingUpdate": {"maxSurge": "1"}}}, "updateStrategy.rollingUpdate.maxSurge"),
+        ({"updateStrategy": {"rollingUpdate": {"maxSurge": 0}}}, "updateStrategy.rollingUpdate"),
+        ({"updateStrategy": {"rollingUpdate": {"maxUnavailable": "10%"}}}, "updateStrategy.rollingUpdate"),
         ({"env": [{"name": "A B"}]}, "env.0.name"),
         ({"env": [{"name": "A", "value": "x", "valueFrom": {}}]}, "env.0"),
         ({"runtimeSocket": {"enabled": True, "directory": "/run/../etc"}}, "runtimeSocket.directory"),
         ({"extender": {"claimsWebhook": {"caBundle": "no base64!"}}}, "extender.claimsWebhook.caBundle"),
         ({"tolerations": [{"operater": "Exists"}]}, "operater"),
+        ({"settings": {"placement": {"share_polcy": "spread"}}}, "share_polcy"),
+        ({"settings": {"web": {"port": 70000}}}, "settings.web.port"),
+        ({"settings": {"share_mode": "no"}}, "settings.share_mode"),
+        ({"extender": {"settings": {"reserve": "bind"}}}, "reserve"),
+        ({"config": {"map": {"a": {"nvidia": {"replica": 4}}}}}, "replica"),
         ({"settings": {"isolation": "mps"}}, "use the value `isolation`"),
         ({"displaySocket": ON, "settings": {"display": {"socket": "/x"}}}, "settings.display.socket has no effect"),
         ({"simulated": ON, "isolation": "mps"}, "leave `isolation` out"),
@@ -306,6 +315,13 @@ def test_every_value_has_a_default_and_a_place_in_the_schema() -> None:
     jsonschema.Draft7Validator(schema).validate(values)
     assert schema["properties"].pop("global") == {"type": "object"}, "Helm's own"
     _same_names(schema, values, schema["definitions"])
+
+
+def test_the_schema_takes_every_setting_as_the_agent_prints_it() -> None:
+    """`config -o yaml` is a settings file; the schema's definition is made from the same tree (tests/docs/generated.py)."""
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))["definitions"]["agentSettings"]
+    printed = yaml.safe_load(render(load_settings([], {}), "yaml"))
+    jsonschema.Draft7Validator(schema).validate(printed)
 
 
 def _same_names(schema: Values, values: Values, definitions: Values) -> None:
