@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import filecmp
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -264,10 +265,15 @@ def release(session: nox.Session) -> None:
     made.mkdir(parents=True)
     session.run("hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", str(made))
     session.run(helm, "package", "charts/gpushare-agent", "-d", str(made), external=True)
+    parts = made / "gpushare-agent.cdx.json"
     session.run(
         *("cyclonedx-py", "requirements", str(REQUIREMENTS / "agent.txt"), "--pyproject", "pyproject.toml"),
-        *("--output-file", str(made / "gpushare-agent.cdx.json")),
+        *("--output-file", str(parts)),
     )
+    document = json.loads(parts.read_text(encoding="utf-8"))
+    # pyproject.toml has no version of its own, so neither has the list.
+    document["metadata"]["component"]["version"] = str(session.run("hatchling", "version", silent=True)).strip()
+    parts.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(made.iterdir())]
     (made / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
     session.log(f"in {made}:\n{''.join(sums)}")
