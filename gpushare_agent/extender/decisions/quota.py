@@ -1,9 +1,8 @@
 """What a namespace may use of the cluster's GPUs: reads the quota, and refuses a pod that exceeds it. Pure.
 
 Source of the format: gpu-admission 1.0 (docs/reference/formats.md, section 9), which also decides what an absent namespace,
-model or
-pool means; docs/reference/quota.md has the table. Ours are the totals `vcore` and `vmemory`, and parts of GPUs. GPUs are
-counted in 1/100, as vcore is.
+model or pool means; docs/reference/quota.md has the table. Ours are the totals `vcore` and `vmemory`, and parts of GPUs.
+GPUs are counted in 1/100, as vcore is.
 """
 
 from __future__ import annotations

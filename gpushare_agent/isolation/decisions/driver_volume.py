@@ -2,9 +2,8 @@
 
 In the volume for shares the names that programs load (libcuda.so.1, libnvidia-ml.so.1 and their bare forms) lead to the
 control library; the driver's own files keep their full names, for the control library loads them by these. A share must
-never get an uncontrolled libcuda under such a name: where the control library has not the right ELF class, the
-library is left out. The files are found by
-isolation/driver_volume/libraries.py and copied by directory.py there.
+never get an uncontrolled libcuda under such a name: where the control library has not the right ELF class, the library is
+left out. The files are found by isolation/driver_volume/libraries.py and copied by directory.py there.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Which device IDs the embedded kubelet has given to which container, and its checkpoint file.
 
 State owned: the records, and `kubelet_internal_checkpoint`, whose shape is that of a real one (docs/reference/formats.md):
-node ->
-IDs, AllocResp in base64, entries of ended pods until the next allocation. The Checksum is a CRC of our own: the real one
-hashes Go structures.
+node -> IDs, AllocResp in base64, entries of ended pods until the next allocation. The Checksum is a CRC of our own: the real
+one hashes Go structures.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The embedded kubelet's side of DRA drivers: registration, prepare, unprepare, and the slices that it deletes.
 
 As measured on 1.36 (docs/reference/sandbox.md): a driver's registration socket is found in the registry, asked for the
-driver's
-endpoint, and gets the outcome; the driver that connected last is called. All claims of a pod go into one call before its
-first container starts, and again into one when the last of their pods has ended; a failed unprepare is tried again. Slices
-of the node go shortly after a start, and those of a driver when it has been away for a while.
+driver's endpoint, and gets the outcome; the driver that connected last is called. All claims of a pod go into one call
+before its first container starts, and again into one when the last of their pods has ended; a failed unprepare is tried
+again. Slices of the node go shortly after a start, and those of a driver when it has been away for a while.
 
 State owned: the connected drivers; the prepared claims are `ClaimRecords`, which outlive a restart as the real
 kubelet's file dra_manager_state does.

@@ -1,8 +1,8 @@
 """An embedded kubelet: it admits the pods of its node, one at a time, and keeps the node's status.
 
 It behaves towards device plugins and PodResources clients as a real one was measured to (docs/reference/sandbox.md); its
-containers
-are child processes of this one (container_runtime). State owned: the known pods, and what one start of it needs (`_boot`).
+containers are child processes of this one (container_runtime). State owned: the known pods, and what one start of it needs
+(`_boot`).
 
 `run` is the only task that its opener starts; `start`, `stop` and `restart` set what it does and wait until it is done.
 """

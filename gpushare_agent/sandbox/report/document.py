@@ -2,8 +2,7 @@
 
 Computed from the kubelet's side alone (its records, the device IDs, the Allocate answers, the containers' processes), the
 GPUs' identities, what a container itself would read at /etc/vcuda and what the sandbox plays it to use; the agent is not
-asked. Memory is charged to the
-GPU that the container's vcore IDs name, as the agent charges it.
+asked. Memory is charged to the GPU that the container's vcore IDs name, as the agent charges it.
 """
 
 from __future__ import annotations

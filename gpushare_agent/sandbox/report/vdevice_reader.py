@@ -1,7 +1,7 @@
 """What a container of the embedded node reads at /etc/vcuda, for the report: its limits and its processes.
 
-The files are read from the host's side of the mount. State owned: each directory's
-last content, so that drawing a hundred pods again and again costs two stat calls for each and not two reads.
+The files are read from the host's side of the mount. State owned: each directory's last content, so that drawing a hundred
+pods again and again costs two stat calls for each and not two reads.
 """
 
 from __future__ import annotations
