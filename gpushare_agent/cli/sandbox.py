@@ -34,7 +34,13 @@ _GPUS = re.compile(r"([0-9]{1,2})x([0-9]{1,9})")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--gpus", dest="cards", metavar="N", help="simulated GPUs (default 8, or one for each memory size)")
+    add(
+        "--gpus",
+        dest="cards",
+        metavar="N",
+        type=_gpu_count,
+        help="simulated GPUs (default 8, or one for each memory size)",
+    )
     add("--topology", metavar="FILE", help="text of `nvidia-smi topo -m` that gives the GPUs and their links")
     add(
         "--gpu-memory-mib",
@@ -62,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--once", action="store_true", help="wait until every pod runs, has ended or fits nowhere, print, clean up; exit 0 "
         "if all of them are Running or Succeeded, else 1 (with the sample pod that cannot fit: 1)")  # fmt: skip
     add_output(parser)  # of --once, with progress on standard error, and of status
-    for former in ("--cards", "--card-memory-mib", "--node-cards"):
+    add_hidden(parser, "--cards", type=_gpu_count)
+    for former in ("--card-memory-mib", "--node-cards"):
         add_hidden(parser, former)
     add_hidden(parser, "--format", dest="output", choices=FORMS)
     add(
@@ -75,6 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", metavar="PORT", type=int, help="the agent's web port (default 5678; 0 takes a free one)")
     add("--kubelet-version", choices=KUBERNETES_VERSIONS, default="1.36", help="whose behaviour to show (%(default)s)")
     _add_commands(parser)
+
+
+def _gpu_count(text: str) -> int:
+    if not (text.isdecimal() and 1 <= int(text) <= _MOST_GPUS):
+        raise argparse.ArgumentTypeError(f"{text}: there can be 1 to {_MOST_GPUS}")
+    return int(text)
 
 
 def _add_commands(parser: argparse.ArgumentParser) -> None:

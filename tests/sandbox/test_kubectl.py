@@ -223,9 +223,14 @@ async def test_what_the_sandbox_does_not_have_is_said_in_a_sentence(short_dir: P
     async with open_kubectl(short_dir) as kubectl:
         await kubectl.ok("apply", "-f", "-", stdin=pod("a"))
         await kubectl.ok("wait", "pod/a", "--for=condition=Ready", f"--timeout={DEADLINE_S:g}s")
-        for words in (("exec", "a", "--", "ls"), ("port-forward", "a", "8080:80"), ("attach", "a")):
+        for words, cure in (
+            (("exec", "a", "--", "ls"), "gpushare-agent sandbox exec a -- COMMAND"),
+            (("attach", "a"), "gpushare-agent sandbox exec a -- COMMAND"),
+            (("port-forward", "a", "8080:80"), "the same port of localhost"),
+        ):
             said = await kubectl.refused(*words)
-            assert f"the sandbox has no {words[0]}" in said and "gpushare-agent sandbox exec a -- COMMAND" in said
+            assert f"the sandbox has no {words[0]}" in said and cure in said
+        assert "may not be deleted" in await kubectl.refused("delete", "namespace", "default")
         assert "one log of a container" in await kubectl.refused("logs", "a", "--previous")
         assert "doesn't have a resource type" in await kubectl.refused("get", "services")
 

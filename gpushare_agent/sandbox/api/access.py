@@ -55,8 +55,8 @@ class ApiAccess:
             return status_response(401, "Unauthorized", "Unauthorized")
         if request.body_exists and _JSON_TYPES.fullmatch(request.content_type) is None:
             message = (
-                f"the body of the request is {request.content_type}; accepted are application/json and its patches: "
-                "kubectl create … --dry-run=client -o yaml | kubectl apply -f -"
+                f"the body of the request is {request.content_type}; accepted are application/json and its patches: have "
+                "the object written as YAML (kubectl create … --dry-run=client -o yaml) and apply that (kubectl apply -f -)"
             )
             return status_response(415, "UnsupportedMediaType", message)
         return None

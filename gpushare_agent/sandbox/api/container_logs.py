@@ -14,7 +14,7 @@ from aiohttp import web
 
 from gpushare_agent.sandbox.api.agent_pods import AgentPods
 from gpushare_agent.sandbox.api.responses import bad_request, query_number
-from gpushare_agent.sandbox.pod_manifest import RawObject, is_mirror
+from gpushare_agent.sandbox.pod_manifest import RawObject, is_mirror, is_terminal
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
 
 _POLL_S = 0.25
@@ -51,7 +51,8 @@ class ContainerLogs:
         runtime = self.runtimes.get(pod["spec"].get("nodeName", ""))
         container = runtime.find(pod["metadata"]["uid"], name) if runtime is not None else None
         if runtime is None or container is None:
-            bad_request(f'container "{name}" in pod "{pod["metadata"]["name"]}" is waiting to start: {_why(pod, name)}')
+            is_over = "never started" if is_terminal(pod) else "is waiting to start"
+            bad_request(f'container "{name}" in pod "{pod["metadata"]["name"]}" {is_over}: {_why(pod, name)}')
         return runtime.log_of(container), lambda: not container.is_running
 
 
@@ -99,6 +100,8 @@ def _container_name(pod: RawObject, asked: str) -> str:
 
 def _why(pod: RawObject, name: str) -> str:
     status = pod.get("status") or {}
+    if is_terminal(pod):
+        return ": ".join(filter(None, (f"the pod is {status['phase']}", status.get("reason"), status.get("message"))))
     for one in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         if one["name"] == name and "waiting" in one.get("state", {}):
             return str(one["state"]["waiting"].get("reason"))

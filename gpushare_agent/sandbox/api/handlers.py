@@ -16,9 +16,10 @@ from multidict import CIMultiDict
 
 from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.sandbox.api import patch
+from gpushare_agent.sandbox.api.agent_pods import AT_AGENT
 from gpushare_agent.sandbox.api.discovery import discovery
 from gpushare_agent.sandbox.api.field_validation import unknown_fields
-from gpushare_agent.sandbox.api.objects import ApiObjects
+from gpushare_agent.sandbox.api.objects import LASTING_NAMESPACES, ApiObjects
 from gpushare_agent.sandbox.api.responses import (
     bad_request,
     check_sections,
@@ -31,7 +32,7 @@ from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, KINDS, SCALABLE, Obje
 from gpushare_agent.sandbox.api.tables import table
 from gpushare_agent.sandbox.api.updates import updated
 from gpushare_agent.sandbox.api.watch import TRUE, Watches, request_selector
-from gpushare_agent.sandbox.pod_manifest import RawObject
+from gpushare_agent.sandbox.pod_manifest import RawObject, is_mirror
 from gpushare_agent.settings.yaml import UnreadableYaml, parse_yaml
 
 _TABLE = re.compile(r"application/json;as=Table;v=v1(?=[;,]|$)")
@@ -146,11 +147,18 @@ class ApiHandlers:
 
     async def _no_stream(self, request: web.Request, resource: str) -> web.StreamResponse:
         """exec, attach and port-forward: a container of the sandbox is a process of this machine."""
-        name = self._store.get(resource, _key(request, resource))["metadata"]["name"]
+        pod = self._store.get(resource, _key(request, resource))
         part = request.path.rpartition("/")[2].replace("portf", "port-f")
+        if part == "port-forward":
+            cure = "Connect to the same port of localhost"
+        elif is_mirror(pod):
+            cure = f"Its agents too: {AT_AGENT}"
+        else:
+            metadata = pod["metadata"]
+            namespace = "" if metadata["namespace"] == "default" else f" -n {metadata['namespace']}"
+            cure = f"For a command in one: gpushare-agent sandbox exec{namespace} {metadata['name']} -- COMMAND"
         bad_request(
-            f"the sandbox has no {part}: its containers are processes of this machine, with its files and ports. For a "
-            f"command in one: gpushare-agent sandbox exec {name} -- COMMAND"
+            f"the sandbox has no {part}: its containers are processes of this machine, with its files and ports. {cure}"
         )
 
     async def _scale(self, request: web.Request, resource: str) -> web.StreamResponse:
@@ -216,6 +224,9 @@ class ApiHandlers:
     async def _delete(self, request: web.Request, resource: str) -> web.StreamResponse:
         key = _key(request, resource)
         options = await json_body(request) if request.can_read_body else {}
+        if resource == "namespaces" and key[1] in LASTING_NAMESPACES:
+            message = f'namespaces "{key[1]}" is forbidden: this namespace may not be deleted'
+            return status_response(403, "Forbidden", message)
         if options.get("dryRun"):
             return web.json_response(self._store.get(resource, key))
         if resource != "pods":

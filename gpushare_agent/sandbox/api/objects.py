@@ -66,6 +66,10 @@ def _named(raw: RawObject, resource: str, namespace: str) -> RawObject:
     return {**kind, **raw, "metadata": {**given, **identity}}
 
 
+LASTING_NAMESPACES = ("default", "kube-system")
+"""There from the start, and not to be deleted, as in a cluster."""
+
+
 class ApiObjects:
     def __init__(self, *, version: str, history_limit: int, seed: int) -> None:
         """Raises StartupError for a Kubernetes version whose behaviour is not known."""
@@ -76,7 +80,7 @@ class ApiObjects:
         self._applied: dict[tuple[str, str], dict[str, RawObject]] = {}
         """By resource and manager: what it applied last to the object of a UID."""
         self._rng = random.Random(seed)
-        for name in ("default", "kube-system"):
+        for name in LASTING_NAMESPACES:
             self._make_namespace(name)
 
     @property
