@@ -137,7 +137,13 @@ async def _node_of_pod(api: KubeApi, settings: Settings, namespace: str, pod: st
     """
     if not namespace:
         namespace = await _only_namespace(api, pod)
-    raw = await api.get_pod(namespace, pod, timeout_s=_GET_TIMEOUT_S)
+    try:
+        raw = await api.get_pod(namespace, pod, timeout_s=_GET_TIMEOUT_S)
+    except NotFound as e:
+        raise NotFound(
+            f"there is no pod {namespace}/{pod}: -n names another namespace, -A looks in all. Of a deleted pod the agent of"
+            " its node has the last decisions: --node NODE"
+        ) from e
     node = mapping_or_empty(raw.get("spec")).get("nodeName")
     if not isinstance(node, str) or not node:
         raise Unavailable(
@@ -155,11 +161,10 @@ def _why_on_no_node(raw: Mapping[str, Any], settings: Settings) -> str:
         mapping_or_empty(mapping_or_empty(container.get("resources")).get("limits"))
         for container in (*items_or_none(spec, "initContainers"), *items_or_none(spec, "containers"))
     ]
-    domain = names.vcore.partition("/")[0] + "/"
-    asked = sorted({f"{name}: {one[name]}" for one in limits for name in one if name.startswith(domain)})
+    asked = sorted({f"{name}: {one[name]}" for one in limits for name in one if "/" in name})
     return (
         f"The scheduler: {plain(scheduler_message(raw)) or 'nothing so far.'} The pod asks for "
-        f"{plain(', '.join(asked[:_MOST_ASKED])) or f'nothing of {domain}'}; agents offer {names.vcore}, in hundredths of a "
+        f"{plain(', '.join(asked[:_MOST_ASKED])) or 'no device'}; agents offer {names.vcore}, in hundredths of a "
         f"GPU, and {names.vmemory}, in blocks of {names.memory_block_mib} MiB."
     )
 

@@ -24,7 +24,7 @@ from gpushare_agent.observability.inspection import NodeSums, node_sums
 from gpushare_agent.settings.settings import Settings
 
 _LIST_TIMEOUT_S = 120.0
-_CURE = "check the rights of your own credentials; docs/reference/cli.md lists those that are needed"
+_CURE = "check your own credentials and their rights; docs/reference/cli.md lists those that are needed"
 
 
 @asynccontextmanager
@@ -36,13 +36,14 @@ async def open_cluster(settings: Settings) -> AsyncIterator[KubeApi]:
 
 
 async def serve_dashboard(settings: Settings, port: int) -> int:
-    """Until cancelled. Raises Unavailable: the port cannot be used."""
+    """Until cancelled. Raises AgentError: the cluster cannot be read, or the port not used."""
     from gpushare_agent.extender.cluster_page import ClusterPage
 
     def on_listening(found: int) -> None:
         print(f"The cluster's GPUs are at http://localhost:{found}/ until Ctrl-C.", flush=True)
 
     async with open_cluster(settings) as api:
+        await api.list_all(ALL_NODES, lambda _: None)  # ends here where the cluster cannot be read at all
         await ClusterPage(settings, cluster_names(settings), port=port).run(api, on_listening=on_listening)
 
 

@@ -155,7 +155,7 @@ class Command:
         if self.settings is not None and program == PROGRAM:  # a person with a kubeconfig has no settings of an agent
             parts.append("Settings that it uses (flag > variable > YAML file > default):")
             parts.append(help_text(select_keys(["config", *self.settings])))
-        if self.settings is not None and self.settings != ALL_SETTINGS:
+        if self.settings is not None and self.settings != ALL_SETTINGS and program == PROGRAM:
             parts.append(
                 f"The flags of all settings work; `{PROGRAM} run --help` and docs/reference/settings.md list them."
             )
@@ -199,6 +199,8 @@ class CommandLine:
     def _dispatch(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         by_name = {command.name: command for command in self.commands}
         word = argv[0] if argv else ""
+        if word == "help" and argv[1:2] and argv[1] in by_name:
+            return by_name[argv[1]].invoke(self.program, ["--help"], environ)
         if word in ("-h", "--help", "help"):
             print(self._overview())
             return 0
@@ -209,12 +211,13 @@ class CommandLine:
         if not word:
             print(self._overview(), file=sys.stderr)
             return 2
-        return self._fail([self._unknown_command(word, list(by_name))], 2)
+        return self._fail([self._unknown_command(word, list(by_name), argv)], 2)
 
-    def _unknown_command(self, word: str, known: Sequence[str]) -> str:
+    def _unknown_command(self, word: str, known: Sequence[str], argv: Sequence[str]) -> str:
         if word.startswith("-"):
+            meant = next((one for one in argv if one in known), known[0])
             return (
-                f"{word}: a command comes first, such as `{self.program} {known[0]} {word}`;"
+                f"{word}: a command comes first, such as `{self.program} {meant} {word}`;"
                 f" the commands: {', '.join(known)}"
             )
         near = difflib.get_close_matches(word, sorted(known), n=1)

@@ -113,7 +113,7 @@ def _port(text: str) -> int:
 
 
 def _dashboard(call: Invocation) -> int:
-    settings, options = call.settings(log_level="warning"), call.options
+    settings, options = call.settings(log_level="error"), call.options
     from gpushare_agent.cli import cluster_nodes
 
     return run_app(cluster_nodes.serve_dashboard(settings, options.port))
@@ -259,6 +259,8 @@ def _explain(call: Invocation, target: AgentTarget) -> int:
     from gpushare_agent.cli import explain
 
     namespace, slash, pod = options.pod.rpartition("/")
+    if namespace in ("pod", "pods", "po"):  # kubectl's TYPE/NAME
+        namespace, slash = "", ""
     wanted = explain.PodQuery(
         pod=pod,
         namespace=namespace if slash else options.namespace,

@@ -146,7 +146,7 @@ def read_flags(argv: Sequence[str]) -> Layer:
 
 def _unknown_token(token: str, known: Mapping[str, Key]) -> str:
     if not token.startswith("--") or token == "--":  # noqa: S105 - a word of the command line
-        return f"{token!r} is not understood; flags begin with two dashes, see --help"
+        return f"{token!r} is not understood here; see --help"
     name = token[2:].partition("=")[0].replace("_", "-")
     hint = _FORMER_FLAGS.get(name)
     if hint is not None:

@@ -330,7 +330,7 @@ async def test_the_plugin_finds_the_pods_node_by_itself(short_dir: Path, capsys:
 async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:
     """The scheduler names what is missing, and not why: bytes for blocks, and a misspelt resource, stand beside what is
     offered."""
-    limits = {"tencent.com/vcuda-cores": "30", "tencent.com/vcuda-memory": "1Gi", "cpu": "1"}
+    limits = {"tencent.com/vcuda-cores": "30", "tencent.com/vcuda-memory": "1Gi", "cpu": "1", "a.test/x": "2"}
     spec = {"nodeName": "", "containers": [{"name": "main", "resources": {"limits": limits}}]}
     refused = {
         "type": "PodScheduled",
@@ -345,12 +345,12 @@ async def test_a_pod_on_no_node_has_no_agent_to_ask(short_dir: Path) -> None:
         with pytest.raises(Unavailable, match="is on no node yet") as caught:
             await explain.run(settings, AgentTarget(is_remote=True), asked, form="table")
         assert (
-            "The scheduler: 0/1 nodes are available: 1 Insufficient �[31mtencent.com/vcuda-cores. The pod asks for "
-            "tencent.com/vcuda-cores: 30, tencent.com/vcuda-memory: 1Gi; agents offer tencent.com/vcuda-core, in hundredths "
-            "of a GPU, and tencent.com/vcuda-memory, in blocks of 256 MiB. "
+            "The scheduler: 0/1 nodes are available: 1 Insufficient \ufffd[31mtencent.com/vcuda-cores. The pod asks for "
+            "a.test/x: 2, tencent.com/vcuda-cores: 30, tencent.com/vcuda-memory: 1Gi; agents offer tencent.com/vcuda-core, "
+            "in hundredths of a GPU, and tencent.com/vcuda-memory, in blocks of 256 MiB. "
         ) in str(caught.value)
         assert str(caught.value).endswith("kubectl describe pod -n ns train")
-        with pytest.raises(NotFound, match=r"cannot get pod ns/other: .*404"):
+        with pytest.raises(NotFound, match=r"there is no pod ns/other: -n names another namespace"):
             await explain.run(
                 settings, AgentTarget(is_remote=True), PodQuery(pod="other", namespace="ns"), form="table"
             )

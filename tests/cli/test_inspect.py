@@ -16,6 +16,7 @@ import yaml
 
 from gpushare_agent.cli import graph, inspect, top
 from gpushare_agent.cli.agent_pods import AgentTarget
+from gpushare_agent.cli.cluster_nodes import serve_dashboard
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.kubectl import PLUGIN_LINE
 from gpushare_agent.cli.main import main
@@ -33,6 +34,7 @@ from tests.support_cli import (
     raw_list,
     raw_node,
 )
+from tests.support_http import free_port
 from tests.support_kube import raw_pod, write_kubeconfig
 from tests.support_sandbox import container, open_test_node, pod, wait_phase
 
@@ -231,7 +233,7 @@ async def test_a_missing_right_names_the_users_credentials(short_dir: Path) -> N
     denied = {"message": 'nodes is forbidden: User "me" cannot list resource "nodes"'}
     async with cluster(short_dir, {"/api/v1/nodes": (403, denied)}) as (_, settings):
         with pytest.raises(
-            Rejected, match=r'cannot list the nodes: .*User "me".*your own credentials; docs/reference/cli.md'
+            Rejected, match=r'cannot list the nodes: .*User "me".*your own credentials and .*docs/reference/cli.md'
         ):
             await inspect.run(settings, AgentTarget(), is_all_nodes=True, with_details=False, form="table")
 
@@ -349,6 +351,14 @@ async def test_an_agent_that_the_api_server_cannot_reach_is_reported(short_dir: 
     async with cluster(short_dir, answers) as (_, settings):
         with pytest.raises(Unavailable, match=r"pod gpushare-system/agent-n1 .* 503: error trying to reach service"):
             await graph.run(settings, AgentTarget(node="n1"), form="table")
+
+
+async def test_a_cluster_that_cannot_be_reached_ends_the_commands(short_dir: Path) -> None:
+    """The page's too, which would retry for ever behind an address that shows nothing."""
+    kubeconfig = write_kubeconfig(short_dir, f"http://127.0.0.1:{free_port()}", {"token": "t"})
+    settings = load_settings(["--kubeconfig", str(kubeconfig)], {}).settings
+    with pytest.raises(Unavailable, match=r"no connection to the API server at 127.0.0.1:\d+: refused; is this its"):
+        await serve_dashboard(settings, 0)
 
 
 def test_the_plugin_has_the_same_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:

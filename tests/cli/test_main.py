@@ -42,11 +42,13 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "did you mean run?" in capsys.readouterr().err
     assert main(["--driver", "nvml"], {}) == 2
     assert "a command comes first" in capsys.readouterr().err
+    assert main(["-n", "default", "explain"], {}) == 2
+    assert "such as `gpushare-agent explain -n`" in capsys.readouterr().err
     assert main([], {}) == 2
     assert "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["help"], ["run", "--help"], ["config", "-h"]])
+@pytest.mark.parametrize("argv", [["--help"], ["help"], ["run", "--help"], ["help", "config"]])
 def test_help_teaches_and_ends_with_0(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The help of run and config has every flag with its variable and default."""
     assert main(argv, {}) == 0

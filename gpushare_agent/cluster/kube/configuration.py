@@ -57,7 +57,7 @@ def find_configuration(kubeconfig: Path | None, environ: Mapping[str, str], cont
         return ConfigurationSource(kubeconfig=paths, context=context)
     raise StartupError(
         "cannot reach the API server: no configuration found (KUBERNETES_SERVICE_HOST is not set, and "
-        f"{paths} does not exist); run in a pod with a service account, or give --kubeconfig FILE"
+        f"{paths} does not exist); set KUBECONFIG, give --kubeconfig FILE, or run in a pod with a service account"
     )
 
 
@@ -96,9 +96,14 @@ def _read_kubeconfig(library: KubeLibrary, paths: str, context: str) -> Any:
     yaml_error = importlib.import_module("yaml").YAMLError
     try:
         merged = library.kube_config.KubeConfigMerger(paths).config
+        known = [str(one["name"]) for one in merged.value["contexts"]]
+        if context and context not in known:
+            raise StartupError(f"kubeconfig {paths} has no context {context}; it has: {', '.join(known) or 'none'}")
         return library.kube_config.KubeConfigLoader(merged, active_context=context or None, config_base_path=None)
     except (library.config.ConfigException, yaml_error, KeyError, TypeError, AttributeError, AssertionError) as e:
-        raise StartupError(f"cannot use kubeconfig {paths}: {_one_line(e)}; check it with `kubectl config view`") from e
+        # of what is no mapping of lists the library has Python's words alone
+        why = "it is no kubeconfig" if isinstance(e, TypeError | AttributeError | AssertionError) else _one_line(e)
+        raise StartupError(f"cannot use kubeconfig {paths}: {why}; check it with `kubectl config view`") from e
 
 
 def _one_line(error: BaseException) -> str:

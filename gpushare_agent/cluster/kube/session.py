@@ -163,7 +163,7 @@ def renamed(what: str) -> Iterator[None]:
         NotFound, Conflict, Rejected, Unavailable: by HTTP status; Unavailable also for connections and timeouts.
         Corrupt: a line longer than the limit.
     """
-    from aiohttp import ClientError
+    from aiohttp import ClientConnectorError, ClientError
     from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
     from kubernetes_asyncio.config.config_exception import ConfigException
 
@@ -180,6 +180,12 @@ def renamed(what: str) -> Iterator[None]:
         if "closed" not in str(e):
             raise
         raise Unavailable(f"cannot {what}: the connection to the API server is being closed") from e
+    except ClientConnectorError as e:
+        reason = "refused" if isinstance(e.os_error, ConnectionRefusedError) else str(e.os_error.strerror or e.os_error)
+        raise Unavailable(
+            f"cannot {what}: no connection to the API server at {e.host}:{e.port}: {reason}; is this its address, and does"
+            " it run?"
+        ) from e
     except (ClientError, HttpProcessingError, OSError, ValueError) as e:
         raise Unavailable(f"cannot {what}: {e or type(e).__name__}") from e
 
