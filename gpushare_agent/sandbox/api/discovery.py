@@ -51,6 +51,8 @@ def _openapi(path: str, resources: tuple[str, ...]) -> RawObject:
     return {
         "openapi": "3.0.0",
         "info": {"title": "gpushare-agent sandbox", "version": "1"},
+        # Without this, `kubectl explain` ends in a template's error; with it, it says that the kind is not here.
+        "components": {"schemas": {}},
         "paths": {f"{path}/{name}/{{name}}": {"patch": _patch(name)} for name in resources if base_path(name) == path},
     }
 

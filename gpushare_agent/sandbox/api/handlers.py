@@ -82,6 +82,7 @@ class ApiHandlers:
             app.router.add_route("*", f"{pod}/{part}", self._bound(self._no_stream, "pods"))
         for path, document in discovery(resources).items():
             app.router.add_get(path, _constant(document))
+        app.router.add_get("/openapi/v2", self._openapi_v2)
         app.router.add_get("/version", self._version)
         for path in ("/healthz", "/livez", "/readyz"):
             app.router.add_get(path, self._healthy)
@@ -101,6 +102,10 @@ class ApiHandlers:
 
     async def _healthy(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(text="ok")
+
+    async def _openapi_v2(self, _request: web.Request) -> web.StreamResponse:
+        """An empty document, in protobuf: kubectl asks it for a kind that is not in v3, and says then that there is none."""
+        return web.Response(body=b"", content_type="application/com.github.proto-openapi.spec.v2.v1.0+protobuf")
 
     async def _version(self, _request: web.Request) -> web.StreamResponse:
         major, minor, _ = self._objects.release.removeprefix("v").split(".")

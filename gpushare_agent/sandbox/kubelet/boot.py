@@ -62,6 +62,7 @@ class KubeletBoot:
         self._signal = api.signal
         self._runtime = runtime
         self._has_pushed = False
+        self._ready_since = timestamp()
         self._times = times
         self._pods: dict[str, KnownPod] = {}
         self._may_admit = asyncio.Event()
@@ -254,7 +255,8 @@ class KubeletBoot:
         for name, (count, healthy) in devices.items():
             capacity[name], allocatable[name] = str(count), str(healthy)
         self._has_pushed = True
-        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "lastHeartbeatTime": timestamp()}
+        times = {"lastHeartbeatTime": timestamp(), "lastTransitionTime": self._ready_since}
+        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", **times}
         self._api.apply_node({
             "apiVersion": "v1", "kind": "Node",
             "metadata": {"name": self._node_name, "labels": {"kubernetes.io/hostname": self._node_name}},
