@@ -145,6 +145,8 @@ def _amounts(sums: dict[str, Any]) -> tuple[str, str]:
 
 
 def _containers_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
+    if not any(node["containers"] for node in nodes):
+        return Text("no containers to show")
     columns = ("NODE", "GPU", "NAMESPACE", "POD", "CONTAINER", CORES_COLUMN, MEMORY_COLUMN, "REMARK")
     rows = [
         (

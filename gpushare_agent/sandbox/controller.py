@@ -17,7 +17,7 @@ from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import APPLIED_KINDS, CLUSTER_WIDE
 from gpushare_agent.sandbox.container_entry import enter_container
 from gpushare_agent.sandbox.control import Answer, Request
-from gpushare_agent.sandbox.gpu_faults import LOST_REASON, GpuFaults
+from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import Manifest
 from gpushare_agent.sandbox.report.document import HEALTHY, ReportedNode, gpu_health, reason_and_message, report
 
@@ -51,10 +51,10 @@ class NodeController:
 
     def fail_gpu(self, request: Request) -> str:
         """An Xid error where one is given, else a loss."""
-        index, reason = _whole_number(request, "gpu"), str(request.get("lost") or LOST_REASON)
+        index, reason = _whole_number(request, "gpu"), str(request.get("lost") or "")
         if request.get("xid") is None:
             self.faults.lose(index, reason)
-            done = f"GPU {index} is lost: {reason}"
+            done = f"GPU {index} is lost{reason and f': {reason}'}"
         else:
             xid = _whole_number(request, "xid")
             self.faults.report_xid(index, xid)

@@ -47,7 +47,7 @@ class GpuFaults:
         self._policy = policy or HealthPolicy()
         self._last_id = 0
 
-    def lose(self, index: int, reason: str = LOST_REASON) -> None:
+    def lose(self, index: int, reason: str = "") -> None:
         """The driver no longer finds the GPU, until it is healed. Raises Rejected, Unavailable (as all of these do)."""
         faults = self._checked(index)
         self._write(replace(faults, lost={**faults.lost, index: reason or LOST_REASON}))

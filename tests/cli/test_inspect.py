@@ -313,6 +313,9 @@ async def test_the_containers_of_one_namespace_are_shown(capsys: pytest.CaptureF
             node = shown if command == "top" else shown["nodes"][0]
             assert [one["namespace"] for one in node["containers"]] == ["research"]
             assert node["cards"][0]["cores"] == {"allocated": 60, "capacity": 100}
+        words = ["inspect", "-d", "-n", "empty", "--server", agent.url]
+        assert await asyncio.to_thread(main, words, {"NODE_NAME": "n1"}) == 0
+        assert "no containers to show" in capsys.readouterr().out
 
 
 async def test_without_a_node_the_only_agent_is_meant(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
