@@ -171,6 +171,7 @@ def _arguments(state: Path, kubelet: BenchKubelet, others: Mapping[str, object])
         "runtime.endpoint": state / "no-runtime.sock",
         "simulated.usage": state / "usage.json",
         "display.socket": state / "display.sock",
+        "control.socket": state / "control.sock",
         "web.port": 0,
         **others,
     }
