@@ -13,10 +13,11 @@ from typing_extensions import TypedDict
 from gpushare_agent.model.errors import Corrupt
 
 _LARGEST = 1 << 60
+"""More than any amount here; a number of hundreds of digits cannot be divided or printed."""
 Integer = Annotated[int, Field(ge=-_LARGEST, le=_LARGEST)]
 Number = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
 Timestamp = Annotated[float, Field(ge=0, lt=1 << 37, allow_inf_nan=False)]
-"""Seconds since the epoch, before the year 6000."""
+"""Seconds since the epoch, before the year 6400: what a datetime can hold."""
 D = TypeVar("D")
 
 

@@ -155,10 +155,10 @@ class Command:
         if self.settings is not None and program == PROGRAM:  # a person with a kubeconfig has no settings of an agent
             parts.append("Settings that it uses (flag > variable > YAML file > default):")
             parts.append(help_text(select_keys(["config", *self.settings])))
-        if self.settings is not None and self.settings != ALL_SETTINGS and program == PROGRAM:
-            parts.append(
-                f"The flags of all settings work; `{PROGRAM} run --help` and docs/reference/settings.md list them."
-            )
+            if self.settings != ALL_SETTINGS:
+                parts.append(
+                    f"The flags of all settings work; `{PROGRAM} run --help` and docs/reference/settings.md list them."
+                )
         return "\n\n".join(parts)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gpushare_agent.model.errors import NotFound, Rejected
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.sandbox.api.agent_pods import AT_AGENT
+from gpushare_agent.sandbox.api.agent_pods import INSTEAD_OF_EXEC
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror, is_terminal
 from gpushare_agent.sandbox.report.document import reason_and_message
@@ -36,7 +36,7 @@ def enter_container(node: EmbeddedNode, namespace: str, pod: str, container: str
     raw = node.api.pod(namespace, pod)
     name, notes = _chosen(raw, container)
     if is_mirror(raw):
-        raise NotFound(f"pod {pod} is an agent of the sandbox, which is in no container: {AT_AGENT}")
+        raise NotFound(f"pod {pod} is an agent of the sandbox, which is in no container: {INSTEAD_OF_EXEC}")
     if is_terminal(raw):
         raise NotFound(f"cannot exec into a container in a completed pod; current phase is {raw['status']['phase']}")
     found = node.kubelet.runtime.find(raw["metadata"]["uid"], name)

@@ -54,7 +54,7 @@ class NodeController:
         index, reason = _whole_number(request, "gpu"), str(request.get("lost") or "")
         if request.get("xid") is None:
             self.faults.lose(index, reason)
-            done = f"GPU {index} is lost{reason and f': {reason}'}"
+            done = f"GPU {index} is lost: {reason}" if reason else f"GPU {index} is lost"
         else:
             xid = _whole_number(request, "xid")
             self.faults.report_xid(index, xid)

@@ -360,7 +360,9 @@ async def test_a_cluster_that_cannot_be_reached_ends_the_commands(short_dir: Pat
     """The page's too, which would retry for ever behind an address that shows nothing."""
     kubeconfig = write_kubeconfig(short_dir, f"http://127.0.0.1:{free_port()}", {"token": "t"})
     settings = load_settings(["--kubeconfig", str(kubeconfig)], {}).settings
-    with pytest.raises(Unavailable, match=r"no connection to the API server at 127.0.0.1:\d+: refused; is this its"):
+    with pytest.raises(
+        Unavailable, match=r"no connection to the API server at 127.0.0.1:\d+: refused; check that it runs"
+    ):
         await serve_dashboard(settings, 0)
 
 

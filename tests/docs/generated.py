@@ -49,6 +49,7 @@ _JSON_TYPES = {
     "K=V[,K=V…]": ("object", "string"),
 }
 _FURTHER_WORDS = {"driver": ("nvidia",)}
+"""Former words, which a file may still have and no choice lists."""
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.S)
 
 

@@ -183,8 +183,8 @@ def renamed(what: str) -> Iterator[None]:
     except ClientConnectorError as e:
         reason = "refused" if isinstance(e.os_error, ConnectionRefusedError) else str(e.os_error.strerror or e.os_error)
         raise Unavailable(
-            f"cannot {what}: no connection to the API server at {e.host}:{e.port}: {reason}; is this its address, and does"
-            " it run?"
+            f"cannot {what}: no connection to the API server at {e.host}:{e.port}: {reason}; check that it runs, its address"
+            " and its certificate authority"
         ) from e
     except (ClientError, HttpProcessingError, OSError, ValueError) as e:
         raise Unavailable(f"cannot {what}: {e or type(e).__name__}") from e

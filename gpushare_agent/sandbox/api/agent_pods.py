@@ -18,11 +18,11 @@ from gpushare_agent.sandbox.api.responses import bad_request
 from gpushare_agent.sandbox.pod_manifest import MIRROR_ANNOTATION, RawObject, timestamp
 
 AGENT_NAMESPACE = "gpushare-system"
-AT_AGENT = (
+INSTEAD_OF_EXEC = (
     "type the command here as it stands behind `--`; cordon and uncordon need --socket with the path that"
     " `gpushare-agent sandbox status` names"
 )
-"""What `kubectl exec` does on a cluster: an agent of the sandbox is in no container."""
+"""What a user does where a page says `kubectl exec AGENT -- …`: an agent of the sandbox is in no container."""
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=60.0)
 _CHUNK = 64 * 1024
 _NOT_PASSED_ON = frozenset({"authorization", "host", "connection", "cookie"})

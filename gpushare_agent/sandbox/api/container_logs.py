@@ -51,8 +51,8 @@ class ContainerLogs:
         runtime = self.runtimes.get(pod["spec"].get("nodeName", ""))
         container = runtime.find(pod["metadata"]["uid"], name) if runtime is not None else None
         if runtime is None or container is None:
-            is_over = "never started" if is_terminal(pod) else "is waiting to start"
-            bad_request(f'container "{name}" in pod "{pod["metadata"]["name"]}" {is_over}: {_why(pod, name)}')
+            state = "never started" if is_terminal(pod) else "is waiting to start"
+            bad_request(f'container "{name}" in pod "{pod["metadata"]["name"]}" {state}: {_why(pod, name)}')
         return runtime.log_of(container), lambda: not container.is_running
 
 

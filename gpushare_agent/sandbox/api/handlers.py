@@ -16,7 +16,7 @@ from multidict import CIMultiDict
 
 from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.sandbox.api import patch
-from gpushare_agent.sandbox.api.agent_pods import AT_AGENT
+from gpushare_agent.sandbox.api.agent_pods import INSTEAD_OF_EXEC
 from gpushare_agent.sandbox.api.discovery import discovery
 from gpushare_agent.sandbox.api.field_validation import unknown_fields
 from gpushare_agent.sandbox.api.objects import LASTING_NAMESPACES, ApiObjects
@@ -157,7 +157,7 @@ class ApiHandlers:
         if part == "port-forward":
             cure = "Connect to the same port of localhost"
         elif is_mirror(pod):
-            cure = f"Its agents too: {AT_AGENT}"
+            cure = f"Its agents too: {INSTEAD_OF_EXEC}"
         else:
             metadata = pod["metadata"]
             namespace = "" if metadata["namespace"] == "default" else f" -n {metadata['namespace']}"
