@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from structlog.testing import capture_logs
+
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginDevice, PluginEndpoint
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (
@@ -312,6 +314,8 @@ async def test_without_a_place_for_the_socket_and_the_state_file_the_agent_serve
             f"--control.socket={node.paths.state}/file/c.sock",
             f"--health.state-file={node.paths.state}/file/h.json",
         ]
-        async with open_agent(node, *FAST, *lost):
-            node.api.create_pod(pod("first", container(cores=30, blocks=10)))
-            await wait_running(node, "first")
+        with capture_logs() as logged:
+            async with open_agent(node, *FAST, *lost):
+                node.api.create_pod(pod("first", container(cores=30, blocks=10)))
+                await wait_running(node, "first")
+        assert {"control_socket_not_open", "health_state_not_read"} <= {line["event"] for line in logged}

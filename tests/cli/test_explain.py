@@ -288,10 +288,10 @@ async def test_a_pod_of_any_namespace_is_found_through_the_api_server(
 
 @pytest.mark.slow
 async def test_the_command_line_ends_with_1_where_nothing_is_known() -> None:
-    """One line, and NAMESPACE/NAME is read as kubectl's users write it."""
+    """One line; NAMESPACE/NAME and pod/NAME are read as kubectl's users write them."""
     async with json_server(agent_answers(busy_node(), decision())) as agent:
         ended = await run_program("explain", "research/train", "--server", agent.url)
-        found = await run_program("explain", "train", "--server", agent.url, "-o", "json")
+        found = await run_program("explain", "pod/train", "--server", agent.url, "-o", "json")
         nothing = await run_program("explain", "--server", agent.url)
     assert (ended.code, ended.out, len(ended.err.splitlines())) == (1, "", 1)
     assert (found.code, found.err) == (0, "")

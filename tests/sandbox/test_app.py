@@ -94,11 +94,12 @@ async def test_a_misspelt_field_of_a_manifest_is_named(folder: Path) -> None:
     )  # fmt: skip
 
 
-async def test_a_wrong_setting_is_exit_code_two(folder: Path) -> None:
+@pytest.mark.parametrize("gpus", ["many", "0", "65"])
+async def test_a_wrong_setting_is_exit_code_two(folder: Path, gpus: str) -> None:
     """The agent's settings are checked before anything starts."""
-    done = await sandbox("--state-dir", folder / "s", "--once", "--gpus", "many")
+    done = await sandbox("--state-dir", folder / "s", "--once", "--gpus", gpus)
     assert done.code == 2
-    assert "many" in done.err
+    assert f"{gpus}: there can be 1 to 64" in done.err
     assert "Traceback" not in done.err
 
 

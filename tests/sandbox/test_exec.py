@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from gpushare_agent.cli.sandbox_exec import split_inner_command
+from gpushare_agent.cli.sandbox_nodes import NODE_NAME
 from gpushare_agent.settings.sources import read_variables
 from tests.support_containers import needs_processes
 from tests.support_sandbox import container, pod
@@ -158,6 +159,8 @@ async def test_what_cannot_be_run_is_reported_as_kubectl_and_a_shell_tell_it(sho
             1,
             "container other not found in pod share; it has main, setup (init)",
         )
+        code, text = await fails("-n", "gpushare-system", f"gpushare-agent-{NODE_NAME}", "top")
+        assert code == 1 and "type the command here as it stands behind `--`" in text
         code, text = await fails("-c", "main", "large", "true")
         assert code == 1
         assert text.startswith(

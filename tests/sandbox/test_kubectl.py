@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 import yaml
 
+from gpushare_agent.sandbox.api.agent_pods import AGENT_NAMESPACE, AgentServer
 from gpushare_agent.sandbox.cluster import EmbeddedCluster, open_embedded_cluster
 from tests.support_containers import needs_processes
 from tests.support_deadline import DEADLINE_S
@@ -124,6 +125,7 @@ async def test_get_and_describe_show_what_they_show_of_a_cluster(short_dir: Path
         assert "by a test" in await kubectl.ok("describe", "pod", "web")
         described = await kubectl.ok("describe", "node", "desk")
         assert "Kubelet Version:" in described and "web" in described
+        assert "0001" not in described  # the year of a time that is missing
         await kubectl.ok("delete", "pod", "web")  # waits until it has gone
         assert kubectl.api.pods() == []
 
@@ -218,6 +220,20 @@ async def test_a_cordoned_node_takes_no_pod_until_it_is_uncordoned(short_dir: Pa
 
 
 @needs_kubectl
+async def test_logs_of_a_container_without_any_say_why(short_dir: Path) -> None:
+    """It waits, or its pod was refused."""
+    async with open_kubectl(short_dir) as kubectl:
+        await kubectl.ok("cordon", "desk")
+        await kubectl.ok("apply", "-f", "-", stdin=pod("a"))
+        assert 'container "main" in pod "a" is waiting to start' in await kubectl.refused("logs", "a")
+        refused = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "150 cores"}
+        kubectl.api.set_pod_status("default", "a", refused)
+        assert "never started: the pod is Failed: UnexpectedAdmissionError: 150 cores" in await kubectl.refused(
+            "logs", "a"
+        )
+
+
+@needs_kubectl
 async def test_what_the_sandbox_does_not_have_is_said_in_a_sentence(short_dir: Path) -> None:
     """exec, attach and port-forward name the sandbox's own command; so do logs of a run before the last."""
     async with open_kubectl(short_dir) as kubectl:
@@ -230,6 +246,11 @@ async def test_what_the_sandbox_does_not_have_is_said_in_a_sentence(short_dir: P
         ):
             said = await kubectl.refused(*words)
             assert f"the sandbox has no {words[0]}" in said and cure in said
+        kubectl.api.add_agent("desk", AgentServer(url="http://127.0.0.1:1", log=short_dir / "agent.log"))
+        said = await kubectl.refused(
+            "exec", "-n", AGENT_NAMESPACE, "gpushare-agent-desk", "--", "gpushare-agent", "top"
+        )
+        assert "type the command here as it stands behind `--`" in said and "COMMAND" not in said
         assert "may not be deleted" in await kubectl.refused("delete", "namespace", "default")
         assert "one log of a container" in await kubectl.refused("logs", "a", "--previous")
         assert "doesn't have a resource type" in await kubectl.refused("get", "services")
