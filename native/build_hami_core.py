@@ -73,21 +73,34 @@ def opened_source(source: str) -> Iterator[Path]:
 
 
 def _unpack(archive: Path, directory: Path) -> Path:
-    """The directory with the sources, which is the archive's one folder where all is in that. Nothing of the archive
-    lands outside of the directory: no absolute name, no `..`, no link that leads out, no device.
+    """The directory with the sources, which is the archive's one folder where all is in that. Files and folders alone are
+    written, below the directory: `extractall(filter="data")` is not to be had in Debian 12's Python 3.11.2.
     """
-    if not hasattr(tarfile, "data_filter"):
-        raise CannotBuildError("this Python unpacks no archive safely: use 3.11.4 or newer, or give a directory")
     try:
         with tarfile.open(archive) as opened:
             members = opened.getmembers()
             if sum(member.size for member in members) > _MAX_ARCHIVE_BYTES:
                 raise CannotBuildError(f"{archive} holds more than {_MAX_ARCHIVE_BYTES} bytes")
-            opened.extractall(directory, members, filter="data")
+            for member in members:
+                _write_member(opened, member, directory)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise CannotBuildError(f"unpacking {archive} failed: {error}") from error
     entries = list(directory.iterdir())
     return entries[0] if len(entries) == 1 and entries[0].is_dir() else directory
+
+
+def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, directory: Path) -> None:
+    """Raises OSError for a member that is no file and no folder, or that leads out; a leading `/` is left out."""
+    path = directory / member.name.lstrip("/")
+    content = archive.extractfile(member) if member.isreg() else None
+    if ".." in path.parts or not (member.isdir() or content is not None):
+        raise OSError(f"{member.name!r} leads out of the archive, or is neither a file nor a folder")
+    if content is None:
+        path.mkdir(parents=True, exist_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with content, path.open("wb") as written:
+        shutil.copyfileobj(content, written)
 
 
 def _fetch(source: str, directory: Path) -> None:

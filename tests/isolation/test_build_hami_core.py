@@ -42,9 +42,9 @@ def test_an_archive_that_leads_out_is_refused(name: str, tmp_path: Path) -> None
         pass
 
 
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.CHRTYPE])
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
 def test_an_archive_with_links_or_devices_is_refused(kind: bytes, tmp_path: Path) -> None:
-    """A link that leads out, and a device node."""
+    """A link wherever it leads, a device node, a pipe."""
     with (
         pytest.raises(CannotBuildError, match="unpacking"),
         opened_source(_archive(tmp_path / "a.tar.xz", "a", kind=kind)),
