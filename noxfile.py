@@ -1,7 +1,5 @@
 """Every check of the project, each in an environment of its own: `nox -s NAME`, `nox -l` lists them."""
 
-from __future__ import annotations
-
 import difflib
 import filecmp
 import hashlib
@@ -11,12 +9,16 @@ import shutil
 import sys
 import tarfile
 import tempfile
-import tomllib
 from pathlib import Path
 
 import nox
 
-nox.needs_version = ">=2025.2"
+if sys.version_info < (3, 11):  # noqa: UP036 - nox runs on older ones; nothing here may be a syntax error there
+    older = sys.version.split()[0]
+    sys.exit(f"gpushare-agent needs Python 3.11 or newer, this is {older}: remove .venv and make it with a newer one")
+import tomllib
+
+nox.needs_version = ">=2024.4.15"  # the last one for Python 3.7, which is to read what is above
 nox.options.sessions = ["tests", "lint", "types", "protos", "lock", "docs"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = False  # tests-3.13 passes over a machine that has only 3.11
@@ -191,10 +193,11 @@ def protos(session: nox.Session) -> None:
         if "--write" in session.posargs:
             shutil.rmtree(WIRE)
             shutil.copytree(made, WIRE)
-        elif differences := _differences(made, WIRE):
-            session.error(
-                "gpushare_agent/wire is not what protos/ generate; run `nox -s protos -- --write`\n" + differences
-            )
+        else:
+            differences = _differences(made, WIRE)
+            if differences:
+                what = "gpushare_agent/wire is not what protos/ generate; run `nox -s protos -- --write`"
+                session.error(f"{what}\n{differences}")
 
 
 @nox.session
@@ -222,8 +225,10 @@ def lock(session: nox.Session) -> None:
             wanted.unlink()
         if {"--write", "--upgrade"} & set(session.posargs):
             shutil.copytree(made, REQUIREMENTS, dirs_exist_ok=True)
-        elif differs := [name for name in locked if _versions(made / name) != _versions(REQUIREMENTS / name)]:
-            session.error(f"{', '.join(differs)}: not what pyproject.toml asks for; run `nox -s lock -- --write`")
+        else:
+            differs = [name for name in locked if _versions(made / name) != _versions(REQUIREMENTS / name)]
+            if differs:
+                session.error(f"{', '.join(differs)}: not what pyproject.toml asks for; run `nox -s lock -- --write`")
 
 
 def _versions(lock_file: Path) -> list[str]:

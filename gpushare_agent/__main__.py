@@ -1,10 +1,12 @@
 """`python -m gpushare_agent` and the console script `gpushare-agent`."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - in a checkout any `python3 -m gpushare_agent` comes here
+    older = sys.version.split()[0]
+    sys.exit(f"gpushare-agent needs Python 3.11 or newer, this is {older}: run it with a newer one")
 
 
 def main() -> int:
