@@ -49,7 +49,8 @@ async def run_program(
         await process.wait()
         raise
     assert process.returncode is not None
-    return Ended(process.returncode, (out or b"").decode(), err.decode())
+    encoding = (environ or {}).get("PYTHONIOENCODING", "utf-8")
+    return Ended(process.returncode, (out or b"").decode(encoding), err.decode(encoding))
 
 
 @dataclass

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
 import difflib
 import gc
+import io
 import os
 import shlex
 import shutil
@@ -39,6 +41,9 @@ COMPLETION_VARIABLE = "_ARGCOMPLETE"
 """argcomplete's shell code sets it when it asks the program for completions."""
 _INTERRUPTED = 130
 _UNPRINTABLE = {"\n": "\n", "\t": " "}
+_STAND_INS = str.maketrans("…–—µ·°↑↓█▉▊▋▌▍▎▏", ".--u. ^v####----")
+_ENCODING_ERRORS = "gpushare-stand-ins"
+"""Name of the error handler of both standard streams."""
 
 
 def no_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,6 +178,7 @@ class CommandLine:
 
     def main(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         """Runs one command and returns the exit code. A user's mistake ends in one line each, never in a traceback."""
+        _print_in_any_encoding()
         try:
             code = self._dispatch(argv, environ)
             sys.stdout.flush()
@@ -244,6 +250,22 @@ class CommandLine:
             )
             write_stderr(f"{self.program}: {shown}\n")
         return code
+
+
+def _print_in_any_encoding() -> None:
+    """A locale, or PYTHONIOENCODING, may lack letters that the output has."""
+    codecs.register_error(_ENCODING_ERRORS, _stand_in)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_ENCODING_ERRORS)
+
+
+def _stand_in(error: UnicodeError) -> tuple[str, int]:
+    """One ASCII letter for each that cannot be encoded: the columns of a table stay where they are."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letters = error.object[error.start : error.end].translate(_STAND_INS)
+    return letters.encode("ascii", "replace").decode(), error.end
 
 
 def runnable() -> str:

@@ -87,7 +87,7 @@ def _config(call: Invocation) -> int:
         except OSError as error:
             raise SettingsError([f"the configuration {path} cannot be read: {error.strerror}"]) from error
     text = show_settings.render(call.load(named), call.options.output)
-    print(text.encode("utf-8", "replace").decode(), end="")
+    print(text, end="")
     return 0
 
 

@@ -5,6 +5,7 @@ Names of pods, GPUs and reasons come from elsewhere: control characters in them 
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -47,12 +48,21 @@ def print_as(form: Form, document: Mapping[str, Any], tables: Callable[[int], Se
 def print_report(form: Form, document: Mapping[str, Any], text: str) -> None:
     """The document, or the text of a command whose report is lines. A file's name that is no UTF-8 is shown with `?`."""
     if form in ("json", "yaml"):
-        text = json.dumps(document, indent=2, ensure_ascii=False)
+        text = as_json(document)
     if form == "yaml":
         import yaml
 
-        text = yaml.safe_dump(json.loads(text), sort_keys=False, allow_unicode=True).rstrip("\n")
-    print(text.encode("utf-8", "replace").decode())
+        text = yaml.safe_dump(json.loads(text), sort_keys=False, allow_unicode=_prints_unicode()).rstrip("\n")
+    print(text)
+
+
+def as_json(value: object, *, indent: int | None = 2) -> str:
+    """With letters beyond ASCII escaped where standard output may lack them."""
+    return json.dumps(value, indent=indent, ensure_ascii=not _prints_unicode())
+
+
+def _prints_unicode() -> bool:
+    return codecs.lookup(sys.stdout.encoding).name == "utf-8"
 
 
 def in_namespace(containers: list[C], namespace: str) -> list[C]:

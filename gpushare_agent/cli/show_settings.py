@@ -6,12 +6,11 @@ in comments of the file they are lines without control characters.
 
 from __future__ import annotations
 
-import json
 from operator import attrgetter
 from typing import Any, Literal
 
 from gpushare_agent.cli.command_line import Form
-from gpushare_agent.cli.render_text import plain
+from gpushare_agent.cli.render_text import as_json, plain
 from gpushare_agent.settings.reference import all_keys, markdown, text_of
 from gpushare_agent.settings.settings import NODE_NAME_SOURCES, LoadedSettings
 from gpushare_agent.settings.sources import ForeignKey
@@ -29,7 +28,7 @@ def render(loaded: LoadedSettings, output: Form | Literal["markdown"]) -> str:
             }
             if loaded.foreign:
                 document["foreign"] = [_outcome(loaded, key) for key in loaded.foreign]
-            return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+            return as_json(document) + "\n"
         case "yaml":
             return _yaml(loaded)
         case "markdown":
@@ -87,7 +86,7 @@ def _yaml(loaded: LoadedSettings) -> str:
         if prefix != section:
             section = prefix
             lines.append(f"{section}:")
-        value = json.dumps(values[key.name], ensure_ascii=False)
+        value = as_json(values[key.name], indent=None)
         lines.append(f"{'  ' if dot else ''}{leaf}: {value}  # {plain(loaded.sources[key.name])}")
     lines += [plain("# " + "; ".join(row)) for row in _foreign_rows(loaded)] if loaded.foreign else []
     return "\n".join(lines) + "\n"

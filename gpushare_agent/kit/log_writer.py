@@ -119,7 +119,8 @@ def _write(stream: TextIO, text: str) -> None:
         stream.write(text)
         stream.flush()
         return
-    rest = memoryview(text.encode(errors="backslashreplace"))
+    errors = "backslashreplace" if stream.errors in (None, "strict") else stream.errors
+    rest = memoryview(text.encode(stream.encoding, errors))
     while rest:
         try:
             rest = rest[os.write(descriptor, rest) :]

@@ -63,7 +63,7 @@ def sample_manifests(which: str, *, by_claims: bool = False) -> list[Manifest]:
 
 def _shipped(folder: str) -> list[Manifest]:
     files = sorted(resources.files(__package__).joinpath(folder).iterdir(), key=lambda f: f.name)
-    return [m for f in files if f.name.endswith(".yaml") for m in parse_manifests(f.read_text(), f.name)]
+    return [m for f in files if f.name.endswith(".yaml") for m in parse_manifests(f.read_text(encoding="utf-8"), f.name)]
 
 
 def expectation(raw: RawObject) -> str | None:
@@ -86,7 +86,8 @@ def _files(path: Path) -> Iterable[Path]:
 
 def _text(file: Path) -> str:
     try:
-        return sys.stdin.read() if file == STANDARD_INPUT else file.read_text(encoding="utf-8")
+        content = sys.stdin.buffer.read() if file == STANDARD_INPUT else file.read_bytes()
+        return content.decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ManifestError(f"{_origin(file)}: cannot be read: {reason}") from error
