@@ -351,3 +351,12 @@ async def test_a_device_list_beyond_four_mebibytes_ends_the_stream() -> None:
             async with asyncio.timeout(DEADLINE_S):
                 await plugin.streams_ended.wait()
         assert node.kubelet.capacity() == {FOO: (0, 0)}
+
+
+async def test_a_resource_may_have_more_ids_than_a_message_has_other_fields() -> None:
+    """As on 64 GPUs of 80 GiB: a kubelet takes a list of 4 MiB, however many IDs are in it."""
+    plugin = SmallPlugin(FOO, device_ids("a", count=20_480), prefers=False)
+    async with open_test_node() as node, open_plugin(node, plugin):
+        node.api.create_pod(pod("p", foo(count=2)))
+        await wait_phase(node, "p", "Running")
+        assert node.api.node("node-a")["status"]["capacity"][FOO] == "20480"

@@ -83,7 +83,7 @@ def parse_devices(message: bytes) -> Mapping[str, PluginDevice]:
     return {device.id: device for device in map(_device, wire_frames.submessages(message, 1))}
 
 
-@lru_cache(maxsize=16_384)
+@lru_cache(maxsize=MESSAGE_LIMIT // 32)  # all devices of the largest list
 def _device(message: bytes) -> PluginDevice:
     """A plugin sends all its devices at each change of one."""
     parts = {number: value for number, value in wire_frames.fields(message) if isinstance(value, bytes)}

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpushare_agent.kit.wire_build import bytes_field, integer_field
-from gpushare_agent.kit.wire_scan import MalformedMessageError, scan_fields
+from gpushare_agent.kit.wire_scan import Fields, MalformedMessageError, scan_fields
 
 _VARINT = 0
 
 
 def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of every field."""
-    for key, value, start, stop in scan_fields(message, 0, len(message)):
+    """Number and value of every field: any number of them, as in a real kubelet, which bounds a message's bytes alone."""
+    for key, value, start, stop in scan_fields(message, 0, len(message), Fields(len(message))):
         yield key >> 3, value if key & 7 == _VARINT else message[start:stop]
 
 
