@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from gpushare_agent.dra.decisions.claim import is_claim_uid
-from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult, encode_spec
+from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult, distinct_names, encode_spec
 from gpushare_agent.kit.directories import DIRECTORY, opened, read_content, replace_file
 from gpushare_agent.model.allocations import ClaimRef, ContainerKey
 from gpushare_agent.model.errors import Unavailable
@@ -134,9 +134,11 @@ def _document(claim: PreparedClaim) -> dict[str, Any]:
 def _parsed(raw: Mapping[str, Any]) -> PreparedClaim:
     """Raises KeyError, TypeError or ValueError."""
     ref = ClaimRef(str(raw["namespace"]), str(raw["name"]), str(raw["uid"]))
+    # In an earlier build's record two results may have one key, under which the files are: `view` names it as before.
+    keys = distinct_names([str(one["key"]) for one in raw["results"]])
     results = tuple(
         PreparedResult(
-            key=ContainerKey(PodUid(ref.uid), str(one["key"])),
+            key=ContainerKey(PodUid(ref.uid), key),
             request=str(one["request"]),
             device=str(one["device"]),
             share_id=str(one["share_id"]),
@@ -145,10 +147,10 @@ def _parsed(raw: Mapping[str, Any]) -> PreparedClaim:
             memory_mib=int(one["memory_mib"]),
             is_whole=bool(one["is_whole"]),
             core_limit=int(one.get("core_limit", 0)),
-            view=str(one.get("view", "")),
+            view=str(one.get("view", "")) or str(one["key"]),
             cdi_devices=tuple(map(str, one["cdi_devices"])),
         )
-        for one in raw["results"]
+        for key, one in zip(keys, raw["results"], strict=True)
     )
     spec = raw["spec"]
     if not isinstance(spec, dict) or not results:

@@ -8,7 +8,7 @@ import pytest
 
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, ShareConfig, read_claim
 from gpushare_agent.model.errors import Corrupt
-from tests.support_claims import DRIVER, NODE, raw_claim, ref_of, result, share_config, whole
+from tests.support_claims import DRIVER, NODE, raw_claim, ref_of, result, share_config, uid_of, whole
 
 
 def read(raw: dict[str, Any]) -> AllocatedClaim:
@@ -59,6 +59,7 @@ def test_a_configuration_is_of_the_requests_that_it_names() -> None:
         (raw_claim(result(memory="-16Gi")), "negative"),
         (raw_claim(result(consumedCapacity={"cores": "5"})), "DRAConsumableCapacity"),
         (raw_claim(*[result()] * 33), "at most 32"),
+        (raw_claim(result(), result(shareID=uid_of(3))), "request gpu is allocated the device gpu-0 2 times"),
         (raw_claim(result(), config=[share_config(isolatoin="mps")]), "no field 'isolatoin'"),
         (raw_claim(result(), config=[share_config(coreLimit=True)]), "whole number from 0 to 100"),
         (raw_claim(result(cores=40), config=[share_config(coreLimit=30)]), "below its 40 cores"),

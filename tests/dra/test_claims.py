@@ -104,6 +104,41 @@ async def test_a_record_of_a_newer_agent_is_read(tmp_path: Path) -> None:
     assert driver.claims.prepared == {first.ref.uid: first}
 
 
+async def test_results_that_an_earlier_build_recorded_under_one_key_are_all_booked(tmp_path: Path) -> None:
+    """It wrote one name for two requests, and booked one of them. Their files are under that name until the claim ends."""
+    driver = Driver(
+        tmp_path, raw_claim(result("a", 0, cores=90), result("a", 1), result("a-gpu-0", 0, cores=1, memory="1Gi"))
+    )
+    await prepared(driver)
+    path = tmp_path / "records" / f"{uid_of(1)}.json"
+    record = json.loads(path.read_text())
+    for one, view in zip(record["results"], ("a-gpu-0", "a-gpu-0", ""), strict=True):
+        one |= {"key": "a-gpu-1" if one["device"] == "gpu-1" else "a-gpu-0", "view": view}
+    path.write_text(json.dumps(record))
+    driver.claims = driver.new_claims()
+    await driver.claims.restore()
+    assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 91, GpuUuid("GPU-1"): 40}
+    assert [(one.key.container, one.claim and one.claim.view) for one in driver.cache] == [
+        ("a-gpu-0", "a-gpu-0"),
+        ("a-gpu-0-2", "a-gpu-0"),
+        ("a-gpu-1", "a-gpu-0"),
+    ]
+    again = await prepared(driver)
+    driver.claims = driver.new_claims()
+    await driver.claims.restore()
+    assert driver.claims.prepared == {uid_of(1): again} and driver.cache.used_cores()[GpuUuid("GPU-0")] == 91
+    await driver.claims.unprepare(ref_of())
+    assert not len(driver.cache) and not driver.records() and not driver.specs()
+
+
+async def test_two_results_of_which_one_is_named_as_the_other_are_both_booked(tmp_path: Path) -> None:
+    driver = Driver(
+        tmp_path, raw_claim(result("a", 0, cores=90), result("a", 1), result("a-gpu-0", 0, cores=1, memory="1Gi"))
+    )
+    await prepared(driver)
+    assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 91, GpuUuid("GPU-1"): 40} and len(driver.cache) == 3
+
+
 async def test_a_share_that_a_force_deleted_pod_still_uses_is_waited_for(tmp_path: Path) -> None:
     """The scheduler gave it away already. Within the wait it is free: the pod need not wait for the next try."""
     driver = Driver(tmp_path, raw_claim(result(cores=80)), raw_claim(result(cores=60), number=2), wait_s=30)

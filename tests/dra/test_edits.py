@@ -6,12 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
 from gpushare_agent.isolation import GpuShare, IsolationRequest
 from gpushare_agent.isolation.decisions.hami_core import edit_hami_core
+from gpushare_agent.isolation.decisions.vdevice_format import is_container_name
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
@@ -19,6 +22,11 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from tests.support_claims import DRIVER, NODE, edit_policy, raw_claim, result, share_config, uid_of, using, whole
 from tests.support_core import inventory, pod
+
+REQUESTS = st.one_of(
+    st.sampled_from(["a", "a-gpu-0", "a-gpu-0-2", "a/b", "a/c", "x" * 63, "x" * 57 + "-y", "x" * 57 + "-z", "x" * 61]),
+    st.from_regex(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", fullmatch=True),
+)
 
 
 def prepare(raw: dict[str, Any], *pods: Pod, policy: EditPolicy | None = None) -> PreparedClaim | Refused:
@@ -169,6 +177,23 @@ def test_count_two_makes_two_results_of_one_request_with_names_of_their_own() ->
     made = prepared(raw_claim(result(index=0), result(index=3)), user("p", ""))
     assert [one.key.container for one in made.results] == ["gpu-gpu-0", "gpu-gpu-3"]
     assert len({one.cdi_devices for one in made.results}) == 2
+
+
+@given(st.lists(st.tuples(REQUESTS, st.integers(0, 3)), min_size=1, max_size=32, unique=True))
+def test_no_two_results_of_a_claim_have_one_key(results: list[tuple[str, int]]) -> None:
+    """Each key is a container's name for the paths, sockets and annotations that have it."""
+    made = prepared(raw_claim(*(result(name, index, cores=1, memory="256Mi") for name, index in results)))
+    names = [one.key.container for one in made.results]
+    assert len(set(names)) == len(results) and all(map(is_container_name, names))
+    assert {one.view for one in made.results} <= set(names)
+
+
+def test_a_result_has_the_name_that_it_had_unless_another_has_it() -> None:
+    """Files of shares that run are under it."""
+    made = prepared(raw_claim(result("a", 0), result("a", 1), result("a-gpu-0", 2)), user("p", "a", "a-gpu-0"))
+    assert [one.key.container for one in made.results] == ["a-gpu-0", "a-gpu-1", "a-gpu-0-2"]
+    assert [one.view for one in made.results] == ["a-gpu-0", "a-gpu-0", "a-gpu-0-2"]
+    assert env_of(made, 2)["CUDA_DEVICE_MEMORY_SHARED_CACHE"].endswith("/a-gpu-0-2.cache")
 
 
 def test_a_claim_of_an_extended_resource_is_named_by_no_container() -> None:

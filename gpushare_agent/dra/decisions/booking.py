@@ -50,7 +50,7 @@ def allocations_of(claim: PreparedClaim, ledger: Ledger, names: ResourceNames, a
                     request=one.request.partition("/")[0],
                     isolation=claim.isolation,
                     core_limit=one.core_limit,
-                    view=one.view or one.key.container,
+                    view=one.view,
                 ),
             )
         )

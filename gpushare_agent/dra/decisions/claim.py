@@ -11,6 +11,7 @@ Format: resource.k8s.io/v1 ResourceClaim. The opaque configuration is ShareConfi
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -91,6 +92,9 @@ def read_claim(raw: Mapping[str, Any], *, driver: str, pool: str) -> AllocatedCl
     results = [_result(one, configs) for one in mine]
     if not results:
         raise Corrupt(f"status.allocation has no device of driver {driver}")
+    for one, times in Counter((one.request, one.device) for one in results).items():
+        if times > 1:  # a CDI spec has one device of a name
+            raise Corrupt(f"request {one[0]} is allocated the device {one[1]} {times} times")
     return AllocatedClaim(
         ref=ref,
         shown_as=_shown_as(raw, ref),

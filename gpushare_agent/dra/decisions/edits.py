@@ -11,8 +11,10 @@ plugins, also one of a ConfigMap or of the image. So each variable that could li
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
@@ -30,6 +32,8 @@ from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 CDI_KIND = "gpushare-agent/claim"
 CDI_VERSION = "0.6.0"
 """Understood by every runtime that a kubelet with resource.k8s.io/v1 runs on."""
+MAX_CONTAINER_NAME = 63
+"""Characters of a container's name, and of a request's; paths and annotations have names of that form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +51,7 @@ class PreparedResult:
     is_whole: bool
     cdi_devices: tuple[str, ...]
     core_limit: int = 0
-    view: str = ""
+    view: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +81,10 @@ def prepare_claim(
     views = _views(claim, pods)
     if isinstance(views, Refused):
         return views
+    keys = dict(zip(claim.results, _keys(claim), strict=True))
     devices, results = [], []
     for view in views:
-        prepared = _View(claim, view, gpus, policy, isolation, block_mib)
+        prepared = _View(claim, view, keys, gpus, policy, isolation, block_mib)
         edits = prepared.edits()
         if isinstance(edits, Refused):
             return edits
@@ -172,12 +177,14 @@ class _View:
         self,
         claim: AllocatedClaim,
         requests: frozenset[str],
+        keys: Mapping[ClaimResult, ContainerKey],
         gpus: Mapping[int, Gpu],
         policy: EditPolicy,
         isolation: IsolationName,
         block_mib: int,
     ) -> None:
         self._claim = claim
+        self._keys = keys
         self._policy = policy
         self._isolation = isolation
         self._block_mib = block_mib
@@ -208,7 +215,7 @@ class _View:
     def result(self, result: ClaimResult, cdi_devices: tuple[str, ...]) -> PreparedResult:
         gpu = next(gpu for one, gpu in self.results if one is result)
         return PreparedResult(
-            key=_key(self._claim, result),
+            key=self._keys[result],
             request=result.request,
             device=result.device,
             share_id=result.share_id,
@@ -225,7 +232,7 @@ class _View:
     def _key(self) -> ContainerKey:
         """Of the files that the isolation keeps for the view: its first share's, for a whole GPU has none."""
         shares = [one for one, gpu in self.results if not _is_whole(one, gpu, self._block_mib)]
-        return _key(self._claim, shares[0] if shares else self.results[0][0])
+        return self._keys[shares[0] if shares else self.results[0][0]]
 
     def _shares(self) -> tuple[GpuShare, ...]:
         """Two results on one GPU make one share of it: the container cannot distinguish them."""
@@ -287,12 +294,29 @@ def _views(claim: AllocatedClaim, pods: Iterable[Pod]) -> list[frozenset[str]] |
     return [view for view in found if view]
 
 
-def _key(claim: AllocatedClaim, result: ClaimResult) -> ContainerKey:
-    """A container's name has at most 63 characters, and so has a request's."""
-    main = _main(result.request)
-    several = sum(_main(one.request) == main for one in claim.results) > 1
-    suffix = f"-{result.device}" if several else ""
-    return ContainerKey(PodUid(claim.ref.uid), main[: 63 - len(suffix)].rstrip("-") + suffix)
+def _keys(claim: AllocatedClaim) -> list[ContainerKey]:
+    """One for each result, in their order: the request's name, with the device where the request has several."""
+    devices = Counter(_main(one.request) for one in claim.results)
+    names = []
+    for one in claim.results:
+        main = _main(one.request)
+        suffix = f"-{one.device}" if devices[main] > 1 else ""
+        names.append(main[: MAX_CONTAINER_NAME - len(suffix)].rstrip("-") + suffix)
+    return [ContainerKey(PodUid(claim.ref.uid), name) for name in distinct_names(names)]
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """No two alike, each as long as a container's name may be: one that an earlier result has gets a number. A request may
+    be named as another's result (`a-gpu-0`), and two long requests may differ where they were cut."""
+    taken, found = set(names), list[str]()
+    for name in names:
+        unique = name
+        if name in found:
+            numbered = (f"{name[: MAX_CONTAINER_NAME - len(str(n)) - 1].rstrip('-')}-{n}" for n in count(2))
+            unique = next(one for one in numbered if one not in taken)
+            taken.add(unique)
+        found.append(unique)
+    return found
 
 
 def _main(request: str) -> str:
