@@ -50,6 +50,11 @@ def whole(request: str = "gpu", index: int = 0) -> RawClaim:
     return result(request, index, cores=100, memory="24Gi")
 
 
+def admin(request: str = "admin", index: int = 0) -> RawClaim:
+    """Admin access to a whole GPU, with the capacity that the API server shows of it."""
+    return result(request, index, cores=100, memory="24Gi", adminAccess=True)
+
+
 def raw_claim(
     *results: RawClaim, number: int = 1, config: Collection[RawClaim] = (), users: Collection[str] = ("p",)
 ) -> RawClaim:

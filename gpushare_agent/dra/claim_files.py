@@ -123,6 +123,7 @@ def _document(claim: PreparedClaim) -> dict[str, Any]:
                 "is_whole": one.is_whole,
                 "core_limit": one.core_limit,
                 "view": one.view,
+                "is_admin": one.is_admin,
                 "cdi_devices": list(one.cdi_devices),
             }
             for one in claim.results
@@ -149,6 +150,7 @@ def _parsed(raw: Mapping[str, Any]) -> PreparedClaim:
             core_limit=int(one.get("core_limit", 0)),
             view=str(one.get("view", "")) or str(one["key"]),
             cdi_devices=tuple(map(str, one["cdi_devices"])),
+            is_admin=bool(one.get("is_admin", False)),
         )
         for key, one in zip(keys, raw["results"], strict=True)
     )

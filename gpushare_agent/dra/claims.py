@@ -180,7 +180,7 @@ class Claims:
         made = self._decide_and_book(claim, pods)
         if isinstance(made, Refused):
             return made
-        keys, is_saving = [one.key for one in made.results], False
+        keys, is_saving = [one.key for one in made.charged], False
         try:
             refused = await self._prepare_host(keys, made.isolation)
             if refused is None:
@@ -248,7 +248,7 @@ class Claims:
             return made
         if why := conflict(made, self._prepared.values(), pods):
             return _invalid(why)
-        if why := self._unavailable_reason(made.isolation):
+        if made.charged and (why := self._unavailable_reason(made.isolation)):
             return _not_ready(f"isolation {made.isolation}: {why}")
         if why := shortage(made, self._cache, inventory.by_uuid(), self._names):
             return _not_ready(why)

@@ -8,7 +8,7 @@ import pytest
 
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, ShareConfig, read_claim
 from gpushare_agent.model.errors import Corrupt
-from tests.support_claims import DRIVER, NODE, raw_claim, ref_of, result, share_config, uid_of, whole
+from tests.support_claims import DRIVER, NODE, admin, raw_claim, ref_of, result, share_config, uid_of, whole
 
 
 def read(raw: dict[str, Any]) -> AllocatedClaim:
@@ -24,6 +24,17 @@ def test_results_are_read_in_their_order_with_the_consumed_capacity() -> None:
         ("b/big", 0, 100, 24576),
     ]
     assert claim.users == (("p", "uid-p"), ("q", "uid-q"))
+
+
+def test_admin_access_has_no_size_and_no_ceiling() -> None:
+    """The API server shows a capacity as consumed, or none: the scheduler counts neither."""
+    bare = {name: value for name, value in admin("b", 1).items() if name != "consumedCapacity"}
+    claim = read(raw_claim(admin("a"), bare, result("c", adminAccess=False), config=[share_config(coreLimit=80)]))
+    assert [(r.is_admin, r.cores, r.memory_mib, r.config.core_limit) for r in claim.results] == [
+        (True, 0, 0, 0),
+        (True, 0, 0, 0),
+        (False, 40, 16384, 80),
+    ]
 
 
 def test_other_drivers_devices_are_passed_over() -> None:

@@ -15,7 +15,7 @@ from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import GpuUuid, PodUid
-from tests.support_claims import Driver, edit_policy, raw_claim, ref_of, result, uid_of, using, whole
+from tests.support_claims import Driver, admin, edit_policy, raw_claim, ref_of, result, uid_of, using, whole
 from tests.support_extender import eventually
 
 
@@ -137,6 +137,38 @@ async def test_two_results_of_which_one_is_named_as_the_other_are_both_booked(tm
     )
     await prepared(driver)
     assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 91, GpuUuid("GPU-1"): 40} and len(driver.cache) == 3
+
+
+async def test_admin_access_is_charged_to_nobody(tmp_path: Path) -> None:
+    """Before others, beside them, and over a restart; nothing is prepared on the host, and no isolation must be there."""
+    whole_gpu, share = raw_claim(whole("w", 0), number=2), raw_claim(result("s", 1, cores=100), admin("a", 1), number=3)
+    driver = Driver(tmp_path, raw_claim(admin("a", 0), admin("b", 1)), whole_gpu, share)
+    driver.unavailable = "the library is missing"
+    await prepared(driver)
+    assert not len(driver.cache) and driver.prepared_keys == []
+    driver.unavailable = ""
+    await prepared(driver, 2)
+    last = await prepared(driver, 3)
+    used = {GpuUuid("GPU-0"): 100, GpuUuid("GPU-1"): 100}
+    assert driver.cache.used_cores() == used and driver.prepared_keys[-1] == last.results[0].key
+    before = driver.claims.prepared
+    driver.claims = driver.new_claims()
+    await driver.claims.restore()
+    assert driver.claims.prepared == before and driver.cache.used_cores() == used and len(driver.cache) == 2
+    await driver.claims.unprepare(ref_of())
+    assert driver.claims.prepared.keys() == {uid_of(2), uid_of(3)} and driver.cache.used_cores() == used
+
+
+async def test_compute_that_follows_the_memory_is_booked_for_nobody(tmp_path: Path) -> None:
+    """The scheduler counts no cores of it, and gives all of them to others: the limit is no reservation."""
+    driver = Driver(
+        tmp_path, raw_claim(result(cores=0, memory="12Gi")), raw_claim(result(cores=100, memory="12Gi"), number=2)
+    )
+    made = await prepared(driver)
+    (edits,) = (one["containerEdits"]["env"] for one in made.spec["devices"])
+    assert "CUDA_DEVICE_SM_LIMIT_0=50" in edits and driver.cache.used_cores() == {}
+    await prepared(driver, 2)
+    assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 100} and driver.cache.used_blocks() == {GpuUuid("GPU-0"): 96}
 
 
 async def test_a_share_that_a_force_deleted_pod_still_uses_is_waited_for(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
-from gpushare_agent.isolation import GpuShare, IsolationRequest
+from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
 from gpushare_agent.isolation.decisions.hami_core import edit_hami_core
 from gpushare_agent.isolation.decisions.vdevice_format import is_container_name
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -20,7 +20,7 @@ from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from tests.support_claims import DRIVER, NODE, edit_policy, raw_claim, result, share_config, uid_of, using, whole
+from tests.support_claims import DRIVER, NODE, admin, edit_policy, raw_claim, result, share_config, uid_of, using, whole
 from tests.support_core import inventory, pod
 
 REQUESTS = st.one_of(
@@ -194,6 +194,37 @@ def test_a_result_has_the_name_that_it_had_unless_another_has_it() -> None:
     assert [one.key.container for one in made.results] == ["a-gpu-0", "a-gpu-1", "a-gpu-0-2"]
     assert [one.view for one in made.results] == ["a-gpu-0", "a-gpu-0", "a-gpu-0-2"]
     assert env_of(made, 2)["CUDA_DEVICE_MEMORY_SHARED_CACHE"].endswith("/a-gpu-0-2.cache")
+
+
+@pytest.mark.parametrize("name", ISOLATIONS)
+def test_admin_access_is_not_limited_by_any_isolation(name: IsolationName) -> None:
+    """Also for several containers and pods at once, which no share may have under some of them."""
+    made = prepared(
+        raw_claim(admin("a", 1), users=["p", "q"]), user("p", "", ""), user("q", ""), policy=edit_policy(name)
+    )
+    whole_gpu = prepared(raw_claim(whole("a", 1)), user("p", ""), policy=edit_policy(name))
+    assert env_of(made) == env_of(whole_gpu) and env_of(made)["NVIDIA_VISIBLE_DEVICES"] == "GPU-1"
+    edits = [one.spec["devices"][0]["containerEdits"] for one in (made, whole_gpu)]
+    assert edits[0]["deviceNodes"] == edits[1]["deviceNodes"]
+
+
+def test_admin_access_beside_a_share_in_one_container_limits_the_share_alone() -> None:
+    """The share's isolation is the container's, whichever the admin access asks for; of one GPU by both it has all."""
+    beside = prepared(
+        raw_claim(admin("a", 0), result("b", 1), config=[share_config(requests=["a"], isolation="none")]), user("p", "")
+    )
+    expected = {"CUDA_DEVICE_MEMORY_LIMIT_1": "16384m", "CUDA_DEVICE_SM_LIMIT_0": "100", "CUDA_DEVICE_SM_LIMIT_1": "40"}
+    assert limits(env_of(beside)) == expected
+    assert beside.isolation is IsolationName.HAMI_CORE and [one.view for one in beside.results] == ["b", "b"]
+    same = prepared(raw_claim(result("b", 1), admin("a", 1)), user("p", ""))
+    assert env_of(same) == {"NVIDIA_VISIBLE_DEVICES": "GPU-1"}
+
+
+def test_containers_that_use_a_whole_gpu_together_do_not_share_another_ones_share() -> None:
+    raw = raw_claim(whole("a", 0), admin("b", 1), result("c", 2))
+    prepared(raw, user("p", "a", "a", "b", "b", "c"))
+    refused = prepare(raw, user("p", "a", "c", "c"))
+    assert isinstance(refused, Refused) and "containers c1 and c2 share it" in refused.detail
 
 
 def test_a_claim_of_an_extended_resource_is_named_by_no_container() -> None:

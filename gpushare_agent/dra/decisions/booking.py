@@ -25,10 +25,10 @@ class Ledger(Protocol):
 
 
 def allocations_of(claim: PreparedClaim, ledger: Ledger, names: ResourceNames, at: float) -> list[Allocation]:
-    """One for each result."""
+    """One for each result, but none for admin access: the scheduler counts nothing of it, and gives the GPU to others."""
     made = []
     taken: set[DeviceId] = set()
-    for one in claim.results:
+    for one in claim.charged:
         blocks = 0 if one.is_whole else one.memory_mib // names.memory_block_mib
         cores_ids = _free(one, one.cores, ledger.holders(ResourceKind.VCORE), taken)
         block_ids = _free(one, blocks, ledger.holders(ResourceKind.VMEMORY), taken)
@@ -72,7 +72,7 @@ def shortage(claim: PreparedClaim, ledger: Ledger, gpus: Mapping[GpuUuid, Gpu], 
     for allocation in ledger:
         for uuid in allocation.gpus:
             on_gpu.setdefault(uuid, []).append(allocation)
-    for one in claim.results:
+    for one in claim.charged:
         uuid = GpuUuid(one.gpu)
         gpu, wanted = gpus[uuid], one.memory_mib // names.memory_block_mib
         capacity = names.units(gpu, ResourceKind.VMEMORY)

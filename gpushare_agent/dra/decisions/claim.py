@@ -50,7 +50,7 @@ class ShareConfig:
 class ClaimResult:
     """One device of a claim. `request` as in the claim, `a` or `a/b` of a list of alternatives. `index` is the GPU's.
     `cores` are percent of it, 0 where the claim asks for memory alone; `memory_mib` is rounded to the slice's step by the
-    scheduler."""
+    scheduler. `is_admin`: by admin access, all of the GPU beside whoever has it; nothing is charged, so both are 0."""
 
     request: str
     device: str
@@ -59,6 +59,7 @@ class ClaimResult:
     cores: int
     memory_mib: int
     config: ShareConfig = ShareConfig()
+    is_admin: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +150,17 @@ def _result(raw: Mapping[str, Any], configs: Sequence[tuple[frozenset[str], Shar
     share_id = raw.get("shareID") or ""
     if not isinstance(share_id, str) or (share_id and not is_claim_uid(share_id)):
         raise Corrupt(f"request {request}: shareID is no UUID")
+    if raw.get("adminAccess") is True:  # consumedCapacity is there all the same, and no scheduler counts it
+        return ClaimResult(
+            request=request,
+            device=device,
+            index=index,
+            share_id=share_id,
+            cores=0,
+            memory_mib=0,
+            config=replace(_config_of(request, 0, configs), core_limit=0),
+            is_admin=True,
+        )
     consumed = _object(raw, "consumedCapacity")
     cores = whole_number(consumed.get("cores", str(CORES_PER_GPU)), f"request {request}, cores")
     if "memory" not in consumed:

@@ -39,7 +39,7 @@ MAX_CONTAINER_NAME = 63
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedResult:
     """One result as it was prepared. `gpu` is a UUID; `cdi_devices` are what the kubelet hands to the runtime; `view` names
-    the result under whose key the isolation keeps the files of the view."""
+    the result under whose key the isolation keeps the files of the view. `is_admin`: it is in no account."""
 
     key: ContainerKey
     request: str
@@ -52,6 +52,7 @@ class PreparedResult:
     cdi_devices: tuple[str, ...]
     core_limit: int = 0
     view: str
+    is_admin: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,11 @@ class PreparedClaim:
     spec: Mapping[str, Any]
     users: tuple[PodUid, ...] = ()
 
+    @property
+    def charged(self) -> tuple[PreparedResult, ...]:
+        """The results that have a part of their GPU: all but admin access."""
+        return tuple(one for one in self.results if not one.is_admin)
+
 
 def prepare_claim(
     claim: AllocatedClaim, gpus: Mapping[int, Gpu], pods: Sequence[Pod], policy: EditPolicy, block_mib: int
@@ -75,8 +81,8 @@ def prepare_claim(
     isolation = _isolation(claim, policy)
     if isinstance(isolation, Refused):
         return isolation
-    has_shares = any(not _is_whole(result, gpus[result.index], block_mib) for result in claim.results)
-    if has_shares and (refused := not_shared(claim, isolation, pods, policy)):
+    shares = tuple(result for result in claim.results if _is_share(result, gpus[result.index], block_mib))
+    if shares and (refused := not_shared(replace(claim, results=shares), isolation, pods, policy)):
         return refused
     views = _views(claim, pods)
     if isinstance(views, Refused):
@@ -222,40 +228,45 @@ class _View:
             gpu=gpu.uuid,
             cores=result.cores,
             memory_mib=result.memory_mib,
-            is_whole=_is_whole(result, gpu, self._block_mib),
+            is_whole=not result.is_admin and not _is_share(result, gpu, self._block_mib),
             cdi_devices=cdi_devices,
             core_limit=result.config.core_limit,
             view=self._key.container,
+            is_admin=result.is_admin,
         )
 
     @property
     def _key(self) -> ContainerKey:
-        """Of the files that the isolation keeps for the view: its first share's, for a whole GPU has none."""
-        shares = [one for one, gpu in self.results if not _is_whole(one, gpu, self._block_mib)]
+        """Of the files that the isolation keeps for the view: its first share's, for what is not limited has none."""
+        shares = [one for one, gpu in self.results if _is_share(one, gpu, self._block_mib)]
         return self._keys[shares[0] if shares else self.results[0][0]]
 
     def _shares(self) -> tuple[GpuShare, ...]:
-        """Two results on one GPU make one share of it: the container cannot distinguish them."""
+        """Two results on one GPU make one share of it, for the container cannot distinguish them: all of it where one is
+        admin access."""
         found: dict[str, GpuShare] = {}
         for result, gpu in self.results:
+            memory_mib = gpu.memory_mib if result.is_admin else result.memory_mib
             share = GpuShare(
                 gpu=gpu,
-                cores=result.cores or max(1, CORES_PER_GPU * result.memory_mib // gpu.memory_mib),
-                memory_mib=result.memory_mib,
-                is_whole=_is_whole(result, gpu, self._block_mib),
+                cores=result.cores or max(1, CORES_PER_GPU * memory_mib // gpu.memory_mib),
+                memory_mib=memory_mib,
+                is_whole=not _is_share(result, gpu, self._block_mib),
             )
             if (known := found.get(gpu.uuid)) is not None:
                 share = replace(
                     known,
                     cores=min(CORES_PER_GPU, known.cores + share.cores),
-                    memory_mib=known.memory_mib + share.memory_mib,
+                    memory_mib=min(gpu.memory_mib, known.memory_mib + share.memory_mib),
+                    is_whole=known.is_whole or share.is_whole,
                 )
             found[gpu.uuid] = share
         return tuple(found.values())
 
 
 def _isolation(claim: AllocatedClaim, policy: EditPolicy) -> IsolationName | Refused:
-    asked = {result.config.isolation for result in claim.results}
+    limited = [result for result in claim.results if not result.is_admin]
+    asked = {result.config.isolation for result in limited or claim.results}
     if len(asked) > 1:
         return _refused(
             "its requests ask for several isolations, and a container has one. Ask for the same in all of them"
@@ -323,9 +334,10 @@ def _main(request: str) -> str:
     return request.partition("/")[0]
 
 
-def _is_whole(result: ClaimResult, gpu: Gpu, block_mib: int) -> bool:
-    """The claim has all that the slice offers of the GPU."""
-    return result.cores >= CORES_PER_GPU and result.memory_mib >= gpu.memory_mib // block_mib * block_mib
+def _is_share(result: ClaimResult, gpu: Gpu, block_mib: int) -> bool:
+    """The container is to be limited: the claim has not all that the slice offers of the GPU, and no admin access to it."""
+    is_whole = result.cores >= CORES_PER_GPU and result.memory_mib >= gpu.memory_mib // block_mib * block_mib
+    return not (is_whole or result.is_admin)
 
 
 def _by_cdi(strategy: DeviceListStrategy) -> DeviceListStrategy:

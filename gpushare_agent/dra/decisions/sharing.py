@@ -22,7 +22,8 @@ from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 def not_shared(
     claim: AllocatedClaim, isolation: IsolationName, pods: Sequence[Pod], policy: EditPolicy
 ) -> Refused | None:
-    """Why those who use a share together cannot have it under the isolation; None where they can."""
+    """Why those who use a share together cannot have it under the isolation; None where they can. The claim's results are
+    its shares alone: what is not limited may be used by anyone."""
     together = next(filter(None, (_together(claim, pod) for pod in pods)), [])
     cure = f"choose another isolation ({CONFIG_KIND}.isolation)"
     who = f"containers {' and '.join(together)}" if together else "several pods"
@@ -53,7 +54,7 @@ def _together(claim: AllocatedClaim, pod: Pod) -> list[str]:
     used: dict[str, list[ContainerSpec]] = {}
     for container in pod.containers:
         named = {request for name, request in container.claims if name in names}
-        for request in every if "" in named else named:
+        for request in every if "" in named else named & every:
             used.setdefault(request, []).append(container)
     for users in used.values():
         has_sidecar = any(one.kind is ContainerKind.SIDECAR for one in users)
