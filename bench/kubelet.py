@@ -19,6 +19,7 @@ from bench.http2 import CallError, Handler, Http2Connection, dial
 from bench.pods import BenchPod, Device, device
 from gpushare_agent.kit.wire_build import bytes_field, integer_field, string_list
 from gpushare_agent.sandbox.kubelet.wire_frames import fields, numa_nodes, submessages, texts
+from gpushare_agent.sandbox.state_directory import NodePaths
 from gpushare_agent.wire.v1 import GetPodResourcesRequest
 from gpushare_agent.wire.v1beta1 import RegisterRequest
 
@@ -70,9 +71,9 @@ class RefusedPodError(Exception):
 class BenchKubelet:
     """Open with `async with`. `start` and `restart` make the sockets; calls and answers run in its task group."""
 
-    def __init__(self, state: Path) -> None:
-        self.plugin_directory = state / "device-plugins"
-        self.pod_resources_socket = state / "pod-resources" / "kubelet.sock"
+    def __init__(self, paths: NodePaths) -> None:
+        self.plugin_directory = paths.device_plugin_path
+        self.pod_resources_socket = paths.pod_resources_socket
         for path in (self.plugin_directory, self.pod_resources_socket.parent):
             path.mkdir(parents=True)
         self.plugins: dict[str, Plugin] = {}

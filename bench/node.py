@@ -21,6 +21,7 @@ from gpushare_agent.gpus.simulated.driver import GPUS_PER_NUMA_NODE, simulated_u
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, device_id
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from gpushare_agent.sandbox.state_directory import NodePaths
 
 NODE_NAME = "bench"
 GPUS, GPU_MEMORY_MIB, BLOCK_MIB = 8, 81920, 256
@@ -135,7 +136,7 @@ async def open_node(
     are further settings of the agent, or others than usual, `environment` further variables."""
     state = Path(tempfile.mkdtemp(prefix="gsb", dir="/tmp"))
     try:
-        async with EmbeddedApiServer() as api, BenchKubelet(state) as kubelet:
+        async with EmbeddedApiServer() as api, BenchKubelet(NodePaths(state=state)) as kubelet:
             api.apply_node({
                 "apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE_NAME}, "spec": {},
                 "status": {"nodeInfo": {"kubeletVersion": api.release}},
@@ -144,7 +145,7 @@ async def open_node(
             Containers(state / "cgroup")
             (state / "proc" / "self").mkdir(parents=True)
             (state / "proc" / "self" / "cgroup").write_text("0::/\n")
-            agent = BenchAgent(_arguments(state, kubelet, {"isolation": isolation, **flags}), state, environment)
+            agent = BenchAgent(agent_arguments(state, {"isolation": isolation, **flags}), state, environment)
             await kubelet.start()
             try:
                 yield BenchNode(state=state, api=api, kubelet=kubelet, agent=agent)
@@ -154,7 +155,8 @@ async def open_node(
         shutil.rmtree(state, ignore_errors=True)
 
 
-def _arguments(state: Path, kubelet: BenchKubelet, others: Mapping[str, object]) -> list[str]:
+def agent_arguments(state: Path, others: Mapping[str, object]) -> list[str]:
+    """No other node's file, socket or kubelet is in them: a benchmark may run on a node."""
     flags = {
         "driver": "simulated",
         "simulated.cards": GPUS,
@@ -163,15 +165,11 @@ def _arguments(state: Path, kubelet: BenchKubelet, others: Mapping[str, object])
         "resources.memory-block-mib": BLOCK_MIB,
         "node-name": NODE_NAME,
         "kubeconfig": state / "kubeconfig",
-        "kubelet.device-plugin-path": kubelet.plugin_directory,
-        "kubelet.pod-resources-socket": kubelet.pod_resources_socket,
-        "virtual-manager.path": state / "vm",
+        **NodePaths(state=state).of_agent,
         "runtime.cgroup-root": state / "cgroup",
         "runtime.proc-root": state / "proc",
         "runtime.endpoint": state / "no-runtime.sock",
         "simulated.usage": state / "usage.json",
-        "display.socket": state / "display.sock",
-        "control.socket": state / "control.sock",
         "web.port": 0,
         **others,
     }

@@ -97,7 +97,11 @@ async def open_agent(
 
 @asynccontextmanager
 async def open_child(
-    node: EmbeddedNode, *flags: str, wait: bool = True, stderr: int | None = None
+    node: EmbeddedNode,
+    *flags: str,
+    wait: bool = True,
+    stderr: int | None = None,
+    program: Sequence[str] = ("-m", "gpushare_agent"),
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """An agent as a process of its own, its log in the node's `agent.log` or `stderr`; killed at the end if it runs.
 
@@ -106,7 +110,7 @@ async def open_child(
     before = {event: len(log_lines(node, event)) for event in ("ready", "kubelet_version") if stderr is None}
     with node.paths.agent_log.open("ab") as log:
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "gpushare_agent", "run", *arguments(node, *flags)),
+            *(sys.executable, *program, "run", *arguments(node, *flags)),
             env=clean_environment(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,

@@ -265,8 +265,8 @@ async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
     """One life of the agent, without signals: until it is cancelled, or a task of it fails (an exception group). Where
     another agent serves the node this one waits for its turn.
 
-    Raises StartupError where the web address is taken, the GPUs cannot be used, or nothing says where the API server is:
-    then nothing is registered with the kubelet.
+    Raises StartupError where the web address is taken, the GPUs cannot be used, another agent serves the claims, or nothing
+    says where the API server is: then nothing is registered with the kubelet.
     """
     kubelet, web = agent.kubelet, agent.observability.web
     try:
@@ -274,6 +274,8 @@ async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
             await web.bind()
             find_configuration(agent.state.settings.kubeconfig, os.environ)
             is_first = is_newcomer and kubelet.lock.try_acquire()
+            if is_first and agent.dra is not None:
+                agent.dra.acquire()
             is_next_life = is_first and kubelet.is_next_life
             if is_next_life:
                 start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
@@ -298,6 +300,8 @@ async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
                 start_tasks(group, tasks)
             group.create_task(_announce(agent), name="announce readiness")
     finally:
+        if agent.dra is not None:
+            agent.dra.end()
         if not kubelet.registrar.is_kept:
             await kubelet.end()
         web.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,9 +33,9 @@ from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.decisions.kept import kept
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import Tasks, start_tasks
-from gpushare_agent.kubelet.handover import remove_stale_sockets
+from gpushare_agent.kubelet.handover import ServingLock, remove_stale_sockets
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.errors import Refused, StartupError
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.settings.settings import Settings
@@ -58,9 +58,25 @@ class DraSide:
     stale_claims: StaleClaims
     waker: PodWaker | None
     """None where the settings switch it off."""
+    locks: Mapping[str, ServingLock]
+    """By setting, of the directories that only one agent may use."""
+
+    def acquire(self) -> None:
+        """Raises StartupError where an agent serves the claims that does not hand over to this one, for it serves another
+        directory of device plugins: the kubelet would call the one that registered last."""
+        plugins = self.settings.kubelet.device_plugin_path
+        for name, lock in self.locks.items():
+            if not lock.try_acquire():
+                raise StartupError(
+                    f"claims cannot be served: another agent of this node has the directory {lock.directory} (setting"
+                    f" {name}), but not {plugins} (setting kubelet.device_plugin_path), and so does not hand over. Stop it,"
+                    " or give this one dra.registry_path, dra.plugin_path, dra.cdi_directory and dra.record_directory of its"
+                    " own"
+                )
 
     async def start(self) -> None:
-        """Once the allocation cache is there: the claims' part of it. Raises Unavailable."""
+        """Once the allocation cache is there: the claims' part of it. Raises Unavailable, and StartupError as `acquire`."""
+        self.acquire()
         await self.claims.restore()
         self.ready.set()
         for directory in (self.settings.dra.registry_path, self.settings.dra.plugin_path):
@@ -70,6 +86,11 @@ class DraSide:
         """Nothing where they run already: an agent that takes over from another registers before that one leaves, and its
         calls wait until `start`."""
         return {} if self.registration.is_running else {"dra registration": self.registration.run}
+
+    def end(self) -> None:
+        """Before the lock of the device plugins is free, for which the successor waits."""
+        for lock in self.locks.values():
+            lock.release()
 
     async def leave(self) -> None:
         """Lets the calls that are open end, for a while: a claim whose call is cut off waits for the kubelet's next try."""
@@ -171,6 +192,10 @@ def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
         ),
         stale_claims=StaleClaims(claims, state.store, PodProcesses(settings.runtime.cgroup_root)),
         waker=waker,
+        locks={
+            "dra.registry_path": ServingLock(settings.dra.registry_path),
+            "dra.record_directory": ServingLock(settings.dra.record_directory),
+        },
     )
 
 

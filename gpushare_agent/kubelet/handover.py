@@ -74,18 +74,19 @@ def remove_stale_sockets(directory: Path, names: re.Pattern[str] = _SOCKET) -> N
 
 
 class ServingLock:
-    """flock(2) of the device-plugin directory itself: no file that a kubelet removes when it starts."""
+    """flock(2) of a directory itself, the device plugins' and those of claims: no file that a kubelet removes when it
+    starts."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._descriptor: int | None = None
 
     def try_acquire(self) -> bool:
-        """Whether this agent serves now. Without a directory there is no kubelet, and no other agent to wait for."""
+        """Whether no other agent serves there. Without a directory there is no kubelet, and no other agent to wait for."""
         if self._descriptor is not None:
             return True
         try:
-            descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             return True
         try:
@@ -94,7 +95,7 @@ class ServingLock:
             os.close(descriptor)
             return False
         except OSError as e:
-            log.warning("device_plugin_directory_not_locked", directory=str(self._directory), error=str(e))
+            log.warning("directory_not_locked", directory=str(self.directory), error=str(e))
         self._descriptor = descriptor
         return True
 

@@ -66,6 +66,27 @@ class NodePaths:
         self.usage = state / "usage.json"
         """What the containers' processes use of the simulated GPUs."""
 
+    @property
+    def of_agent(self) -> dict[str, Path]:
+        """By flag, every place where an agent writes, serves or registers: with them it touches no other node's."""
+        return {
+            "kubelet.device-plugin-path": self.device_plugin_path,
+            "kubelet.pod-resources-socket": self.pod_resources_socket,
+            "dra.registry-path": self.plugin_registry,
+            "dra.plugin-path": self.dra_plugin,
+            "dra.cdi-directory": self.cdi,
+            "dra.record-directory": self.claim_records,
+            "virtual-manager.path": self.virtual_manager,
+            "hami-core.directory": self.hami_core,
+            "mps.pipe-directory": self.mps_pipe,
+            "mps.log-directory": self.mps_logs,
+            "cdi.spec-directories": self.cdi,
+            "health.state-file": self.health_state,
+            "resize.state-file": self.resize_state,
+            "control.socket": self.agent_control_socket,
+            "display.socket": self.display_socket,
+        }
+
 
 def default_state_directory() -> Path:
     return Path(f"/tmp/gpushare-sandbox-{os.geteuid()}")  # noqa: S108 - short for unix addresses; ownership is checked

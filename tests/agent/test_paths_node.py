@@ -1,0 +1,165 @@
+"""Where an agent writes, serves and registers: at the paths of its settings, and nowhere else on the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from bench.node import agent_arguments
+from gpushare_agent.dra.claim_files import ClaimFiles
+from gpushare_agent.dra.decisions.claim import read_claim
+from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
+from gpushare_agent.gpus.simulated.driver import simulated_uuid
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import RESIZE_ANNOTATION, GpuUuid
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.settings.settings import load_settings
+from tests.support_agent import log_lines, open_agent, open_child, poll_until, wait_registered, wait_running
+from tests.support_claims import DRIVER, NODE, edit_policy, raw_claim, result, uid_of
+from tests.support_core import inventory
+from tests.support_deadline import DEADLINE_S
+from tests.support_hami_core import fake_library
+from tests.support_sandbox import SHORT_TIMES, container, open_test_node, pod
+from tests.support_settings import run_program
+from tests.support_touched import touched
+
+TIMES = replace(SHORT_TIMES, registry_poll_s=0.01, slice_wipe_s=0.0)
+ONLY_READ = {
+    "allocation.checkpoint_path": "gpu-manager's, taken and not used",
+    "driver_volume.root": "the host's driver",
+    "driver_volume.control_library": "the host's",
+    "driver_volume.gpu_client": "of the image",
+    "hami_core.library": "mounted into containers",
+    "mps.control": "a program of the command mps",
+    "mps.shm_directory": "mounted into containers; made by the command mps",
+    "runtime.cgroup_root": "the kernel's",
+    "runtime.proc_root": "the kernel's",
+}
+"""Settings by which the agent writes nothing, and why."""
+
+HARMLESS = {
+    Path("/dev/null"): {"open"},
+    Path("/sbin/ldconfig"): {"subprocess.Popen"},  # `ldconfig -p` of ctypes.util.find_library: it lists
+}
+
+
+def record_claim(node: EmbeddedNode) -> None:
+    """As an earlier agent left it: 40 cores of the first GPU."""
+    gpu = replace(inventory(1).gpus[0], uuid=GpuUuid(simulated_uuid(node.name, 0)))
+    claim = read_claim(raw_claim(result()), driver=DRIVER, pool=NODE)
+    made = prepare_claim(claim, {0: gpu}, (), edit_policy(IsolationName.NONE), 256)
+    assert isinstance(made, PreparedClaim)
+    ClaimFiles(node.paths.claim_records, node.paths.cdi).save(made)
+
+
+def is_dra_registered(node: EmbeddedNode) -> Callable[[], bool]:
+    return lambda: "NotifyRegistrationStatus" in [name for name, _ in node.kubelet.dra_calls]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--isolation=vcuda", "--resize.mode=free-capacity"),
+        ("--isolation=hami-core", "--dra.gpus=3", "--device-list-strategy=cdi-cri"),
+    ],
+)
+async def test_an_agent_touches_nothing_outside_the_paths_of_its_settings(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """With an earlier agent's claims, for which it registers the driver, over shares, a resize, a cordon and its end."""
+    file, library = tmp_path / "touched", fake_library(tmp_path / "libvgpu.so")
+    program = ("-m", "tests.support_touched", str(file))
+    async with open_test_node(times=TIMES) as node:
+        record_claim(node)
+        async with open_child(node, *flags, f"--hami-core.library={library}", program=program) as child:
+            await poll_until(is_dra_registered(node), "the DRA driver is registered")
+            resize = {RESIZE_ANNOTATION: "main:cores=20"}
+            node.api.create_pod(pod("p", container(cores=10, blocks=4), annotations=resize))
+            await wait_running(node, "p")
+            cordoned = await run_program("cordon", "1", f"--control.socket={node.paths.agent_control_socket}")
+            assert cordoned.code == 0, cordoned.err
+            await poll_until(node.paths.health_state.exists, "the cordon is on the disk")
+            if "vcuda" in flags[0]:
+                await poll_until(node.paths.resize_state.exists, "the resize is on the disk")
+            child.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(DEADLINE_S):
+                assert await child.wait() == 0
+        found = touched(file)
+        state = node.paths.state.resolve()
+        outside = {path: events for path, events in found.items() if not path.is_relative_to(state)}
+        assert outside.items() <= HARMLESS.items()
+        inside = {str(path.relative_to(state)).partition("/")[0] for path in found if path.is_relative_to(state)}
+        made = {"registry", "dra", "device-plugins", "pod-resources", "agent-control.sock", "gpu-manager.sock"}
+        assert made <= inside and {one for one in inside if one.startswith("health.json")}
+        assert any(path.parent == state / "registry" and "socket.bind" in events for path, events in found.items())
+
+
+def _paths(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Path]]:
+    for name in type(model).model_fields:
+        value: Any = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from _paths(value, f"{prefix}{name}.")
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Path):
+                yield f"{prefix}{name}", one
+
+
+def test_every_path_of_the_benchmarks_agent_is_its_own(tmp_path: Path) -> None:
+    """It runs on nodes too, beside the agent whose files and sockets are at the usual places."""
+    settings = load_settings(agent_arguments(tmp_path, {}), {}).settings
+    assert {name for name, path in _paths(settings) if not path.is_relative_to(tmp_path)} <= ONLY_READ.keys()
+
+
+async def test_every_path_of_the_sandboxs_agent_is_its_own() -> None:
+    async with open_test_node() as node:
+        settings = load_settings(node.agent_arguments(), {}).settings
+        state = node.paths.state
+        assert {name for name, path in _paths(settings) if not path.is_relative_to(state)} <= ONLY_READ.keys()
+
+
+async def test_an_agent_with_a_kubelet_of_its_own_takes_no_other_agents_claims(tmp_path: Path) -> None:
+    """It would be the last to register its driver, and the kubelet would prepare and end the claims there."""
+    async with open_test_node(times=TIMES) as node:
+        record_claim(node)
+        async with open_agent(node):
+            await poll_until(is_dra_registered(node), "the DRA driver is registered")
+            files = sorted(node.paths.plugin_registry.iterdir())
+            (tmp_path / "device-plugins").mkdir()
+            for other in ((), (f"--dra.registry-path={tmp_path}", f"--dra.plugin-path={tmp_path}")):
+                second = await run_program(
+                    "run", *node.agent_arguments(), f"--kubelet.device-plugin-path={tmp_path / 'device-plugins'}",
+                    f"--control.socket={tmp_path / 'control'}", f"--display.socket={tmp_path / 'display'}", "--web.port=0",
+                    *other,
+                )  # fmt: skip
+                setting = "dra.record_directory" if other else "dra.registry_path"
+                assert (
+                    second.code and f"(setting {setting})" in second.err and "Stop it, or give this one" in second.err
+                )
+                assert sorted(node.paths.plugin_registry.iterdir()) == files
+                assert not list((tmp_path / "device-plugins").iterdir())
+
+
+async def test_a_newcomer_at_the_same_paths_takes_over_the_claims() -> None:
+    """As during an upgrade: the driver is registered all the time, and one agent has the claims in its ledger."""
+    async with open_test_node(times=TIMES) as node:
+        record_claim(node)
+        async with open_child(node) as old:
+            await poll_until(is_dra_registered(node), "the DRA driver is registered")
+            async with open_child(node, wait=False):
+                await poll_until(lambda: len(log_lines(node, "claims_restored")) == 2, "the newcomer has the claims")
+                await wait_registered(node)
+                old.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(DEADLINE_S):
+                    assert await old.wait() == 0
+                assert [line["claims"] for line in log_lines(node, "claims_restored")] == [1, 1]
+                await poll_until(
+                    lambda: len(list(node.paths.plugin_registry.glob("*-reg.sock"))) == 1, "one driver is registered"
+                )
+                assert (node.paths.claim_records / f"{uid_of(1)}.json").exists()
