@@ -46,6 +46,11 @@ def link_cost(link: Link) -> int:
     return NVLINK_COST // link.nvlinks if link.kind is LinkKind.NVLINK else LINK_COSTS[link.kind]
 
 
+def set_cost(links: Sequence[Sequence[Link]], gpus: Sequence[int]) -> int:
+    """The cost of all pairs of these indexes."""
+    return sum(link_cost(links[a][b]) for n, a in enumerate(gpus) for b in gpus[n + 1 :])
+
+
 def choose_linked(
     links: Sequence[Sequence[Link]], free: Sequence[GpuAccount], count: int, *, blocks: int = 0, must: frozenset[int]
 ) -> LinkSet | None:

@@ -125,13 +125,26 @@ def choose_fragment(root: Branch, free: Collection[int], fitting: Collection[int
     of equals into the smaller one (the larger can become whole again), then the one with the lowest index.
     """
 
-    def rank(child: Branch) -> tuple[int, int, int]:
-        return sum(gpu in free for gpu in child.gpus), len(child.gpus), child.gpus[0]
-
     branch = root
     while branch.children:
-        branch = min((c for c in branch.children if any(gpu in fitting for gpu in c.gpus)), key=rank)
+        holding = [child for child in branch.children if any(gpu in fitting for gpu in child.gpus)]
+        branch = min(holding, key=lambda child: (*_broken_up(child, free), child.gpus[0]))
     return min(gpu for gpu in branch.gpus if gpu in fitting)
+
+
+def is_equal_fragment(root: Branch, free: Collection[int], gpu: int, chosen: int) -> bool:
+    """Whether only its index decided against `gpu`: it is beside the chosen GPU, or in a branch broken up as much."""
+    branch = root
+    while branch.children:
+        own, other = (next(child for child in branch.children if one in child.gpus) for one in (chosen, gpu))
+        if own is not other:
+            return _broken_up(own, free) == _broken_up(other, free)
+        branch = own
+    return True
+
+
+def _broken_up(branch: Branch, free: Collection[int]) -> tuple[int, int]:
+    return sum(gpu in free for gpu in branch.gpus), len(branch.gpus)
 
 
 def _hinted(request: GpuRequest, usable: Sequence[GpuAccount], count: int) -> list[GpuAccount]:

@@ -86,7 +86,7 @@ def test_a_whole_gpu_is_explained_by_the_branches() -> None:
     assert verdicts(why) == [
         "in use: 90 cores and 22.75 GiB are free, and all of both are needed",
         "chosen",
-        "free, but in a branch that is broken up less",
+        "free, in a branch broken up as much: of equals the lowest indexes are chosen",
     ]
     assert why.policy == "fragment"
 
@@ -99,8 +99,39 @@ def test_two_gpus_by_link_are_explained_by_the_cost() -> None:
     gpus = replace(inventory(3), topology=build_topology(links, [None] * 3))
     outcome, why = decide(200, 0, gpus=gpus)
     assert isinstance(outcome, Plan) and outcome.gpus == ("GPU-1", "GPU-2")
-    assert verdicts(why) == ["free, but at a higher link cost", "chosen", "chosen"]
+    assert verdicts(why) == ["free, but at a higher link cost: 32000 with it, 450 without", "chosen", "chosen"]
     assert why.policy == "link" and "link cost" in why.why
+
+
+def test_gpus_at_an_equal_link_cost_are_not_said_to_cost_more() -> None:
+    """Beside the chosen pair, and in a pair that has no GPU in common with it; only the cheapest set with each says so."""
+    everywhere = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(3)] for a in range(3)]
+    pairs = [
+        [Link(kind=LinkKind.SELF if a == b else LinkKind.PIX if a // 2 == b // 2 else LinkKind.SYS) for b in range(5)]
+        for a in range(5)
+    ]
+    equal = "free, at the same link cost: of equals the lowest indexes are chosen"
+    for links, expected in (
+        (everywhere, [equal]),
+        (pairs, [equal, equal, "free, but at a higher link cost: 32000 with it, 2000 without"]),
+    ):
+        gpus = replace(inventory(len(links)), topology=build_topology(links, [None] * len(links)))
+        _, why = decide(200, 0, gpus=gpus)
+        assert verdicts(why) == ["chosen", "chosen", *expected]
+
+
+def test_an_equal_free_gpu_is_not_said_to_be_in_a_branch_broken_up_less() -> None:
+    """GPUs 0 and 1 are a pair of which one is used; 2 and 3 a whole pair."""
+    links = [
+        [Link(kind=LinkKind.SELF if a == b else LinkKind.PIX if a // 2 == b // 2 else LinkKind.SYS) for b in range(4)]
+        for a in range(4)
+    ]
+    gpus = replace(inventory(4), topology=build_topology(links, [None] * 4))
+    _, why = decide(100, 0, share("other", 0, range(10), range(5)), gpus=gpus)
+    assert verdicts(why)[1:] == ["chosen", *["free, but in a branch that is broken up less"] * 2]
+    _, why = decide(100, 0, gpus=gpus)
+    equal = "free, in a branch broken up as much: of equals the lowest indexes are chosen"
+    assert verdicts(why) == ["chosen", equal, equal, equal]
 
 
 def test_a_refusal_for_memory_says_what_each_gpu_is_short_of() -> None:

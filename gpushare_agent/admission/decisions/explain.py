@@ -23,12 +23,16 @@ from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.topology import Topology
 from gpushare_agent.model.units import ServedUnits
 from gpushare_agent.placement import GpuAccount, memory_share
+from gpushare_agent.placement.link import EXACT_GPUS, choose_linked, set_cost
+from gpushare_agent.placement.place import is_equal_fragment
 from gpushare_agent.placement.request import memory_text
 
 MAX_REASON_CHARS = 200
 """Of a driver's text in a verdict."""
+_OF_EQUALS = "of equals the lowest indexes are chosen"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,8 @@ class _Need:
     memory_bytes: int
     gpus: int
     is_units: bool
+    blocks_together: int = 0
+    """Memory blocks that the whole GPUs must have together."""
     served: Mapping[GpuUuid, ServedUnits] | None = None
     """Where a unit under one of NVIDIA's names is wanted: the GPUs that serve it, and on which terms."""
 
@@ -87,6 +93,7 @@ def explain(
         RefusalReason.SHARING_DISABLED,
     ):
         return Explanation(asked=asked, candidates=())
+    fitting = [gpu for gpu in gpus if gpu.uuid in chosen or not _lack(gpu, need, reasons[gpu.uuid])]
     candidates = tuple(
         Candidate(
             index=gpu.index,
@@ -100,7 +107,8 @@ def explain(
             if gpu.uuid in chosen
             else f"{policy.max_shares_of_gpu} sharing containers, the most that one GPU serves"
             if gpu.is_full
-            else _lack(gpu, need, reasons[gpu.uuid]) or _why_not(gpu, need, outcome, must),
+            else _lack(gpu, need, reasons[gpu.uuid])
+            or _why_not(gpu, need, outcome, must, fitting, ledger.inventory.topology),
         )
         for gpu in sorted(gpus, key=lambda gpu: gpu.index)
     )
@@ -153,7 +161,7 @@ def _need(target: Target, names: ResourceNames, ledger: Ledger) -> _Need:
     if not isinstance(effective, Refused):
         cores, blocks = effective.cores, effective.blocks
     if whole := cores // CORES_PER_GPU:
-        return _Need(cores=CORES_PER_GPU, memory_bytes=0, gpus=whole, is_units=False)
+        return _Need(cores=CORES_PER_GPU, memory_bytes=0, gpus=whole, is_units=False, blocks_together=blocks)
     return _Need(cores=cores, memory_bytes=blocks * names.memory_block_mib * MIB, gpus=0, is_units=False)
 
 
@@ -188,18 +196,43 @@ def _lack_of_units(gpu: GpuAccount, served: ServedUnits | None) -> str:
     return f"in use: {free}, and {'all' if served.terms.is_whole else f'1/{served.terms.of}'} of both are needed"
 
 
-def _why_not(gpu: GpuAccount, need: _Need, outcome: Plan | Refused, must: Collection[GpuUuid]) -> str:
-    """Why a GPU that fits was not chosen."""
+def _why_not(
+    gpu: GpuAccount,
+    need: _Need,
+    outcome: Plan | Refused,
+    must: Collection[GpuUuid],
+    fitting: Sequence[GpuAccount],
+    topology: Topology,
+) -> str:
+    """Why a GPU that fits was not chosen. `fitting` are all that fit."""
     if isinstance(outcome, Refused):
         return "wholly free, but not enough GPUs are" if need.gpus else "fits"
     if must and gpu.uuid not in must:
         return "fits, but the kubelet's IDs name another"
+    chosen = [one.index for one in fitting if one.uuid in outcome.gpus]
     match outcome.placed.policy:
         case "hint":
             return "fits, but the scheduler chose another"
+        case "fragment" if is_equal_fragment(topology.root, {one.index for one in fitting}, gpu.index, *chosen):
+            return f"free, in a branch broken up as much: {_OF_EQUALS}"
         case "fragment":
             return "free, but in a branch that is broken up less"
         case "link":
-            return "free, but at a higher link cost"
+            return _why_not_linked(gpu, need, fitting, chosen, topology)
         case _:
             return "fits, but the policy prefers the chosen one"
+
+
+def _why_not_linked(
+    gpu: GpuAccount, need: _Need, fitting: Sequence[GpuAccount], chosen: Sequence[int], topology: Topology
+) -> str:
+    """By the cheapest set with the GPU: it may share no other GPU with the chosen set."""
+    if len(fitting) > EXACT_GPUS:  # one search for each GPU: 5 ms in all for 16, and no truth beyond
+        return "free, but not in the cheapest set that was tried"
+    best = choose_linked(topology.links, fitting, len(chosen), blocks=need.blocks_together, must=frozenset({gpu.index}))
+    cost = set_cost(topology.links, chosen)
+    if best is None:
+        return "free, but no set with it has enough memory"
+    if best.cost <= cost:
+        return f"free, at the same link cost: {_OF_EQUALS}"
+    return f"free, but at a higher link cost: {best.cost} with it, {cost} without"
