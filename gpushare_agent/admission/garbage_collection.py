@@ -33,7 +33,7 @@ from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavaila
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 log = structlog.get_logger(__name__)
 
@@ -340,8 +340,12 @@ class GarbageCollection:
                 namespace=old.namespace,
                 pod=old.pod_name,
                 container=old.key.container,
-                cores=old.cores,
-                memory_blocks=old.memory_blocks,
+                gpus=list(old.gpus),
+                resources={
+                    (old.gpu_resource if kind is ResourceKind.GPU else self._names.name(kind)) or kind.value: len(found)
+                    for kind in ResourceKind
+                    if (found := old.ids(kind))
+                },
             )
 
     def _known_pods(self) -> tuple[Pod, ...] | None:

@@ -13,7 +13,7 @@ from gpushare_agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.model.errors import NotFound, Unavailable
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.names import GpuUuid, PodUid, unit_id
 from gpushare_agent.model.pods import Pod, PodPhase
 from tests.support_core import NAMES, allocation, container, ids, inventory, listed, pod
 
@@ -93,8 +93,11 @@ async def test_a_share_is_kept_while_its_processes_cannot_be_read_and_that_is_re
     assert len(cache) == 1
     assert [(entry["event"], entry["log_level"]) for entry in logs] == [("share_kept", "info")]
     processes.answer = False
-    await collection.release_deleted()
+    with capture_logs() as logs:
+        await collection.release_deleted()
     assert len(cache) == 0
+    (freed,) = [entry for entry in logs if entry["event"] == "share_freed"]
+    assert freed["resources"] == {NAMES.vcore: 10, NAMES.vmemory: 4} and freed["gpus"] == ["GPU-0"]
 
 
 class Kubelet:
@@ -163,6 +166,25 @@ class ReconciledNode:
         self.kubelet.asked.clear()
         await self.collection.reconcile()
         return set(self.kubelet.asked)
+
+
+async def test_what_is_freed_is_named_by_the_resource_that_the_pod_asked_for() -> None:
+    """A whole nvidia.com/gpu has no memory blocks of its own to name."""
+    node = ReconciledNode()
+    owner = node.pods[0]
+    node.cache.release_pod(owner.uid)
+    unit = replace(
+        allocation(owner, "main", [], []),
+        gpu_ids=frozenset({unit_id(GpuUuid("GPU-1"), 0, "1")}),
+        gpus=(GpuUuid("GPU-1"),),
+        gpu_resource="nvidia.com/gpu",
+        is_whole=True,
+    )
+    node.cache.put(unit)
+    with capture_logs() as logs:
+        node.collection.pod_changed(owner, replace(owner, phase=PodPhase.SUCCEEDED))
+    (freed,) = [entry for entry in logs if entry["event"] == "share_freed"]
+    assert (freed["resources"], freed["gpus"]) == ({"nvidia.com/gpu": 1}, ["GPU-1"])
 
 
 async def test_pods_that_agree_with_the_kubelet_are_asked_about_again_in_turns() -> None:

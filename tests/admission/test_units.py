@@ -138,13 +138,23 @@ def test_a_share_leaves_room_for_as_many_replicas_as_fit() -> None:
     world = node(gpus=1, replicas=(("*", 4),))
     admitted(world, "share", asks(cores=30, blocks=4))
     assert healthy(world, GPU) == {0: 2}
-    assert "have room" in refused(world, "three", asks(gpu=3))
+    assert refused(world, "three", asks(gpu=3)).endswith("Wait for pods on this node to end.")
     admitted(world, "two", asks(gpu=2))
+
+
+def test_a_refusal_and_the_gpus_out_of_service_are_two_sentences() -> None:
+    """The second follows the full stop of the first."""
+    world = node(replicas=(("*", 4),))
+    sick = replace(world.found.gpus[1], health=Health.UNHEALTHY, unhealthy_reason="Xid 79")
+    world.found = replace(world.found, gpus=(world.found.gpus[0], sick))
+    assert refused(world, "five", asks(gpu=5)).endswith(
+        "Wait for pods on this node to end. Out of service, and not counted: GPU 1: Xid 79."
+    )
 
 
 def test_several_replicas_are_refused_where_the_setting_says_so() -> None:
     """NVIDIA's failRequestsGreaterThanOne; whole GPUs are not meant."""
-    assert "Ask for 1" in refused(node(replicas=(("*", 2),), refuses_several=True), "two", asks(gpu=2))
+    assert refused(node(replicas=(("*", 2),), refuses_several=True), "two", asks(gpu=2)).endswith("Ask for 1.")
     assert admitted(node(refuses_several=True), "two", asks(gpu=2)) == {"main": (0, 1)}
 
 

@@ -10,9 +10,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from gpushare_agent.gpus.nvml.usage import throttle_reasons
-from gpushare_agent.model.names import MIB
+from gpushare_agent.model.names import MIB, device_id
 from gpushare_agent.model.usage import GpuSample, UsageRound
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
+from gpushare_agent.observability.display_document import usage_json
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import THROTTLE_REASONS, node_series
 from gpushare_agent.observability.metrics.text import MAX_LABEL, NodePage, Series, labels_text
@@ -75,6 +76,17 @@ def test_gpu_managers_four_series_keep_their_names_labels_and_units() -> None:
     ]
     assert rows["container_request_gpu_utilization"] == [({**LEGACY, "req_of_gpu": "total"}, 0.4)]
     assert rows["container_request_gpu_memory"] == [({**LEGACY, "req_of_gpu_memory": "total"}, 2048.0)]
+
+
+def test_compute_that_follows_the_memory_is_requested_compute_as_the_usage_report_has_it() -> None:
+    """A container that asks for GPUShare's memory alone has no core IDs, and 66 of 100 cores by its part of the memory."""
+    key = key_of(1)
+    units = frozenset(device_id(UUIDS[0], number) for number in range(16))
+    one = replace(allocation(key, cores=0, blocks=0), gpu_mem_ids=units)
+    shown = snapshot(replace(facts(one), cores=66, allocated_cores=66))
+    assert rows_of(shown)["container_request_gpu_utilization"] == [({**LEGACY, "req_of_gpu": "total"}, 0.66)]
+    (pod_usage,) = usage_json(shown)["usage"].values()
+    assert pod_usage["spec"][key.container]["gpu"] == 0.66
 
 
 def test_who_keeps_a_container_to_its_share_is_one_row_of_one() -> None:

@@ -150,7 +150,7 @@ def _several(devices: Collection[DeviceId], size: int, policy: Policy) -> Refuse
     return Refused(
         reason=RefusalReason.INVALID_REQUEST,
         detail=f"it asks for {size} replicas, and this node gives one to a container, for several give no more compute"
-        " (setting nvidia.refuse_several_replicas). Ask for 1",
+        " (setting nvidia.refuse_several_replicas). Ask for 1.",
     )
 
 
@@ -180,7 +180,7 @@ def _no_room(size: int, found: int, served: Mapping[GpuUuid, ServedUnits], gpus:
     return Refused(
         reason=RefusalReason.NOT_ENOUGH_CORES,
         detail=f"{size} units wanted, {found} have room ({free or 'no GPU is healthy'}): other containers have the rest of"
-        " the GPUs. Wait for pods on this node to end",
+        " the GPUs. Wait for pods on this node to end.",
     )
 
 

@@ -107,7 +107,7 @@ def _requested(containers: Iterable[tuple[Labels, ContainerFacts]]) -> list[Seri
     cores = Series("container_request_gpu_utilization", "Requested share of GPUs, in GPUs.")
     memory = Series("container_request_gpu_memory", "Requested GPU memory, in MiB.")
     for labels, facts in containers:
-        cores.rows.append((f'{labels},req_of_gpu="total"', facts.allocation.cores / CORES_PER_GPU))
+        cores.rows.append((f'{labels},req_of_gpu="total"', facts.allocated_cores / CORES_PER_GPU))
         memory.rows.append((f'{labels},req_of_gpu_memory="total"', facts.allocated_memory_bytes / MIB))
     return [cores, memory]
 
