@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gpushare_agent.admission.decisions.annotations import pod_annotations
 from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.names import DeviceId, GpuUuid
+from gpushare_agent.model.names import GpuUuid, device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
@@ -50,14 +50,53 @@ def test_a_container_whose_gpu_is_lost_keeps_its_annotation() -> None:
     assert _wanted(one, *given, gpus=1) == {ASSIGNED: "true", f"{INDEX}1": "0"}
 
 
-def test_gpushares_memory_has_gpushares_annotations() -> None:
-    """The index of its one GPU; its extender's time is the writer's affair."""
-    names = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
-    spec = ContainerSpec(name="c", kind=ContainerKind.MAIN, position=0, requests={"aliyun.com/gpu-mem": 4})
-    one = pod("p", spec)
-    given = replace(
-        allocation(one, "c", [], []),
-        gpus=(GpuUuid("GPU-1"),),
-        gpu_mem_ids=frozenset({DeviceId("GPU-1::0"), DeviceId("GPU-1::1")}),
-    )
-    assert _wanted(one, given, names=names) == {"ALIYUN_COM_GPU_MEM_ASSIGNED": "true", "ALIYUN_COM_GPU_MEM_IDX": "1"}
+GPU_MEM_NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
+
+
+def _asks_memory(*units: int, annotations: dict[str, str] | None = None) -> Pod:
+    """A main container for each."""
+    specs = [
+        ContainerSpec(name=f"c{n}", kind=ContainerKind.MAIN, position=n, requests={"aliyun.com/gpu-mem": count})
+        for n, count in enumerate(units)
+    ]
+    return replace(pod("p", *specs), annotations=annotations or {})
+
+
+def _has_memory(one: Pod, container_name: str, gpu: int, units: int) -> Allocation:
+    found = frozenset(device_id(GpuUuid(f"GPU-{gpu}"), number) for number in range(units))
+    return replace(allocation(one, container_name, [], []), gpus=(GpuUuid(f"GPU-{gpu}"),), gpu_mem_ids=found)
+
+
+def test_gpushares_memory_has_gpushares_annotations_and_gpu_managers() -> None:
+    """The extender writes both for it, with gpu-assigned false; GPUShare's time is the writer's affair."""
+    one = _asks_memory(2, 4, annotations={ASSIGNED: "false"})
+    given = [_has_memory(one, "c0", 1, 2), _has_memory(one, "c1", 1, 4)]
+    assert _wanted(one, *given, names=GPU_MEM_NAMES) == {
+        ASSIGNED: "true",
+        f"{INDEX}0": "1",
+        f"{INDEX}1": "1",
+        "ALIYUN_COM_GPU_MEM_ASSIGNED": "true",
+        "ALIYUN_COM_GPU_MEM_IDX": "1",
+    }
+    assert _wanted(one, given[0], names=GPU_MEM_NAMES) == {}
+
+
+def test_memory_on_two_gpus_is_named_by_container() -> None:
+    """GPUShare's one index for a pod cannot, and is left as it is; its inspection tool reads the form by container first."""
+    one = _asks_memory(2, 4)
+    given = [_has_memory(one, "c0", 3, 2), _has_memory(one, "c1", 1, 4)]
+    assert _wanted(one, *given, names=GPU_MEM_NAMES) == {
+        ASSIGNED: "true",
+        f"{INDEX}0": "3",
+        f"{INDEX}1": "1",
+        "ALIYUN_COM_GPU_MEM_ASSIGNED": "true",
+        "scheduler.framework.gpushare.allocation": '{"0":{"3":2},"1":{"1":4}}',
+    }
+
+
+def test_what_is_longer_than_an_annotation_that_is_read_is_not_written() -> None:
+    """It would differ from what is read at each comparison, and be written again without end."""
+    one = _asks_memory(*[1] * 100)
+    given = [_has_memory(one, f"c{n}", n % 2, 1) for n in range(100)]
+    wanted = _wanted(one, *given, names=GPU_MEM_NAMES)
+    assert wanted["ALIYUN_COM_GPU_MEM_ASSIGNED"] == "true" and "scheduler.framework.gpushare.allocation" not in wanted

@@ -151,6 +151,7 @@ async def test_a_plan_by_container_goes_before_gpushares_index() -> None:
             "tencent.com/predicate-node": node.name,
             "tencent.com/predicate-gpu-idx-0": "0",
             "tencent.com/predicate-gpu-idx-1": "1",
+            "tencent.com/gpu-assigned": "false",
             "ALIYUN_COM_GPU_MEM_IDX": "1",
         }
         node.api.create_pod(pod("two", memory(3), memory(4, "side"), annotations=plan))
@@ -158,3 +159,9 @@ async def test_a_plan_by_container_goes_before_gpushares_index() -> None:
         calls = [c for c in calls_of(node, "two", "Allocate") if c.resource == GPU_MEM]
         given = [ContainerAllocateResponse.parse(call.response).envs["ALIYUN_COM_GPU_MEM_IDX"] for call in calls]
         assert given == ["0", "1"]
+        await wait_until(
+            node, lambda: annotations(node, "two").get("tencent.com/gpu-assigned") == "true", "the annotations"
+        )
+        written = annotations(node, "two")
+        assert written["scheduler.framework.gpushare.allocation"] == '{"0":{"0":3},"1":{"1":4}}'
+        assert written.items() >= (plan | {"tencent.com/gpu-assigned": "true"}).items()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import (
     GPU_ASSIGNED_ANNOTATION,
+    GPUSHARE_ALLOCATION_ANNOTATION,
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_INDEX_ANNOTATION,
+    MAX_ANNOTATION_CHARS,
     PREDICATE_GPU_INDEX_PREFIX,
+    GpuUuid,
 )
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
@@ -19,24 +23,38 @@ from gpushare_agent.model.resources import ResourceKind, ResourceNames
 def pod_annotations(
     pod: Pod, allocations: Mapping[ContainerKey, Allocation], inventory: GpuInventory, names: ResourceNames
 ) -> dict[str, str]:
-    """gpu-manager's annotations once every main container that asks for cores has them, and GPUShare's for its memory;
-    empty where the pod has neither. A container whose GPU is lost keeps the annotation that it has."""
+    """gpu-manager's annotations once every main container that asks for cores or for GPUShare's memory has them, and
+    GPUShare's besides for its memory; empty where the pod has neither. A container whose GPU is lost keeps the annotation
+    that it has."""
     index = {gpu.uuid: gpu.index for gpu in inventory.gpus}
-    mains = [c for c in pod.containers if c.kind is ContainerKind.MAIN]
-    wanted: dict[str, str] = {}
-    given = {c.position: allocations.get(ContainerKey(pod.uid, c.name)) for c in mains}
-    with_cores = [c.position for c in mains if names.wanted(c, ResourceKind.VCORE)]
-    if with_cores and all((a := given[position]) is not None and a.vcore_ids for position in with_cores):
-        wanted[GPU_ASSIGNED_ANNOTATION] = "true"
-        for position in with_cores:
-            allocation = given[position]
-            if allocation is not None and all(gpu in index for gpu in allocation.gpus):
-                numbers = sorted(index[gpu] for gpu in allocation.gpus)
-                wanted[f"{PREDICATE_GPU_INDEX_PREFIX}{position}"] = ",".join(map(str, numbers))
-    for allocation in given.values():
-        if allocation is not None and allocation.gpu_mem_ids and allocation.gpus[0] in index:
-            wanted |= {
-                GPUSHARE_ASSIGNED_ANNOTATION: "true",
-                GPUSHARE_INDEX_ANNOTATION: str(index[allocation.gpus[0]]),
-            }
-    return wanted
+    wanting = [
+        container
+        for container in pod.containers
+        if container.kind is ContainerKind.MAIN
+        and (names.wanted(container, ResourceKind.VCORE) or names.wanted(container, ResourceKind.GPU_MEM))
+    ]
+    found = {c.position: a for c in wanting if (a := allocations.get(ContainerKey(pod.uid, c.name))) is not None}
+    if not wanting or len(found) < len(wanting) or not all(a.vcore_ids or a.gpu_mem_ids for a in found.values()):
+        return {}
+    wanted = {GPU_ASSIGNED_ANNOTATION: "true"}
+    for position, allocation in found.items():
+        if all(gpu in index for gpu in allocation.gpus):
+            numbers = sorted(index[gpu] for gpu in allocation.gpus)
+            wanted[f"{PREDICATE_GPU_INDEX_PREFIX}{position}"] = ",".join(map(str, numbers))
+    return wanted | _gpushare_annotations({n: a for n, a in found.items() if a.gpu_mem_ids}, index)
+
+
+def _gpushare_annotations(found: Mapping[int, Allocation], index: Mapping[GpuUuid, int]) -> dict[str, str]:
+    """GPUShare's index is of one GPU for the whole pod. Where the pod's memory is on several, it is left as it is, and the
+    form by container says where, which GPUShare's inspection tool reads first."""
+    if not found:
+        return {}
+    wanted = {GPUSHARE_ASSIGNED_ANNOTATION: "true"}
+    gpus = {allocation.gpus[0] for allocation in found.values()}
+    if not gpus <= index.keys():
+        return wanted
+    if len(gpus) == 1:
+        return wanted | {GPUSHARE_INDEX_ANNOTATION: str(index[gpus.pop()])}
+    units = {str(n): {str(index[a.gpus[0]]): len(a.gpu_mem_ids)} for n, a in sorted(found.items())}
+    text = json.dumps(units, separators=(",", ":"))
+    return wanted | ({GPUSHARE_ALLOCATION_ANNOTATION: text} if len(text) <= MAX_ANNOTATION_CHARS else {})

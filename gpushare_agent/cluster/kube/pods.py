@@ -24,9 +24,11 @@ from gpushare_agent.model.names import (
     ENV_HAMI_CORE_MEMORY,
     ENV_HAMI_CORE_POLICY,
     ENV_VISIBLE_DEVICES,
+    GPUSHARE_ALLOCATION_ANNOTATION,
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
     GPUSHARE_INDEX_ANNOTATION,
+    MAX_ANNOTATION_CHARS,
     RESIZE_ANNOTATION,
     RESIZE_STATUS_ANNOTATION,
     PodUid,
@@ -43,6 +45,7 @@ KEPT_ANNOTATIONS = (
     GPUSHARE_INDEX_ANNOTATION,
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
+    GPUSHARE_ALLOCATION_ANNOTATION,
 )
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 """On a static pod's object: the UID that the kubelet has for the pod."""
@@ -63,7 +66,6 @@ MAX_CONTAINERS = 1000
 """Containers beyond this count only where they ask for something."""
 MAX_NAME_CHARS = 320
 """Of an annotation: 253 of its prefix, a slash, 63 of its name."""
-MAX_VALUE_CHARS = 1024
 MAX_MESSAGE_CHARS = 2048
 MAX_SCHEDULER_CHARS = 1000
 CUT = "…"
@@ -232,7 +234,7 @@ def _literal_env(raw: Mapping[str, Any]) -> dict[str, str]:
     a share it matters that it is set at all: empty where the value is not literal."""
     pairs = ((entry.get("name"), entry.get("value")) for entry in items_or_none(raw, "env"))
     return {
-        name: _cut(value, MAX_VALUE_CHARS) if isinstance(value, str) else ""
+        name: _cut(value, MAX_ANNOTATION_CHARS) if isinstance(value, str) else ""
         for name, value in pairs
         if isinstance(name, str) and name in KEPT_ENV and (isinstance(value, str) or name in _LIMITS)
     }
@@ -330,7 +332,7 @@ def _annotations(value: Any) -> dict[str, str]:
     raw = mapping_or_empty(value)
     names = [name for name in raw if isinstance(name, str) and _is_kept(name) and isinstance(raw[name], str)]
     names.sort(key=lambda name: (not _is_guarded(name), name))
-    return {name: _cut(raw[name], MAX_VALUE_CHARS) for name in sorted(names[:MAX_ANNOTATIONS])}
+    return {name: _cut(raw[name], MAX_ANNOTATION_CHARS) for name in sorted(names[:MAX_ANNOTATIONS])}
 
 
 def _is_guarded(name: str) -> bool:
