@@ -193,7 +193,10 @@ def _settings(values: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
         ours |= {"nvidia.replicas": (tuple(values[name]), name), "nvidia.sharing": (_SHARINGS[used], name)}
     passes, listed = "flags.plugin.passDeviceSpecs", "flags.plugin.deviceListStrategy"
     if passes in values or listed in values:
-        strategies = (*values.get(listed, ("envvar",)), *(("device-nodes",) if values.get(passes) else ()))
+        strategies = values.get(listed, ("envvar",))
+        # With CDI alone their plugin names the devices and passes no nodes (getAllocateResponse in internal/plugin/server.go).
+        if values.get(passes) and not all(strategy.startswith("cdi-") for strategy in strategies):
+            strategies = (*strategies, "device-nodes")
         ours["device_list_strategy"] = (strategies, listed if listed in values else passes)
     if "kubelet-socket" in values:
         ours["kubelet.device_plugin_path"] = (str(Path(values["kubelet-socket"]).parent), "kubelet-socket")

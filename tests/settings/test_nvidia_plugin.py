@@ -105,6 +105,23 @@ def test_device_lists_are_a_text_or_a_list(value: object) -> None:
     assert layer.problems == [] and layer.values["device_list_strategy"].value == tuple(words)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("listed", "ours"),
+    [
+        (None, ("envvar", "device-nodes")),
+        ("volume-mounts", ("volume-mounts", "device-nodes")),
+        ("envvar,cdi-cri", ("envvar", "cdi-cri", "device-nodes")),
+        ("cdi-cri", ("cdi-cri",)),
+        ("cdi-annotations,cdi-cri", ("cdi-annotations", "cdi-cri")),
+    ],
+)
+def test_device_nodes_are_passed_unless_cdi_alone_names_the_devices(listed: str | None, ours: tuple[str, ...]) -> None:
+    """As in their plugin, which leaves passDeviceSpecs aside where each strategy is one of CDI."""
+    plugin = {"passDeviceSpecs": True} | ({"deviceListStrategy": listed} if listed else {})
+    layer = nvidia_layer(json.dumps({"flags": {"plugin": plugin}}).encode(), "x")
+    assert layer.problems == [] and layer.values["device_list_strategy"].value == ours
+
+
 def test_mps_is_used_in_the_place_of_time_slicing() -> None:
     """Where both are there; several replicas are refused then by default."""
     layer = nvidia_layer(
