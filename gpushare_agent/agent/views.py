@@ -14,7 +14,7 @@ from gpushare_agent.agent.state import NodeState
 from gpushare_agent.cluster.decisions.feature_labels import feature_labels
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.decisions.node_facts import NodeFacts, node_facts
-from gpushare_agent.gpus.machine import machine_name, pci_class
+from gpushare_agent.gpus.machine import machine_name, pci_class, pci_configuration
 from gpushare_agent.isolation.decisions.vcuda import vdevice_share
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu
@@ -106,14 +106,14 @@ def _features(state: NodeState) -> Mapping[str, str]:
     nvidia, inventory = state.settings.nvidia, state.inventory.current
     if not nvidia.labels:
         return {}
-    physical = (gpu for gpu in (*inventory.gpus, *inventory.divided) if gpu.mig is None)
-    classes = [found for gpu in physical if (found := pci_class(gpu.bus_id)) is not None]
+    physical = [gpu for gpu in (*inventory.gpus, *inventory.divided) if gpu.mig is None]
     return feature_labels(
         inventory,
         served=state.names.nvidia.served if nvidia.enabled else lambda _: None,
         mig_strategy=nvidia.mig_strategy,
         machine=machine_name(),
-        pci_classes=classes,
+        pci_classes=[found for gpu in physical if (found := pci_class(gpu.bus_id)) is not None],
+        pci_configurations=[space for gpu in physical if (space := pci_configuration(gpu.bus_id)) is not None],
         written_at=int(time.time()),
     )
 

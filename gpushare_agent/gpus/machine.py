@@ -1,5 +1,5 @@
-"""What sysfs has of the machine: the product's name of its firmware, and the PCI class of a GPU. Each is read once, a few
-bytes that the kernel has in memory."""
+"""What sysfs has of the machine: the product's name of its firmware, and of a GPU its PCI class and the head of its PCI
+configuration space. Each is read once, at most 256 bytes."""
 
 from __future__ import annotations
 
@@ -27,5 +27,15 @@ def pci_class(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> int 
     try:
         with (devices / kernel_bus_id(bus_id) / "class").open("rb") as file:
             return int(file.read(_MAX_BYTES), 16)
+    except (OSError, ValueError):
+        return None
+
+
+@cache
+def pci_configuration(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> bytes | None:
+    """The first 256 bytes, of which the kernel gives 64 without CAP_SYS_ADMIN; None where the host does not show it."""
+    try:
+        with (devices / kernel_bus_id(bus_id) / "config").open("rb", buffering=0) as file:
+            return file.read(_MAX_BYTES)
     except (OSError, ValueError):
         return None

@@ -70,7 +70,8 @@ class Gpu:
     `memory_mib` is the whole GPU's memory. `numa_node` is None where the host reports none, `pcie_root` (such as
     `pci0000:00`) is empty there, `compute_capability` (major, minor) where the driver does not.
     `is_exclusive_process` is the compute mode in which one process alone may open the GPU. `mig_mode` says whether MIG
-    mode is on, None where the GPU has none. `unhealthy_reason` is empty while the GPU is healthy.
+    mode is on, None where the GPU has none. `fabric` is the cluster and the clique of the NVLink fabric that it is on,
+    `<UUID>.<number>`, empty where it is on none or has not joined yet. `unhealthy_reason` is empty while the GPU is healthy.
     An unhealthy GPU of which the driver reported the UUID alone has minor -1 and 0 MiB.
     """
 
@@ -86,6 +87,7 @@ class Gpu:
     compute_capability: tuple[int, int] | None = None
     is_exclusive_process: bool = False
     mig_mode: bool | None = None
+    fabric: str = ""
     health: Health = Health.HEALTHY
     unhealthy_reason: str = ""
     mig: MigPlace | None = None

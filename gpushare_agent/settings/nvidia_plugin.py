@@ -194,7 +194,7 @@ def _settings(values: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
     passes, listed = "flags.plugin.passDeviceSpecs", "flags.plugin.deviceListStrategy"
     if passes in values or listed in values:
         strategies = values.get(listed, ("envvar",))
-        # With CDI alone their plugin names the devices and passes no nodes (getAllocateResponse in internal/plugin/server.go).
+        # With CDI alone their plugin names the devices and passes no nodes (getAllocateResponse in server.go).
         if values.get(passes) and not all(strategy.startswith("cdi-") for strategy in strategies):
             strategies = (*strategies, "device-nodes")
         ours["device_list_strategy"] = (strategies, listed if listed in values else passes)

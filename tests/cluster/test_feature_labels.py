@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpushare_agent.cluster.decisions.feature_labels import feature_labels, sanitised
 from gpushare_agent.cluster.decisions.node_facts import is_label, node_facts
@@ -20,7 +22,7 @@ from gpushare_agent.cluster.decisions.node_patch import (
     parse_node,
     plan_facts_patch,
 )
-from gpushare_agent.gpus.machine import machine_name, pci_class
+from gpushare_agent.gpus.machine import machine_name, pci_class, pci_configuration
 from gpushare_agent.model.gpus import Gpu, GpuInventory, MigAttributes, MigPlace
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.units import ServedUnits, UnitTerms
@@ -45,6 +47,7 @@ def labels(
     strategy: str = "time-slicing",
     is_renamed: bool = False,
     divided: tuple[Gpu, ...] = (),
+    pci_configurations: tuple[bytes, ...] = (),
 ) -> dict[str, str]:
     terms = UnitTerms(count, Sharing(strategy))
     return feature_labels(
@@ -53,6 +56,7 @@ def labels(
         mig_strategy=mig_strategy,
         machine="DGX Station (A100)\n",
         pci_classes=[0x030200] * len(gpus),
+        pci_configurations=pci_configurations,
         written_at=written_at,
     )
 
@@ -83,6 +87,7 @@ WHOLE = {
     "nvidia.com/cuda.runtime-version.minor": "8",
     "nvidia.com/cuda.runtime-version.full": "12.8",
     "nvidia.com/gfd.timestamp": "1700000000",
+    "nvidia.com/vgpu.present": "false",
 }
 
 
@@ -106,6 +111,72 @@ def test_replicas(shared: dict[str, Any], changed: dict[str, str]) -> None:
     )
     wanted["nvidia.com/mps.capable"] = str(shared.get("strategy") == "mps").lower()
     assert labels(gpu(0), gpu(1), count=4, **shared) == wanted
+
+
+CLIQUE = "nvidia.com/gpu.clique"
+FABRIC = "00112233-4455-6677-8899-aabbccddeeff.7"
+
+
+@pytest.mark.parametrize(
+    ("fabrics", "expected"),
+    [((FABRIC, FABRIC), FABRIC), ((FABRIC, ""), FABRIC), (("", ""), None), ((FABRIC, FABRIC[:-1] + "8"), None)],
+    ids=["all", "some", "none", "two cliques"],
+)
+def test_the_clique_of_an_nvlink_fabric(fabrics: tuple[str, ...], expected: str | None) -> None:
+    """Of the GPUs that are on one, where they agree."""
+    found = labels(*(gpu(index, fabric=fabric) for index, fabric in enumerate(fabrics)))
+    assert found.get(CLIQUE) == expected and (expected is None or is_label(CLIQUE, expected))
+
+
+def configuration(*capabilities: bytes, size: int = 256, is_circle: bool = False) -> bytes:
+    """A PCI configuration space whose list has these: ID, length in the third byte, data; the second names the next."""
+    space, at = bytearray(256), 0x60
+    if capabilities:
+        space[0x06], space[0x34] = 0x10, at
+    for number, capability in enumerate(capabilities):
+        after = at + len(capability) + 1
+        space[at : at + len(capability)] = capability
+        space[at + 1] = after if number + 1 < len(capabilities) else 0x60 if is_circle else 0
+        at = after
+    return bytes(space[:size])
+
+
+POWER = b"\x01\x00\x03\x00"
+VGPU = b"\x09\x00\x1f" + b"VF" + b"\x05\x04xx" + b"\x00\x16" + b"570.124.06" + b"r570_00\x00\x00\x00"
+OTHER_VENDOR = b"\x09\x00\x08NVxyz"
+HOST = {
+    "nvidia.com/vgpu.present": "true",
+    "nvidia.com/vgpu.host-driver-version": "570.124.06",
+    "nvidia.com/vgpu.host-driver-branch": "r570_00",
+}
+
+
+@pytest.mark.parametrize(
+    ("configurations", "expected"),
+    [
+        ((configuration(), configuration(POWER, OTHER_VENDOR)), {"nvidia.com/vgpu.present": "false"}),
+        ((configuration(POWER), configuration(POWER, VGPU)), HOST),
+        ((configuration(POWER, is_circle=True),), {"nvidia.com/vgpu.present": "false"}),
+        ((configuration(b"\x09\x00\x09VF\x05\x04xx"),), {"nvidia.com/vgpu.present": "true"}),
+        ((configuration(VGPU), configuration(VGPU, size=64)), {}),
+        ((b"\xff" * 256,), {"nvidia.com/vgpu.present": "false"}),
+    ],
+    ids=["none", "one", "circle", "no driver record", "cut off", "gone"],
+)
+def test_vgpus_are_known_by_their_pci_configuration(
+    configurations: tuple[bytes, ...], expected: dict[str, str]
+) -> None:
+    """A vendor-specific capability signed VF, with the hypervisor's driver; nothing is said where the kernel cuts it off."""
+    found = labels(gpu(0), pci_configurations=configurations)
+    assert {name: value for name, value in found.items() if "vgpu" in name} == expected
+
+
+@given(space=st.binary(min_size=256, max_size=256))
+def test_any_pci_configuration_makes_labels(space: bytes) -> None:
+    """A hypervisor writes it."""
+    signed = bytes(space[:0x34]) + b"\x40" + bytes(space[0x35:0x40]) + b"\x09" + space[0x41:0x43] + b"VF" + space[0x45:]
+    for one in (space, signed):
+        assert all(is_label(name, value) for name, value in labels(gpu(0), pci_configurations=(one,)).items())
 
 
 @pytest.mark.parametrize(
@@ -145,6 +216,7 @@ def test_what_is_not_known_is_left_out() -> None:
         mig_strategy="none",
         machine="",
         pci_classes=[0x030000, 0x030200],
+        pci_configurations=[],
         written_at=1,
     )
     assert found["nvidia.com/cuda.driver-version.revision"] == "" and "nvidia.com/cuda.runtime.major" not in found
@@ -312,4 +384,7 @@ def test_what_sysfs_has(tmp_path: Path) -> None:
     device.mkdir()
     (device / "class").write_text("0x030200\n")
     assert machine_name(tmp_path / "product_name") == "Standard PC" and machine_name(tmp_path / "none") == ""
+    (device / "config").write_bytes(configuration(VGPU) + bytes(1000))
+    assert pci_configuration("00000000:3B:00.0", tmp_path) == configuration(VGPU)
+    assert pci_configuration("00000000:AF:00.0", tmp_path) is None
     assert pci_class("00000000:3B:00.0", tmp_path) == 0x030200 and pci_class("00000000:AF:00.0", tmp_path) is None

@@ -87,3 +87,15 @@ async def test_the_compute_capability_is_read_where_the_driver_has_it(library_di
     async with running_probe(library_directory, TWO_PAIRS + "value capability 0 6 1\n") as probe:
         gpus = (await probe.read())["gpus"]
     assert [gpu["compute_capability"] for gpu in gpus] == [[6, 1], None, None, None]
+
+
+async def test_the_nvlink_fabric_is_read_where_the_gpu_has_joined_it(library_directory: Path) -> None:
+    """State 3 is completed; a GPU that still joins, that failed to, or whose cluster has no UUID is on none."""
+    cluster = "00112233445566778899aabbccddeeff"
+    script = (
+        f"{TWO_PAIRS}fabric 0 3 0 {cluster} 7\nfabric 1 2 0 {cluster} 7\nfabric 2 3 999 {cluster} 7\n"
+        f"fabric 3 3 0 {'0' * 32} 7\n"
+    )
+    async with running_probe(library_directory, script) as probe:
+        gpus = (await probe.read())["gpus"]
+    assert [gpu["fabric"] for gpu in gpus] == ["00112233-4455-6677-8899-aabbccddeeff.7", "", "", ""]

@@ -25,6 +25,8 @@
  *                                    of its memory), encoder, decoder, memory_used (with and without the reserved bytes),
  *                                    temperature, power, power_limit, clock_1 (SM), clock_2 (memory), clock_reasons,
  *                                    pcie_0 (sent), pcie_1 (received), remapped (pending, failed), capability
+ *   fabric I STATE STATUS CLUSTER CLIQUE
+ *                                    of a GPU on an NVLink fabric; CLUSTER is its UUID as 32 hexadecimal digits
  *   field I FIELD SCOPE CODE TYPE NUMBER
  *   process LIST I PID BYTES         LIST is compute, graphics or mps; BYTES - is "not available"
  *   processes LIST I PID COUNT BYTES COUNT processes, with PIDs from PID on
@@ -619,6 +621,29 @@ int nvmlDeviceGetCudaComputeCapability(device_t *device, int *major, int *minor)
     *major = (int)numbers[0];
     *minor = (int)numbers[1];
     return code;
+}
+
+typedef struct { unsigned char cluster[16]; int status; unsigned clique, state; } fabric_t;
+struct fabric_wish { unsigned index; fabric_t *info; };
+
+static int take_fabric(const char *rest, void *wanted)
+{
+    struct fabric_wish *wish = wanted;
+    unsigned index, byte;
+    char cluster[33];
+    fabric_t *info = wish->info;
+    if (sscanf(rest, "%u %u %d %32s %u", &index, &info->state, &info->status, cluster, &info->clique) != 5)
+        return 0;
+    for (unsigned at = 0; at < sizeof info->cluster; at++)
+        info->cluster[at] = sscanf(cluster + 2 * at, "%2x", &byte) == 1 ? (unsigned char)byte : 0;
+    return index == wish->index;
+}
+
+int nvmlDeviceGetGpuFabricInfo(device_t *device, fabric_t *info)
+{
+    struct fabric_wish wish = {.index = device->index, .info = info};
+    int code = call_error(__func__, device);
+    return code != OK || find("fabric", take_fabric, &wish) ? code : NOT_SUPPORTED;
 }
 
 /* Lists. */

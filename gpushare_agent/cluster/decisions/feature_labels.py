@@ -1,7 +1,7 @@
 """The labels of NVIDIA's GPU Feature Discovery, for clusters whose pods select by them and that do not run it. Pure.
 
-Source: k8s-device-plugin v0.20.0, internal/lm (resource.go, nvml.go, mig-strategy.go, machine-type.go, timestamp.go): names,
-values, and what a text becomes. Not written: labels of vGPU and IMEX, which this agent does not read.
+Source: k8s-device-plugin v0.20.0, internal/lm (resource.go, nvml.go, mig-strategy.go, machine-type.go, timestamp.go,
+imex.go, vgpu.go) and internal/vgpu: names, values, and what a text becomes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _ATTRIBUTES = {
 """Suffix of the label, and field of MigAttributes."""
 _MODES = {0x030000: "graphics", 0x030200: "compute"}
 """By PCI class: VGA controller, 3D controller."""
+_CONFIGURATION_BYTES = 256
 
 
 def feature_labels(
@@ -43,11 +44,12 @@ def feature_labels(
     mig_strategy: str,
     machine: str,
     pci_classes: Sequence[int],
+    pci_configurations: Sequence[bytes],
     written_at: int,
 ) -> dict[str, str]:
     """Of the most numerous model, where there are several; of GPUs in MIG mode only where there are no others. None while
-    the driver names no GPU. `served` has what a GPU or MIG instance serves, `machine` is what DMI has, `pci_classes` are
-    those of the GPUs that have one, `written_at` is in seconds since the epoch."""
+    the driver names no GPU. `served` has what a GPU or MIG instance serves, `machine` is what DMI has, `pci_classes` and
+    `pci_configurations` are those of the GPUs that have one, `written_at` is in seconds since the epoch."""
     known = (gpu for gpu in (*inventory.gpus, *inventory.divided) if gpu.mig is None)
     gpus = sorted((gpu for gpu in known if gpu.name and gpu.memory_mib > 0), key=lambda gpu: gpu.index)
     if not gpus:
@@ -68,6 +70,8 @@ def feature_labels(
         TIMESTAMP_LABEL: str(written_at),
         **_architecture(gpu),
         **_versions(inventory),
+        **_clique(gpus),
+        **_vgpu(pci_configurations),
         **_of_strategy(mig_strategy, inventory, gpus, served),
     }
 
@@ -150,3 +154,49 @@ def _versions(inventory: GpuInventory) -> Mapping[str, str]:
             labels |= {f"{base}.major": cuda[0], f"{base}.minor": cuda[1]}
         labels[f"{_CUDA}.runtime-version.full"] = inventory.cuda_version
     return labels
+
+
+def _clique(gpus: Sequence[Gpu]) -> Mapping[str, str]:
+    """Of the GPUs on an NVLink fabric; none where they differ."""
+    fabrics = {gpu.fabric for gpu in gpus if gpu.fabric}
+    return {f"{_GPU}.clique": fabrics.pop()} if len(fabrics) == 1 else {}
+
+
+def _vgpu(configurations: Sequence[bytes]) -> Mapping[str, str]:
+    """Whether the GPUs are vGPUs, and of these the hypervisor's driver; none where a configuration is cut off, as without
+    CAP_SYS_ADMIN."""
+    if any(len(configuration) < _CONFIGURATION_BYTES for configuration in configurations):
+        return {}
+    capabilities = [found for one in configurations if (found := _vendor_capability(one))[3:5] == b"VF"]
+    labels = {f"{PREFIX}vgpu.present": str(bool(capabilities)).lower()}
+    for capability in capabilities:
+        version, branch = _host_driver(capability)
+        if version:
+            labels |= {f"{PREFIX}vgpu.host-driver-version": version, f"{PREFIX}vgpu.host-driver-branch": branch}
+    return labels
+
+
+def _vendor_capability(configuration: bytes) -> bytes:
+    """The vendor-specific capability (PCI Local Bus Specification 3.0, section 6.7): ID, place of the next, length, data.
+    Empty where there is none."""
+    at = configuration[0x34] if configuration[0x06] & 0x10 else 0
+    for _ in range(_CONFIGURATION_BYTES):  # the list may be a circle
+        if at == 0 or at + 2 >= _CONFIGURATION_BYTES or configuration[at] == 0xFF:
+            return b""
+        if configuration[at] == 0x09:
+            return configuration[at : at + configuration[at + 2]]
+        at = configuration[at + 1]
+    return b""
+
+
+def _host_driver(capability: bytes) -> tuple[str, str]:
+    """Of a vGPU: version and branch of the hypervisor's driver, ten bytes each, in the record 0 of those that follow the
+    signature. A record has its ID, its length and its data."""
+    at = 5
+    while at + 1 < len(capability) and capability[at] != 0 and capability[at + 1] > 0:
+        at += capability[at + 1]
+    record = capability[at + 2 : at + 22]
+    if len(record) < 20 or capability[at] != 0:
+        return "", ""
+    version, branch = (sanitised(part.decode("ascii", "ignore")) for part in (record[:10], record[10:]))
+    return version, branch

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
+from ctypes import byref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from gpushare_agent.gpus.nvml.mig import (
     CapMinors,
@@ -152,6 +154,7 @@ class NvmlReader:
                 compute_capability=(capability[0], capability[1]) if capability is not None else None,
                 is_exclusive_process=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
                 mig_mode=mig_mode(self._session, handle),
+                fabric=_fabric(self._session, nvml, handle),
             )
         except nvml.NVMLError as error:
             self._session.check_driver(error)
@@ -276,6 +279,16 @@ class NvmlReader:
 def _cuda_version(number: int | None) -> str:
     """NVML: 1000 times the major version, and 10 times the minor."""
     return f"{number // 1000}.{number % 1000 // 10}" if number else ""
+
+
+def _fabric(session: NvmlSession, nvml: Any, handle: Any) -> str:
+    """Raises DriverLostError. Source: IsFabricAttached in go-nvlib, pkg/nvlib/device/device.go."""
+    info = nvml.c_nvmlGpuFabricInfo_t()
+    if session.ask("nvmlDeviceGetGpuFabricInfo", handle, byref(info)) is None:
+        return ""
+    cluster = bytes(info.clusterUuid)
+    is_joined = info.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED and info.status == nvml.NVML_SUCCESS and any(cluster)
+    return f"{UUID(bytes=cluster)}.{info.cliqueId}" if is_joined else ""
 
 
 def _unhealthy(gpu: Gpu, reason: str) -> Gpu:
