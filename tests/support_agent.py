@@ -341,10 +341,12 @@ def holders_of(agent: InnerAgent, kind: ResourceKind = ResourceKind.VCORE) -> in
     return len(agent.parts.state.cache.holders(kind))
 
 
-def write_faults(path: Path, *, lost: dict[str, str] | None = None, all_lost: str = "") -> None:
+def write_faults(
+    path: Path, *, lost: dict[str, str] | None = None, all_lost: str = "", mig: dict[str, list[str]] | None = None
+) -> None:
     """The simulated driver's faults, replaced in one step."""
     new = path.with_suffix(".new")
-    new.write_text(json.dumps({"lost": lost or {}, "all_lost": all_lost}))
+    new.write_text(json.dumps({"lost": lost or {}, "all_lost": all_lost, "mig": mig or {}}))
     new.replace(path)
 
 

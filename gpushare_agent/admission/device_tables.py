@@ -1,8 +1,8 @@
 """Keeps every resource's device list up to date: the GPUs' health at once, the memory account a moment after a change.
 
-State owned: the tables (kubelet/device_table.py), whether they are behind the allocation cache, and whether IDs in them
-are withheld for shares that have grown, or listed as an earlier agent named them. A table that is behind
-does no harm: the admission decides by the cache itself.
+State owned: the tables (kubelet/device_table.py), whether they are behind the allocation cache, whether IDs in them are
+withheld for shares that have grown, or listed as an earlier agent named them, and what was last logged. A table that is
+behind does no harm: the admission decides by the cache itself.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+import structlog
+
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.ledger import Ledger, Policy, gpu_accounts
 from gpushare_agent.admission.decisions.offered_devices import offered_ids, unit_ids, withheld, withheld_units
 from gpushare_agent.admission.decisions.recovery import gpus_of
+from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_table import DeviceRow, DeviceTable, device_rows
@@ -24,6 +27,8 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import has_kubelet_text
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement import GpuAccount
+
+log = structlog.get_logger(__name__)
 
 PAUSE_S = 0.2
 """Many allocations in a row make one ListAndWatch message."""
@@ -56,6 +61,7 @@ class DeviceTables:
         self._is_behind = asyncio.Event()
         self._has_lent = False
         self._has_earlier_ids = False
+        self._unlike = ReportOnce()
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
         """For AllocationCache.subscribe. The lists depend on what is allocated for GPUShare's resource and of units under
@@ -83,11 +89,16 @@ class DeviceTables:
         ledger = self._cache.ledger(inventory)
         gpus = gpu_accounts(None, ledger, Policy(names=self._names))
         no_shares = self._no_shares()
+        unlike = self._names.nvidia.unlike(inventory.gpus) if self._names.gpu else ""
+        if not unlike:
+            self._unlike.is_over()
+        elif self._unlike.is_new(unlike):
+            log.error("nvidia_units_refused", reason=unlike)
         self._has_lent = False
         for resource, table in self.tables.items():
             kind = self._names.kind_of(resource)
             if kind is ResourceKind.GPU:
-                table.set_devices(self._unit_rows(resource, inventory, ledger, gpus))
+                table.set_devices(self._unit_rows(resource, inventory, ledger, gpus, no_units=bool(unlike)))
                 continue
             lent, holders = self._cache.lent(kind), ledger.holders[kind]
             ids = offered_ids({gpu.uuid: self._names.units(gpu, kind) for gpu in inventory.gpus}, holders)
@@ -97,12 +108,12 @@ class DeviceTables:
         self._has_earlier_ids = any(has_kubelet_text(ledger.holders[kind]) for kind in self._names.kinds)
 
     def _unit_rows(
-        self, resource: str, inventory: GpuInventory, ledger: Ledger, gpus: Sequence[GpuAccount]
+        self, resource: str, inventory: GpuInventory, ledger: Ledger, gpus: Sequence[GpuAccount], *, no_units: bool
     ) -> list[DeviceRow]:
         holders = ledger.holders[ResourceKind.GPU]
         in_use = [device for device, keys in holders.items() if self._resource_of(keys) == resource]
         ids = unit_ids(inventory.gpus, resource, self._names, in_use)
-        kept_back = withheld_units(gpus, ids, holders, no_replicas=self._no_replicas())
+        kept_back = withheld_units(gpus, ids, holders, no_replicas=self._no_replicas(), no_units=no_units)
         return device_rows(inventory, ids, self._ids, kept_back)
 
     def _resource_of(self, keys: Collection[ContainerKey]) -> str:

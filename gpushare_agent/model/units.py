@@ -87,6 +87,26 @@ class NvidiaNames:
         is_renamed = self.is_renamed and not name.endswith(SHARED_SUFFIX)
         return ServedUnits(name + SHARED_SUFFIX if is_renamed else name, UnitTerms(count, self.sharing))
 
+    def unlike(self, gpus: Iterable[Gpu]) -> str:
+        """With MIG strategy single, why no unit is given, with the cure; empty where all GPUs that serve these resources are
+        alike. A pod could not tell what it gets: NVIDIA's plugin does not start there (internal/rm/device_map.go of
+        v0.20.0)."""
+        if self.mig_strategy != "single":
+            return ""
+        kinds: dict[str, list[str]] = {}
+        for gpu in gpus:
+            if gpu.is_selected(self.gpus) and not (gpu.mig is not None and gpu.mig.is_gone):
+                without = "GPUs in MIG mode without instances" if gpu.mig_mode else "GPUs that MIG does not divide"
+                kind = without if gpu.mig is None else f"instances of {gpu.mig.profile}"
+                kinds.setdefault(kind, []).append(gpu.label)
+        if len(kinds) < 2:
+            return ""
+        found = ", ".join(f"{kind} ({' '.join(sorted(labels))})" for kind, labels in sorted(kinds.items()))
+        return (
+            f"{self.resource} is not given: nvidia.mig_strategy is single, and the node has {found}. Divide all GPUs alike, "
+            "name those that are alike in nvidia.gpus, or set nvidia.mig_strategy to mixed"
+        )
+
     def _name(self, gpu: Gpu) -> str | None:
         if gpu.mig is None:
             return next((name for pattern, name in self.names if gpu.is_selected((pattern,))), self.resource)

@@ -85,7 +85,8 @@ def healthy(world: Node, resource: str) -> dict[int, int]:
     accounts, holders = gpu_accounts(None, ledger, world.policy), ledger.holders
     if kind is ResourceKind.GPU:
         ids = unit_ids(world.found.gpus, resource, world.policy.names, ())
-        kept_back = withheld_units(accounts, ids, holders[kind], no_replicas=False)
+        unlike = world.policy.names.nvidia.unlike(world.found.gpus)
+        kept_back = withheld_units(accounts, ids, holders[kind], no_replicas=False, no_units=bool(unlike))
     else:
         ids = offered_ids({gpu.uuid: world.policy.names.units(gpu, kind) for gpu in world.found.gpus}, holders[kind])
         kept_back = withheld(kind, accounts, ids, holders, world.policy.names, no_shares=False, lent={})
@@ -186,10 +187,53 @@ def test_mig_instances_are_units_of_their_own_names_with_strategy_mixed() -> Non
 
 
 def test_mig_instances_are_units_of_the_plain_name_with_strategy_single_and_none_by_default() -> None:
-    single = Node(divided(), Policy(names=names(mig_strategy="single", gpus=("9",))), seed=1)
-    assert [admitted(single, f"p{n}", asks(gpu=1))["main"] for n in range(3)] == [(1,), (2,), (3,)]
+    alike = {"mig_strategy": "single", "gpus": ("9:1", "9:2")}
+    single = Node(divided(), Policy(names=names(**alike)), seed=1)
+    assert [admitted(single, f"p{n}", asks(gpu=1))["main"] for n in range(2)] == [(1,), (2,)]
     world = Node(divided(), Policy(names=names()), seed=1)
     assert healthy(world, GPU) == {0: 1, 1: 0, 2: 0, 3: 0}
+
+
+ALIKE = "Divide all GPUs alike, name those that are alike in nvidia.gpus, or set nvidia.mig_strategy to mixed."
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [
+        (("9",), "instances of 1g.10gb (9:1 9:2), instances of 3g.40gb (9:3)"),
+        (("0", "9:1"), "GPUs that MIG does not divide (0), instances of 1g.10gb (9:1)"),
+        (("5", "9:1"), "GPUs in MIG mode without instances (5), instances of 1g.10gb (9:1)"),
+    ],
+    ids=["two profiles", "a GPU without MIG", "a GPU without instances"],
+)
+def test_unlike_instances_are_given_to_nobody_with_strategy_single(chosen: tuple[str, ...], found: str) -> None:
+    """NVIDIA's plugin does not start there: a pod could not know what it gets. Who has one keeps it, and shares go on."""
+    node_gpus = divided()
+    empty = replace(node_gpus.gpus[0], index=5, uuid=GpuUuid("GPU-5"), mig_mode=True)
+    world = Node(
+        replace(node_gpus, gpus=(*node_gpus.gpus, empty)),
+        Policy(names=names(mig_strategy="single", gpus=("9:1",))),
+        seed=1,
+    )
+    admitted(world, "earlier", asks(gpu=1))
+    world.policy = Policy(names=names(mig_strategy="single", gpus=chosen))
+    assert {index for index, count in healthy(world, GPU).items() if count} == {1}
+    detail = refused(world, "p", asks(gpu=1))
+    assert f"nvidia.com/gpu is not given: nvidia.mig_strategy is single, and the node has {found}." in detail
+    assert ALIKE in detail
+    assert admitted(world, "share", asks(cores=10, blocks=4)) == {"main": (0,)}
+    assert admitted(Node(node_gpus, Policy(names=names(mig_strategy="mixed")), seed=1), "p", asks(large=1))
+
+
+def test_an_instance_that_exists_no_more_is_not_unlike_the_others() -> None:
+    """A container has it until it ends."""
+    found = divided()
+    last = found.gpus[3]
+    assert last.mig is not None
+    gone = replace(last, mig=replace(last.mig, is_gone=True), health=Health.UNHEALTHY)
+    single = NvidiaNames(mig_strategy="single", gpus=("9",))
+    assert single.unlike(found.gpus) and not single.unlike((*found.gpus[:3], gone))
+    assert not NvidiaNames(mig_strategy="mixed").unlike(found.gpus)
 
 
 @pytest.mark.parametrize("sharing", [Sharing.MPS, Sharing.SHARES])
@@ -305,7 +349,7 @@ SETTINGS = (
     {"replicas": (("0", 7),), "is_renamed": True},
     {"gpus": ("0", "2"), "replicas": (("2", 10),), "sharing": Sharing.SHARES},
     {"mig_strategy": "mixed", "replicas": ((f"{MIG}1g.10gb", 3),)},
-    {"mig_strategy": "single"},
+    {"mig_strategy": "single", "gpus": ("9:1", "9:2")},
 )
 
 

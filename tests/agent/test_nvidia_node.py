@@ -14,7 +14,7 @@ from gpushare_agent.model.units import terms_of
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 from tests.gpus.test_nvml_mig import A100, ONE_G, TWO_G
-from tests.support_agent import calls_of, open_agent, open_child, wait_running, wait_settled, wait_until
+from tests.support_agent import calls_of, open_agent, open_child, wait_running, wait_settled, wait_until, write_faults
 from tests.support_nvml import fake_library
 from tests.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod, wait_allocatable, wait_gone
 
@@ -125,6 +125,27 @@ async def test_instances_of_a_new_profile_get_their_resource_while_pods_run(
             assert node.kubelet.capacity()[GPU] == (1, 1) and node.kubelet.capacity()[small] == (1, 0)
             assert node.api.pod("default", "whole")["status"]["phase"] == "Running"
             assert answer(node, "whole")[1].envs["NVIDIA_VISIBLE_DEVICES"] == "GPU-bbbb"
+
+
+async def test_with_strategy_single_unlike_instances_are_given_to_nobody() -> None:
+    """As by NVIDIA's plugin. They come and go while the agent runs: who has one keeps it, and the shares' GPU serves on."""
+    flags = ("--nvidia.enabled", "--nvidia.mig-strategy=single", "--nvidia.gpus=0", "--isolation=none")
+    async with open_test_node() as node:
+        write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb"]})
+        async with open_agent(node, *flags, "--simulated.cards=2", "--health.check-period-s=0.2"):
+            await wait_allocatable(node, GPU, 2)
+            node.api.create_pod(sample("first"))
+            await wait_running(node, "first")
+            write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb", "3g.40gb"]})
+            await wait_until(
+                node, lambda: node.kubelet.capacity().get(GPU) == (3, 1), "all but the allocated Unhealthy"
+            )
+            assert node.api.pod("default", "first")["status"]["phase"] == "Running"
+            node.api.create_pod(pod("share", container(cores=30, blocks=4)))
+            await wait_running(node, "share")
+            write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb", "1g.10gb"]})
+            node.api.create_pod(sample("second"))
+            await wait_running(node, "second")
 
 
 async def test_a_container_asks_for_one_kind_of_gpu() -> None:

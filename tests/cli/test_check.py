@@ -166,6 +166,18 @@ async def test_the_driver_without_gpus_is_an_error_unless_the_agent_would_stay(s
         assert (found.what, found.level) == ("driver", Level.WARNING)
 
 
+async def test_unlike_mig_instances_under_strategy_single_are_an_error(short_dir: Path) -> None:
+    """No pod is given one; with strategy mixed nothing is wrong."""
+    faults = short_dir / "faults.json"
+    faults.write_text('{"mig": {"0": ["1g.10gb", "3g.40gb"]}}')
+    async with complete_node(short_dir) as node:
+        flags = ("--nvidia.enabled", f"--simulated.faults={faults}", "--nvidia.gpus=0")
+        (found,) = not_ok(await check_node(node.settings(*flags, "--nvidia.mig-strategy=single")))
+        assert (found.what, found.level) == ("mig", Level.ERROR)
+        assert "instances of 1g.10gb (0:0), instances of 3g.40gb (0:1)" in found.detail and "mixed" in found.cure
+        assert not not_ok(await check_node(node.settings(*flags, "--nvidia.mig-strategy=mixed")))
+
+
 async def test_named_files_are_read(short_dir: Path) -> None:
     """A file that a setting names must be readable."""
     async with complete_node(short_dir) as node:

@@ -77,15 +77,16 @@ def withheld_units(
     holders: Mapping[DeviceId, frozenset[ContainerKey]],
     *,
     no_replicas: bool,
+    no_units: bool = False,
 ) -> frozenset[DeviceId]:
     """Of the units under one of NVIDIA's names those that the GPU's other users leave no room for. `no_replicas`: what
-    limits them cannot be had."""
+    limits them cannot be had. `no_units`: none is given."""
     found: set[DeviceId] = set()
     for gpu in gpus:
         free = [device for device in ids[gpu.uuid] if device not in holders]
         if free:
             terms = terms_of(free[0])
-            room = 0 if no_replicas and not terms.is_whole else gpu.free_units_of(terms.of)
+            room = 0 if no_units or (no_replicas and not terms.is_whole) else gpu.free_units_of(terms.of)
             found.update(free[room:])
     return frozenset(found)
 

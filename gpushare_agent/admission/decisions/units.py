@@ -40,7 +40,7 @@ def plan_units(
     """The GPUs, and the IDs to prefer."""
     served = served_units(ledger, policy.names, policy.names.name_in(target.container, ResourceKind.GPU))
     must = [DeviceId(device) for device in offer.must_include]
-    if (refused := _several(must + list(free), offer.size, policy)) is not None:
+    if (refused := _unlike(ledger, policy) or _several(must + list(free), offer.size, policy)) is not None:
         return refused
     usable = {gpu.uuid: gpu for gpu in gpus if gpu.is_healthy and gpu.uuid in served}
     by_gpu = _by_number(free, usable, without=must)
@@ -78,7 +78,7 @@ def plan_units(
 def check_units(target: Target, ids: Sequence[str], ledger: Ledger, policy: Policy) -> tuple[GpuUuid, ...] | Refused:
     """The GPUs of these IDs, which are the node's and free, by index; refused where they have no room for them."""
     devices = [DeviceId(device) for device in ids]
-    if (refused := _several(devices, len(devices), policy)) is not None:
+    if (refused := _unlike(ledger, policy) or _several(devices, len(devices), policy)) is not None:
         return refused
     accounts = {account.uuid: account for account in gpu_accounts(target, ledger, policy)}
     parts = parts_of(devices)
@@ -141,6 +141,11 @@ def _plan_whole(
     if isinstance(placed, Refused):
         return placed
     return placed, (*chosen, *(by_gpu[uuid][0] for uuid in placed.gpus if uuid not in having))
+
+
+def _unlike(ledger: Ledger, policy: Policy) -> Refused | None:
+    why = policy.names.nvidia.unlike(ledger.inventory.gpus)
+    return Refused(reason=RefusalReason.NO_HEALTHY_GPU, detail=f"{why}.") if why else None
 
 
 def _several(devices: Collection[DeviceId], size: int, policy: Policy) -> Refused | None:

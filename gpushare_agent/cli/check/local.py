@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpushare_agent.agent.gpu_side import open_driver
+from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cli.check.finding import Finding, Level, error, ok, warning
 from gpushare_agent.kit.bounded_grpc import ServerLimits
 from gpushare_agent.kit.process import read_open_files_limit
@@ -51,6 +52,11 @@ async def check_driver(settings: Settings) -> list[Finding]:
         )
         for index, reason in inventory.unreadable
     ]
+    names = resource_names(settings, inventory.mig_profiles)
+    offered = [gpu for gpu in inventory.gpus if not gpu.is_selected(settings.excluded_gpus)]
+    if names.gpu and (why := names.nvidia.unlike(offered)):
+        reported, _, cure = why.partition(". ")
+        findings.append(error("mig", reported, cure))
     if settings.driver == "nvml":
         findings.append(_device_nodes_finding(inventory))
     return findings
@@ -74,7 +80,7 @@ def _gpus_finding(settings: Settings, inventory: GpuInventory) -> Finding:
 
 
 def _unhealthy_finding(gpu: Gpu) -> Finding:
-    detail = f"number {gpu.index} ({gpu.uuid}) is unhealthy: {gpu.unhealthy_reason}"
+    detail = f"number {gpu.label} ({gpu.uuid}) is unhealthy: {gpu.unhealthy_reason}"
     return warning("card", detail, "see `nvidia-smi -q` and the kernel log; it is not given to pods until it recovers")
 
 
