@@ -184,17 +184,29 @@ class AllocationCache:
             allocations=self._allocations,
         )
 
-    def booked_ledger(self, inventory: GpuInventory, *, without: ContainerKey) -> Ledger:
+    def booked_ledger(self, inventory: GpuInventory) -> Ledger:
         """As `ledger`, by what is booked: the part of a GPU that shares have given back counts as free. For growth only, for
         the kubelet still counts its IDs as taken."""
         kinds = (ResourceKind.VCORE, ResourceKind.VMEMORY, ResourceKind.GPU_MEM)
-        cores, blocks, units = (self._net(kind, without) for kind in kinds)
+        cores, blocks, units = (self._net(kind, None) for kind in kinds)
         return replace(
-            self.ledger(inventory, without=without),
-            used_cores=_sum(self._id_counts(ResourceKind.VCORE, without), cores),
-            used_blocks=_sum(self._block_counts(without), blocks),
-            used_gpu_mem=_sum(self._id_counts(ResourceKind.GPU_MEM, without), units),
+            self.ledger(inventory),
+            used_cores=_sum(self._id_counts(ResourceKind.VCORE, None), cores),
+            used_blocks=_sum(self._block_counts(None), blocks),
+            used_gpu_mem=_sum(self._id_counts(ResourceKind.GPU_MEM, None), units),
         )
+
+    def booked_alone(self, key: ContainerKey) -> dict[ResourceKind, int]:
+        """What is booked for a share and for no other container: by so much its GPU would have less used without it."""
+        allocation, share = self._allocations[key], self._resized.get(key)
+        gpu = _charged_gpu(allocation)
+        charges = self._charges[gpu] if gpu is not None else {}
+        alone = {
+            kind: sum(len(self._holders[kind][device]) == 1 for device in allocation.ids(kind))
+            for kind in (ResourceKind.VCORE, ResourceKind.GPU_MEM)
+        }
+        alone[ResourceKind.VMEMORY] = sum(charges.get(device) == 1 for device in allocation.vmemory_ids)
+        return alone if share is None else {kind: count + self._extra(share, kind) for kind, count in alone.items()}
 
     def _with_lent(
         self, counts: dict[GpuUuid, int], kind: ResourceKind, without: ContainerKey | None

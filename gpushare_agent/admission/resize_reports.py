@@ -6,13 +6,14 @@ status.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.resize import (
     ResizePolicy,
+    ResizeReason,
     ResizeRefused,
     bounded_status,
     describe,
@@ -110,19 +111,18 @@ class ResizeReports:
         uids = {key.pod_uid for key in (*self._cache.resized, *found.refused)} | found.unknown.keys()
         for uid in [uid for uid in self._reported_at if self._pods.get(uid) is None]:
             del self._reported_at[uid]
+        reasons = {key: one.reason for key, one in found.refused.items()}
         for uid in sorted(uids):
             if (pod := self._pods.get(uid)) is not None:
-                self._report_pod(pod, found)
+                self._report_pod(pod, found, reasons)
         self._remove_status(uids)
 
-    def _report_pod(self, pod: Pod, found: ResizeRound) -> None:
+    def _report_pod(self, pod: Pod, found: ResizeRound, reasons: Mapping[ContainerKey, ResizeReason]) -> None:
         """The status always; an Event for each refusal and each size, once, and not too often."""
         names = self._policy.names
         text = pod.annotations.get(RESIZE_ANNOTATION, "")
         allocations = self._cache.of_pod(pod.uid)
-        status = status_text(
-            allocations, self._cache.resized, {key: one.reason for key, one in found.refused.items()}, found.unenforced
-        )
+        status = status_text(allocations, self._cache.resized, reasons, found.unenforced)
         if pod.annotations.get(RESIZE_STATUS_ANNOTATION) != status:
             self._observer.resize_status(pod, status)
         if self._clock() - self._reported_at.get(pod.uid, float("-inf")) < EVENT_PAUSE_S:

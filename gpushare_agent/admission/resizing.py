@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
 import structlog
@@ -49,9 +49,11 @@ from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import RESIZE_ANNOTATION
+from gpushare_agent.model.names import RESIZE_ANNOTATION, GpuUuid
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.usage import UsageRound
+from gpushare_agent.placement import GpuAccount
 
 log = structlog.get_logger(__name__)
 
@@ -83,6 +85,35 @@ class _Enforced:
     target: ShareSize
     instance: str
     since: float
+
+
+class BookedAccounts:
+    """Each GPU as it is booked, during one round of decisions, in which nothing but `book` changes the cache. Made at the
+    first need and kept from then on: the accounts of all GPUs for each share of hundreds would hold up the event loop."""
+
+    def __init__(self, cache: AllocationCache, inventory: Callable[[], GpuInventory], names: ResourceNames) -> None:
+        self._cache = cache
+        self._inventory = inventory
+        self._names = names
+        self._accounts: dict[GpuUuid, GpuAccount] | None = None
+
+    def without(self, allocation: Allocation) -> GpuAccount | None:
+        """The account of the share's GPU as booked for all others; None where that GPU is not there."""
+        if self._accounts is None:
+            ledger = self._cache.booked_ledger(self._inventory())
+            accounts = gpu_accounts(None, ledger, Policy(names=self._names))
+            self._accounts = {account.uuid: account for account in accounts}
+        account = self._accounts.get(allocation.gpus[0])
+        return None if account is None else _less(account, self._cache.booked_alone(allocation.key))
+
+    def book(self, share: ResizedShare) -> None:
+        """As `AllocationCache.book`, of a share whose account was asked for."""
+        if self._accounts is None:
+            raise AssertionError(f"{share.key} is booked without a look at its GPU's account")
+        before = self._cache.booked_alone(share.key)
+        self._cache.book(share)
+        less = {kind: before[kind] - count for kind, count in self._cache.booked_alone(share.key).items()}
+        self._accounts[share.gpu] = _less(self._accounts[share.gpu], less)
 
 
 class ShareResizing:
@@ -190,6 +221,7 @@ class ShareResizing:
     def _decide(self) -> ResizeRound:
         """Books every change that may be; why the others may not. Shares that shrink come first, others may grow then."""
         found = ResizeRound()
+        accounts = BookedAccounts(self._cache, self._inventory, self._policy.names)
         candidates: list[tuple[Allocation, Pod, WantedSize]] = []
         for allocation in self._cache:
             pod = self._pods.get(allocation.key.pod_uid)
@@ -210,11 +242,13 @@ class ShareResizing:
                     found.unknown[pod.uid] = unknown[0]
             candidates.append((allocation, pod, wanted))
         for allocation, pod, wanted in sorted(candidates, key=_grows):
-            if (reason := self._decide_one(allocation, pod, wanted)) is not None:
+            if (reason := self._decide_one(allocation, pod, wanted, accounts)) is not None:
                 found.refused[allocation.key] = reason
         return found
 
-    def _decide_one(self, allocation: Allocation, pod: Pod, wanted: WantedSize) -> ResizeRefused | None:
+    def _decide_one(
+        self, allocation: Allocation, pod: Pod, wanted: WantedSize, accounts: BookedAccounts
+    ) -> ResizeRefused | None:
         isolation = self._enforcement.isolation_of(pod)
         if isolation is None:
             return None
@@ -225,11 +259,8 @@ class ShareResizing:
         if refused is not None:
             wanted = kept_size(allocation, known, self._policy)
         if target_of(allocation, wanted) == (known.target if known is not None else allocation.allocated_size):
-            return refused  # in every round the case of most: a ledger takes a millisecond
-        ledger = self._cache.booked_ledger(self._inventory(), without=key)
-        accounts = gpu_accounts(None, ledger, Policy(names=self._policy.names))
-        account = next((account for account in accounts if account.uuid == allocation.gpus[0]), None)
-        if account is None:
+            return refused  # in every round the case of most
+        if (account := accounts.without(allocation)) is None:
             return refused
         outcome = decide_resize(allocation, wanted, known, account, isolation, self._policy)
         if isinstance(outcome, ResizedShare) and known is None and len(self._cache.resized) >= MAX_SHARES:
@@ -237,7 +268,7 @@ class ShareResizing:
                 reason=ResizeReason.TOO_MANY, detail=f"{MAX_SHARES} shares of this node are resized: no more can be."
             )
         if isinstance(outcome, ResizedShare):
-            self._cache.book(outcome)
+            accounts.book(outcome)
             return refused
         return refused or outcome
 
@@ -314,6 +345,15 @@ class ShareResizing:
         if gpu is None or gpu.processes is None or use is None or use.memory_bytes is None:
             return False
         return use.memory_bytes <= (share.target.memory * self._policy.names.unit_mib(share.kind)) << 20
+
+
+def _less(account: GpuAccount, counts: Mapping[ResourceKind, int]) -> GpuAccount:
+    return replace(
+        account,
+        used_cores=account.used_cores - counts[ResourceKind.VCORE],
+        used_blocks=account.used_blocks - counts[ResourceKind.VMEMORY],
+        used_units=account.used_units - counts[ResourceKind.GPU_MEM],
+    )
 
 
 def _grows(candidate: tuple[Allocation, Pod, WantedSize]) -> tuple[bool, ContainerKey]:

@@ -12,6 +12,7 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
 from gpushare_agent.admission.decisions.offered_devices import offered_ids, withheld
 from gpushare_agent.admission.decisions.resize import ResizePolicy, WantedSize, decide_resize, enforced
+from gpushare_agent.admission.resizing import BookedAccounts
 from gpushare_agent.cluster.decisions.node_allocations import allocations_by_pod
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
@@ -28,10 +29,26 @@ FREE = ResizePolicy(names=NAMES, mode=ResizeMode.FREE_CAPACITY)
 KINDS = (ResourceKind.VCORE, ResourceKind.VMEMORY)
 
 
-def accounts(cache: AllocationCache, without: ContainerKey | None = None) -> list[GpuAccount]:
-    """As booked without one container; else as new containers see it."""
-    ledger = cache.ledger(GPUS) if without is None else cache.booked_ledger(GPUS, without=without)
-    return gpu_accounts(None, ledger, Policy(names=NAMES))
+def accounts(cache: AllocationCache) -> list[GpuAccount]:
+    """As new containers see them."""
+    return gpu_accounts(None, cache.ledger(GPUS), Policy(names=NAMES))
+
+
+def booked(cache: AllocationCache) -> BookedAccounts:
+    return BookedAccounts(cache, lambda: GPUS, NAMES)
+
+
+def booked_for_others(cache: AllocationCache, key: ContainerKey) -> tuple[int, int]:
+    """Cores and blocks of the share's GPU, counted in a cache that never had the share."""
+    other, gpu = AllocationCache(), next(one.gpus[0] for one in cache if one.key == key)
+    for one in cache:
+        if one.key != key:
+            other.put(one)
+    for share in cache.resized.values():
+        if share.key != key:
+            other.book(share)
+    ledger = other.booked_ledger(GPUS)
+    return ledger.used_cores.get(gpu, 0), ledger.used_blocks.get(gpu, 0)
 
 
 class Node(RuleBasedStateMachine):
@@ -78,17 +95,25 @@ class Node(RuleBasedStateMachine):
         self.instances[made.key] = 1
         return made.key
 
-    @rule(key=containers, cores=st.none() | st.integers(1, 110), memory=st.none() | st.integers(1, 20))
-    def book(self, key: ContainerKey, cores: int | None, memory: int | None) -> None:
-        """As the annotation asks; nothing is granted yet."""
-        own, known = self.cache.get(key), self.cache.resized.get(key)
-        if own is None:
-            return
-        account = next(one for one in accounts(self.cache, key) if one.uuid == own.gpus[0])
-        wanted = WantedSize(cores=cores, memory=memory)
-        outcome = decide_resize(own, wanted, known, account, ISOLATIONS[IsolationName.HAMI_CORE], FREE)
-        if isinstance(outcome, ResizedShare):
-            self.cache.book(outcome)
+    @rule(
+        keys=st.lists(containers, min_size=1, max_size=4, unique=True),
+        cores=st.none() | st.integers(1, 110),
+        memory=st.none() | st.integers(1, 20),
+    )
+    def book(self, keys: list[ContainerKey], cores: int | None, memory: int | None) -> None:
+        """As the annotations ask, one share after the other; nothing is granted yet."""
+        decided = booked(self.cache)
+        for key in keys:
+            own, known = self.cache.get(key), self.cache.resized.get(key)
+            if own is None:
+                continue
+            account = decided.without(own)
+            assert account is not None
+            assert (account.used_cores, account.used_blocks) == booked_for_others(self.cache, key)
+            wanted = WantedSize(cores=cores, memory=memory)
+            outcome = decide_resize(own, wanted, known, account, ISOLATIONS[IsolationName.HAMI_CORE], FREE)
+            if isinstance(outcome, ResizedShare):
+                decided.book(outcome)
 
     @rule()
     def save_and_grant(self) -> None:
@@ -205,7 +230,10 @@ def test_what_a_share_gives_back_is_for_growth_alone() -> None:
     cache.put(SECOND)
     cache.book(share(FIRST, (20, 2), (20, 2)))
     assert cache.used_cores() == {GPU: 90} and cache.used_blocks() == {GPU: 12}
-    assert cache.booked_ledger(GPUS, without=SECOND.key).used_cores == {GPU: 20}
+    assert (account := booked(cache).without(SECOND)) is not None and (account.used_cores, account.used_blocks) == (
+        20,
+        2,
+    )
     cache.book(share(SECOND, (75, 12), (75, 12)))
     assert cache.used_cores() == {GPU: 95} and cache.used_blocks() == {GPU: 14}
     assert cache.lent(ResourceKind.VCORE) == {GPU: 5}
@@ -219,7 +247,9 @@ def test_an_init_container_keeps_its_ids_booked() -> None:
     cache.put(FIRST)
     cache.put(allocation(ONE, "init", ids(0, range(40)), ids(0, range(8)), ContainerKind.INIT))
     cache.book(share(FIRST, (20, 2), (20, 2)))
-    assert cache.booked_ledger(GPUS, without=SECOND.key).used_cores == {GPU: 40}
+    assert cache.booked_ledger(GPUS).used_cores == {GPU: 40} and cache.booked_ledger(GPUS).used_blocks == {GPU: 8}
+    assert (account := booked(cache).without(FIRST)) is not None
+    assert (account.used_cores, account.used_blocks) == booked_for_others(cache, FIRST.key) == (40, 8)
 
 
 def test_a_size_is_lost_with_its_gpu_and_its_container() -> None:

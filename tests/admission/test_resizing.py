@@ -1,0 +1,102 @@
+"""A round of live resizes on a node of many shares: how many steps it takes, and what it decides."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import gpushare_agent
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.resize import ResizePolicy
+from gpushare_agent.admission.resizing import ShareResizing
+from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.isolation import ISOLATIONS, Isolation
+from gpushare_agent.model.allocations import Allocation, ShareSize
+from gpushare_agent.model.isolation import IsolationName, ResizeMode
+from gpushare_agent.model.names import RESIZE_ANNOTATION
+from gpushare_agent.model.pods import Pod
+from tests.support_core import NAMES, allocation, container, ids, inventory, pod
+
+GPUS = inventory(8)
+OURS = next(iter(gpushare_agent.__path__))
+
+
+class World:
+    """`count` shares of a core and a memory block, spread over 8 GPUs, whose pods ask for `asked` cores each."""
+
+    def __init__(self, count: int, asked: int) -> None:
+        self.cache, store = AllocationCache(), PodStore()
+        store.replace_all([])
+        for number in range(count):
+            gpu, unit = number % 8, number // 8
+            owner = pod(
+                f"p{number:03}",
+                container(cores=1, blocks=1),
+                annotations={RESIZE_ANNOTATION: f"main:cores={asked}"},
+            )
+            store.upsert(owner)
+            self.cache.put(
+                allocation(owner, "main", ids(gpu, range(unit, unit + 1)), ids(0, range(number, number + 1)))
+            )
+        self.refused: list[str] = []
+        self.resizing = ShareResizing(
+            cache=self.cache,
+            pods=store,
+            inventory=lambda: GPUS,
+            policy=ResizePolicy(names=NAMES, mode=ResizeMode.FREE_CAPACITY),
+            file=None,
+            enforcement=self,
+            observer=self,
+            clock=lambda: 0.0,
+        )
+
+    def isolation_of(self, pod: Pod) -> Isolation | None:
+        return ISOLATIONS[IsolationName.VCUDA]
+
+    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+        return ""
+
+    def resize_refused(self, pod: Pod, detail: str) -> None:
+        self.refused.append(pod.name)
+
+    def resized(self, pod: Pod, detail: str) -> None:
+        pass
+
+    def resize_status(self, pod: Pod, status: str | None) -> None:
+        pass
+
+
+async def steps_of_a_round(world: World) -> int:
+    """Lines of the agent's code."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count if frame.f_code.co_filename.startswith(OURS) else None
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        await world.resizing.reconcile()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+async def test_a_round_takes_steps_in_proportion_to_the_shares() -> None:
+    """Whether all of them grow or none can: a round decides without a pause, and the kubelet's calls wait for its end."""
+    for asked in (2, 99):
+        few, many = [await steps_of_a_round(World(count, asked)) for count in (100, 400)]
+        assert many < 5 * few, f"{few} lines for 100 shares that ask for {asked} cores, {many} for 400"
+
+
+async def test_shares_of_one_gpu_that_grow_in_one_round_get_what_is_left() -> None:
+    """The later ones see what the earlier ones were booked: 50 shares of a core leave 50 cores of each GPU."""
+    world = World(400, 11)
+    await world.resizing.reconcile()
+    sizes = [one.size for one in world.cache if one.gpus == ("GPU-3",)]
+    assert sizes.count(ShareSize(cores=11, memory=1)) == 5 and sizes.count(ShareSize(cores=1, memory=1)) == 45
+    assert world.cache.used_cores() == dict.fromkeys((gpu.uuid for gpu in GPUS.gpus), 100)
+    assert len(world.refused) == 360
