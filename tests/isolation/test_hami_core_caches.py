@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,12 @@ class Faulty:
 
     def remove_pod(self, uid: PodUid) -> bool:
         raise self.error
+
+    def list_aside(self) -> tuple[str, ...]:
+        return ()
+
+    def oversized(self, keys: Iterable[ContainerKey]) -> list[tuple[ContainerKey, int]]:
+        return []
 
 
 async def test_a_share_that_is_about_to_start_finds_its_cache(short_dir: Path) -> None:
@@ -201,11 +209,91 @@ async def test_a_disk_that_hangs_is_a_refusal_in_time(short_dir: Path, monkeypat
         let_go.set()
 
 
-class Counted:
+class Slow(HamiCoreFiles):
+    """Real files, of which removing and shortening what a tenant has written ends when `go_on` is set."""
+
+    def __init__(self, files: HamiCoreFiles) -> None:
+        super().__init__(files.library, files.directory, INSIDE)
+        self.begun: set[str] = set()
+        self.go_on = threading.Event()
+
+    def remove_aside(self, name: str) -> None:
+        self.begun.add("remove")
+        assert self.go_on.wait(60)
+        super().remove_aside(name)
+
+    def cut(self, key: ContainerKey) -> None:
+        self.begun.add("cut")
+        assert self.go_on.wait(60)
+        super().cut(key)
+
+
+async def test_no_start_waits_for_what_a_tenant_has_written(short_dir: Path) -> None:
+    """The files of a pod that has ended, and those of a container that starts again, are removed while others start; a file
+    that is too large is shortened meanwhile."""
+    world = World(short_dir)
+    files = Slow(world.files)
+    ended, large = (ContainerKey(PodUid(f"{n * 8}-2222-3333-4444-555555555555"), "cuda") for n in "45")
+    world.allocations[large] = replace(world.allocations[KEY], key=large)
+    for key in (KEY, ended, large):
+        files.prepare(key)
+    files.cache_file(large).write_bytes(region_file() + bytes(1 << 20))
+    caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world, cleanup_period_s=0.005)
+    with capture_logs() as lines:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(forever("private caches", caches.run), name="private caches")
+            try:
+                await poll_until(lambda: files.begun == {"remove", "cut"}, "a removal and a cut under way")
+                before = world.cache.stat().st_ino
+                for _ in range(3):
+                    assert await caches.prepare([KEY]) is None
+                assert world.cache.stat().st_ino != before and len(files.list_aside()) == 4
+            finally:
+                files.go_on.set()
+            await poll_until(lambda: not files.list_aside() and not files.oversized([large]), "both done")
+            await stop_task(task)
+    assert sorted(line["event"] for line in lines) == ["private_cache_removed", "private_cache_too_large"]
+    assert files.cache_file(large).read_bytes() == region_file()
+
+
+async def test_a_file_that_grows_again_and_again_is_logged_once(short_dir: Path) -> None:
+    """Its tenant decides how often."""
+    world = World(short_dir)
+    caches = world.caches()
+    assert await caches.prepare([KEY]) is None
+    with capture_logs() as lines:
+        for _ in range(3):
+            world.cache.write_bytes(region_file() + bytes(1 << 20))
+            await caches.cut_oversized()
+            assert world.cache.read_bytes() == region_file()
+    assert [(line["event"], line["container"]) for line in lines] == [("private_cache_too_large", "cuda")]
+
+
+async def test_what_cannot_be_removed_does_not_keep_the_rest(short_dir: Path) -> None:
+    """Its error is reported all the same, and it is tried again."""
+    world = World(short_dir)
+    for _ in range(3):
+        world.files.prepare(KEY)
+    first, second = world.files.list_aside()
+
+    class RefusesTheFirst(HamiCoreFiles):
+        def remove_aside(self, name: str) -> None:
+            if name == first:
+                raise Unavailable(f"{name} is busy")
+            super().remove_aside(name)
+
+    files = RefusesTheFirst(world.files.library, world.files.directory, INSIDE)
+    caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world)
+    with pytest.raises(Unavailable, match="busy"):
+        await caches.remove_aside()
+    assert world.files.list_aside() == (first,) and second != first
+
+
+class Counted(HamiCoreFiles):
     """Real files that count how often a cache was prepared; `prepare` waits until `go_on` is set."""
 
     def __init__(self, files: HamiCoreFiles) -> None:
-        self._files = files
+        super().__init__(files.library, files.directory, INSIDE)
         self.prepared = 0
         self.begun = threading.Event()
         self.go_on = threading.Event()
@@ -213,22 +301,16 @@ class Counted:
 
     def prepare(self, key: ContainerKey) -> None:
         self.begun.set()
-        assert self.go_on.wait(10)
-        self._files.prepare(key)
+        assert self.go_on.wait(60)
+        super().prepare(key)
         self.prepared += 1
-
-    def list_pods(self) -> tuple[PodUid, ...]:
-        return self._files.list_pods()
-
-    def remove_pod(self, uid: PodUid) -> bool:
-        return self._files.remove_pod(uid)
 
 
 async def test_a_cache_made_ahead_serves_one_start(short_dir: Path) -> None:
     """The first start finds the file that was made when the container was allocated, each later one gets another."""
     world = World(short_dir)
     files = Counted(world.files)
-    caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world)  # type: ignore[arg-type]
+    caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(forever("private caches", caches.run), name="private caches")
         caches.prepare_ahead(ContainerKey(WHOLE, "cuda"))
@@ -247,7 +329,7 @@ async def test_a_start_that_overtakes_the_file_made_ahead_leaves_none_behind(sho
     world = World(short_dir)
     files = Counted(world.files)
     files.go_on.clear()
-    caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world)  # type: ignore[arg-type]
+    caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(forever("private caches", caches.run), name="private caches")
         caches.prepare_ahead(KEY)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
+from gpushare_agent.isolation.decisions.hami_core_region import FILE_BYTES
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import Rejected, StartupError, Unavailable
+from gpushare_agent.model.errors import Corrupt, Rejected, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
-from tests.support_hami_core import INSIDE, fake_library
+from tests.support_hami_core import INSIDE, fake_library, region_file
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 OTHER = PodUid("99999999-2222-3333-4444-555555555555")
@@ -104,15 +107,76 @@ def test_a_link_on_the_way_is_replaced_and_not_followed(files: HamiCoreFiles, sh
     (outside / "kept").write_text("kept")
     files.prepare(KEY)
     link = files.cache_file(KEY) if place == "cache" else files.directory / place
-    files.remove_pod(UID)
-    if place == "containers":
-        link.rmdir()
+    shutil.rmtree(files.directory / "containers")
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(outside)
     with capture_logs():
         files.prepare(KEY)
     assert not link.is_symlink() and files.cache_file(KEY).is_file()
     assert sorted(path.name for path in outside.iterdir()) == ["kept"]
+
+
+def remove_all_aside(files: HamiCoreFiles) -> None:
+    for name in files.list_aside():
+        files.remove_aside(name)
+
+
+def test_what_a_container_has_written_is_renamed_and_removed_later(files: HamiCoreFiles) -> None:
+    """The kernel frees a file of many pieces for half a minute: neither a start nor the end of a pod removes one."""
+    files.prepare(KEY)
+    cache = files.cache_file(KEY)
+    inodes = [cache.stat().st_ino]
+    files.prepare(KEY)
+    inodes.append(cache.stat().st_ino)
+    files.keep_started(KEY, "a" * 64)
+    files.keep_started(KEY, "b" * 64)
+    inodes.append(cache.stat().st_ino)
+    files.remove_pod(UID)
+    aside = files.directory / "containers/removed"
+    assert mode(aside) == 0o700 and not (files.directory / "containers" / UID).exists()
+    assert set(inodes) <= {path.stat().st_ino for path in aside.rglob("*")}
+    remove_all_aside(files)
+    assert list(aside.iterdir()) == [] and files.list_aside() == ()
+    files.remove_aside("gone already")
+
+
+def test_a_file_larger_than_a_region_is_cut_to_one(files: HamiCoreFiles) -> None:
+    """What is mapped stays; the largest is named first. A file without its length, or beyond what it says, has no region."""
+    other = ContainerKey(OTHER, "cuda")
+    region = region_file(slots=((41, 4141, 7),))
+    for key, more in ((KEY, 1 << 20), (other, 2 << 20)):
+        files.prepare(key)
+        files.cache_file(key).write_bytes(region + bytes(more))
+        with pytest.raises(Corrupt), files.opened_region(key):
+            pass
+    found = files.oversized([KEY, other, ContainerKey(PodUid("never-prepared"), "cuda")])
+    assert [key for key, _ in found] == [other, KEY] and found[0][1] >= len(region) + (2 << 20)
+    for key, _ in found:
+        files.cut(key)
+        assert files.cache_file(key).read_bytes() == region
+        with files.opened_region(key) as opened:
+            assert opened is not None and opened.head() is not None
+    assert files.oversized([KEY, other]) == []
+
+
+def test_blocks_beyond_a_files_length_are_cut_too(files: HamiCoreFiles) -> None:
+    """fallocate takes them without a change of the length; and the length is the new one while a file is being cut."""
+    files.prepare(KEY)
+    cache = files.cache_file(KEY)
+    cache.write_bytes(region_file())
+    if shutil.which("fallocate") is None:
+        pytest.skip("no fallocate(1)")
+    done = subprocess.run(
+        ["fallocate", "-n", "-o", "0", "-l", str(32 << 20), str(cache)], capture_output=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"this file system cannot: {done.stderr.decode()}")
+    assert cache.stat().st_size == FILE_BYTES and cache.stat().st_blocks * 512 > 16 << 20
+    assert [key for key, _ in files.oversized([KEY])] == [KEY]
+    with pytest.raises(Corrupt), files.opened_region(KEY):
+        pass
+    files.cut(KEY)
+    assert cache.stat().st_blocks * 512 < 8 << 20 and files.oversized([KEY]) == []
 
 
 def test_removing_a_pod_takes_everything_and_leaves_the_others(files: HamiCoreFiles, short_dir: Path) -> None:
@@ -125,12 +189,15 @@ def test_removing_a_pod_takes_everything_and_leaves_the_others(files: HamiCoreFi
     assert files.list_pods() == (UID, OTHER)
     assert files.remove_pod(UID) is True
     assert files.list_pods() == (OTHER,)
-    assert files.remove_pod(UID) is False and kept.read_text() == "kept"
+    assert files.remove_pod(UID) is False
+    remove_all_aside(files)
+    assert files.list_aside() == () and kept.read_text() == "kept"
 
 
 def test_before_anything_was_made_there_is_nothing_to_list_or_remove(files: HamiCoreFiles) -> None:
     """And looking makes nothing."""
     assert files.list_pods() == () and files.remove_pod(UID) is False
+    assert files.list_aside() == () and files.oversized([KEY]) == []
     assert not files.directory.exists()
 
 

@@ -11,14 +11,14 @@ one start; each later one gets another.
 A claim's container is started again without a call of the kubelet: there each container that runs gets its file to itself,
 within seconds of its start, and the next start finds another.
 
-State owned: which library was installed last, the failure that was logged last, the files that are made ahead, and the
-claims' containers that have theirs.
+State owned: which library was installed last, the failures that were logged last, the files that are made ahead, the
+claims' containers that have theirs, and those whose file was found too large.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from typing import NoReturn, Protocol, TypeVar
 
@@ -39,6 +39,9 @@ T = TypeVar("T")
 FILES_TIMEOUT_S = 5.0
 """One call; the kubelet waits 30 s for PreStartContainer."""
 CLEANUP_PERIOD_S = 2.0
+TENANT_FILES_TIMEOUT_S = 600.0
+"""To remove or shorten one file: 300,000 pieces of 4 KiB took 25 s on a busy disk."""
+_ADVICE = "Check the disk of the setting hami_core.directory."
 
 
 class Pods(Protocol):
@@ -66,8 +69,11 @@ class PrivateCaches:
         self._running_claims = running_claims
         self._kept: dict[ContainerKey, str] = {}
         self._cleanup_period_s = cleanup_period_s
-        self._thread = DaemonThread("private-caches", advice="Check the disk of the setting hami_core.directory.")
-        self._failure = ReportOnce()
+        self._thread = DaemonThread("private-caches", advice=_ADVICE)
+        self._removal = DaemonThread("private-caches-removal", advice=_ADVICE)
+        self._cutting = DaemonThread("private-caches-cutting", advice=_ADVICE)
+        self._failures = ReportOnce()
+        self._too_large: set[ContainerKey] = set()
         self._installed: LibraryStamp | None = None
         self._to_make: dict[ContainerKey, None] = {}
         self._being_made: ContainerKey | None = None
@@ -116,11 +122,23 @@ class PrivateCaches:
         """Until cancelled. A cycle that fails is logged, once for each error, and repeated."""
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("private caches ahead", self._make_ahead), name="private caches ahead")
+            group.create_task(forever("private caches removal", self._remove_aside), name="private caches removal")
+            group.create_task(forever("private caches sizes", self._keep_sizes), name="private caches sizes")
             while True:
                 if self._pods.is_synced:
                     await self._keep_started()
-                    await self._remove_stale_and_report()
+                    await self._try(self.remove_stale, "removing caches of pods that have ended")
                 await asyncio.sleep(self._cleanup_period_s)
+
+    async def _remove_aside(self) -> NoReturn:
+        while True:
+            await self._try(self.remove_aside, "removing what was put aside")
+            await asyncio.sleep(self._cleanup_period_s)
+
+    async def _keep_sizes(self) -> NoReturn:
+        while True:
+            await self._try(self.cut_oversized, "comparing the sizes of caches")
+            await asyncio.sleep(self._cleanup_period_s)
 
     async def _keep_started(self) -> None:
         running = self._running_claims()
@@ -169,7 +187,7 @@ class PrivateCaches:
         return True
 
     async def remove_stale(self) -> None:
-        """Removes the files of pods that the pod store no longer has. A pod whose files cannot be removed does not stop the
+        """Puts the files of pods that the pod store no longer has aside. A pod whose files cannot be moved does not stop the
         others; its error is raised at the end. Raises AgentError."""
         present = await self._in_thread(self._files.list_pods, "listing private caches")
         living = {key.pod_uid for key in self._allocations()}
@@ -186,15 +204,47 @@ class PrivateCaches:
         if failed is not None:
             raise failed
 
-    async def _remove_stale_and_report(self) -> None:
+    async def remove_aside(self) -> None:
+        """Removes what was put aside, one after the other: tenants decide how long that takes. What cannot be removed does
+        not stop the others; its error is raised at the end. Raises AgentError."""
+        failed: AgentError | None = None
+        for name in await self._in_thread(self._files.list_aside, "listing what was put aside"):
+            try:
+                remove = partial(self._files.remove_aside, name)
+                await self._removal.call(remove, f"removing {name}", TENANT_FILES_TIMEOUT_S)
+            except AgentError as e:
+                failed = e
+        if failed is not None:
+            raise failed
+
+    async def cut_oversized(self) -> None:
+        """Shortens files that are larger than the library makes them, the largest first, and logs it once for a container.
+        Raises AgentError."""
+        shares = [key for key, allocation in self._allocations().items() if allocation.is_limited]
+        self._too_large.intersection_update(shares)
+        for key, size in await self._in_thread(partial(self._files.oversized, shares), "comparing the sizes of caches"):
+            if key not in self._too_large:
+                self._too_large.add(key)
+                log.warning(
+                    "private_cache_too_large", pod_uid=key.pod_uid, container=key.container, size_bytes=size,
+                    then="it is shortened, now and whenever it grows again, and not logged again for it",
+                )  # fmt: skip
+            try:
+                await self._cutting.call(
+                    partial(self._files.cut, key), f"shortening the cache of {key.container}", TENANT_FILES_TIMEOUT_S
+                )
+            except AgentError as e:
+                log.debug("private_cache_not_cut", pod_uid=key.pod_uid, container=key.container, error=str(e))
+
+    async def _try(self, work: Callable[[], Awaitable[None]], what: str) -> None:
         try:
-            await self.remove_stale()
+            await work()
         except AgentError as e:
-            if self._failure.is_new(str(e)):
-                log.warning("private_caches_not_removed", error=str(e), then="the next cycle tries again")
+            if self._failures.is_new(str(e), what):
+                log.warning("private_caches_not_removed", what=what, error=str(e), then="the next cycle tries again")
             return
-        if self._failure.is_over():
-            log.info("private_caches_removed_again")
+        if self._failures.is_over(what):
+            log.info("private_caches_removed_again", what=what)
 
     async def _in_thread(self, blocking: Callable[[], T], what: str) -> T:
         return await self._thread.call(blocking, what, FILES_TIMEOUT_S)

@@ -4,10 +4,11 @@
     <directory>/ld.so.preload                                  the library's path in the container; mounted read-only
     <directory>/containers/<pod uid>/<container>/<container>.cache    mounted read-write, for that container alone
     … of a claim also <container>.cache.<container ID>                 that of the container that runs; see `keep_started`
+    <directory>/containers/removed/<16 hexadecimal digits>     what is to be removed
 
-Both are written whole under another name and renamed. A container's mount is of the file that had the name when it started:
-running containers keep their library until they end, the kernel keeps the file for them, and a container that starts again
-gets the present one, for the kubelet keeps the path.
+The first two are written whole under another name and renamed. A container's mount is of the file that had the name when it
+started: running containers keep their library until they end, the kernel keeps the file for them, and one that starts
+again gets the present one, for the kubelet keeps the path.
 
 The tenant owns the cache file from the container's start on. The agent makes it anew before each start, for the library
 would count processes of an earlier instance, whose PIDs recur, as using the GPU. region.py reads and edits it.
@@ -16,8 +17,10 @@ it), and `containers`, of mode 0700, keeps other users away: the only access is 
 its directory, so a tenant cannot place other files there. No sticky bit anywhere: behind one the kernel
 (fs.protected_regular) refuses the file to the second user of a container.
 
-A tenant can make its file as large as the file system allows, and the kubelet does not count it:
-docs/explanation/isolation.md shows how to bound that.
+A tenant can make its file as large as the file system allows, and of so many pieces that the kernel frees it for half a
+minute; the kubelet does not count it. So nothing that a tenant has written is removed where anybody waits: `prepare`,
+`keep_started` and `remove_pod` rename it, `remove_aside` removes it, and `cut` shortens a file that is larger than a region.
+The place is below `containers`, which may be a file system of its own.
 
 Every step is one of kit/directories.py, relative to a descriptor and following no link. State owned: none but the files.
 Source of the layout: docs/reference/formats.md, section 7, and isolation/decisions/hami_core.py, which names the same paths.
@@ -27,13 +30,14 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from gpushare_agent.isolation.decisions.vdevice_format import is_pod_uid, require_nameable
-from gpushare_agent.isolation.hami_core.region import Region, opened_region
+from gpushare_agent.isolation.hami_core.region import Region, cut, is_oversized, occupied_bytes, opened_region
 from gpushare_agent.kit.directories import (
     DIRECTORY,
     DIRECTORY_MODE,
@@ -54,6 +58,8 @@ MAX_LIBRARY_BYTES = 64 * 1024 * 1024
 """It has one MiB; with debugging information several."""
 CONTAINERS_NAME = "containers"
 CONTAINERS_MODE = 0o700
+ASIDE_NAME = "removed"
+"""No pod UID: beside the directories of the pods."""
 CACHE_MODE = 0o666
 
 _CURE = (
@@ -138,7 +144,7 @@ class HamiCoreFiles:
                 made_directory(pod, key.container) as directory,
             ):
                 for name in names_in(directory):
-                    remove_tree(directory, name)
+                    _put_aside(containers, directory, name)
                 _make_empty(directory, path.name)
 
     def keep_started(self, key: ContainerKey, container_id: str) -> None:
@@ -147,14 +153,19 @@ class HamiCoreFiles:
         Raises Rejected, Unavailable."""
         path = self.cache_file(key)
         kept, fresh = f"{path.name}.{container_id}", f"{path.name}{_FRESH}"
-        with suppress(NotFound), self._step("replacing", path), self._opened_directory(key) as directory:
+        with (
+            suppress(NotFound),
+            self._step("replacing", path),
+            self._open_containers(make=False) as containers,
+            _opened_directory(containers, key) as directory,
+        ):
             own = status_of(directory, path.name)
             known = status_of(directory, kept)
             if own is None or (known is not None and known.st_ino != own.st_ino):
                 return
             for name in names_in(directory):
                 if name != path.name:
-                    remove_tree(directory, name)
+                    _put_aside(containers, directory, name)
             _make_empty(directory, fresh)
             os.link(path.name, kept, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
             os.replace(fresh, path.name, src_dir_fd=directory, dst_dir_fd=directory)
@@ -172,23 +183,58 @@ class HamiCoreFiles:
         path = self.cache_file(key)
         with ExitStack() as stack:
             with self._step("opening", path):
-                directory = stack.enter_context(self._opened_directory(key))
+                containers = stack.enter_context(self._open_containers(make=False))
+                directory = stack.enter_context(_opened_directory(containers, key))
                 kept = [name for name in names_in(directory) if name not in (path.name, f"{path.name}{_FRESH}")]
             yield stack.enter_context(opened_region(kept[0] if kept else path.name, directory))
 
     def remove_pod(self, uid: PodUid) -> bool:
-        """Removes all of a pod; whether there was anything. A link is removed, not what it leads to. Raises Rejected for no
-        pod UID, Unavailable where the file system refuses: what is left is tried again."""
+        """Puts all of a pod aside for `remove_aside`; whether there was anything. Raises Rejected for no pod UID,
+        Unavailable where the file system refuses."""
         require_nameable(ContainerKey(uid, "x"))
         try:
             with (
                 self._step("removing", self.directory / CONTAINERS_NAME / uid),
                 self._open_containers(make=False) as containers,
             ):
-                remove_tree(containers, uid)
+                _put_aside(containers, containers, uid)
         except NotFound:
             return False
         return True
+
+    def list_aside(self) -> tuple[str, ...]:
+        """The names of what is to be removed. Raises Unavailable."""
+        with suppress(NotFound), self._opened_aside("listing") as aside:
+            return tuple(names_in(aside))
+        return ()
+
+    def remove_aside(self, name: str) -> None:
+        """Removes one of these, a link and not what it leads to. May take half a minute. Raises Unavailable where the file
+        system refuses: what is left is tried again."""
+        with suppress(NotFound), self._opened_aside("removing") as aside:
+            remove_tree(aside, name)
+
+    def oversized(self, keys: Iterable[ContainerKey]) -> list[tuple[ContainerKey, int]]:
+        """The containers with a file that is larger than a region, and how large in bytes, the largest first. A container
+        whose files cannot be read is left out: its tenant may have done that, or it is gone. Raises Unavailable."""
+        found = []
+        with suppress(NotFound), self._step("listing", self.directory), self._open_containers(make=False) as containers:
+            for key in keys:
+                with suppress(OSError), _opened_directory(containers, key) as directory:
+                    statuses = [os.lstat(name, dir_fd=directory) for name in names_in(directory)]
+                    found += [(key, occupied_bytes(status)) for status in statuses if is_oversized(status)]
+        return sorted(found, key=lambda one: one[1], reverse=True)
+
+    def cut(self, key: ContainerKey) -> None:
+        """Shortens the container's files that are larger than a region. May take half a minute. Raises NotFound, Corrupt,
+        Unavailable."""
+        with (
+            self._step("shortening", self.cache_file(key)),
+            self._open_containers(make=False) as containers,
+            _opened_directory(containers, key) as directory,
+        ):
+            for name in names_in(directory):
+                cut(name, directory)
 
     def list_pods(self) -> tuple[PodUid, ...]:
         """The pods that have an entry, sorted. Raises Unavailable."""
@@ -202,13 +248,13 @@ class HamiCoreFiles:
             return ()
 
     @contextmanager
-    def _opened_directory(self, key: ContainerKey) -> Iterator[int]:
+    def _opened_aside(self, verb: str) -> Iterator[int]:
         with (
+            self._step(verb, self.directory / CONTAINERS_NAME / ASIDE_NAME),
             self._open_containers(make=False) as containers,
-            opened(key.pod_uid, containers, DIRECTORY) as pod,
-            opened(key.container, pod, DIRECTORY) as directory,
+            opened(ASIDE_NAME, containers, DIRECTORY) as aside,
         ):
-            yield directory
+            yield aside
 
     @contextmanager
     def _open_containers(self, *, make: bool, library: bytes | None = None) -> Iterator[int]:
@@ -268,6 +314,17 @@ class HamiCoreFiles:
                 else "check that the agent may write there (setting hami_core.directory)"
             )
             raise Unavailable(f"{verb} {path} failed: {e.strerror or e}; it is tried again: {remedy}") from e
+
+
+@contextmanager
+def _opened_directory(containers: int, key: ContainerKey) -> Iterator[int]:
+    with opened(key.pod_uid, containers, DIRECTORY) as pod, opened(key.container, pod, DIRECTORY) as directory:
+        yield directory
+
+
+def _put_aside(containers: int, directory: int, name: str) -> None:
+    with made_directory(containers, ASIDE_NAME, CONTAINERS_MODE) as aside:
+        os.rename(name, secrets.token_hex(8), src_dir_fd=directory, dst_dir_fd=aside)
 
 
 def _make_empty(directory: int, name: str) -> None:

@@ -30,8 +30,12 @@ from gpushare_agent.isolation.decisions.hami_core_region import (
     parse_slots,
     parse_tail,
 )
+from gpushare_agent.kit.directories import opened
 from gpushare_agent.model.errors import Corrupt, NotFound, Unavailable
 
+MAX_DISK_BYTES = 8 * 1024 * 1024
+"""Above what any file system sets aside for a file of a region's size."""
+_BLOCK_BYTES = 512  # of st_blocks, on any file system
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO in its place
 
 
@@ -86,11 +90,33 @@ def opened_region(name: str, directory: int) -> Iterator[Region | None]:
         file = os.open(name, _FLAGS, dir_fd=directory)
     try:
         status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_size not in (0, FILE_BYTES):
-            raise Corrupt(f"{name} is no regular file of {FILE_BYTES} bytes but one of {status.st_size}")
+        if not stat.S_ISREG(status.st_mode) or status.st_size not in (0, FILE_BYTES) or is_oversized(status):
+            raise Corrupt(f"{name} is no regular file of {FILE_BYTES} bytes but one of {occupied_bytes(status)}")
         yield Region(file, name) if status.st_size else None
     finally:
         os.close(file)
+
+
+def is_oversized(status: os.stat_result) -> bool:
+    """A regular file that is longer than a region, or has more on the disk: while the kernel shortens a file in many pieces,
+    it has the new length already, and whoever writes there waits."""
+    return stat.S_ISREG(status.st_mode) and (
+        status.st_size > FILE_BYTES or status.st_blocks * _BLOCK_BYTES > MAX_DISK_BYTES
+    )
+
+
+def occupied_bytes(status: os.stat_result) -> int:
+    """Its length, or what it has on the disk where that is more."""
+    return max(status.st_size, status.st_blocks * _BLOCK_BYTES)
+
+
+def cut(name: str, directory: int) -> None:
+    """Shortens an oversized file to a region's size; processes that have the region mapped keep it. Raises as
+    `opened_region`."""
+    with _renamed(name), opened(name, directory, _FLAGS) as file:
+        status = os.fstat(file)
+        if is_oversized(status):
+            os.ftruncate(file, min(status.st_size, FILE_BYTES))  # of the same length too: blocks beyond it are freed
 
 
 @contextmanager
