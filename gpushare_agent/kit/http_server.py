@@ -9,6 +9,7 @@
 | takes nothing of an answer | `unread_s`, by the kernel (TCP_USER_TIMEOUT) |
 | sends long lines, many header fields | `line_bytes`, `header_fields`, by aiohttp's parser: 400 |
 | sends a body | `body_bytes`: 413; a compressed one: 415, never unpacked; one in chunks: 411 |
+| goes on with a body after its answer | UNREAD_BYTES are read and dropped; the rest waits in the kernel until the end |
 | sends much at once | `receive_bytes`: what is parsed of a connection in one turn of the loop (3 ms at most) |
 | sends what is no HTTP, or goes away | 400 or nothing; no line in the log |
 
@@ -35,7 +36,7 @@ from http import HTTPStatus
 from typing import Any, NoReturn, cast
 
 import structlog
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gpushare_agent.kit.rate import TokenBucket
@@ -47,7 +48,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ACCEPT_AGAIN_S = 0.5
 LOG_PERIOD_S = 60.0
 LINGERING_S = 1.0
-"""How long the rest of a body is read and dropped after an answer, so that the peer reads the answer before the end."""
+"""How long a connection stays open after the answer to a body that was not read, so that the peer reads the answer first."""
+UNREAD_BYTES = 1 << 20
+"""Of the rest of such a body, which is read and dropped meanwhile: 3 ms of the loop; a second of it would be 0.8 s. A client
+that sends all before it reads gets its answer where the body ends before that."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _OF_PEER = (HttpProcessingError, web.RequestPayloadError, web.PayloadAccessError, ConnectionError)
 """Errors that a peer causes, and could cause as often as it likes."""
@@ -185,6 +189,7 @@ class HttpServer:
                 await _end_with(refusal, request)
             return refusal
         finally:
+            connection.note_answer(request.content)
             self._connections.note(connection, is_busy=False)
 
     def _refusal(self, request: web.Request) -> web.Response | None:
@@ -246,7 +251,18 @@ class _Connections:
 class _Connection(web.RequestHandler):
     """aiohttp's protocol of one connection, with the time for its first request and with an end to wait for."""
 
-    __slots__ = ("_headers_s", "_timer", "_user", "_wire", "has_ended", "is_begun", "sock", "task")
+    __slots__ = (
+        "_headers_s",
+        "_timer",
+        "_unread",
+        "_unread_bytes",
+        "_user",
+        "_wire",
+        "has_ended",
+        "is_begun",
+        "sock",
+        "task",
+    )
 
     def __init__(self, server: web.Server, user: HttpServer, sock: socket.socket, limits: HttpLimits) -> None:
         super().__init__(
@@ -264,6 +280,8 @@ class _Connection(web.RequestHandler):
         self._headers_s = limits.headers_s
         self._wire: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._unread: StreamReader | None = None
+        self._unread_bytes = 0
         self.sock = sock
         self.task: asyncio.Task[None] | None = None
         self.is_begun = False
@@ -278,6 +296,25 @@ class _Connection(web.RequestHandler):
         self.note_request()
         super().connection_lost(exc)
         self.has_ended.set()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._unread is None:
+            return
+        self._unread_bytes -= len(data)
+        if self._unread.is_eof():
+            self._unread = None
+        elif self._unread_bytes <= 0:
+            self.pause_reading()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """What aiohttp does whenever a body was read, also where it drops it after the answer."""
+        if self._unread is None or self._unread_bytes > 0:
+            super().resume_reading(resume_parser)
+
+    def note_answer(self, body: StreamReader) -> None:
+        """The request of this body is answered."""
+        self._unread, self._unread_bytes = None if body.is_eof() else body, UNREAD_BYTES
 
     def note_request(self) -> None:
         """The first request is there: from now on `idle_s` bounds the time between two."""

@@ -17,7 +17,7 @@ import pytest
 import structlog
 from aiohttp import web
 
-from gpushare_agent.kit.http_server import HttpLimits
+from gpushare_agent.kit.http_server import UNREAD_BYTES, HttpLimits
 from tests.support_http import Peer, loop_time_s, send_in_thread, serving
 from tests.support_kube import DEADLINE_S
 
@@ -278,6 +278,48 @@ async def test_a_body_beyond_the_limit_or_of_unknown_length_is_refused_by_its_he
         assert (await send_in_thread(port, _of_length(b"x" * 1000))).startswith(b"HTTP/1.1 200 ")
         assert (await send_in_thread(port, _of_length(b"x" * 1001))).startswith(b"HTTP/1.1 413 ")
         assert (await send_in_thread(port, CHUNKED + b"1\r\nx\r\n0\r\n\r\n")).startswith(b"HTTP/1.1 411 ")
+
+
+@pytest.mark.parametrize("path", [b"/read", b"/ignore", b"/none"])
+async def test_of_a_body_that_goes_on_after_its_answer_a_mebibyte_is_read(path: bytes) -> None:
+    """After a 413, after an answer that needs no body, and at a path that is not there; the rest waits in the kernel."""
+    routes = web.post("/read", read), web.post("/ignore", ignore)
+    length = (256 if path == b"/read" else 64) * MIB
+    head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % length
+    async with serving(*routes, limits=HttpLimits(body_bytes=128 * MIB)) as port:
+        await send_in_thread(
+            port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+        )  # the listener's buffer is small from now on
+        answer, sent = await asyncio.to_thread(_send_until_closed, port, head)
+    assert answer.startswith({b"/read": b"HTTP/1.1 413", b"/ignore": b"HTTP/1.1 200"}.get(path, b"HTTP/1.1 404"))
+    assert UNREAD_BYTES <= sent < UNREAD_BYTES + MIB
+
+
+def _send_until_closed(port: int, head: bytes) -> tuple[bytes, int]:
+    """What was answered, and how much the kernel took after that; its own buffers are small."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 1024)
+        sock.settimeout(DEADLINE_S)
+        sock.connect(("127.0.0.1", port))
+        sock.sendall(head)
+        answer, sent = sock.recv(4096), 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 32 * MIB:
+                sent += sock.send(bytes(16 * 1024))
+    return answer, sent
+
+
+async def test_a_connection_is_used_again_after_a_body_that_nobody_read(peers: list[Peer]) -> None:
+    """It comes to its end after the answer."""
+    body = bytes(UNREAD_BYTES // 2)
+    async with serving(web.post("/ignore", ignore), limits=HttpLimits(body_bytes=MIB)) as port:
+        peer = await Peer.open(port)
+        peers.append(peer)
+        for _ in range(3):
+            peer.send(b"POST /ignore HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+            assert await peer.answer() == (200, b"unread")
+            peer.send(body)
+        assert await peer.status("/healthz") == 200
 
 
 # --- the log ---
