@@ -1,7 +1,7 @@
 """Which device nodes containers get besides the GPUs' own: the driver's control nodes, and those of the extra-config file.
 
-Format of gpu-manager's extra-config file: `{"default": {"devices": ["/dev/…"]}}` (docs/reference/formats.md). State owned,
-by `ControlNodes`: which nodes were missing at the last check, for the log.
+Format of gpu-manager's extra-config file: `{"default": {"devices": ["/dev/…"]}}` (docs/reference/formats.md); as there, what
+is left out or null names none. State owned, by `ControlNodes`: which nodes were missing at the last check, for the log.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import structlog
 
+from gpushare_agent.kit.regular_file import read_regular
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.errors import StartupError
 
@@ -45,16 +46,16 @@ def read_extra_devices(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        if path.stat().st_size > MAX_BYTES:
+        content = read_regular(path, MAX_BYTES + 1, follow=True)
+        if len(content) > MAX_BYTES:
             raise StartupError(
                 f"extra config {path} is larger than {MAX_BYTES} bytes; it should list a few device nodes"
             )
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(content)
     except (OSError, ValueError, RecursionError) as e:
         raise StartupError(f"extra config {path} cannot be read: {e}. Mend it or leave out --extra-config") from e
-    default = raw.get("default") if isinstance(raw, dict) else None
-    devices = default.get("devices", []) if isinstance(default, dict) else None
-    if not isinstance(devices, list) or len(devices) > MAX_DEVICES or not all(map(_is_device, devices)):
+    devices = _listed(raw)
+    if devices is None or len(devices) > MAX_DEVICES or not all(map(_is_device, devices)):
         raise StartupError(
             f'extra config {path} is not of the form {{"default": {{"devices": ["/dev/…"]}}}} with paths below /dev'
         )
@@ -64,5 +65,22 @@ def read_extra_devices(path: Path | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(devices))
 
 
+def _listed(raw: object) -> list[object] | None:
+    """None where the file is of another form: one that has something, but no `default`, may be misspelt."""
+    match raw:
+        case {"default": {"devices": list() as devices}}:
+            return devices
+        case {"default": {"devices": None} | None}:
+            return []
+        case {"default": dict() as default} if "devices" not in default:
+            return []
+        case dict() | None if not raw:
+            return []
+    return None
+
+
 def _is_device(value: object) -> bool:
-    return isinstance(value, str) and value.startswith("/dev/") and ".." not in value.split("/") and "\0" not in value
+    """Half a character, from an escape, is not printable and could not be sent to the kubelet."""
+    if not isinstance(value, str) or not value.isprintable():
+        return False
+    return value.startswith("/dev/") and ".." not in value.split("/")

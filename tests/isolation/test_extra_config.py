@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,24 @@ def test_device_nodes_are_read_in_order(tmp_path: Path) -> None:
     path.write_text('{"default": {"devices": ["/dev/null", "/dev/zero", "/dev/null"]}}')
     assert read_extra_devices(path) == ("/dev/null", "/dev/zero")
     assert read_extra_devices(None) == ()
-    path.write_text('{"default": {}}')
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{}", "null", '{"default": null}', '{"default": {}}', '{"default": {"devices": null}}', '{"default": {"devices": []}}'],
+)  # fmt: skip
+def test_a_file_that_names_no_device_is_right(tmp_path: Path, text: str) -> None:
+    """gpu-manager reads each of them as none, and its own file is `{}`."""
+    path = tmp_path / "extra.json"
+    path.write_text(text)
     assert read_extra_devices(path) == ()
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "[]", '{"default": 5}', '{"default": {"devices": "x"}}', '{"default": {"devices": ["/etc/passwd"]}}',
+     '{"devices": ["/dev/null"]}',
+     '{"default": {"devices": ["/dev/\\ud800"]}}', '{"default": {"devices": ["/dev/\\u0000"]}}', '{"default": []}',
      '{"default": {"devices": ["/dev/../etc"]}}', '{"default": {"devices": [5]}}', "[" * 100_000],
 )  # fmt: skip
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
@@ -31,6 +43,13 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(StartupError, match=r"extra\.json"):
         read_extra_devices(path)
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    """Reading it would block the agent's start for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StartupError, match="no regular file"):
+        read_extra_devices(tmp_path / "pipe")
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
