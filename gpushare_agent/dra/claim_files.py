@@ -88,7 +88,7 @@ class ClaimFiles:
             with opened(self._records, None, DIRECTORY & ~os.O_NOFOLLOW) as directory:
                 content = read_content(directory, path.name, MAX_RECORD_BYTES)
             claim = _parsed(json.loads(content))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
             log.error("claim_record_unreadable", path=str(path), error=repr(e), then="its claim is prepared anew")
             return None
         return claim if claim.ref.uid == uid else None
@@ -133,7 +133,7 @@ def _document(claim: PreparedClaim) -> dict[str, Any]:
 
 
 def _parsed(raw: Mapping[str, Any]) -> PreparedClaim:
-    """Raises KeyError, TypeError or ValueError."""
+    """Raises KeyError, TypeError, ValueError or OverflowError."""
     ref = ClaimRef(str(raw["namespace"]), str(raw["name"]), str(raw["uid"]))
     # In an earlier build's record two results may have one key, under which the files are: `view` names it as before.
     keys = distinct_names([str(one["key"]) for one in raw["results"]])

@@ -18,8 +18,8 @@ MAX_NAME_CHARS = 63
 _PREFIX = "nvidia.com/"
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*", re.ASCII)
 _XID = re.compile(r"[1-9][0-9]{0,4}", re.ASCII)
-_TRUE = frozenset({"1", "t", "T", "true", "TRUE", "True"})
-_FALSE = frozenset({"0", "f", "F", "false", "FALSE", "False"})
+_TRUE = frozenset({"1", "t", "T", "true", "TRUE", "True", "yes", "Yes", "YES", "on", "On", "ON"})
+_FALSE = frozenset({"0", "f", "F", "false", "FALSE", "False", "no", "No", "NO", "off", "Off", "OFF"})
 STRATEGIES = ("envvar", "volume-mounts", "cdi-annotations", "cdi-cri")
 
 
@@ -46,7 +46,7 @@ class Option:
 
 
 def boolean(value: object) -> bool:
-    """As Go's strconv.ParseBool reads a text."""
+    """As Go's strconv.ParseBool reads a text, and the words of YAML 1.1, which the plugin's file is."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value in _TRUE | _FALSE:

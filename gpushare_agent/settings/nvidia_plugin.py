@@ -73,14 +73,6 @@ def parse_nvidia(content: bytes, place: str) -> Layer:
 
 
 def _tree(content: bytes) -> Mapping[object, object]:
-    if content.lstrip().startswith(b"{"):  # JSON may be indented by tabs, YAML may not
-        try:
-            tree = json.loads(content)
-        except (ValueError, RecursionError):
-            pass
-        else:
-            return dict(tree)
-
     from gpushare_agent.settings.yaml import UnreadableYaml, parse_yaml  # imported only where there is a file
 
     try:

@@ -98,7 +98,7 @@ def load_settings(
     except ValidationError as error:
         problems += [_problem(found["loc"], found["msg"], raw) for found in error.errors(include_url=False)]
     if problems:
-        raise SettingsError(list(dict.fromkeys(problems)))
+        raise SettingsError(list(dict.fromkeys(" ".join(problem.split()) for problem in problems)))
     sources = {key.name: raw[key.name].source if key.name in raw else "default" for key in all_keys()}
     foreign = tuple(key for layer in layers for key in layer.foreign)
     return LoadedSettings(settings=settings, sources=sources, foreign=foreign)

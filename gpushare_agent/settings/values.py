@@ -24,6 +24,8 @@ _GO_DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+")
 _GO_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_MAX_DURATION_CHARS = 40
+"""Of hundreds of digits the sum overflows."""
 
 
 def parse_duration(value: object) -> object:
@@ -37,6 +39,8 @@ def parse_duration(value: object) -> object:
     if isinstance(value, int | float):
         return value
     text = str(value).strip()
+    if len(text) > _MAX_DURATION_CHARS:
+        raise ValueError("is no duration")
     if _PLAIN_NUMBER.fullmatch(text):
         return float(text)
     if _GO_DURATION.fullmatch(text):
@@ -45,7 +49,7 @@ def parse_duration(value: object) -> object:
 
 
 def _no_boolean(value: object) -> object:
-    """YAML's `yes` is a boolean, which Python would take for the number 1."""
+    """Python would take YAML's `true` for the number 1."""
     if isinstance(value, bool):
         raise ValueError("is no number")
     return value

@@ -347,7 +347,11 @@ async def test_a_failing_exec_plugin_is_unavailable(tmp_path: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "a: b", '{"contexts": [], "clusters": [], "current-context": "x"}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "a: b", '{"contexts": [], "clusters": [], "current-context": "x"}', "[" * 5000, "a: 2026-13-45",
+     f"a: {'1:' * 600}1.0"],
+)  # fmt: skip
 async def test_a_malformed_kubeconfig_ends_the_start(tmp_path: Path, content: str) -> None:
     """A kubeconfig that can never work is named, with the cure."""
     kubeconfig = tmp_path / "kubeconfig"

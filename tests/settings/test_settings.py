@@ -58,8 +58,13 @@ def test_the_config_flag_beats_the_config_variable(directory: Path) -> None:
 
 def test_the_labels_of_a_stronger_place_replace_those_of_a_weaker_one(directory: Path) -> None:
     """Pairs are one value; they are not merged over the places."""
-    path = write(directory, "node_labels: {zone: a, rack: 7, gpu: yes}")
-    assert load_settings(["--config", path], {}).settings.node_labels == {"zone": "a", "rack": "7", "gpu": "true"}
+    path = write(directory, "node_labels: {zone: a, rack: 7, gpu: true, sold: yes}")
+    assert load_settings(["--config", path], {}).settings.node_labels == {
+        "zone": "a",
+        "rack": "7",
+        "gpu": "true",
+        "sold": "yes",
+    }
     assert load_settings(["--config", path, "--node-labels", "x=1, y=2"], {}).settings.node_labels == {
         "x": "1",
         "y": "2",
@@ -236,7 +241,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\n"
         ("web: 5\n", "web is '5', but must be a mapping"),
         ("config: /other\n", "config cannot be set in a file"),
         ("kubelet: {lok_again_s: 1}\n", "did you mean kubelet.look_again_s?"),
-        ("kubelet: {look_again_s: yes}\n", "True is not allowed for --kubelet.look-again-s"),
+        ("kubelet: {look_again_s: true}\n", "True is not allowed for --kubelet.look-again-s"),
         ("simulated: {cards: 1.5}\n", "1.5 is not allowed"),
         ("driver: [nvml]\n", "one of nvml, simulated"),
     ],
@@ -284,6 +289,12 @@ def test_go_durations_add_up(hours: int, minutes: int, seconds: int, millisecond
     """Each unit counts its own."""
     text = f"{hours}h{minutes}m{seconds}s{milliseconds}ms"
     assert parse_duration(text) == pytest.approx(hours * 3600 + minutes * 60 + seconds + milliseconds / 1000)
+
+
+def test_a_duration_of_hundreds_of_digits_is_none() -> None:
+    """The sum of two of them is larger than any number of Python's, which was an OverflowError."""
+    with pytest.raises(ValueError, match="is no duration"):
+        parse_duration("9" * 305 + "h" + "9" * 305 + "h")
 
 
 @given(

@@ -99,11 +99,14 @@ def _read_kubeconfig(library: KubeLibrary, paths: str, context: str) -> Any:
         known = [str(one["name"]) for one in merged.value["contexts"]]
         if context and context not in known:
             raise StartupError(f"kubeconfig {paths} has no context {context}; it has: {', '.join(known) or 'none'}")
-        return library.kube_config.KubeConfigLoader(merged, active_context=context or None, config_base_path=None)
-    except (library.config.ConfigException, yaml_error, KeyError, TypeError, AttributeError, AssertionError) as e:
-        # of what is no mapping of lists the library has Python's words alone
-        why = "it is no kubeconfig" if isinstance(e, TypeError | AttributeError | AssertionError) else _one_line(e)
-        raise StartupError(f"cannot use kubeconfig {paths}: {why}; check it with `kubectl config view`") from e
+        loader = library.kube_config.KubeConfigLoader(merged, active_context=context or None, config_base_path=None)
+    except (library.config.ConfigException, yaml_error, KeyError) as e:
+        why = _one_line(e)
+    except (TypeError, AttributeError, AssertionError, ValueError, OverflowError, RecursionError):
+        why = "it is no kubeconfig"  # of what is no mapping of lists the library has Python's words alone
+    else:
+        return loader
+    raise StartupError(f"cannot use kubeconfig {paths}: {why}; check it with `kubectl config view`")
 
 
 def _one_line(error: BaseException) -> str:

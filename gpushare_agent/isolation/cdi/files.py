@@ -179,7 +179,7 @@ def _parsed(content: bytes, *, is_json: bool) -> Any:
         return yaml.load(content, _PlainLoader)  # noqa: S506 - it makes strings, lists and mappings, nothing else
     except RecursionError as e:
         raise _NoSpecError("is nested too deeply") from e
-    except (ValueError, TypeError, yaml.YAMLError) as e:
+    except (ValueError, TypeError, OverflowError, yaml.YAMLError) as e:
         raise _NoSpecError(f"is no {'JSON' if is_json else 'YAML'}: {' '.join(str(e).split())[:200]}") from e
 
 
