@@ -22,6 +22,7 @@ from gpushare_agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACTS, Nod
 from gpushare_agent.cluster.node_pods import NodePods
 from gpushare_agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.supervision import Tasks, start_tasks
 from gpushare_agent.kubelet.facts import KubeletFacts
 from gpushare_agent.kubelet.static_pods import StaticPods
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 API_RETRY_S = 2.0
+PODS_BACKOFF = Backoff(base_s=0.5, cap_s=5.0)
+"""After an outage everything else waits for the list of pods; a kubelet that cannot renew its lease tries every 7 s."""
 
 
 class _RunsOnApi(Protocol):
@@ -141,7 +144,9 @@ def build_cluster_side(state: NodeState, kubelet_facts: KubeletFacts) -> Cluster
         settings=settings,
         store=state.store,
         node_pods=node_pods,
-        informer=Informer(kind="pods", watched=pods_of_node(node_name), handler=node_pods, metrics=metrics),
+        informer=Informer(
+            kind="pods", watched=pods_of_node(node_name), handler=node_pods, metrics=metrics, backoff=PODS_BACKOFF
+        ),
         annotations=PodAnnotations(pods=state.store, wanted=partial(wanted_of_pod, state), metrics=metrics),
         pod_events=PodEvents(node_name, count=metrics.pod_event),
         node_events=NodeEvents(node_name),

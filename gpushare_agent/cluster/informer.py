@@ -66,6 +66,7 @@ class _Cycle:
 
     began_at: float = float("inf")
     """Of the watch; it never began where this is infinite."""
+    has_listed: bool = False
     events: int = 0
     error: AgentError | None = None
 
@@ -141,12 +142,15 @@ class Informer:
         | lasted HEALTHY_S and ended cleanly | 1           | none                        |
         | lasted HEALTHY_S and broke         | 1           | the first step of back-off  |
         | ended cleanly after an event       | 1           | the first step of back-off  |
+        | gone (410) where it went on        | 1           | the first step of back-off  |
         | any other, and a failed list       | one more    | the next step               |
         """
         cycle = _Cycle()
         await self._run_cycle(api, cycle)
         is_healthy = self._clock() - cycle.began_at >= HEALTHY_S
-        failures = 1 if is_healthy or (cycle.events and cycle.error is None) else failures + 1
+        # An API server that was away, and cannot continue the watch, is back: its list is what all others wait for.
+        is_back = isinstance(cycle.error, Conflict) and not cycle.has_listed
+        failures = 1 if is_healthy or is_back or (cycle.events and cycle.error is None) else failures + 1
         delay_s = 0.0 if is_healthy and cycle.error is None else self._backoff.delay_s(failures)
         self._report(cycle.error, delay_s)
         await asyncio.sleep(delay_s)
@@ -155,6 +159,7 @@ class Informer:
     async def _run_cycle(self, api: KubeLists, cycle: _Cycle) -> None:
         try:
             if not self._version or self._lists_done < self._lists_wanted:
+                cycle.has_listed = True
                 await self._list(api)
             async with api.watch_all(self._watched, self._version) as stream:
                 cycle.began_at = self._clock()

@@ -77,7 +77,7 @@ ALLOCATIONS: NodeFields[str] = NodeFields(
     plan=plan_allocations_patch,
     lost="the scheduler extender counts this node's new pods wherever they could be",
     gap_s=1.0,
-    retry_cap_s=30.0,
+    retry_cap_s=5.0,  # the extender places by it; a kubelet that cannot renew its lease tries every 7 s
     change_often=True,
 )
 CAPACITY: NodeFields[Mapping[str, int]] = NodeFields(
@@ -120,8 +120,10 @@ class NodeFieldsWriter(Generic[T]):
         self._is_changed.set()
 
     async def run(self, api: KubeApi) -> NoReturn:
-        """Until cancelled. A missing right is tried again each period, any other failure with back-off."""
+        """Until cancelled. A failure is tried again with back-off, or with the next change: after an outage that is what the
+        list of pods brings. A missing right is tried again with back-off up to once each period."""
         fields, failures = self._fields, 0
+        refused_backoff = Backoff(base_s=self._backoff.base_s, cap_s=fields.period_s)
         while True:
             self._is_changed.clear()
             try:
@@ -131,7 +133,13 @@ class NodeFieldsWriter(Generic[T]):
                 failures += 1
                 self._node = None  # a patch that timed out may have been taken: read again
                 self._report_failure(str(e) or f"no answer within {CALL_TIMEOUT_S:g} s", isinstance(e, Rejected))
-                await asyncio.sleep(fields.period_s if isinstance(e, Rejected) else self._backoff.delay_s(failures))
+                if isinstance(e, Rejected):
+                    # Not a whole period at first: an API server that has just started may not know its roles yet.
+                    await asyncio.sleep(refused_backoff.delay_s(failures))
+                    continue
+                delay_s = self._backoff.delay_s(failures)
+                await asyncio.sleep(min(delay_s, fields.gap_s))
+                await wait_for(self._is_changed, delay_s - min(delay_s, fields.gap_s))
                 continue
             failures, self._failure_reported = 0, ("", float("-inf"))
             await asyncio.sleep(fields.gap_s if is_patched else min(BURST_S, fields.gap_s))

@@ -183,6 +183,26 @@ async def test_a_server_that_is_away_is_tried_again_with_growing_timeouts() -> N
     assert [entry["event"] for entry in logs] == ["node_fields_not_written"] * 3 + ["node_fields_written"]
 
 
+async def test_a_change_ends_the_wait_after_a_failure() -> None:
+    """After an outage the list of pods brings it, and what the node says is not left for the rest of the back-off."""
+    node = NodeObject()
+    script = [answers(503, raw_status(503)), node]
+    async with (
+        fake_api(others=script) as server,
+        running(server, Wanted(), backoff=Backoff(base_s=3600.0, cap_s=3600.0)) as writer,
+    ):
+        await server.wait_for(lambda requests: len(requests) == 1)
+        writer.changed()
+        await server.wait_for(lambda _: bool(patches(server)))
+
+
+async def test_a_right_that_is_missing_for_a_moment_costs_no_whole_period() -> None:
+    """An API server that has just started may refuse what it allows as soon as it has its roles."""
+    node = NodeObject()
+    async with fake_api(others=[FORBIDDEN, node]) as server, running(server, Wanted(), period_s=3600.0):
+        await server.wait_for(lambda _: bool(patches(server)))
+
+
 async def test_a_server_that_does_not_answer_holds_nothing_up_when_the_agent_ends() -> None:
     """The writer is cancelled in the middle of its call."""
     async with asyncio.timeout(DEADLINE_S):

@@ -218,6 +218,19 @@ async def test_watches_without_an_event_wait_ever_longer(watch: Behaviour) -> No
     assert waits[:4] == [1, 2, 3, 4]
 
 
+async def test_a_server_that_is_back_is_asked_for_its_list_at_the_first_step_of_back_off() -> None:
+    """One that was away and has started anew answers the watch with 410: it is there, and everything waits for the list."""
+    waits: list[int] = []
+    watches = [answers_html_502, answers_html_502, answers_html_502, answers_gone, stalls_after_headers]
+    async with (
+        fake_api(watches=watches) as server,
+        opened(server.url) as api,
+        informing(api, backoff=NotedBackoff(waits)),
+    ):
+        await server.wait_watches(5)
+    assert waits == [1, 2, 3, 1]
+
+
 async def test_an_unreadable_pod_does_not_stop_the_others() -> None:
     """Garbage in one pod's limits leaves that pod at its last readable state, and the rest as reported."""
     counted = Counted()
