@@ -31,7 +31,6 @@ from gpushare_agent.kit.h2_frames import bound_closed_streams, omit_data_texts
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.process import raise_open_files_limit, sd_notify
 from gpushare_agent.kit.supervision import forever, start_tasks
-from gpushare_agent.kubelet.handover import remove_stale_sockets
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.node_events import NodeEventReason
@@ -334,7 +333,6 @@ async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_newcomer: b
 async def _serve(agent: NodeAgent, group: asyncio.TaskGroup) -> None:
     """What one agent of the node does alone, with the kubelet and beside it."""
     agent.kubelet.handover.is_serving = True
-    remove_stale_sockets(agent.state.settings.kubelet.device_plugin_path)
     for tasks in (agent.kubelet.tasks(), agent.gpus.tasks(), agent.isolation.tasks()):
         start_tasks(group, tasks)
     if agent.dra is not None:

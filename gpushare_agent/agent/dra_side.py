@@ -33,7 +33,7 @@ from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.decisions.kept import kept
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import Tasks, start_tasks
-from gpushare_agent.kubelet.handover import ServingLock, remove_stale_sockets
+from gpushare_agent.kubelet.handover import ServingLock, StaleSockets
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Refused, StartupError
 from gpushare_agent.model.gpus import Gpu
@@ -79,13 +79,18 @@ class DraSide:
         self.acquire()
         await self.claims.restore()
         self.ready.set()
-        for directory in (self.settings.dra.registry_path, self.settings.dra.plugin_path):
-            remove_stale_sockets(directory, SOCKET_NAMES)
 
     def tasks(self) -> Tasks:
         """Nothing where they run already: an agent that takes over from another registers before that one leaves, and its
         calls wait until `start`."""
-        return {} if self.registration.is_running else {"dra registration": self.registration.run}
+        if self.registration.is_running:
+            return {}
+        registry, plugins = self.settings.dra.registry_path, self.settings.dra.plugin_path
+        return {
+            "dra registration": self.registration.run,
+            "stale dra registrations": StaleSockets(registry, SOCKET_NAMES).run,
+            "stale dra sockets": StaleSockets(plugins, SOCKET_NAMES).run,
+        }
 
     def end(self) -> None:
         """Before the lock of the device plugins is free, for which the successor waits."""

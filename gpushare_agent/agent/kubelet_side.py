@@ -26,6 +26,7 @@ from gpushare_agent.kubelet.handover import (
     Handover,
     QueuedCalls,
     ServingLock,
+    StaleSockets,
     ask_for_handover,
 )
 from gpushare_agent.kubelet.pod_resources import PodResourcesClient
@@ -166,6 +167,7 @@ class KubeletSide:
             "device tables": self.tables.run,
             "garbage collection": self.garbage.run,
             "live resize": self.resizing.run,
+            "stale sockets": StaleSockets(self.settings.kubelet.device_plugin_path).run,
         }
 
     async def wait_registered(self) -> None:

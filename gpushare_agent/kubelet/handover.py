@@ -30,7 +30,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 from grpclib import GRPCError, Status
@@ -52,7 +52,7 @@ LOCK_POLL_S = 0.02
 ANSWER_S = 0.5
 """For the answer to a successor to leave."""
 _SOCKET = re.compile(r"[a-z]+-[0-9a-f]{8}\.sock")
-_STALE_AGE_S = 10.0
+STALE_AGE_S = 10.0
 """A socket that refuses connections may be about to listen; after this time its agent is dead."""
 
 
@@ -61,16 +61,32 @@ def instance_socket_name(name: str) -> str:
     return f"{name}-{secrets.token_hex(4)}.sock"
 
 
-def remove_stale_sockets(directory: Path, names: re.Pattern[str] = _SOCKET) -> None:
-    """Removes the sockets of agents that were killed, of those with such names. Those of live ones and of other programs
-    stay."""
-    for path in _instance_sockets(directory, names):
-        identity = file_identity(path)
-        if identity is None or time.time() - identity[2] / 1e9 < _STALE_AGE_S or _accepts(path):
-            continue
-        with suppress(OSError):
-            if remove_socket(path, identity):
-                log.info("stale_socket_removed", socket=str(path))
+@dataclass(frozen=True, slots=True)
+class StaleSockets:
+    """Removes the sockets of agents that were killed, of those with such names in a directory. Those of live ones and of
+    other programs stay. While it runs: an agent may be killed within STALE_AGE_S of its start, and one that was to take
+    over, before it did.
+    """
+
+    directory: Path
+    names: re.Pattern[str] = _SOCKET
+    age_s: float = STALE_AGE_S
+    period_s: float = 60.0
+
+    async def run(self) -> NoReturn:
+        """Now and every `period_s`, until cancelled."""
+        while True:
+            self.remove()
+            await asyncio.sleep(self.period_s)
+
+    def remove(self) -> None:
+        for path in _instance_sockets(self.directory, self.names):
+            identity = file_identity(path)
+            if identity is None or time.time() - identity[2] / 1e9 < self.age_s or _accepts(path):
+                continue
+            with suppress(OSError):
+                if remove_socket(path, identity):
+                    log.info("stale_socket_removed", socket=str(path))
 
 
 class ServingLock:

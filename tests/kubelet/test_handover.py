@@ -15,18 +15,18 @@ import pytest
 
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.kubelet import handover as module
 from gpushare_agent.kubelet.handover import (
     TAKE,
     WAIT,
     Handover,
     QueuedCalls,
     ServingLock,
+    StaleSockets,
     ask_for_handover,
     instance_socket_name,
-    remove_stale_sockets,
 )
 from gpushare_agent.model.allocations import ContainerEdits
+from tests.support_kube import running
 from tests.support_plugin import DEADLINE_S, FakeAdmission, Recorder, short_directory
 
 
@@ -136,7 +136,7 @@ async def test_nobody_is_asked_at_stale_sockets_and_the_time_is_bounded() -> Non
             assert not await ask_for_handover(directory, TAKE, timeout_s=0.05)
 
 
-def test_stale_sockets_are_removed_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_sockets_are_removed_and_no_others() -> None:
     """Those that are young, live or another program's stay."""
     with short_directory() as directory:
         stale, live = directory / instance_socket_name("vcore"), directory / instance_socket_name("vmemory")
@@ -146,13 +146,27 @@ def test_stale_sockets_are_removed_and_no_others(monkeypatch: pytest.MonkeyPatch
         file.write_text("")
         with bind_unix_socket(live, mode=0o600) as listener:
             listener.listen()
-            remove_stale_sockets(directory)
+            StaleSockets(directory).remove()
             assert stale.is_socket()  # it may be about to listen
-            monkeypatch.setattr(module, "_STALE_AGE_S", 0.0)
-            remove_stale_sockets(directory)
+            StaleSockets(directory, age_s=0.0).remove()
             assert sorted(directory.iterdir()) == sorted([live, foreign, file])
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(str(live))
+
+
+async def test_a_socket_of_an_agent_that_is_killed_later_is_removed_without_another_start() -> None:
+    """As of a version that crashes before it takes over, while this agent goes on serving."""
+    with short_directory() as directory:
+        socket_path = directory / instance_socket_name("vcore")
+        killed = bind_unix_socket(socket_path, mode=0o600)
+        killed.listen()
+        stale = StaleSockets(directory, age_s=0.0, period_s=0.001)
+        async with asyncio.timeout(DEADLINE_S), running(stale.run):
+            await asyncio.sleep(0)
+            assert socket_path.is_socket()
+            killed.close()
+            while socket_path.exists():
+                await asyncio.sleep(0.001)
 
 
 async def test_calls_are_held_until_the_ledger_is_there_and_counted() -> None:
