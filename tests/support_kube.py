@@ -323,10 +323,14 @@ def bookmark(version: str) -> dict[str, Any]:
 def pod(name: str = "p", *, uid: str = "", version: str = "1", **fields: Any) -> Pod:
     """A parsed pod with one main container that asks for a share."""
     container = ContainerSpec(name="main", kind=ContainerKind.MAIN, position=0, requests={VCORE_RESOURCE: 30})
-    defaults: dict[str, Any] = {"phase": PodPhase.PENDING, "containers": (container,), "node_name": NODE}
+    defaults: dict[str, Any] = {
+        "namespace": "default",
+        "phase": PodPhase.PENDING,
+        "containers": (container,),
+        "node_name": NODE,
+    }
     return Pod(
         uid=PodUid(uid or f"uid-{name}"),
-        namespace="default",
         name=name,
         resource_version=version,
         **(defaults | fields),

@@ -1,16 +1,18 @@
 """Sends Kubernetes Events in the background: on pods why they got no GPU, on the node what became of its GPUs.
 
 Recording only queues an Event, `run` sends it. Events are a courtesy: bounded in number and rate (a ReplicaSet's rejected
-pods come ten a second), one per key for a while, and dropped rather than kept for long. The mutable state is the queue and
-which keys were recorded lately. Format: Kubernetes core/v1 Event.
+pods come ten a second), one per key for a while, and dropped rather than kept for long. Namespaces take turns, and within
+one its pods, so that a flood of one delays no other's for long. The mutable state is the queue and which keys were recorded
+lately. Format: Kubernetes core/v1 Event.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -18,6 +20,7 @@ import structlog
 
 from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.kit.fair_queue import FairQueue
 from gpushare_agent.model.errors import AgentError, Refused, Unavailable
 from gpushare_agent.model.node_events import NodeEventReason
 from gpushare_agent.model.pods import Pod
@@ -58,7 +61,7 @@ class EventRecorder:
         self._interval_s = interval_s
         self._backoff = backoff or Backoff(base_s=0.5, cap_s=10.0)
         self._clock = clock
-        self._queue: deque[dict[str, Any]] = deque()
+        self._queue: FairQueue[_Queued] = FairQueue(QUEUE_LIMIT)
         self._recorded: OrderedDict[tuple[str, ...], float] = OrderedDict()
         self._is_wanted = asyncio.Event()
 
@@ -71,19 +74,20 @@ class EventRecorder:
         recorded_at = self._recorded.get(key)
         if recorded_at is not None and now - recorded_at < REPEAT_AFTER_S:
             return False
-        if len(self._queue) >= QUEUE_LIMIT:
-            self._count("dropped")
-            return False
+        queued = _Queued(key, _raw_event(involved, reason, message, type_, self._reporter, datetime.now(UTC)))
+        dropped = self._queue.put(involved.get("namespace", NODE_NAMESPACE), involved["uid"], queued)
         self._recorded[key] = now
         self._recorded.move_to_end(key)
         while len(self._recorded) > RECORDED_LIMIT:
             self._recorded.popitem(last=False)
-        self._queue.append(_raw_event(involved, reason, message, type_, self._reporter, datetime.now(UTC)))
         self._is_wanted.set()
-        return True
+        if dropped is not None:
+            self._recorded.pop(dropped.key, None)  # the next time it may be sent
+            self._drop(dropped.raw_event, f"{QUEUE_LIMIT} Events wait, and most of them are of its namespace")
+        return dropped is not queued
 
     async def run(self, api: KubeApi) -> NoReturn:
-        """Send the recorded events, in order, until cancelled."""
+        """Send the recorded events, each object's in order, until cancelled."""
         credit, spent_at = float(BURST), self._clock()
         while True:
             while not self._queue:
@@ -94,28 +98,35 @@ class EventRecorder:
                 await asyncio.sleep((1 - credit) * self._interval_s)
                 credit = 1.0
             credit, spent_at = credit - 1, self._clock()
-            await self._send(api, self._queue.popleft())
+            await self._send(api, self._queue.pop().raw_event)
 
     async def _send(self, api: KubeApi, raw_event: dict[str, Any]) -> None:
-        involved = raw_event["involvedObject"]
-        about = f"{involved['kind']} {raw_event['metadata']['namespace']}/{involved['name']}"
         for tried in range(1, TRIES + 1):
             try:
                 await api.create_event(raw_event)
             except Unavailable as e:
                 if tried == TRIES:
-                    self._count("dropped")
-                    log.warning("event_dropped", about=about, reason=raw_event["reason"], error=str(e))
+                    self._drop(raw_event, str(e))
                     return
                 await asyncio.sleep(self._backoff.delay_s(tried))
             except AgentError as e:
                 # A vanished namespace, or a missing permission: what the Event reports is in the log, too.
                 self._count("refused")
-                log.warning("event_refused", about=about, reason=raw_event["reason"], error=str(e))
+                log.warning("event_refused", about=_about(raw_event), reason=raw_event["reason"], error=str(e))
                 return
             else:
                 self._count("sent")
                 return
+
+    def _drop(self, raw_event: dict[str, Any], error: str) -> None:
+        self._count("dropped")
+        log.warning("event_dropped", about=_about(raw_event), reason=raw_event["reason"], error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    key: tuple[str, ...]
+    raw_event: dict[str, Any]
 
 
 class PodEvents(EventRecorder):
@@ -145,6 +156,11 @@ class NodeEvents(EventRecorder):
         kubelet's own: there `kubectl describe node` looks for them."""
         involved = {"apiVersion": "v1", "kind": "Node", "name": self._reporter, "uid": self._reporter}
         self.record(involved, reason.value, message, type_=reason.type, key=(uuid, reason.value, message))
+
+
+def _about(raw_event: dict[str, Any]) -> str:
+    involved = raw_event["involvedObject"]
+    return f"{involved['kind']} {raw_event['metadata']['namespace']}/{involved['name']}"
 
 
 def _pod(pod: Pod) -> dict[str, str]:

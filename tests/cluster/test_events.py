@@ -141,6 +141,43 @@ async def test_the_queue_is_bounded() -> None:
     assert counted.outcomes == ["dropped"] * 3
 
 
+async def test_another_namespaces_refusal_is_sent_during_a_flood() -> None:
+    """It takes the place of one of the flood's, and its turn comes next but one; what was dropped is in the log."""
+    counted = Counted()
+    async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:
+        events = PodEvents(NODE, count=counted.note, interval_s=3600.0, clock=lambda: 0.0)
+        with capture_logs() as logs:
+            for number in range(QUEUE_LIMIT + 1):
+                events.refused(pod(f"p{number}", namespace="flood"), NO_CORES)
+            events.refused(pod("a", namespace="other"), NO_CORES)
+        async with running(lambda: events.run(api)):
+            await counted.wait(2 + BURST)
+    sent = [request.body["involvedObject"]["name"] for request in server.requests]
+    assert sent[:3] == ["p0", "a", "p1"]
+    assert counted.outcomes[:2] == ["dropped"] * 2
+    assert [line["about"] for line in logs if line["event"] == "event_dropped"] == [
+        f"Pod flood/p{QUEUE_LIMIT}",
+        f"Pod flood/p{QUEUE_LIMIT - 1}",
+    ]
+
+
+async def test_one_pods_flood_delays_no_other_pod_of_its_namespace() -> None:
+    """As annotations that change all the time; what was dropped may be recorded again at once."""
+    counted = Counted()
+    async with fake_api(others=[answers(201, {})]) as server, opened(server.url) as api:
+        events = PodEvents(NODE, count=counted.note, interval_s=3600.0, clock=lambda: 0.0)
+        for number in range(2 * QUEUE_LIMIT):
+            events.warned(pod("loud"), "ShareResizeRefused", f"it is '{number}'")
+        events.refused(pod("a"), NO_CORES)
+        async with running(lambda: events.run(api)):
+            await counted.wait(QUEUE_LIMIT + 1 + BURST)
+        assert events.record({"uid": "u", "kind": "Pod", "name": "n"}, "r", "m", key=("new",))
+        assert counted.outcomes.count("dropped") == QUEUE_LIMIT + 1
+        events.warned(pod("loud"), "ShareResizeRefused", f"it is '{2 * QUEUE_LIMIT - 1}'")
+        assert counted.outcomes.count("dropped") == QUEUE_LIMIT + 1
+    assert [request.body["involvedObject"]["name"] for request in server.requests][:3] == ["loud", "a", "loud"]
+
+
 async def test_after_a_burst_events_wait_for_their_turn() -> None:
     """With the clock standing still only the burst goes out at once; the rest is paced."""
     counted = Counted()

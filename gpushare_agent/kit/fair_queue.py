@@ -1,0 +1,61 @@
+"""A bounded queue that one tenant cannot fill for the others. State owned: what waits, in the order of the turns."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """Tenants take turns, within a tenant its subjects (of a namespace the pods), and a subject's items keep their order.
+
+    Where more than `limit` items wait, the newest one of whoever has most is dropped; who puts one counts as more than
+    others with as many. A put takes time in proportion to `limit` then.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._len = 0
+        self._tenants: OrderedDict[str, OrderedDict[str, deque[T]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._len
+
+    def put(self, tenant: str, subject: str, item: T) -> T | None:
+        """What is dropped for it, which may be the item itself; None where there is room."""
+        self._tenants.setdefault(tenant, OrderedDict()).setdefault(subject, deque()).append(item)
+        self._len += 1
+        if self._len <= self._limit:
+            return None
+        # of those that are equal the one whose turn is last
+        name, subjects = max(reversed(self._tenants.items()), key=lambda one: (_size(one[1]), one[0] == tenant))
+        of = max(reversed(subjects.items()), key=lambda one: (len(one[1]), (name, one[0]) == (tenant, subject)))[0]
+        dropped = subjects[of].pop()
+        self._taken(name, of)
+        return dropped
+
+    def pop(self) -> T:
+        """The next item; its subject and its tenant have their next turn after the others. Raises KeyError: none waits."""
+        if not self._len:
+            raise KeyError("the queue is empty")
+        name, subjects = next(iter(self._tenants.items()))
+        subject, items = next(iter(subjects.items()))
+        item = items.popleft()
+        subjects.move_to_end(subject)
+        self._tenants.move_to_end(name)
+        self._taken(name, subject)
+        return item
+
+    def _taken(self, tenant: str, subject: str) -> None:
+        self._len -= 1
+        subjects = self._tenants[tenant]
+        if not subjects[subject]:
+            del subjects[subject]
+        if not subjects:
+            del self._tenants[tenant]
+
+
+def _size(subjects: OrderedDict[str, deque[T]]) -> int:
+    return sum(map(len, subjects.values()))
