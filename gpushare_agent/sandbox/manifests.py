@@ -63,7 +63,9 @@ def sample_manifests(which: str, *, by_claims: bool = False) -> list[Manifest]:
 
 def _shipped(folder: str) -> list[Manifest]:
     files = sorted(resources.files(__package__).joinpath(folder).iterdir(), key=lambda f: f.name)
-    return [m for f in files if f.name.endswith(".yaml") for m in parse_manifests(f.read_text(encoding="utf-8"), f.name)]
+    return [
+        m for f in files if f.name.endswith(".yaml") for m in parse_manifests(f.read_text(encoding="utf-8"), f.name)
+    ]
 
 
 def expectation(raw: RawObject) -> str | None:

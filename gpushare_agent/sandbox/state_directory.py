@@ -16,13 +16,16 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
+from gpushare_agent.kit.directories import DIRECTORY, made_directory, names_in, opened, status_of
 from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.names import VMEMORY_SOCKET
 
+_OWNER, _VIRTUAL_MANAGER = "owner", "vm"
 _MADE = "this sandbox made the directory"
 """Second line of the file `owner` where the directory is to go with the sandbox."""
 
@@ -32,7 +35,7 @@ class NodePaths:
 
     def __init__(self, *, state: Path) -> None:
         self.state = state
-        self.owner = state / "owner"
+        self.owner = state / _OWNER
         """Locked by the process that runs the node, whose PID it holds."""
         self.control_socket = state / "control.sock"
         self.kubeconfig = state / "kubeconfig"
@@ -49,7 +52,7 @@ class NodePaths:
         """The only directory where the container runtime looks for CDI specs."""
         self.logs = state / "logs"
         """What containers print: `<namespace>_<pod>_<container>.log`."""
-        self.virtual_manager = state / "vm"
+        self.virtual_manager = state / _VIRTUAL_MANAGER
         self.hami_core = state / "hami-core"
         """The cache files of isolation hami-core."""
         self.mps_pipe, self.mps_logs = state / "mps" / "pipe", state / "mps" / "log"
@@ -93,8 +96,44 @@ def default_state_directory() -> Path:
 
 
 def prepare_state_directory(state: Path) -> NodePaths:
-    """Makes the directory. Raises StartupError where it cannot serve."""
+    """Makes the directory. Raises StartupError, with nothing written, where it cannot serve or is not this user's alone."""
     paths = NodePaths(state=state.absolute())
+    with _opened(paths) as (directory, _), _refused_by_the_system(paths.state):
+        _make_virtual_manager(directory)
+    return paths
+
+
+@contextmanager
+def owned_state_directory(state: Path) -> Iterator[NodePaths]:
+    """Raises StartupError where the directory cannot serve, is another's, or is in use."""
+    paths = NodePaths(state=state.absolute())
+    with ExitStack() as stack:
+        directory, is_new = stack.enter_context(_opened(paths))
+        with _refused_by_the_system(paths.state):
+            _check_is_the_sandboxs(directory, paths.state)
+            owner = stack.enter_context(open(_open_owner(directory), "r+", encoding="utf-8", errors="replace"))
+            _lock(owner, paths.state)
+            _clear(directory)
+            _make_virtual_manager(directory)
+        is_new = is_new or _MADE in owner.read().splitlines()  # by the dead sandbox whose leftovers these were
+        owner.seek(0)
+        owner.truncate()
+        owner.write(f"{os.getpid()}\n" + (f"{_MADE}\n" if is_new else ""))
+        owner.flush()
+        try:
+            yield paths
+        finally:
+            _clear(directory)
+            with suppress(FileNotFoundError):
+                os.unlink(_OWNER, dir_fd=directory)
+            if is_new and not names_in(directory):
+                paths.state.rmdir()
+
+
+@contextmanager
+def _opened(paths: NodePaths) -> Iterator[tuple[int, bool]]:
+    """A descriptor of the directory, which is checked before anything is written by it, and whether it was made just now:
+    whoever else may make it under this name at any moment, it is one directory from here on. Raises StartupError."""
     sockets = paths.device_plugin_path / VMEMORY_SOCKET, paths.pod_resources_socket
     longest = max(len(os.fsencode(path)) for path in sockets)
     if longest > MAX_ADDRESS_BYTES:
@@ -102,78 +141,80 @@ def prepare_state_directory(state: Path) -> NodePaths:
             f"the state directory {paths.state} cannot hold sockets: a socket's path would have {longest} bytes, "
             f"{MAX_ADDRESS_BYTES} are possible; choose a shorter one with --state-dir, such as /tmp/gpushare"
         )
-    try:
-        paths.state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        paths.virtual_manager.mkdir(exist_ok=True)
-        probe = paths.state / f".probe-{os.getpid()}"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise StartupError(
-            f"the state directory {paths.state} cannot be used: {error.strerror or error}; "
-            "it must be a directory, or not exist, and be writable: choose another with --state-dir"
-        ) from error
-    return paths
+    is_new = True
+    with ExitStack() as stack:
+        with _refused_by_the_system(paths.state):
+            try:
+                paths.state.mkdir(mode=0o700, parents=True)
+            except FileExistsError:
+                is_new = False
+            directory = stack.enter_context(opened(paths.state, None, DIRECTORY))
+        if problem := _distrust(os.fstat(directory), paths.state):
+            raise _not_trusted(paths.state, problem)
+        yield directory, is_new
 
 
 @contextmanager
-def owned_state_directory(state: Path) -> Iterator[NodePaths]:
-    """Raises StartupError where the directory cannot serve, is another's, or is in use."""
-    is_new = not state.exists()
-    if not is_new:
-        _check_is_ours(state)
-    paths = prepare_state_directory(state)
-    _check_is_private(paths.state)  # another user may have created it just now
-    with paths.owner.open("a+") as owner:
-        try:
-            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            owner.seek(0)
-            raise StartupError(
-                f"another sandbox (PID {owner.readline().strip() or 'unknown'}) runs in {paths.state}; speak to it with "
-                f"`gpushare-agent sandbox status --state-dir {paths.state}`, end it with Ctrl-C in its terminal, or "
-                "choose another directory with --state-dir and another --port"
-            ) from error
-        owner.seek(0)
-        is_new = is_new or _MADE in owner.read().splitlines()  # by the dead sandbox whose leftovers these are
-        _clear(paths, keep=paths.owner)
-        paths.virtual_manager.mkdir()
-        owner.truncate(0)
-        owner.write(f"{os.getpid()}\n" + (f"{_MADE}\n" if is_new else ""))
-        owner.flush()
-        try:
-            yield paths
-        finally:
-            _clear(paths, keep=paths.owner)
-            paths.owner.unlink(missing_ok=True)
-            if is_new and not any(paths.state.iterdir()):
-                paths.state.rmdir()
+def _refused_by_the_system(state: Path) -> Iterator[None]:
+    """Raises StartupError for what the file system refuses."""
+    try:
+        yield
+    except OSError as error:
+        if problem := why_not_private(state):
+            raise _not_trusted(state, problem) from error
+        raise StartupError(
+            f"the state directory {state} cannot be used: {error.strerror or error}; "
+            "it must be a directory, or not exist, and be writable: choose another with --state-dir"
+        ) from error
 
 
-def _check_is_ours(state: Path) -> None:
+def _not_trusted(state: Path, problem: str) -> StartupError:
+    return StartupError(f"the state directory {state} cannot be trusted: {problem}, or choose another with --state-dir")
+
+
+def _check_is_the_sandboxs(directory: int, state: Path) -> None:
     """A directory with other files in it is not the sandbox's: nothing in it may be removed."""
-    if not state.is_dir():
-        return  # prepare_state_directory words this
-    _check_is_private(state)
-    if any(state.iterdir()) and not (state / "owner").is_file():
+    owner = status_of(directory, _OWNER)
+    if names_in(directory) and (owner is None or not stat.S_ISREG(owner.st_mode)):
         raise StartupError(
             f"the state directory {state} holds files that no sandbox left there; choose a new or empty one (--state-dir)"
         )
 
 
-def _check_is_private(state: Path) -> None:
-    if problem := why_not_private(state):
+def _open_owner(directory: int) -> int:
+    """The file of a dead sandbox, or of one that runs, else a new one."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(_OWNER, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory)
+    except FileExistsError:
+        return os.open(_OWNER, flags, dir_fd=directory)
+
+
+def _lock(owner: TextIO, state: Path) -> None:
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
         raise StartupError(
-            f"the state directory {state} cannot be trusted: {problem}, or choose another with --state-dir"
-        )
+            f"another sandbox (PID {owner.readline().strip() or 'unknown'}) runs in {state}; speak to it with "
+            f"`gpushare-agent sandbox status --state-dir {state}`, end it with Ctrl-C in its terminal, or "
+            "choose another directory with --state-dir and another --port"
+        ) from error
+
+
+def _make_virtual_manager(directory: int) -> None:
+    with made_directory(directory, _VIRTUAL_MANAGER):
+        pass
 
 
 def why_not_private(state: Path) -> str:
-    """Why others control the directory, and the cure; empty where it is this user's alone, or is not there."""
+    """Why others control the directory, and the cure; empty where it is this user's alone, or cannot be seen."""
     try:
-        status = state.lstat()
+        return _distrust(state.lstat(), state)
     except OSError:
         return ""
+
+
+def _distrust(status: os.stat_result, state: Path) -> str:
     mode = stat.S_IMODE(status.st_mode)
     if stat.S_ISLNK(status.st_mode):
         return f"it is a link; name the directory itself ({state.resolve()})"
@@ -184,11 +225,14 @@ def why_not_private(state: Path) -> str:
     return ""
 
 
-def _clear(paths: NodePaths, *, keep: Path) -> None:
-    for path in paths.state.iterdir():
-        if path == keep:
+def _clear(directory: int) -> None:
+    """Removes all but the file `owner`."""
+    for name in names_in(directory):
+        status = status_of(directory, name)
+        if name == _OWNER or status is None:
             continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        if stat.S_ISDIR(status.st_mode):
+            shutil.rmtree(name, ignore_errors=True, dir_fd=directory)
+            continue
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory)

@@ -20,7 +20,7 @@ from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.report.document import ReportedNode
-from gpushare_agent.sandbox.state_directory import owned_state_directory
+from gpushare_agent.sandbox.state_directory import owned_state_directory, prepare_state_directory
 from tests.support_deadline import DEADLINE_S
 from tests.support_sandbox import CORE, MEMORY, open_test_node, pod
 
@@ -96,6 +96,59 @@ async def test_a_state_directory_that_is_not_its_users_alone_serves_nobody(
     ):
         pass
     assert list(state.iterdir()) == []
+
+
+@pytest.mark.parametrize("use", [prepare_state_directory, lambda state: owned_state_directory(state).__enter__()])
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(_theirs, marks=as_root), lambda state: _open_to(0o777, state)],
+    ids=["another user's", "for all"],
+)
+def test_nothing_is_written_into_a_directory_that_others_have_made(short_dir: Path, make: Any, use: Any) -> None:
+    """Whoever makes it first, at whatever moment, may have put links there that lead to this user's files."""
+    state, file = make(short_dir / "s"), short_dir / "file"
+    file.write_text("kept")
+    for name in ("owner", f".probe-{os.getpid()}", "vm", "kubeconfig"):
+        (state / name).symlink_to(file)
+    with pytest.raises(StartupError, match=f"{state} cannot be trusted: "):
+        use(state)
+    assert file.read_text() == "kept"
+    assert len(list(state.iterdir())) == 4
+
+
+def test_a_link_in_the_place_of_the_owners_file_is_not_followed(short_dir: Path) -> None:
+    """It was put there while others could write to the directory."""
+    state, file = _open_to(0o700, short_dir / "s"), short_dir / "file"
+    file.write_text("kept")
+    (state / "owner").symlink_to(file)
+    with pytest.raises(StartupError, match="holds files that no sandbox left there"), owned_state_directory(state):
+        pass
+    assert file.read_text() == "kept"
+
+
+@pytest.mark.parametrize(("mode", "name"), [(0, "closed/s"), (0o500, "closed/s"), (0, "closed"), (0o500, "closed")])
+def test_a_directory_without_rights_is_refused_with_advice(mode: int, name: str, short_dir: Path) -> None:
+    """Neither one that cannot be made, searched or seen, nor one of the user's own that cannot be written."""
+    closed, refused = short_dir / "closed", ""
+    short_dir.chmod(0o755)
+    closed.mkdir()
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.chown(closed, NOBODY, NOBODY)
+        os.seteuid(NOBODY)
+    try:
+        closed.chmod(mode)
+        with owned_state_directory(short_dir / name):
+            pass
+    except StartupError as error:
+        refused = str(error)
+    finally:
+        closed.chmod(0o700)
+        if is_root:
+            os.seteuid(0)
+    assert refused.startswith(f"the state directory {short_dir / name} cannot be used: Permission denied; ")
+    assert refused.endswith("choose another with --state-dir")
+    assert list(closed.iterdir()) == []
 
 
 async def test_a_directory_that_others_may_only_read_serves(short_dir: Path) -> None:
