@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from gpushare_agent.agent.gpu_side import health_policy, open_driver
-from gpushare_agent.agent.values import resource_names
+from gpushare_agent.agent.values import hami_core_files, mps_control, resource_names
 from gpushare_agent.cli.agent_client import local_url
 from gpushare_agent.cli.command_line import runnable
 from gpushare_agent.cli.sandbox_extender import free_port
@@ -81,6 +81,7 @@ async def build_node(
         own.append(f"--web.port={free_port()}")  # can be printed, and stays over restarts of the agent
     arguments = [*node.agent_arguments(), *named_isolation(flags), *flags, *own]
     settings = load_settings(arguments, os.environ).settings
+    await _check_isolation(settings, node.paths)
     inventory = await driver.read()
     resources, names = settings.resources, resource_names(settings, inventory.mig_profiles)
     shown = ReportedNode(
@@ -98,6 +99,21 @@ async def build_node(
         faults=GpuFaults(settings.simulated.faults, len(inventory.gpus), health_policy(settings)),
     )
     return RunningNode(controller=controller, settings=settings, driver=driver, player=_player(shown, settings))
+
+
+async def _check_isolation(settings: Settings, paths: NodePaths) -> None:
+    """Its agent would wait for a library or a daemon that nobody brings. Raises StartupError."""
+    parts = settings.isolation.parts
+    try:
+        if IsolationName.HAMI_CORE in parts:
+            await asyncio.to_thread(hami_core_files(settings).check_library)
+        if IsolationName.MPS in parts and settings.mps.pipe_directory != paths.mps_pipe:
+            await mps_control(settings).check()
+    except (StartupError, Unavailable) as error:
+        raise StartupError(
+            f"no share could be given under isolation {settings.isolation}: {error}. Without a setting of the isolation the"
+            " sandbox takes one that needs neither a library nor a daemon"
+        ) from error
 
 
 def debug_port(flags: Sequence[str], *, is_first: bool) -> int:

@@ -165,6 +165,25 @@ async def test_a_busy_port_is_one_line_that_names_the_flag(folder: Path) -> None
     assert "--port" in done.err
 
 
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--isolation", "hami-core", "--hami-core.library", "absent.so"), "absent.so cannot be used: No such file"),
+        (("--isolation", "mps+driver", "--mps.pipe-directory", "/absent"), "the MPS pipe directory /absent cannot be "),
+    ],
+    ids=["a library", "a daemon of the user's own"],
+)
+async def test_an_isolation_without_what_it_needs_is_refused_at_the_start(
+    folder: Path, flags: tuple[str, ...], why: str
+) -> None:
+    """Its agent would wait, and the sandbox with it, for what nobody brings: one line with the cure, and nothing is left."""
+    done = await sandbox("--state-dir", folder / "s", "--once", "--port", "0", *flags)
+    assert (done.code, done.out, done.err.count("\n")) == (1, "", 1), done.err
+    assert done.err.startswith(f"gpushare-agent: no share could be given under isolation {flags[1]}: ")
+    assert why in done.err and "Without a setting of the isolation the sandbox takes one that" in done.err
+    assert not (folder / "s").exists()
+
+
 async def test_a_topology_file_that_is_absent_is_exit_code_two(folder: Path) -> None:
     """A mistake of the command line like any other setting."""
     done = await sandbox("--state-dir", folder / "s", "--once", "--topology", folder / "absent.txt")

@@ -63,8 +63,8 @@ ASIDE_NAME = "removed"
 CACHE_MODE = 0o666
 
 _CURE = (
-    "This image was built without HAMi-core: build it with its source (docs/explanation/isolation.md), mount a libvgpu.so at"
-    " the path that --hami-core.library names, or choose another isolation"
+    "Build the image with HAMi-core's source (docs/explanation/isolation.md), put a libvgpu.so at the path that"
+    " --hami-core.library names, or choose another isolation"
 )
 _FRESH = ".new"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
