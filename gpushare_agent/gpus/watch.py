@@ -20,7 +20,6 @@ from gpushare_agent.gpus.decisions.health import EventMeaning, describe_event
 from gpushare_agent.gpus.decisions.values import GpuEvent
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.kit.rate import TokenBucket
 from gpushare_agent.kit.supervision import forever, wait_for
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import Gpu, GpuInventory
@@ -33,8 +32,6 @@ NO_GPUS_PERIOD_S = 30.0
 """Between two polls of a node without a readable driver."""
 EVENT_BACKOFF_MAX_S = 30.0
 MIN_PAUSE_S = 0.01
-LOG_LINES_PER_S = 0.2
-LOG_BURST = 20.0
 
 
 class GpuDriver(Protocol):
@@ -80,8 +77,6 @@ class GpuWatch:
         self._poll_requested = asyncio.Event()
         self._event_failures = 0
         self._event_backoff = Backoff(base_s=2 * event_period_s, cap_s=max(EVENT_BACKOFF_MAX_S, event_period_s))
-        self._log_tokens = TokenBucket(rate=LOG_LINES_PER_S, burst=LOG_BURST, clock=clock)
-        self._unlogged = 0
 
     async def run(self) -> NoReturn:
         """Until cancelled. A poll that fails makes the GPUs Unhealthy."""
@@ -156,13 +151,9 @@ class GpuWatch:
         self._log_events(noted)
 
     def _log_events(self, noted: Counter[tuple[GpuEvent, EventMeaning]]) -> None:
-        """One line for all events of a kind; fewer when events come in a storm."""
+        """One line for all events of a kind."""
         for (event, meaning), count in noted.items():
-            if not self._log_tokens.take():
-                self._unlogged += count
-                continue
-            fields = {"what": describe_event(event), "uuid": event.uuid, "count": count, "unlogged": self._unlogged}
-            self._unlogged = 0
+            fields = {"what": describe_event(event), "uuid": event.uuid, "count": count}
             match meaning:
                 case EventMeaning.IGNORED:
                     log.info("gpu_event_ignored", **fields)

@@ -3,7 +3,8 @@
 Tasks: supervision (rules for tasks in a TaskGroup), daemon_thread (blocking calls that may hang), process (this process and
 the operating system).
 Times: backoff (delays between tries), rate (a token bucket), fair_queue (a bounded queue for many tenants).
-Logs: logs (the set-up), log_writer (the thread that writes them), report_once (a repeated condition is logged once).
+Logs: logs (the set-up), log_writer (the thread that writes them), report_once (a repeated condition is logged once),
+tenant_lines (what tenants cause has a limit).
 Files: directories (by descriptors, no links followed), regular_file (whole files, never a pipe), watch_path (changes of one
 directory), sockets (unix sockets in the file system).
 Servers: grpc_server (corrected grpclib), bounded_grpc (the same for hostile peers), http_server (bounded aiohttp),
@@ -12,5 +13,6 @@ gRPC messages: grpc_client (calls over a unix socket), grpc_codec (strict decodi
 messages by hand), h2_frames (a cost of h2 that is left out).
 
 State: LogWriter (the queue of log lines, one per process), DaemonThread (the blocking call under way), ReportOnce,
-TokenBucket, FairQueue, UnixChannel and the servers (their connections). Open supervision.py first.
+TokenBucket, FairQueue, TenantLines (who logged how much), UnixChannel and the servers (their connections). Open
+supervision.py first.
 """

@@ -17,10 +17,12 @@ import select
 import sys
 import threading
 import traceback
-from queue import SimpleQueue
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import TextIO
 
 MAX_LINES = 10_000
+TURN_S = 10.0
 FLUSH_TIMEOUT_S = 0.5
 """How long the end of the process waits for lines that are not written yet."""
 
@@ -28,13 +30,16 @@ FLUSH_TIMEOUT_S = 0.5
 class LogWriter:
     """Queue and thread. One per process, `WRITER`."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn_s: float = TURN_S) -> None:
+        self._turn_s = turn_s
         self._queue: SimpleQueue[tuple[TextIO, str] | threading.Event] = SimpleQueue()
         self._lock = threading.Lock()  # never locked while something is written
         self._thread: threading.Thread | None = None
         self._dropped = 0
         self._written = 0
         self._stuck_at = -1
+        self.on_turn: Callable[[], None] = lambda: None
+        """Called by the thread after each line, and every `turn_s` where none comes. It may log, and must not block."""
 
     def put(self, stream: TextIO, text: str, *, must_fit: bool = True) -> None:
         """Write this later, or drop it where the queue is full and `must_fit`."""
@@ -62,7 +67,11 @@ class LogWriter:
 
     def _write_all(self) -> None:
         while True:
-            item = self._queue.get()
+            self.on_turn()
+            try:
+                item = self._queue.get(timeout=self._turn_s)
+            except Empty:
+                continue
             if isinstance(item, threading.Event):
                 item.set()
                 continue

@@ -1,11 +1,13 @@
 """Logging for the whole process: structlog and the standard library's records through one handler on standard error.
 
-Console text on a terminal, one JSON object a line elsewhere. Logging never waits (log_writer.py). Tracebacks never
+Console text on a terminal, one JSON object a line elsewhere. Logging never waits (log_writer.py), and what tenants cause
+has a limit (tenant_lines.py). Tracebacks never
 show local variables: they may contain a token, and they hide the message.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import sys
 import time
@@ -18,8 +20,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from gpushare_agent.kit.log_writer import QueuedHandler, write_stderr
+from gpushare_agent.kit.log_writer import WRITER, QueuedHandler, write_stderr
 from gpushare_agent.kit.rate import TokenBucket
+from gpushare_agent.kit.tenant_lines import TenantLines
 
 if TYPE_CHECKING:
     from structlog.typing import Processor
@@ -66,12 +69,16 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
         logging.getLogger(name).setLevel(least)
     for name in _REPEATING_LIBRARIES:
         logging.getLogger(name).addFilter(_FILTER)  # a second time changes nothing
+    WRITER.on_turn = _TENANT_LINES.report
+    atexit.unregister(_report_at_end)
+    atexit.register(_report_at_end)  # before logging's own end, which was registered when it was imported
     logging.captureWarnings(True)
     sys.excepthook = _write_uncaught
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
             *shared,
+            _TENANT_LINES,
             structlog.stdlib.PositionalArgumentsFormatter(),
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
@@ -128,6 +135,13 @@ class _Kind:
 
 
 _FILTER = RepeatedLines()
+
+
+_TENANT_LINES = TenantLines()
+
+
+def _report_at_end() -> None:
+    _TENANT_LINES.report(is_end=True)
 
 
 def _write_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

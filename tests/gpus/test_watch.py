@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from gpushare_agent.gpus.decisions.health import HealthPolicy
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.watch import GpuWatch
+from gpushare_agent.kit.tenant_lines import TenantLines
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from tests.support_core import inventory
@@ -143,18 +144,18 @@ async def test_a_thousand_events_are_one_change() -> None:
 
 
 async def test_a_storm_that_goes_on_does_not_fill_the_log() -> None:
-    """After a burst of lines the rest is counted in the next line."""
-    state, driver, now = GpuInventoryState(IMMEDIATE), ShownDriver(), [0.0]
-    watch = GpuWatch(driver, state, period_s=1, clock=lambda: now[0], metrics=Counted())
+    """A program can cause it: its lines are among those of tenants, which have a limit."""
+    driver = ShownDriver()
+    watch = GpuWatch(driver, GpuInventoryState(IMMEDIATE), period_s=1, metrics=Counted())
     await watch.poll()
     driver.pending.extend([xid(79)] for _ in range(101))
-    with capture_logs() as logs:
-        for _ in range(100):
+    limit = TenantLines(lambda: 0.0)
+    with capture_logs([limit]) as logs:
+        for _ in range(101):
             await watch.fetch_events()
-        now[0] = 100.0
-        await watch.fetch_events()
-    lines = [line for line in logs if line["event"] == "gpu_event"]
-    assert (len(lines), lines[-1]["unlogged"]) == (21, 80)
+        limit.report(is_end=True)
+    assert len(logs) < 50
+    assert logs[-1]["events"] == {"gpu_event": 101 - (len(logs) - 1)}
 
 
 async def test_an_event_of_no_gpu_makes_none_unhealthy_and_is_followed_by_a_poll() -> None:

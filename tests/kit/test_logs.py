@@ -154,6 +154,39 @@ for n in range(1000):
     ]
 
 
+async def test_lines_that_tenants_cause_are_limited_and_counted_at_the_end() -> None:
+    """In the process as it is set up, by names that are bound where the line was made; also after a second set-up."""
+    code = """
+structlog.contextvars.bind_contextvars(namespace="n", pod="p", pod_uid="u")
+for n in range(300):
+    log.info("allocate", n=n)
+    setup_logging("info", "json")
+"""
+    async with running(code) as child:
+        _, err = await child.communicate()
+    lines = [json.loads(line) for line in err.splitlines()]
+    assert lines[-1]["event"] == "log_lines_left_out"
+    assert lines[-1]["events"] == {"allocate": 300 - (len(lines) - 1)}
+    assert len(lines) < 60
+
+
+async def test_a_report_waits_for_no_further_line() -> None:
+    """The writer's thread has its turns also where nothing is logged."""
+    code = """
+from gpushare_agent.kit.log_writer import LogWriter
+has_turned = threading.Barrier(2)
+writer = LogWriter(turn_s=0.001)
+writer.on_turn = has_turned.wait
+writer.put(sys.stdout, "")
+for _ in range(4):
+    has_turned.wait()
+writer.on_turn = lambda: None
+"""
+    async with running(code) as child:
+        await child.communicate()
+        assert child.returncode == 0
+
+
 def test_the_next_line_tells_how_many_were_left_out() -> None:
     """After its minute."""
     now = 0.0

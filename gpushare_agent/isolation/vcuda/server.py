@@ -34,7 +34,6 @@ from gpushare_agent.isolation.decisions.vdevice_claim import Claim, InvalidClaim
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits, SharedBudget
 from gpushare_agent.kit.peer_credentials import peer_credentials
-from gpushare_agent.kit.rate import TokenBucket
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity
 from gpushare_agent.kit.wire_scan import MalformedMessageError
@@ -52,8 +51,6 @@ HANDLING_COST_S = 0.0017
 connection of its own 2.4 ms; half as much again where the caller and others keep the processor busy."""
 MAX_OWN = 256
 """Containers that are known to be the socket's own: of the earlier instances, and those that share a claim."""
-_LINES_PER_S, _LINE_BURST = 0.1, 20
-"""Log lines of one container: a caller that forks is a new peer each time."""
 
 
 IdentifyPeer = Callable[[int], Awaitable[PeerIdentity | None]]
@@ -88,7 +85,7 @@ class VDeviceLimits:
 
 
 class VDeviceServer:
-    """`start` and `stop` by one caller, in order. Each refusal is logged once for each peer, within a rate."""
+    """`start` and `stop` by one caller, in order. Each refusal is logged once for each peer."""
 
     def __init__(  # noqa: PLR0913 - the manager hands in every collaborator by name
         self,
@@ -119,7 +116,6 @@ class VDeviceServer:
         self._answer: _Answer | None = None
         self._own: dict[str, ContainerKey] = {}
         self._reported = ReportOnce()
-        self._lines = TokenBucket(rate=_LINES_PER_S, burst=_LINE_BURST, clock=self._clock)
         self._log = log.bind(pod_uid=key.pod_uid, container=key.container)
         self._server: BoundedGrpcServer | None = None
         self.identity: FileIdentity | None = None
@@ -295,13 +291,8 @@ class VDeviceServer:
         return _Answer(container_id=container_id, is_own=is_own, problem=problem, at=at, until=until)
 
     def _warn_once(self, event: str, pid: int, **fields: Any) -> None:
-        subject = f"{event} {pid}"
-        if not self._reported.is_new(event, subject):
-            return
-        if not self._lines.take():
-            self._reported.is_over(subject)  # logged once the rate allows it
-            return
-        self._log.warning(event, **({"pid": pid} if pid else {}), **fields)
+        if self._reported.is_new(event, f"{event} {pid}"):
+            self._log.warning(event, **({"pid": pid} if pid else {}), **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
