@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.isolation.decisions import hami_core_region as layout
+from gpushare_agent.model.names import ENV_HAMI_CORE_CACHE
 from native.build_hami_core import CannotBuildError, opened_source
 from tests.native.build import library_source
 
@@ -19,11 +20,12 @@ MACHINES = {"x86_64": 62, "aarch64": 183}
 
 
 def fake_library(path: Path, *, machine: int | None = None) -> Path:
-    """An ELF header of 64 bits for this machine, without sections and segments."""
+    """An ELF header of 64 bits for this machine, without sections and segments, and the variable that HAMi-core reads."""
     number = MACHINES[os.uname().machine] if machine is None else machine
     identification = b"\x7fELF" + bytes([2, 1, 1]) + bytes(9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(identification + struct.pack("<HHIQQQIHHHHHH", 3, number, 1, 0, 0, 0, 0, 64, 0, 0, 0, 0, 0))
+    header = identification + struct.pack("<HHIQQQIHHHHHH", 3, number, 1, 0, 0, 0, 0, 64, 0, 0, 0, 0, 0)
+    path.write_bytes(header + ENV_HAMI_CORE_CACHE.encode())
     return path
 
 

@@ -272,6 +272,8 @@ async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
         async with asyncio.TaskGroup() as group:
             await web.bind()
             find_configuration(agent.state.settings.kubeconfig, os.environ)
+            if not is_newcomer:
+                agent.readiness.is_met.set()  # an earlier life of this process served
             is_first = is_newcomer and kubelet.lock.try_acquire()
             if is_first and agent.dra is not None:
                 agent.dra.acquire()
@@ -291,6 +293,7 @@ async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
             if agent.dra is not None:
                 await agent.dra.start()
             await _serve(agent, group)
+            group.create_task(agent.readiness.run(), name="share readiness")
             if is_first and not is_next_life:
                 await kubelet.wait_registered()
                 start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
@@ -311,11 +314,13 @@ async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
 
 async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_newcomer: bool) -> None:
     """Prepares all that only reads, waits until the agent that serves hands over or dies, and registers in its place: the
-    kubelet's calls wait until the ledger is there."""
+    kubelet's calls wait until the ledger is there. Does not ask for the handover before shares can be given."""
     kubelet = agent.kubelet
     kubelet.stands_by = not is_newcomer
     log.info("another_agent_serves", then="this one asks it to hand over" if is_newcomer else "this one waits")
     start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
+    while not await agent.readiness.look() and not await kubelet.outlives_other(within_s=agent.readiness.period_s):
+        pass
     if agent.dra is not None and is_newcomer:
         start_tasks(group, agent.dra.tasks())
     with suppress(TimeoutError):
@@ -341,12 +346,13 @@ async def _serve(agent: NodeAgent, group: asyncio.TaskGroup) -> None:
 
 
 async def _announce(agent: NodeAgent) -> None:
-    """Once the pods are listed: compare the ledger with them, and say READY when all is in place. Then it is done."""
+    """Once the pods are listed: compare the ledger with them, and say when all is in place. Then it is done."""
     await agent.cluster.wait_synced()
     agent.kubelet.garbage.request_reconcile()
     await agent.kubelet.first_registration.done.wait()
     await agent.observability.web.wait_listening()
-    sd_notify("READY=1", os.environ)
+    sd_notify("READY=1", os.environ)  # whole GPUs can be had, and systemd would end an agent that goes on to wait
+    await agent.readiness.is_met.wait()
     log.info("ready", pods=len(agent.state.store.pods()), containers=len(agent.state.cache))
 
 

@@ -5,9 +5,12 @@ No loop runs here; agent/agent.py runs them. `_Subscriptions` is the one place t
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
@@ -20,22 +23,28 @@ from gpushare_agent.agent.kubelet_build import build_kubelet_facts, build_kubele
 from gpushare_agent.agent.kubelet_side import KubeletSide
 from gpushare_agent.agent.node_configuration import ConfigurationWatch, NodeConfiguration
 from gpushare_agent.agent.observability_side import ObservabilitySide, build_observability_side
+from gpushare_agent.agent.share_readiness import ShareReadiness
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.observer import GpuHealthObserver
+from gpushare_agent.isolation.cdi.specs import CdiWatch
 from gpushare_agent.kit.directories import has_files
 from gpushare_agent.kubelet.device_table import status_bytes
 from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.runtime.node_probes import connect_to_socket
 from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
     from gpushare_agent.agent.dra_side import DraSide
+
+CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +59,7 @@ class NodeAgent:
     observability: ObservabilitySide
     dra: DraSide | None
     """None where there are no claims."""
+    readiness: ShareReadiness
 
     async def leave(self) -> None:
         """Ends the service to the kubelet, in a moment that costs no pod anything where another agent waits to serve."""
@@ -62,6 +72,7 @@ class NodeAgent:
         self.kubelet.go_on_from(earlier.kubelet)
         self.state.inventory.take_over(earlier.state.inventory)
         self.state.decisions.take_over(earlier.state.decisions)
+        self.readiness.take_over(earlier.readiness)
         self.observability.usage_history.take_over(earlier.observability.usage_history)
 
 
@@ -102,8 +113,16 @@ def build(
         cluster.further["node configuration"] = ConfigurationWatch(configuration, state)
         state.metrics.show_node_configuration(lambda: bool(configuration.problem))
 
+    readiness = ShareReadiness(
+        {
+            "kubelet.pod_resources_socket": partial(_connect, settings.kubelet.pod_resources_socket),
+            **isolation.looks(),
+            "cdi": partial(_look_for_names, isolation.cdi_watch, state, driver),
+        }
+    )
+
     def not_ready() -> list[str]:
-        return [*kubelet.not_ready(), *cluster.not_ready()]
+        return [*kubelet.not_ready(), *cluster.not_ready(), *readiness.not_ready()]
 
     agent = NodeAgent(
         state=state,
@@ -113,9 +132,32 @@ def build(
         isolation=isolation,
         observability=build_observability_side(state, driver, isolation, not_ready),
         dra=dra,
+        readiness=readiness,
     )
     _Subscriptions(agent).subscribe()
     return agent
+
+
+async def _connect(socket: Path) -> None:
+    """Sends nothing: a List could disturb an admission of the agent that serves. Raises Unavailable."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await connect_to_socket(socket)
+    except TimeoutError as e:
+        raise Unavailable(f"{socket} does not answer within {CONNECT_TIMEOUT_S:g} s") from e
+
+
+async def _look_for_names(watch: CdiWatch | None, state: NodeState, driver: NodeDriver) -> None:
+    """Of an agent that does not serve the inventory is empty. Raises Unavailable."""
+    if watch is None:
+        return
+    gpus = state.gpus().gpus
+    if not gpus:
+        try:
+            gpus = (await driver.read()).gpus
+        except AgentError:
+            return  # `fail_on_init_error` says whether the agent starts without a driver
+    await watch.look(gpus)
 
 
 def _build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide | None:

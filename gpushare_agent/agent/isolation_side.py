@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
 from gpushare_agent.admission.decisions.container_edits import choose_isolation
 from gpushare_agent.agent.claim_pods import ClaimPods
+from gpushare_agent.agent.share_readiness import Look
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.values import (
     cdi_specs,
@@ -96,6 +98,10 @@ class IsolationSide:
         }
         watches: dict[str, Runs | None] = {f"isolation {name}": watch for name, watch in self.watches.items()}
         return bodies(services | watches)
+
+    def looks(self) -> Mapping[str, Look]:
+        """What the isolations in use need on this node, by name."""
+        return {f"isolation {name}": watch.look for name, watch in self.watches.items()}
 
     async def log_cgroup_driver(self) -> None:
         """Where the setting contradicts the pods' cgroups, once, in the log."""
@@ -283,7 +289,7 @@ def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimi
         virtual_manager=virtual_manager,
         private_caches=private_caches,
         driver_limits=driver_limits,
-        watches=_watches(settings, volumes, private_caches, driver_limits),
+        watches=_watches(settings, volumes, private_caches, driver_limits, virtual_manager),
         region_limits=_region_limits(state) if IsolationName.HAMI_CORE in in_use else None,
         region_locks=_region_locks(state, cgroups) if IsolationName.HAMI_CORE in in_use else None,
         cdi_watch=_cdi_watch(state),
@@ -302,21 +308,34 @@ def _watches(
     volumes: Mapping[VolumeName, DriverVolume],
     private_caches: PrivateCaches | None,
     driver_limits: DriverLimits | None,
+    virtual_manager: VirtualManager | None,
 ) -> dict[IsolationName, AvailabilityWatch]:
-    """Isolation vcuda needs nothing for simulated GPUs, which have no driver to mount."""
     in_use = settings.isolation_parts_in_use
     watches = {}
     if private_caches is not None:
-        watches[IsolationName.HAMI_CORE] = AvailabilityWatch(IsolationName.HAMI_CORE, private_caches.check)
+        watches[IsolationName.HAMI_CORE] = AvailabilityWatch(
+            IsolationName.HAMI_CORE, private_caches.check, look=private_caches.look
+        )
     if driver_limits is not None:
         watches[IsolationName.DRIVER] = AvailabilityWatch(IsolationName.DRIVER, driver_limits.check)
     if IsolationName.MPS in in_use:
         check, period_s = mps_control(settings).check, settings.mps.probe_period_s
         watches[IsolationName.MPS] = AvailabilityWatch(IsolationName.MPS, check, period_s=period_s)
-    if IsolationName.VCUDA in in_use and settings.driver == "nvml":
-        shared = SharedVolumeCheck(volumes.get(VolumeName.SHARED))
-        watches[IsolationName.VCUDA] = AvailabilityWatch(IsolationName.VCUDA, shared.check)
+    if virtual_manager is not None:
+        # simulated GPUs have no driver to mount
+        shared = SharedVolumeCheck(volumes.get(VolumeName.SHARED)).check if settings.driver == "nvml" else None
+        watches[IsolationName.VCUDA] = AvailabilityWatch(
+            IsolationName.VCUDA,
+            partial(_both, virtual_manager.check, shared),
+            look=partial(_both, virtual_manager.look, shared),
+        )
     return watches
+
+
+async def _both(first: Look, second: Look | None) -> None:
+    await first()
+    if second is not None:
+        await second()
 
 
 def _driver_limits(

@@ -123,6 +123,15 @@ class KubeletSide:
         await asyncio.sleep(LOCK_POLL_S)
         return False
 
+    async def outlives_other(self, *, within_s: float) -> bool:
+        """Whether the agent that serves ends within the time without having been asked."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.lock.acquire()
+        except TimeoutError:
+            return False
+        return True
+
     async def take_over(self) -> None:
         """Waits until the agent that handed over has ended all that it did on the node. Raises Unavailable."""
         try:

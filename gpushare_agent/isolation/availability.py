@@ -24,13 +24,20 @@ PERIOD_S = 5.0
 
 class AvailabilityWatch:
     """`check` is bounded, and raises AgentError with what is missing and the cure. `period_s` is between the end of one and
-    the beginning of the next; they never overlap."""
+    the beginning of the next; they never overlap. `look` does the same without putting anything in its place on the node,
+    for an agent beside the one that serves; None where `check` does not either."""
 
     def __init__(
-        self, isolation: IsolationName, check: Callable[[], Awaitable[None]], *, period_s: float = PERIOD_S
+        self,
+        isolation: IsolationName,
+        check: Callable[[], Awaitable[object]],
+        *,
+        look: Callable[[], Awaitable[object]] | None = None,
+        period_s: float = PERIOD_S,
     ) -> None:
         self._isolation = isolation
         self._check = check
+        self.look = look or check
         self._period_s = period_s
         self.is_checked = False
         self._unavailable_reason = f"isolation {isolation} has not been checked yet"

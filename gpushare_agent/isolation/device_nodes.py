@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -65,7 +66,7 @@ def read_extra_devices(path: Path | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(devices))
 
 
-def _listed(raw: object) -> list[object] | None:
+def _listed(raw: object) -> list[Any] | None:
     """None where the file is of another form: one that has something, but no `default`, may be misspelt."""
     match raw:
         case {"default": {"devices": list() as devices}}:

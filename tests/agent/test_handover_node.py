@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from pathlib import Path
 
 import pytest
 
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (
+    InnerAgent,
     assert_nothing_shared,
     log_lines,
     open_agent,
@@ -18,8 +21,11 @@ from tests.support_agent import (
     wait_ledger_equal,
     wait_registered,
     wait_running,
+    wait_settled,
 )
 from tests.support_deadline import DEADLINE_S
+from tests.support_hami_core import fake_library
+from tests.support_http import Peer
 from tests.support_sandbox import container, open_test_node, pod
 
 
@@ -27,6 +33,16 @@ async def _wait_serving(node: EmbeddedNode, times: int) -> None:
     """An agent has rebuilt its ledger, for the so-manieth time, and the kubelet has devices."""
     await poll_until(lambda: len(log_lines(node, "allocations_recovered")) == times, f"agent {times} serves")
     await wait_registered(node)
+
+
+async def _readiness_of(agent: InnerAgent) -> tuple[int, str]:
+    """Status and text of its /readyz."""
+    peer = await Peer.open(await agent.parts.observability.web.wait_listening())
+    try:
+        status, text = await peer.get("/readyz")
+    finally:
+        peer.close()
+    return status, text.decode()
 
 
 async def _end(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
@@ -97,3 +113,79 @@ async def test_an_agent_that_stands_by_is_ready_and_one_that_asks_is_not() -> No
             await poll_until(lambda: old.parts.kubelet.handover.successors > 0, "the newcomer asks")
             assert new.parts.kubelet.not_ready()
             assert not old.parts.kubelet.not_ready()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--virtual-manager.path=/proc/nope/vm"], "virtual_manager.path"),
+        (["--isolation=hami-core", "--hami-core.library=/nope/libvgpu.so"], "/nope/libvgpu.so"),
+        (["--isolations-allowed=hami-core", "--hami-core.library=/nope/libvgpu.so"], "/nope/libvgpu.so"),
+        (["--isolation=mps", "--mps.pipe-directory=/nope/pipe"], "/nope/pipe"),
+        (["--kubelet.pod-resources-socket=/nope/kubelet.sock"], "/nope/kubelet.sock"),
+        (["--device-list-strategy=cdi-cri", "--cdi.spec-directories=/proc/nope/cdi"], "/proc/nope/cdi"),
+    ],
+)
+async def test_a_newcomer_that_could_give_no_share_leaves_the_kubelet_to_the_agent_that_serves(
+    flags: list[str], named: str
+) -> None:
+    """It is not Ready and says why, so the rollout stops; shares are given as before."""
+    async with open_test_node() as node, open_agent(node) as old, open_agent(node, *flags, wait=False) as new:
+        await poll_until(
+            lambda: any(named in one for one in new.parts.readiness.not_ready()), "the newcomer has looked"
+        )
+        node.api.create_pod(pod("after", container(cores=60, blocks=40)))
+        await wait_running(node, "after")
+        assert old.held() and not new.held()
+        assert not old.parts.kubelet.handover.successors
+        assert not old.parts.readiness.not_ready()
+        assert len(list(node.paths.device_plugin_path.glob("v*-*.sock"))) == 2
+
+
+async def test_a_newcomer_takes_over_once_shares_can_be_given(short_dir: Path) -> None:
+    """The cause was on the node and is mended: no other rollout is needed."""
+    in_the_way = short_dir / "file"
+    in_the_way.touch()
+    flag = f"--virtual-manager.path={in_the_way / 'vm'}"
+    async with open_test_node() as node, open_agent(node) as old, open_agent(node, flag, wait=False) as new:
+        new.parts.readiness.period_s = 0.05
+        await poll_until(lambda: str(in_the_way) in str(new.parts.readiness.not_ready()), "the newcomer has looked")
+        in_the_way.unlink()
+        await poll_until(lambda: old.parts.kubelet.handover.successors, "the newcomer asks")
+        assert not new.parts.readiness.not_ready()
+
+
+async def test_a_newcomer_that_could_give_no_share_serves_when_the_other_agent_has_ended() -> None:
+    """What can be had is given, a share is refused with the setting as it is written, and the agent stays not Ready."""
+    flags = ("--virtual-manager.path=/proc/nope/vm", "--isolations-allowed=none")
+    async with open_test_node() as node, open_child(node) as old, open_agent(node, *flags, wait=False) as new:
+        await poll_until(lambda: "vm" in str(new.parts.readiness.not_ready()), "the newcomer has looked")
+        await _end(old, signal.SIGTERM)
+        await poll_until(lambda: new.parts.kubelet.has_recovered, "the newcomer serves")
+        await wait_registered(node)
+        unlimited = {"tencent.com/gpu-isolation": "none"}
+        node.api.create_pod(pod("unlimited", container(cores=40, blocks=8), annotations=unlimited))
+        await wait_running(node, "unlimited")
+        node.api.create_pod(pod("limited", container(cores=40, blocks=8)))
+        assert "(setting virtual_manager.path)" in await wait_settled(node, "limited")
+        assert "(setting virtual_manager.path)" in str(new.parts.readiness.not_ready())
+
+
+async def test_an_agent_is_not_ready_before_shares_can_be_given_and_ready_from_then_on(short_dir: Path) -> None:
+    """What breaks later is not for readiness: an agent that is not Ready is ended at once by a rollout."""
+    library = short_dir / "libvgpu.so"
+    flags = ("--isolation=hami-core", f"--hami-core.library={library}", f"--hami-core.directory={short_dir / 'hami'}")
+    async with open_test_node() as node, open_agent(node, *flags, wait=False) as agent:
+        readiness = agent.parts.readiness
+        readiness.period_s = 0.05
+        await poll_until(lambda: not agent.parts.kubelet.not_ready(), "it is registered")
+        await poll_until(lambda: str(library) in str(readiness.not_ready()), "it has looked")
+        status, text = await _readiness_of(agent)
+        assert status == 503 and str(library) in text
+        fake_library(library)
+        await poll_until(lambda: not readiness.not_ready(), "it is Ready")
+        library.unlink()
+        watch = agent.parts.isolation.watches[IsolationName.HAMI_CORE]
+        await watch.poll()
+        assert watch.unavailable_reason
+        assert not readiness.not_ready() and await readiness.look()

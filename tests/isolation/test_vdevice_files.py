@@ -514,7 +514,7 @@ def test_a_write_that_is_cut_short_leaves_the_old_file_and_nothing_else(
 def test_a_root_that_cannot_be_written_is_unavailable_with_the_setting(short_dir: Path) -> None:
     """A file where the root should be: the message names the path and the setting."""
     (short_dir / "vm").write_text("")
-    with pytest.raises(Unavailable, match=r"preparing .*virtual_manager_path"):
+    with pytest.raises(Unavailable, match=r"preparing .*virtual_manager\.path"):
         VDeviceFiles(short_dir / "vm").prepare(KEY)
 
 

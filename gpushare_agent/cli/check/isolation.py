@@ -42,7 +42,7 @@ async def check_virtual_manager(settings: Settings) -> list[Finding]:
     except Unavailable as failure:
         cure = (
             "run the agent as root with the host's directory mounted for writing, in the pod under the same path as on the"
-            " host, or set --virtual-manager-path"
+            " host, or set virtual_manager.path"
         )
         return [error("virtual manager", f"{failure}: no share can be given", cure)]
     where = "writable" if found.directory == path else f"will be made in {found.directory}, which is writable"

@@ -22,14 +22,13 @@ from gpushare_agent.isolation.driver_volume.elf import read_interface
 from gpushare_agent.kubelet.device_table import MAX_STATUS_BYTES, check_size, check_unit_size, status_bytes
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
-from gpushare_agent.model.names import ENV_HAMI_CORE_CACHE
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.kernel_module import read_kernel_module
 from gpushare_agent.settings.settings import Settings
 
 _HOOK = "dlsym"
-"""HAMi-core's own takes the driver's functions over; it reads the variable too."""
+"""HAMi-core's own takes the driver's functions over."""
 _USUAL_GLIBC = (2, 28)
 """Of the oldest images that NVIDIA publishes CUDA 12 and 13 for (ubi8)."""
 
@@ -53,23 +52,23 @@ async def check_hami_core(settings: Settings) -> list[Finding]:
     try:
         files = hami_core_files(settings)
         await asyncio.to_thread(files.check_library)
-        content = await asyncio.to_thread(files.library_content)
+        await asyncio.to_thread(files.library_content)
         await asyncio.to_thread(partial(node_probes.require_writable, hami.directory))
     except AgentError as failure:
         cure = "docs/explanation/isolation.md lists what hami-core needs on the node; without it its shares are refused"
         return [error("hami-core", str(failure), cure)]
     text = f"{hami.library} is a library for this machine, {hami.directory} can be written"
-    return [ok("hami-core", text), await asyncio.to_thread(_library_finding, hami.library, content)]
+    return [ok("hami-core", text), await asyncio.to_thread(_library_finding, hami.library)]
 
 
-def _library_finding(library: Path, content: bytes) -> Finding:
+def _library_finding(library: Path) -> Finding:
     """Whether it is HAMi-core's, and in which images it loads."""
     build = "build it with native/build_hami_core.py, as the Containerfile does"
     try:
         found = read_interface(library)
     except AgentError as failure:
         return warning("hami-core", str(failure), build)
-    if _HOOK not in found.defined or ENV_HAMI_CORE_CACHE.encode() not in content:
+    if _HOOK not in found.defined:
         return error("hami-core", f"{library} is not HAMi-core's: it would limit nobody", build)
     needed = ".".join(map(str, found.glibc)) or "of any version"
     text = f"it loads in images with glibc {needed} or newer; in others programs print a line and run without limits"

@@ -21,8 +21,9 @@ from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.cdi import SpecFile
-from gpushare_agent.model.errors import AgentError
+from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.runtime.node_probes import require_writable
 
 if TYPE_CHECKING:
     from gpushare_agent.isolation.cdi.files import CdiFiles  # it imports yaml, which is slow
@@ -101,6 +102,15 @@ class CdiSpecs:
             left_out=tuple(f"{path}: not on this host" for path in nodes.absent) if spec else (),
         )
 
+    def look(self, gpus: Sequence[Gpu]) -> None:
+        """Raises Unavailable: no GPU would have a name, or the agent's own spec cannot be written. One without a name is
+        not enough: it may be one that was lost."""
+        state = self.plan(gpus)
+        if gpus and not state.named:
+            raise Unavailable("; ".join(state.troubles))
+        if state.change is SpecChange.WRITTEN:
+            require_writable(self._files.own_path.parent)
+
     def ensure(self, gpus: Sequence[Gpu]) -> CdiState:
         """Writes the agent's own spec, or removes it where it names nothing any more; what was done is in `change`.
 
@@ -166,6 +176,10 @@ class CdiWatch:
                 log.error("cdi_specs_not_ensured", error=error, then="containers of new pods may not start")
         else:
             self._failure.is_over()
+
+    async def look(self, gpus: Sequence[Gpu]) -> None:
+        """Whether `check` can give names, to one of the GPUs at least. Writes nothing that stays. Raises Unavailable."""
+        await self._thread.call(partial(self._specs.look, gpus), "looking at the CDI specs", CHECK_TIMEOUT_S)
 
     async def run(self) -> NoReturn:
         """Until cancelled."""

@@ -32,6 +32,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.runtime.node_probes import require_writable
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -90,6 +91,12 @@ class PrivateCaches:
                 "hami_core_library_installed", library=str(self._files.library), directory=str(self._files.directory)
             )
             self._installed = stamp
+
+    async def look(self) -> None:
+        """Whether `check` will find all that it needs. Writes nothing that stays. Raises AgentError with the cure."""
+        await self._in_thread(self._files.check_library, "reading HAMi-core's library")
+        await self._in_thread(self._files.library_content, "reading HAMi-core's library")
+        await self._in_thread(partial(require_writable, self._files.directory), "probing hami_core.directory")
 
     def prepare_ahead(self, key: ContainerKey) -> None:
         """For a container that was allocated now and has not started yet. A failure is left to `prepare`."""

@@ -50,7 +50,7 @@ from gpushare_agent.kit.directories import (
 )
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, StartupError, Unavailable
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.names import ENV_HAMI_CORE_CACHE, PodUid
 
 PRELOAD_NAME = "ld.so.preload"
 LIBRARY_NAME = "libvgpu.so"
@@ -289,7 +289,7 @@ class HamiCoreFiles:
         return status
 
     def library_content(self) -> bytes:
-        """The library, at most MAX_LIBRARY_BYTES. Raises Unavailable."""
+        """The library, at most MAX_LIBRARY_BYTES. Raises Unavailable, also where it is another one than HAMi-core's."""
         self._library_status()
         try:
             with self.library.open("rb") as file:
@@ -298,6 +298,8 @@ class HamiCoreFiles:
             raise Unavailable(f"{self.library} cannot be used: {e.strerror or e}") from e
         if not 0 < len(content) <= MAX_LIBRARY_BYTES:
             raise Unavailable(f"{self.library} cannot be used: it has not between 1 and {MAX_LIBRARY_BYTES} bytes")
+        if ENV_HAMI_CORE_CACHE.encode() not in content:
+            raise Unavailable(f"{self.library} is not HAMi-core's: it would limit nobody. {_CURE}")
         return content
 
     @contextmanager

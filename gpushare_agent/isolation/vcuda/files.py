@@ -63,7 +63,7 @@ _LARGEST_BYTES = max(CONFIG_BYTES, 4 * MAX_PIDS)
 
 
 class VDeviceFiles:
-    """The tree below `root` (the setting virtual_manager_path).
+    """The tree below `root` (the setting virtual_manager.path).
 
     Methods raise Rejected for a name that cannot be part of a path, NotFound where the container's directory is not
     prepared, and Unavailable where the file system refuses: what was there stays, and it can be tried again.
@@ -83,6 +83,11 @@ class VDeviceFiles:
         """As `path`, for what is done for every container every second."""
         require_nameable(key)
         return f"{self._root_text}/{key.pod_uid}/{key.container}"
+
+    def make_root(self) -> None:
+        """The tree itself."""
+        with self._step("preparing", self.root):
+            self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
 
     def prepare(self, key: ContainerKey) -> None:
         """Makes the container's directory and clears what a killed agent left half-written in it."""
@@ -234,7 +239,7 @@ class VDeviceFiles:
                 remedy = (
                     "free space or inodes on its file system"
                     if e.errno in _FULL
-                    else "check that the agent may write there (setting virtual_manager_path)"
+                    else "check that the agent may write there (setting virtual_manager.path)"
                 )
                 raise Unavailable(
                     f"{verb} {path} failed: {e.strerror or e}; nothing is left half-done and it is tried again: {remedy}"

@@ -37,6 +37,7 @@ from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Reje
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.runtime.node_probes import require_writable
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -110,6 +111,7 @@ class VirtualManager:
         )
         self._ahead: dict[ContainerKey, float | None] = {}
         self._has_allocated = asyncio.Event()
+        self._has_root = False
         self._prepared_at: dict[ContainerKey, float] = {}
         self._has_recent = asyncio.Event()
         self._has_changed = True
@@ -117,6 +119,19 @@ class VirtualManager:
         self._may_lack_ids = asyncio.Event()
         self._foreign = ReportOnce()
         self._refreshes: dict[ContainerKey, _Refreshes] = {}
+
+    async def check(self) -> None:
+        """The tree is there, or is made; not looked at again once it was. Raises Unavailable."""
+        if not self._has_root:
+            await self._in_thread(self._files.make_root, f"preparing {self._files.root}")
+            self._has_root = True
+
+    async def look(self) -> None:
+        """Whether `check` and `prepare` can write. Writes nothing that stays. Raises Unavailable."""
+        try:
+            await self._in_thread(partial(require_writable, self._files.root), f"probing {self._files.root}")
+        except Unavailable as e:
+            raise Unavailable(f"{e}: no vDevice directory can be made there (setting virtual_manager.path)") from e
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Makes directory, files and socket of containers that are about to start. The list of processes of an earlier

@@ -1,0 +1,68 @@
+"""Whether the node can give shares at all, at the agent's start: what `gpushare-agent check` calls an error for them.
+
+A rollout stops at a node whose agent is not Ready, and a newcomer that could give no share leaves the kubelet to the agent
+that serves. Once nothing is in the way it stays so: what an isolation needs may go and come while the agent runs
+(isolation/availability.py), and an agent that is not Ready would be ended at once, without a handover. State owned: what is
+in the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+import structlog
+
+from gpushare_agent.model.errors import AgentError
+
+log = structlog.get_logger(__name__)
+
+PERIOD_S = 2.0
+Look = Callable[[], Awaitable[object]]
+
+
+class ShareReadiness:
+    """`looks` by what they look at: each is bounded, changes nothing on the node, and raises AgentError with the cure."""
+
+    def __init__(self, looks: Mapping[str, Look], *, period_s: float = PERIOD_S) -> None:
+        self._looks = looks
+        self._problems: tuple[str, ...] = ("what shares need on this node has not been looked at yet",)
+        self.period_s = period_s
+        self.is_met = asyncio.Event()
+        """Shares can be given, or could be once."""
+
+    def not_ready(self) -> list[str]:
+        """Why this is not so, nothing where it is."""
+        return [] if self.is_met.is_set() else list(self._problems)
+
+    def take_over(self, earlier: ShareReadiness) -> None:
+        """An earlier life of the agent was Ready: this one begins so."""
+        if earlier.is_met.is_set():
+            self.is_met.set()
+
+    async def look(self) -> bool:
+        """Whether it is met, looked at now where it was not before."""
+        if self.is_met.is_set():
+            return True
+        problems = tuple(
+            [f"{name}: {problem}" for name, one in self._looks.items() if (problem := await _problem(one))]
+        )
+        if not problems:
+            self.is_met.set()
+        elif problems != self._problems:
+            log.error("no_shares_possible", problems=problems, then="the agent is not Ready before they are")
+        self._problems = problems
+        return not problems
+
+    async def run(self) -> None:
+        """Looks until it is met."""
+        while not await self.look():  # noqa: ASYNC110 - a file system notifies nobody of what it lets be written
+            await asyncio.sleep(self.period_s)
+
+
+async def _problem(look: Look) -> str:
+    try:
+        await look()
+    except AgentError as e:
+        return str(e)
+    return ""
