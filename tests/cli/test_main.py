@@ -177,7 +177,7 @@ def test_the_texts_of_a_configuration_stay_texts(
 ) -> None:
     """Whoever may write the ConfigMap writes no key into the file that -o yaml prints, and nothing to the terminal."""
     path = short_dir / "plugin"
-    odd = "x\nweb: {port: 1}\x1b]0;title\x07\ud800"
+    odd = "x\nweb: {port: 1}\x1b]0;title\x07"
     path.write_text(json.dumps({"version": "v1", "flags": {"plugin": {"containerDriverRoot": odd}}}))
     assert main(["config", "-o", form, "--nvidia.config", str(path)], {"GPUSHARE_NVIDIA__GPUS": "\x1b[31m\udcff"}) == 0
     text = capsys.readouterr().out
