@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
 import structlog
@@ -40,16 +40,22 @@ COMPARE_S = 30.0
 """Between two comparisons of all pods: another writer of these annotations is corrected once in this time, not each time."""
 
 
+MOST_REFUSALS = 3
+"""After so many in a row a refusal is final. An API server that has just started refuses with 403 what it allows once it has
+read its roles (seen on Kubernetes 1.36)."""
+
+
 class CountsPatches(Protocol):
     def pod_annotated(self, outcome: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What a pod was last given, or refused: not sent again before the next comparison of all, a refused one never."""
+    """What a pod was last given, or refused: not sent again before the next comparison of all, then where it `is_due`."""
 
     annotations: Mapping[str, str | None]
-    is_refused: bool = False
+    refusals: int = 0
+    is_due: bool = False
 
 
 class PodAnnotations:
@@ -94,7 +100,11 @@ class PodAnnotations:
 
     def compare_all(self) -> None:
         """The GPUs changed, or time has passed."""
-        self._given = {uid: given for uid, given in self._given.items() if given.is_refused}
+        self._given = {
+            uid: replace(given, is_due=given.refusals < MOST_REFUSALS)
+            for uid, given in self._given.items()
+            if given.refusals
+        }
         for pod in self._pods.pods():
             self.compare(pod.uid)
 
@@ -110,10 +120,7 @@ class PodAnnotations:
         while True:
             while not self._queue:
                 self._is_wanted.clear()
-                if (
-                    not await wait_for(self._is_wanted, self._compare_s)
-                    and self._pods.version != self._compared_version
-                ):
+                if not await wait_for(self._is_wanted, self._compare_s) and self._is_comparison_due():
                     self._compared_version = self._pods.version
                     self.compare_all()
             uid = next(iter(self._queue))
@@ -123,6 +130,10 @@ class PodAnnotations:
                 failures += 1
                 self._queue.setdefault(uid)
                 await asyncio.sleep(self._backoff.delay_s(failures))
+
+    def _is_comparison_due(self) -> bool:
+        refusals = (given.refusals for given in self._given.values())
+        return self._pods.version != self._compared_version or any(0 < count < MOST_REFUSALS for count in refusals)
 
     async def _send(self, api: KubeApi, uid: PodUid) -> bool:
         """Whether the pod is done with: it has what it should, or cannot be given it."""
@@ -136,11 +147,12 @@ class PodAnnotations:
             wanted[RESIZE_STATUS_ANNOTATION] = self._resize_statuses[uid]
         different = {name: value for name, value in wanted.items() if pod.annotations.get(name) != value}
         given = self._given.get(uid)
-        if not different or (given is not None and given.annotations == wanted):
+        is_same = given is not None and given.annotations == wanted
+        if not different or (given is not None and is_same and not given.is_due):
             return True
         if GPUSHARE_ASSIGNED_ANNOTATION in wanted and GPUSHARE_ASSUME_TIME_ANNOTATION not in pod.annotations:
             different[GPUSHARE_ASSUME_TIME_ANNOTATION] = str(self._wall_clock_ns())  # no extender has written its own
-        is_refused = False
+        refusals = 0
         try:
             await api.patch_pod_annotations(pod.namespace, pod.name, object_uid, different)
         except Unavailable as e:
@@ -151,12 +163,12 @@ class PodAnnotations:
             self._metrics.pod_annotated("gone")
             log.info("pod_annotations_needless", pod=f"{pod.namespace}/{pod.name}", error=str(e))
         except AgentError as e:
-            is_refused = True
+            refusals = 1 + (given.refusals if given is not None and is_same else 0)
             self._metrics.pod_annotated("refused")
             log.error("pod_annotations_refused", pod=f"{pod.namespace}/{pod.name}", error=str(e))
         else:
             self._metrics.pod_annotated("patched")
             log.debug("pod_annotated", pod=f"{pod.namespace}/{pod.name}", annotations=sorted(different))
         if self._pods.get(uid) is not None:
-            self._given[uid] = _Given(wanted, is_refused)
+            self._given[uid] = _Given(wanted, refusals)
         return True

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.cluster.pod_annotations import PodAnnotations
+from gpushare_agent.cluster.pod_annotations import MOST_REFUSALS, PodAnnotations
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
@@ -162,19 +162,41 @@ async def test_an_unavailable_server_is_tried_again(bad: Behaviour) -> None:
     assert written.outcomes == ["unavailable", "unavailable", "patched"]
 
 
+async def test_a_refusal_that_passes_loses_nothing() -> None:
+    """As of an API server that has just started and has not read its roles: tried again with the next comparisons."""
+    written = Written(pod("a"), gpu={"a": 2}, compare_s=0.001)
+    others = [answers(403, raw_status(403)), answers(403, raw_status(403)), answers(200, {})]
+    async with fake_api(others=others) as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
+        await written.wait(3)
+    assert written.outcomes == ["refused", "refused", "patched"]
+
+
 @pytest.mark.parametrize(("status", "outcome"), [(404, "gone"), (409, "gone"), (403, "refused"), (422, "refused")])
-async def test_a_final_no_lets_the_next_pod_have_its_turn(status: int, outcome: str) -> None:
-    """A pod that is gone, another of its name, or a missing permission. A refused one is not tried again, nor logged."""
+async def test_a_no_lets_the_next_pod_have_its_turn(status: int, outcome: str) -> None:
+    """A pod that is gone, another of its name, or a missing permission: the next comparison of all tries it again."""
     written = Written(pod("a"), pod("b"), gpu={"a": 2, "b": 3})
     others = [answers(status, raw_status(status)), answers(200, {})]
     async with fake_api(others=others) as server, opened(server.url) as api, running(lambda: written.writer.run(api)):
         await written.wait(2)
         written.store.upsert(pod("b", annotations={ASSIGNED: "true", INDEX: "3"}, version="2"))
         written.writer.compare_all()
-        written.assign("c", 0)
-        written.store.upsert(pod("c"))
-        await written.wait(3 if outcome == "refused" else 4)
-    assert [name for name, _ in _sent(server)] == (["a", "b", "c"] if outcome == "refused" else ["a", "b", "a", "c"])
+        await written.wait(3)
+    assert written.outcomes == [outcome, "patched", "patched"]
+    assert [name for name, _ in _sent(server)] == ["a", "b", "a"]
+
+
+async def test_what_was_refused_three_times_is_not_tried_again() -> None:
+    """Nor logged: a right that is missing, or a name that Kubernetes does not take."""
+    written = Written(pod("a"), gpu={"a": 2, "b": 3}, compare_s=0.001)
+    async with (
+        fake_api(others=[answers(403, raw_status(403))]) as server,
+        opened(server.url) as api,
+        running(lambda: written.writer.run(api)),
+    ):
+        await written.wait(MOST_REFUSALS)
+        written.store.upsert(pod("b"))
+        await written.wait(2 * MOST_REFUSALS)
+    assert [name for name, _ in _sent(server)] == ["a"] * MOST_REFUSALS + ["b"] * MOST_REFUSALS
 
 
 async def test_an_assignment_that_changes_while_it_is_sent_is_sent_again() -> None:
