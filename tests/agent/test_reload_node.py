@@ -6,6 +6,7 @@ import asyncio
 import signal
 from typing import Any
 
+import pytest
 from aiohttp import ClientSession
 
 from gpushare_agent.agent.agent import live
@@ -27,9 +28,10 @@ from tests.support_agent import (
     wait_running,
     wait_until,
 )
-from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod
+from tests.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod
 
 GPU_MEM = "aliyun.com/gpu-mem"
+GPU = "nvidia.com/gpu"
 
 ADMITTED = 'gpushare_admissions_total{outcome="allocated",reason="",resource="tencent.com/vcuda-core"}'
 
@@ -106,19 +108,33 @@ async def test_a_reload_cuts_no_stream_of_a_resource_that_stays() -> None:
             await wait_running(node, "after")
 
 
-async def test_reloads_in_a_burst_reject_no_pod() -> None:
+@pytest.mark.parametrize(
+    ("flags", "containers", "resources"),
+    [
+        ((), (container(cores=5, blocks=2), container("second", cores=2, blocks=1)), [CORE, MEMORY]),
+        (("--nvidia.enabled", "--simulated.cards=24"), (limits_of("main", {GPU: 1}),), [GPU, CORE, MEMORY]),
+    ],
+    ids=["shares", "whole"],
+)
+async def test_reloads_in_a_burst_reject_no_pod(
+    flags: tuple[str, ...], containers: tuple[dict[str, Any], ...], resources: list[str]
+) -> None:
     """Each waits for a moment between two admissions, of which a burst has no other than the end of one."""
     names = [f"burst-{number}" for number in range(24)]
-    async with open_test_node() as node, open_child(node) as child:
+    async with open_test_node() as node, open_child(node, *flags) as child:
+        await wait_until(node, lambda: all(node.kubelet.capacity().get(one, (0, 0))[1] for one in resources), "units")
         for name in names:
-            node.api.create_pod(pod(name, container(cores=5, blocks=2), container("second", cores=2, blocks=1)))
+            node.api.create_pod(pod(name, *containers))
         for life in range(2, 5):
             child.send_signal(signal.SIGHUP)
             await _recovered(node, life)
         await wait_running(node, *names)
-        assert sorted(_registered(node)) == [CORE, MEMORY]
+        assert sorted(_registered(node)) == sorted(resources)
         assert not log_lines(node, "admissions_not_paused")
         assert_nothing_shared(node)
+        calls = [call for call in node.kubelet.log.calls if call.method == "Allocate"]
+        ids = [(call.resource, device) for call in calls for device in call.device_ids]
+        assert len(ids) == len(set(ids))
 
 
 async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_settings() -> None:

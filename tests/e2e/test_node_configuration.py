@@ -24,9 +24,14 @@ def _configuration(replicas: int) -> str:
 
 @pytest.fixture
 def configured(cluster: Cluster, installation: Installation) -> Iterator[Installation]:
-    """Two configurations, 16 replicas of each GPU and 8, and the node has the first."""
+    """Three configurations, 16 replicas of each GPU, 8 and whole GPUs, and the node has the first."""
     installation.remove()
-    files = {"sixteen": _configuration(16), "eight": _configuration(8), "broken": "nvidia: {enabled: perhaps}"}
+    files = {
+        "sixteen": _configuration(16),
+        "eight": _configuration(8),
+        "whole": json.dumps({"nvidia": {"enabled": True}}),
+        "broken": "nvidia: {enabled: perhaps}",
+    }
     cluster.run("label", "node", cluster.node, f"{LABEL}=sixteen", "--overwrite")
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}})
     cluster.apply(
@@ -102,3 +107,33 @@ def test_the_nodes_label_is_switched_during_a_burst_and_no_pod_is_rejected(
     assert configured.metric("gpushare_node_configuration_refused") == 1
     cluster.start(namespace, _pod(cluster, "after"))
     assert _units(configured, cluster.pods(namespace))["after"].endswith("/8")
+
+
+def test_a_switch_to_fewer_units_rejects_no_pod_where_the_node_is_cordoned_for_it(
+    cluster: Cluster, configured: Installation, namespace: str
+) -> None:
+    """As docs/how-to/configure-single-nodes.md has it: else the scheduler binds more pods than the kubelet takes. A replica
+    stays in use, so its GPU is no whole one."""
+    gpus = configured.gpus()
+    _wait_offered(cluster, 16 * gpus)
+    cluster.start(namespace, _pod(cluster, "before"))
+    taints = cluster.node_object()["spec"].get("taints", [])
+    burst = [_pod(cluster, f"burst-{number}") for number in range(2 * gpus)]
+    for pod in burst:  # those of the other tests tolerate a cordon
+        pod["spec"]["tolerations"] = [{"key": taint["key"], "operator": "Exists"} for taint in taints]
+    cluster.run("cordon", cluster.node)
+    try:
+        cluster.run("label", "node", cluster.node, f"{LABEL}=whole", "--overwrite")
+        cluster.apply(*burst, namespace=namespace)
+        cluster.wait_for(
+            "whole GPUs, and the replica that is in use",
+            lambda: cluster.node_object()["status"]["allocatable"].get(RESOURCE) == str(gpus),
+        )
+    finally:
+        cluster.run("uncordon", cluster.node)
+
+    def phases() -> Counter[str]:
+        return Counter(pod["status"]["phase"] for pod in cluster.pods(namespace).values())
+
+    cluster.wait_for("each whole GPU is in use", lambda: phases()["Running"] >= gpus)
+    assert phases() == {"Running": gpus, "Pending": gpus + 1}
