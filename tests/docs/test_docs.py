@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from gpushare_agent.model.allocations import ClaimRef, ClaimShare
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.gpus import MigPlace
 from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.observability.node_snapshot import node_document
 from gpushare_agent.settings.settings import Settings
 from gpushare_agent.settings.sources import read_flags
@@ -167,6 +169,15 @@ def test_the_reference_lists_every_component_of_the_manifests() -> None:
     text = (ROOT / "docs/reference/components.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([a-z0-9-]+)` \|", text, flags=re.M)
     assert sorted(listed) == sorted(path.name for path in (ROOT / "manifests/components").iterdir())
+
+
+def test_the_guide_to_uninstall_takes_every_resource_from_the_nodes_status() -> None:
+    """A merge patch: what is not there, or is another plugin's, is no error."""
+    page = (ROOT / "docs/how-to/uninstall.md").read_text(encoding="utf-8")
+    (patch,) = re.findall(r"kubectl patch node NODE --subresource=status --type=merge -p '([^']+)'", page)
+    gpushare = Settings().gpushare
+    offered = {VCORE_RESOURCE, VMEMORY_RESOURCE, gpushare.resource, gpushare.count_resource}
+    assert json.loads(patch) == {"status": {"capacity": dict.fromkeys(offered)}}
 
 
 def test_a_contributor_has_the_versions_and_sessions_of_the_project() -> None:

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster, KubectlError, Object
+from tests.e2e.cluster import CORE, DEADLINE_S, MEMORY, Cluster, KubectlError, Object
 from tests.e2e.installation import Installation
 from tests.e2e.release import open_release
 
 pytestmark = pytest.mark.e2e
 PAGE = Path(__file__).parents[2] / "docs/how-to/uninstall.md"
+KUBELET_GRACE_S = 300.0
+"""endpointStopGracePeriod of the kubelet: a plugin that is away for longer does not come back."""
 OURS = re.compile(r"gpushare|gpu-manager|tencent|vcuda|vcore|vmemory|gpumem", re.I)
 
 
 def test_after_the_removal_only_what_the_guide_names_is_left(
     cluster: Cluster, installation: Installation, installed: Installation, namespace: str
 ) -> None:
-    """Of objects, of the node's labels and annotations, and of files on the node. A pod with a share runs on."""
+    """Of objects, of the node's labels and annotations, of files on the node, and of its resources. A pod with a share runs
+    on."""
     _nothing_else_is_left(cluster, installation, namespace, installation.remove)
+    status = cluster.node_object()["status"]
+    cluster.wait_for(
+        "the kubelet no longer counts the resources",
+        lambda: {cluster.node_object()["status"]["capacity"].get(name) for name in (CORE, MEMORY)} == {"0"},
+        deadline_s=KUBELET_GRACE_S + DEADLINE_S,
+    )
+    (command,) = re.findall(r"kubectl patch node NODE (.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    cluster.run("patch", "node", cluster.node, *shlex.split(command))
+    gone = {name for name in status["capacity"] if OURS.search(name)}
+    assert gone >= {CORE, MEMORY}
+
+    def are_gone() -> bool:
+        """Also from what is allocatable, which the kubelet works out: it has seen the patch and adds nothing."""
+        status = cluster.node_object()["status"]
+        return not gone & {*status["capacity"], *status["allocatable"]}
+
+    cluster.wait_for("the node has none of the resources", are_gone)
 
 
 def test_after_the_removal_of_a_release_only_what_the_guide_names_is_left(
