@@ -96,6 +96,7 @@ class SampleNode:
         candidates = tuple(
             Candidate(
                 index=index,
+                label=str(index),
                 uuid=uuid_of(index),
                 is_healthy=index not in self.unhealthy,
                 free_cores=40,
@@ -119,6 +120,7 @@ class SampleNode:
             explanation="no GPU has 100 cores free at once" if refused else "the fullest GPU that fits",
             policy="" if refused else "share",
             gpus=() if refused else (0,),
+            labels=() if refused else ("0",),
             asked=Asked(cores=100 if refused else 5, memory_bytes=4096 * MIB),
             candidates=candidates,
         )

@@ -152,6 +152,7 @@ def decision(number: int = 1, *, pod: str = "train", container: str = "main", **
         "explanation": "GPU 0: the fullest of 2 GPUs that fit",
         "policy": "share",
         "gpus": (0,),
+        "labels": ("0",),
         "asked": Asked(cores=40, memory_bytes=4096 * MIB),
         "candidates": (
             candidate(0, is_chosen=True, verdict="chosen"),
@@ -164,6 +165,7 @@ def decision(number: int = 1, *, pod: str = "train", container: str = "main", **
 def candidate(index: int, *, is_chosen: bool = False, is_healthy: bool = True, verdict: str = "") -> Candidate:
     return Candidate(
         index=index,
+        label=str(index),
         uuid=GpuUuid(f"GPU-{index}"),
         is_healthy=is_healthy,
         free_cores=75,

@@ -76,7 +76,7 @@ class OutcomeReporter:
         refused: Refused | None,
         gpus: tuple[GpuUuid, ...],
     ) -> None:
-        index = {gpu.uuid: gpu.index for gpu in self._inventory().gpus}
+        chosen = sorted((gpu for gpu in self._inventory().gpus if gpu.uuid in gpus), key=lambda gpu: gpu.index)
         self._decisions.add(
             DecisionRecord(
                 number=0,
@@ -90,7 +90,8 @@ class OutcomeReporter:
                 reason=refused.reason.value if refused is not None else "",
                 explanation=refused.detail if refused is not None else why.why if why is not None else "",
                 policy=why.policy if refused is None and why is not None else "",
-                gpus=tuple(sorted(index[gpu] for gpu in gpus if gpu in index)),
+                gpus=tuple(gpu.index for gpu in chosen),
+                labels=tuple(gpu.label for gpu in chosen),
                 asked=why.asked if why is not None else None,
                 candidates=why.candidates if why is not None else (),
             )

@@ -23,7 +23,7 @@ D = TypeVar("D")
 
 class Cores(TypedDict):
     allocated: Integer
-    capacity: Annotated[int, Field(gt=0, le=_LARGEST)]
+    capacity: Annotated[int, Field(ge=0, le=_LARGEST)]
 
 
 class Memory(TypedDict):
@@ -131,6 +131,7 @@ class AskedDocument(TypedDict):
 
 class CandidateDocument(TypedDict):
     index: Integer
+    label: NotRequired[str]
     is_healthy: bool
     free_cores: Integer
     free_memory_bytes: Integer
@@ -152,6 +153,7 @@ class DecisionDocument(TypedDict):
     explanation: str
     policy: str
     cards: list[Integer]
+    labels: NotRequired[list[str]]
     asked: AskedDocument | None
     candidates: list[CandidateDocument]
 

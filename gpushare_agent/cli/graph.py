@@ -73,7 +73,8 @@ def _gpu(gpu: GpuDocument) -> dict[str, Any]:
 def tree_text(document: dict[str, Any], *, is_wide: bool = False) -> str:
     """A line for each branch and GPU: `GPU0 NVIDIA H100, free 60/100 GPU cores, 20/24 GiB`. Raises Corrupt."""
     notes = {gpu["index"]: _note(gpu) + (f", {plain(gpu['uuid'])}" if is_wide else "") for gpu in document["cards"]}
-    return render_tree(Topology(links=(), root=read_branch(document["tree"], MAX_DEPTH)), notes)
+    labels = {gpu["index"]: gpu_label(gpu) for gpu in document["cards"]}
+    return render_tree(Topology(links=(), root=read_branch(document["tree"], MAX_DEPTH)), notes, labels)
 
 
 def _note(gpu: dict[str, Any]) -> str:
@@ -83,8 +84,7 @@ def _note(gpu: dict[str, Any]) -> str:
         f"free {cores['free']}/{cores['capacity']} GPU cores, "
         f"{gib(memory['free_bytes'])}/{gib(memory['capacity_bytes'])} GiB"
     )
-    name = f"{plain(gpu_label(gpu))} {plain(gpu['name'])}" if gpu.get("mig") else plain(gpu["name"])
-    return f"{name}, {free}{'' if health == 'Healthy' else f', {health}'}"
+    return f"{plain(gpu['name'])}, {free}{'' if health == 'Healthy' else f', {health}'}"
 
 
 def read_branch(raw: BranchDocument, depth: int) -> Branch:

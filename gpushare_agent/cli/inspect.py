@@ -65,6 +65,7 @@ def sums_of_document(document: NodeDocument) -> NodeSums:
                     name=gpu["name"],
                     memory_bytes=gpu["memory"]["capacity_bytes"],
                     is_healthy=gpu["is_healthy"],
+                    cores=gpu["cores"]["capacity"],
                     label=gpu["mig"]["label"] if "mig" in gpu else "",
                     cordoned=gpu["cordoned"] or "",
                 ),

@@ -64,9 +64,10 @@ def decision_parts(decision: DecisionDocument, width: int) -> list[RenderableTyp
 def _title(decision: DecisionDocument) -> Text:
     is_allocated = decision["outcome"] == Outcome.ALLOCATED.value
     at = datetime.fromtimestamp(decision["at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    what = f"got GPU {_gpus(decision['cards'])}" if is_allocated else f"was refused: {plain(decision['reason'])}"
+    names = ", ".join(plain(label) for label in decision.get("labels", decision["cards"]))
+    what = f"got GPU {names}" if is_allocated else f"was refused: {plain(decision['reason'])}"
     if is_allocated and len(decision["cards"]) > 1:
-        what = f"got GPUs {_gpus(decision['cards'])}"
+        what = f"got GPUs {names}"
     name = f"{plain(decision['namespace'])}/{plain(decision['pod'])}, container {plain(decision['container'])}"
     if not decision["pod"]:
         name = "a pod that could not be identified"
@@ -117,7 +118,7 @@ def _candidates_table(candidates: Sequence[CandidateDocument], bar_width: int) -
         rows.append(
             (
                 "  *" if gpu["is_chosen"] else "",
-                str(gpu["index"]),
+                plain(gpu.get("label", gpu["index"])),
                 Text(health, style=health_style(health)),
                 _free(1 - gpu["free_cores"] / CORES_PER_GPU, f"{gpu['free_cores']} free", bar_width),
                 _free(1 - free / total if total else None, f"{gib(free)} of {gib(total)} GiB free", bar_width),

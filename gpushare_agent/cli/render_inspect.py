@@ -26,7 +26,6 @@ from gpushare_agent.cli.render_text import (
     part_of,
     plain,
 )
-from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.observability.inspection import ContainerSums, GpuSums, NodeSums
 
 SCHEMA = 1
@@ -65,7 +64,7 @@ def _gpu_document(sums: GpuSums) -> dict[str, Any]:
         "is_healthy": gpu.is_healthy,
         "health_reason": sums.health_reason,
         "cordoned": gpu.cordoned or None,
-        "cores": {"allocated": sums.cores_allocated, "capacity": CORES_PER_GPU},
+        "cores": {"allocated": sums.cores_allocated, "capacity": gpu.cores},
         "memory": {"allocated_bytes": sums.memory_allocated_bytes, "capacity_bytes": gpu.memory_bytes},
     }
 
@@ -88,7 +87,7 @@ def _totals(gpus: Sequence[GpuSums]) -> dict[str, Any]:
         "cards_healthy": sum(1 for sums in gpus if sums.gpu.is_healthy),
         "cores": {
             "allocated": sum(sums.cores_allocated for sums in gpus),
-            "capacity": len(gpus) * CORES_PER_GPU,
+            "capacity": sum(sums.gpu.cores for sums in gpus),
         },
         "memory": {
             "allocated_bytes": sum(sums.memory_allocated_bytes for sums in gpus),
@@ -147,11 +146,12 @@ def _amounts(sums: dict[str, Any]) -> tuple[str, str]:
 def _containers_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
     if not any(node["containers"] for node in nodes):
         return Text("no containers to show")
+    labels = {(node["node"], gpu["index"]): gpu_label(gpu) for node in nodes for gpu in node["cards"]}
     columns = ("NODE", "GPU", "NAMESPACE", "POD", "CONTAINER", CORES_COLUMN, MEMORY_COLUMN, "REMARK")
     rows = [
         (
             node["node"],
-            ",".join(map(str, container["cards"])) or "-",
+            ",".join(labels.get((node["node"], index), str(index)) for index in container["cards"]) or "-",
             container["namespace"],
             container["pod"],
             container["container"],

@@ -109,7 +109,7 @@ def _order(sort: Sort, loads: Callable[[Any], Mapping[str, float | None]]) -> Ca
 
 def _gpu_loads(gpu: GpuDocument) -> dict[str, float | None]:
     usage = gpu["usage"] or {}
-    cores = gpu["cores"]["allocated"] / gpu["cores"]["capacity"]
+    cores = gpu["cores"]["allocated"] / (gpu["cores"]["capacity"] or 1)
     return {"sm": usage.get("sm_ratio"), "memory": usage.get("memory_used_bytes"), "cores": cores}
 
 

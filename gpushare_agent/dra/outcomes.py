@@ -88,6 +88,7 @@ class ClaimOutcomes:
                 explanation=why,
                 policy="" if reason else "scheduler",
                 gpus=gpus,
+                labels=tuple(map(str, gpus)),  # never a MIG instance
                 asked=asked,
                 candidates=(),
             )

@@ -203,6 +203,7 @@ class ClusterPage:
                     "cards": [
                         {
                             "index": gpu.index,
+                            "label": gpu.label,
                             "free_cores": gpu.free_cores if gpu.is_healthy else 0,
                             "free_bytes": gpu.free_blocks * gpu.block_mib * MIB if gpu.is_healthy else 0,
                             "verdict": gpu_text(gpu, largest) or "fits",

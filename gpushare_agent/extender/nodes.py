@@ -110,7 +110,7 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
             uuid=GpuUuid(uuid),
             memory_mib=gpu.memory_mib,
             is_healthy=is_offered and gpu.is_healthy and not gpu.cordoned,
-            is_instance=gpu.mig is not None,
+            instance=gpu.mig.label if gpu.mig is not None else "",
             takes_shares=gpu.mig is None or gpu.mig.takes_shares,
             name=sys.intern(gpu.name),
             cordoned=gpu.cordoned,

@@ -19,14 +19,14 @@ from gpushare_agent.placement.request import SharePolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGpu:
-    """One GPU of a node, or one MIG instance; `takes_shares` as GpuAccount has it. A cordoned GPU is not healthy. `name` and
-    `cordoned` (why, empty if it is not) are for people."""
+    """One GPU of a node, or one MIG instance; `instance` and `takes_shares` as GpuAccount has them. A cordoned GPU is not
+    healthy. `name` and `cordoned` (why, empty if it is not) are for people."""
 
     index: int
     uuid: GpuUuid
     memory_mib: int
     is_healthy: bool = True
-    is_instance: bool = False
+    instance: str = ""
     takes_shares: bool = True
     name: str = ""
     cordoned: str = ""

@@ -74,4 +74,4 @@ class GpuHealthObserver:
         self._note(NodeEventReason.GPU_RECOVERED, gpu, "healthy again, and offered to pods")
 
     def _note(self, reason: NodeEventReason, gpu: Gpu, text: str) -> None:
-        self._events.note(reason, gpu.uuid, f"GPU {gpu.index} ({gpu.uuid}): {text}")
+        self._events.note(reason, gpu.uuid, f"GPU {gpu.label} ({gpu.uuid}): {text}")

@@ -21,9 +21,11 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One GPU as the container could have had it. `verdict` is a short text: `chosen`, `fits`, or what it lacks."""
+    """One GPU as the container could have had it. `label` is its name for people, as Gpu has it; `verdict` is a short text:
+    `chosen`, `fits`, or what it lacks."""
 
     index: int
+    label: str
     uuid: GpuUuid
     is_healthy: bool
     free_cores: int
@@ -64,5 +66,7 @@ class DecisionRecord:
     """Why this GPU, or the refusal's whole text."""
     policy: str
     gpus: tuple[int, ...]
+    labels: tuple[str, ...]
+    """The same for people."""
     asked: Asked | None
     candidates: tuple[Candidate, ...]

@@ -32,7 +32,8 @@ _FIXED_32 = 5
 def graph_text(snapshot: NodeSnapshot) -> str:
     """The topology tree as text, each GPU with what is used of it (by processes) and what can still be allocated."""
     notes = {gpu.index: _gpu_note(gpu, snapshot) for gpu in snapshot.inventory.gpus}
-    return render_tree(snapshot.inventory.topology, notes) + "\n"
+    labels = {gpu.index: gpu.label for gpu in snapshot.inventory.gpus}
+    return render_tree(snapshot.inventory.topology, notes, labels) + "\n"
 
 
 def usage_json(snapshot: NodeSnapshot) -> dict[str, Any]:
@@ -102,8 +103,9 @@ def _gpu_note(gpu: Gpu, snapshot: NodeSnapshot) -> str:
     used_bytes = sample.memory_used_bytes if sample is not None else None
     pids = [process.pid for process in (sample.processes or ())] if sample is not None else []
     total_bytes = gpu.memory_mib * MIB
-    cores_left = CORES_PER_GPU - snapshot.cores_allocated.get(gpu.uuid, 0)
-    memory_left = total_bytes - snapshot.memory_allocated_bytes.get(gpu.uuid, 0)
+    cores, capacity = snapshot.cores(gpu)
+    cores_left = capacity - cores
+    memory_left = total_bytes - snapshot.memory_allocated_bytes.get(gpu.uuid, 0) if capacity else 0
     note = (
         f"(pids: [{' '.join(map(str, pids))}], usedMemory: {used_bytes or 0}, totalMemory: {total_bytes}, "
         f"allocatableCores: {max(0, cores_left)}, allocatableMemory: {max(0, memory_left)})"

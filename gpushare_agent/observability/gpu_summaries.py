@@ -12,7 +12,7 @@ from typing import Any
 
 from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION, ReportedGpu, even_gpus, parse_gpus
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import MIB
+from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.model.resources import ResourceNames
 
 
@@ -25,6 +25,8 @@ class GpuSummary:
     name: str
     memory_bytes: int
     is_healthy: bool = True
+    cores: int = CORES_PER_GPU
+    """None of a MIG instance that takes no shares."""
     label: str = ""
     """Of a MIG instance: NVIDIA's name, such as `0:1`."""
     cordoned: str = ""
@@ -62,6 +64,7 @@ def _gpu(reported: ReportedGpu) -> GpuSummary:
         name=reported.name,
         memory_bytes=reported.memory_mib * MIB,
         is_healthy=reported.is_healthy,
+        cores=CORES_PER_GPU if reported.mig is None or reported.mig.takes_shares else 0,
         label=reported.mig.label if reported.mig is not None else "",
         cordoned=reported.cordoned,
     )

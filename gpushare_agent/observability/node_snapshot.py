@@ -15,7 +15,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory, MigPlace
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.topology import Branch, Link, LinkKind, Topology
 from gpushare_agent.model.units import cores_of_part
 from gpushare_agent.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
@@ -100,6 +100,12 @@ class NodeSnapshot:
     containers: Sequence[ContainerFacts]
     usage: UsageRound | None
 
+    def cores(self, gpu: Gpu) -> tuple[int, int]:
+        """How many cores of the GPU are allocated, and how many it has: none of either in a MIG instance that takes no
+        shares, of which the node offers none."""
+        capacity = self.names.units(gpu, ResourceKind.VCORE)
+        return (self.cores_allocated.get(gpu.uuid, 0) if capacity else 0, capacity)
+
 
 def node_document(snapshot: NodeSnapshot) -> dict[str, Any]:
     """The whole document."""
@@ -154,6 +160,7 @@ def _mig(gpu: Gpu, place: MigPlace) -> dict[str, Any]:
 
 
 def gpu_document(gpu: Gpu, snapshot: NodeSnapshot) -> dict[str, Any]:
+    cores, capacity = snapshot.cores(gpu)
     sample = snapshot.usage.gpus.get(gpu.uuid) if snapshot.usage is not None else None
     unattributed = snapshot.usage.unattributed.get(gpu.uuid, ()) if snapshot.usage is not None else ()
     return {
@@ -167,7 +174,7 @@ def gpu_document(gpu: Gpu, snapshot: NodeSnapshot) -> dict[str, Any]:
         "is_healthy": gpu.is_healthy,
         "health_reason": snapshot.unhealthy_reasons.get(gpu.uuid, ""),
         "cordoned": (snapshot.cordoned[gpu.uuid] or NO_REASON) if gpu.uuid in snapshot.cordoned else None,
-        "cores": {"capacity": CORES_PER_GPU, "allocated": snapshot.cores_allocated.get(gpu.uuid, 0)},
+        "cores": {"capacity": capacity, "allocated": cores},
         "memory": {
             "capacity_bytes": gpu.memory_mib * MIB,
             "allocated_bytes": snapshot.memory_allocated_bytes.get(gpu.uuid, 0),

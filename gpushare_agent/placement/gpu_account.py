@@ -32,8 +32,8 @@ class GpuAccount:
     block_mib: int = MEMORY_BLOCK_MIB
     unit_mib: int = 1024
     is_healthy: bool = True
-    is_instance: bool = False
-    """A MIG instance: never a whole GPU to vcuda's names."""
+    instance: str = ""
+    """NVIDIA's name of a MIG instance, such as `0:1`; empty for a GPU."""
     takes_shares: bool = True
     """False: an instance in which the node's isolation cannot keep a share."""
     used_cores: int = 0
@@ -53,6 +53,16 @@ class GpuAccount:
     """Cores that the kubelet can still hand out."""
     used_part: Fraction | None = None
     """Of units under NVIDIA's names, as part of the whole GPU; None for none."""
+
+    @property
+    def label(self) -> str:
+        """For people, as Gpu has it."""
+        return self.instance or str(self.index)
+
+    @property
+    def is_instance(self) -> bool:
+        """Never a whole GPU to vcuda's names."""
+        return bool(self.instance)
 
     @property
     def total_blocks(self) -> int:
@@ -178,7 +188,7 @@ def account_of(gpu: Gpu, names: ResourceNames, **used: Any) -> GpuAccount:
         block_mib=names.memory_block_mib,
         unit_mib=names.gpu_mem_unit_mib,
         is_healthy=gpu.is_healthy,
-        is_instance=gpu.mig is not None,
+        instance=gpu.label if gpu.mig is not None else "",
         takes_shares=gpu.mig is None or names.shares_in_mig,
         **used,
     )

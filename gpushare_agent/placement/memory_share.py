@@ -90,7 +90,7 @@ def place_memory(
         best = max(healthy, key=lambda gpu: (gpu.free_units, -gpu.index))
         return _no(
             RefusalReason.NOT_ENOUGH_MEMORY,
-            f"{describe(units, names)} fit no GPU: GPU {best.index} has most left, {describe(best.free_units, names)} of "
+            f"{describe(units, names)} fit no GPU: GPU {best.label} has most left, {describe(best.free_units, names)} of "
             f"{best.total_units}. Ask for less, or wait until a pod on this node ends.",
         )
     hinted = [gpu for gpu in fitting if hint == (gpu.index,)]

@@ -166,7 +166,7 @@ def _explain_link(found: LinkSet, free: int, must: frozenset[int]) -> str:
 
 
 def _placed(gpus: Sequence[GpuAccount], policy: str, why: str) -> Placed:
-    names = ", ".join(str(gpu.index) for gpu in gpus)
+    names = ", ".join(gpu.label for gpu in gpus)
     return Placed(
         gpus=tuple(gpu.uuid for gpu in gpus),
         policy=policy,

@@ -45,7 +45,7 @@ class Refusals:
         else:
             reason = RefusalReason.FRAGMENTED
             state = f"{free_cores} cores and {self._blocks(free_blocks)} are free in all, but no GPU has enough of both"
-        have = f"the best is GPU {best.index} with {best.free_cores} cores and {self._blocks(best.free_blocks)} free"
+        have = f"the best is GPU {best.label} with {best.free_cores} cores and {self._blocks(best.free_blocks)} free"
         return self._refuse(reason, f"{state}; {have}. {_WAIT}, or ask for less.")
 
     def no_whole_gpus(self) -> Refused:
@@ -94,10 +94,10 @@ class Refusals:
         gpu = next((gpu for gpu in self.healthy if gpu.uuid == uuid), None)
         if gpu is None:
             return f"{uuid} (not a healthy GPU of this node)"
-        return f"GPU {gpu.index} ({gpu.free_cores} cores and {self._blocks(gpu.free_blocks)} free)"
+        return f"GPU {gpu.label} ({gpu.free_cores} cores and {self._blocks(gpu.free_blocks)} free)"
 
     def _larger_than(self, what: str, largest: Sequence[GpuAccount]) -> Refused:
-        names = ", ".join(f"GPU {gpu.index}" for gpu in largest)
+        names = ", ".join(f"GPU {gpu.label}" for gpu in largest)
         total = sum(gpu.total_blocks for gpu in largest)
         state = f"this is more memory than {what} ({names}) has at all: {self._blocks(total)}"
         return self._refuse(

@@ -149,25 +149,27 @@ def _components(gpus: Sequence[int], is_together: Callable[[int, int], bool]) ->
     return sorted(groups)
 
 
-def render_tree(topology: Topology, notes: Mapping[int, str] | None = None) -> str:
+def render_tree(
+    topology: Topology, notes: Mapping[int, str] | None = None, labels: Mapping[int, str] | None = None
+) -> str:
     """The tree as text, one line per branch (`PIX:3` is three GPUs behind one switch) and GPU.
 
-    `notes` adds a remark to a GPU's line, by index.
+    `notes` adds a remark to a GPU's line, by index; `labels` are GPUs' names for people where these are not their indexes.
     """
     root = topology.root
     lines = [f"ROOT:{len(root.gpus)}"]
     if root.gpus:
-        lines += _render(root, 1, notes or {})
+        lines += _render(root, 1, notes or {}, labels or {})
     return "\n".join(lines)
 
 
-def _render(branch: Branch, depth: int, notes: Mapping[int, str]) -> list[str]:
+def _render(branch: Branch, depth: int, notes: Mapping[int, str], labels: Mapping[int, str]) -> list[str]:
     margin = "|  " * (depth - 1) + "|--"
     if branch.kind is LinkKind.SELF:
         gpu = branch.gpus[0]
-        return [f"{margin}GPU{gpu}{' ' + notes[gpu] if gpu in notes else ''}"]
+        return [f"{margin}GPU{labels.get(gpu, gpu)}{' ' + notes[gpu] if gpu in notes else ''}"]
     name = "NV" if branch.kind is LinkKind.NVLINK else branch.kind.name
     children = branch.children or tuple(Branch(kind=LinkKind.SELF, gpus=(gpu,)) for gpu in branch.gpus)
     return [f"{margin}{name}:{len(branch.gpus)}"] + [
-        line for child in children for line in _render(child, depth + 1, notes)
+        line for child in children for line in _render(child, depth + 1, notes, labels)
     ]

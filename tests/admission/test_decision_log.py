@@ -20,6 +20,7 @@ def record(pod: str, namespace: str = "default") -> DecisionRecord:
         explanation="GPU 0",
         policy="share",
         gpus=(0,),
+        labels=("0",),
         asked=None,
         candidates=(),
     )

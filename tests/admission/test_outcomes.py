@@ -44,6 +44,7 @@ def why(verdict: str = "10 cores short", gpus: int = 2, chosen: int | None = Non
         candidates=tuple(
             Candidate(
                 index=index,
+                label=str(index),
                 uuid=GpuUuid(f"GPU-{index}"),
                 is_healthy=True,
                 free_cores=20,

@@ -133,7 +133,7 @@ async def _wait_sick(parts: Any) -> None:
 async def test_only_the_newest_decision_of_each_container_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """In the order in which the containers were decided; -c chooses one."""
     decisions = [
-        decision(3, container="b", gpus=(1,)),
+        decision(3, container="b", gpus=(1,), labels=("1",)),
         decision(2, container="a"),
         decision(1, container="b", outcome=Outcome.REFUSED, reason="NotReady", gpus=()),
     ]

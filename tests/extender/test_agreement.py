@@ -20,7 +20,7 @@ from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
 from tests.support_placement import GPU_MEM, Node, accounts, leaves_blocks_without_cores, nodes, pods_with_units
 
-AS_WHOLE = {"is_healthy": True, "is_instance": False, "takes_shares": True}
+AS_WHOLE = {"is_healthy": True, "instance": "", "takes_shares": True}
 
 
 def cluster_node(name: str, found: GpuInventory, names: ResourceNames) -> ClusterNode:
@@ -31,7 +31,7 @@ def cluster_node(name: str, found: GpuInventory, names: ResourceNames) -> Cluste
             uuid=gpu.uuid,
             memory_mib=gpu.memory_mib,
             is_healthy=gpu.is_healthy,
-            is_instance=gpu.mig is not None,
+            instance=gpu.label if gpu.mig is not None else "",
             takes_shares=gpu.mig is None or names.shares_in_mig,
         )
         for gpu in found.gpus

@@ -67,6 +67,7 @@ async def test_a_waiting_pod_with_every_gpu() -> None:
         ]
         assert answer["nodes"][0]["cards"][0] == {
             "index": 0,
+            "label": "0",
             "free_cores": 20,
             "free_bytes": 40 * 256 << 20,
             "verdict": "lacks 6.25 GiB",
@@ -128,8 +129,8 @@ async def test_so_many_requests_of_a_waiting_pod() -> None:
         ((200, 0), {"used_cores": 1}, "not wholly free"),
         ((200, 0), {}, ""),
         ((30, 8), {"is_healthy": False}, "out of service"),
-        ((100, 0), {"is_instance": True}, "a MIG instance is no whole GPU"),
-        ((30, 8), {"is_instance": True, "takes_shares": False}, "a MIG instance that cannot be shared here"),
+        ((100, 0), {"instance": "0:1"}, "a MIG instance is no whole GPU"),
+        ((30, 8), {"instance": "0:1", "takes_shares": False}, "a MIG instance that cannot be shared here"),
     ],
 )
 def test_what_a_gpu_lacks(request_: tuple[int, int], state: dict[str, Any], text: str) -> None:

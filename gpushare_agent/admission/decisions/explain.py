@@ -97,6 +97,7 @@ def explain(
     candidates = tuple(
         Candidate(
             index=gpu.index,
+            label=gpu.label,
             uuid=gpu.uuid,
             is_healthy=gpu.is_healthy,
             free_cores=gpu.free_cores,
@@ -141,7 +142,7 @@ def in_short(candidates: Sequence[Candidate], most_chars: int) -> str:
     """`GPU 0: 20 cores short; GPU 1: …`, for an Event. Empty where not one GPU fits into `most_chars`."""
     text = ""
     for candidate in candidates:
-        more = f"{'; ' if text else ''}GPU {candidate.index}: {candidate.verdict}"
+        more = f"{'; ' if text else ''}GPU {candidate.label}: {candidate.verdict}"
         if len(text) + len(more) > most_chars:
             return f"{text}; …" if text else ""
         text += more

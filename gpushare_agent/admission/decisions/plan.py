@@ -144,7 +144,7 @@ def _with_absent_gpus(refused: Refused, gpus: Sequence[GpuAccount], ledger: Ledg
     unhealthy = [gpu for gpu in ledger.inventory.gpus if not gpu.is_healthy]
     if unhealthy:
         named = "; ".join(
-            f"GPU {gpu.index}: {gpu.unhealthy_reason[:_REASON_CHARS].rstrip('.') or 'no reason given'}"
+            f"GPU {gpu.label}: {gpu.unhealthy_reason[:_REASON_CHARS].rstrip('.') or 'no reason given'}"
             for gpu in sorted(unhealthy, key=lambda gpu: gpu.index)[:_GPUS_NAMED]
         )
         more = f"; and {len(unhealthy) - _GPUS_NAMED} more" if len(unhealthy) > _GPUS_NAMED else ""
@@ -217,7 +217,7 @@ def _check_memory(
     if account.free_units < len(ids):
         return Refused(
             reason=RefusalReason.NOT_ENOUGH_MEMORY,
-            detail=f"{_who(target)} asks for {memory_share.describe(len(ids), names)}; GPU {account.index} has "
+            detail=f"{_who(target)} asks for {memory_share.describe(len(ids), names)}; GPU {account.label} has "
             f"{memory_share.describe(account.free_units, names)} free. Ask for less, or wait until a pod on this node ends.",
         )
     return gpus
@@ -339,7 +339,7 @@ def _check_share(target: Target, account: GpuAccount, cores: int, blocks: int, p
         return Refused(
             reason=RefusalReason.NOT_ENOUGH_MEMORY if account.free_cores >= cores else RefusalReason.NOT_ENOUGH_CORES,
             detail=f"{_who(target)} asks for {cores} cores and {describe_blocks(blocks, block)}; GPU "
-            f"{account.index} has {account.free_cores} cores and {describe_blocks(account.free_blocks, block)} "
+            f"{account.label} has {account.free_cores} cores and {describe_blocks(account.free_blocks, block)} "
             f"free. Ask for less, or wait until a pod on this node ends.",
         )
     return None
@@ -353,7 +353,7 @@ def _check_whole(target: Target, accounts: list[GpuAccount], blocks: int) -> Ref
             use = "a MIG instance" if account.is_instance else "in use"
             return Refused(
                 reason=RefusalReason.NOT_ENOUGH_CORES,
-                detail=f"{_who(target)} asks for whole GPUs, but GPU {account.index} is {use}: {account.free_cores} of "
+                detail=f"{_who(target)} asks for whole GPUs, but GPU {account.label} is {use}: {account.free_cores} of "
                 f"{CORES_PER_GPU} cores and {account.free_blocks} of {account.total_blocks} memory blocks are free. "
                 "Wait until its shares end, or use a node with a free GPU.",
             )
@@ -370,7 +370,7 @@ def _check_whole(target: Target, accounts: list[GpuAccount], blocks: int) -> Ref
 def _unhealthy(target: Target, account: GpuAccount) -> Refused:
     return Refused(
         reason=RefusalReason.NO_HEALTHY_GPU,
-        detail=f"{_who(target)}: GPU {account.index} ({account.uuid}) became unhealthy during the admission. Create the "
+        detail=f"{_who(target)}: GPU {account.label} ({account.uuid}) became unhealthy during the admission. Create the "
         "pod again: it will be placed elsewhere.",
     )
 

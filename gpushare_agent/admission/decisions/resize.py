@@ -322,7 +322,7 @@ def _lack(
     if not account.is_healthy:
         return ResizeRefused(
             reason=ResizeReason.UNHEALTHY_GPU,
-            detail=f"GPU {account.index} is unhealthy: no share on it grows. It is tried again.",
+            detail=f"GPU {account.label} is unhealthy: no share on it grows. It is tried again.",
         )
     if target.cores > booked.cores and account.free_cores < target.cores:
         return _too_much(ResizeReason.NOT_ENOUGH_CORES, f"{target.cores} cores", account.free_cores, account)
@@ -336,7 +336,7 @@ def _lack(
 def _too_much(reason: ResizeReason, asked: str, free: int, account: GpuAccount) -> ResizeRefused:
     return ResizeRefused(
         reason=reason,
-        detail=f"it asks for {asked}, and GPU {account.index} has {free} that no other container has. A share cannot move to"
+        detail=f"it asks for {asked}, and GPU {account.label} has {free} that no other container has. A share cannot move to"
         " another GPU. It is granted as soon as other shares there end or shrink; or ask for less.",
     )
 

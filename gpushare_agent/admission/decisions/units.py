@@ -69,10 +69,11 @@ def plan_units(
             heapreplace(queue, (order + sign, index, ids))
         else:
             heappop(queue)
-    named = tuple(sorted({gpu_of(device) for device in chosen}, key=lambda uuid: _index(uuid, gpus)))
+    having = {gpu_of(device) for device in chosen}
+    named = sorted((gpu for gpu in gpus if gpu.uuid in having), key=lambda gpu: gpu.index)
     which = "fullest" if policy.names.nvidia.is_packed else "emptiest"
-    why = f"GPU {', '.join(str(_index(uuid, gpus)) for uuid in named)}: replicas go to the {which} GPU with room"
-    return Placed(gpus=named, policy="replicas", explanation=why), tuple(chosen)
+    why = f"GPU {', '.join(gpu.label for gpu in named)}: replicas go to the {which} GPU with room"
+    return Placed(gpus=tuple(gpu.uuid for gpu in named), policy="replicas", explanation=why), tuple(chosen)
 
 
 def check_units(target: Target, ids: Sequence[str], ledger: Ledger, policy: Policy) -> tuple[GpuUuid, ...] | Refused:
@@ -87,12 +88,12 @@ def check_units(target: Target, ids: Sequence[str], ledger: Ledger, policy: Poli
         if not account.is_healthy:
             return Refused(
                 reason=RefusalReason.NO_HEALTHY_GPU,
-                detail=f"GPU {account.index} ({uuid}) became unhealthy during the admission. Create the pod again.",
+                detail=f"GPU {account.label} ({uuid}) became unhealthy during the admission. Create the pod again.",
             )
         if account.free_part < part or (part < 1 and account.is_full):
             return Refused(
                 reason=RefusalReason.NOT_ENOUGH_CORES,
-                detail=f"GPU {account.index} has {_percent(account.free_part)} free, and {_percent(part)} of it are asked "
+                detail=f"GPU {account.label} has {_percent(account.free_part)} free, and {_percent(part)} of it are asked "
                 "for: shares, or units of other terms, have the rest. Create the pod again: what has no room is reported"
                 " to the kubelet as Unhealthy by now.",
             )
@@ -178,7 +179,7 @@ def _no_room(size: int, found: int, served: Mapping[GpuUuid, ServedUnits], gpus:
             detail="no GPU of this node serves the resource any more. The pod can run on another node.",
         )
     free = ", ".join(
-        f"GPU {gpu.index} {gpu.free_units_of(served[gpu.uuid].terms.of)} of {served[gpu.uuid].terms.of}"
+        f"GPU {gpu.label} {gpu.free_units_of(served[gpu.uuid].terms.of)} of {served[gpu.uuid].terms.of}"
         for gpu in gpus
         if gpu.uuid in served and gpu.is_healthy
     )
@@ -187,10 +188,6 @@ def _no_room(size: int, found: int, served: Mapping[GpuUuid, ServedUnits], gpus:
         detail=f"{size} units wanted, {found} have room ({free or 'no GPU is healthy'}): other containers have the rest of"
         " the GPUs. Wait for pods on this node to end.",
     )
-
-
-def _index(uuid: GpuUuid, gpus: Sequence[GpuAccount]) -> int:
-    return next((gpu.index for gpu in gpus if gpu.uuid == uuid), len(gpus))
 
 
 def _percent(part: Fraction) -> str:

@@ -107,7 +107,7 @@ class NodeLedger:
             block_mib=self._names.memory_block_mib,
             unit_mib=self._names.gpu_mem_unit_mib,
             is_healthy=gpu.is_healthy,
-            is_instance=gpu.is_instance,
+            instance=gpu.instance,
             takes_shares=gpu.takes_shares,
             used_cores=min(cores, CORES_PER_GPU),
             used_blocks=blocks,
@@ -143,12 +143,14 @@ def node_document(ledger: NodeLedger) -> dict[str, Any]:
         "cards": [
             {
                 "index": gpu.index,
+                "label": gpu.label,
                 "uuid": gpu.uuid,
                 "name": reported.name,
                 "cordoned": reported.cordoned,
                 "is_healthy": gpu.is_healthy,
                 "memory_mib": gpu.memory_mib,
                 "cores": gpu.used_cores,
+                "cores_capacity": CORES_PER_GPU if gpu.takes_shares else 0,
                 "blocks": gpu.used_blocks,
                 "units": gpu.used_units,
                 "is_whole": gpu.is_whole,

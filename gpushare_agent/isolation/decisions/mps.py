@@ -63,7 +63,7 @@ def _unenforceable(request: IsolationRequest) -> Refused | None:
         if share.memory_mib > share.gpu.memory_mib:
             gpu = share.gpu
             return _refused(
-                request, f"it asks for {share.memory_mib} MiB, and GPU {gpu.index} has {gpu.memory_mib} MiB"
+                request, f"it asks for {share.memory_mib} MiB, and GPU {gpu.label} has {gpu.memory_mib} MiB"
             )
     return None
 

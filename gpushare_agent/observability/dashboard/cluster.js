@@ -83,7 +83,7 @@ function drawNamespaces(nodes, waiting) {
   byId("namespace").replaceChildren(...wanted.map((name) => h("option", { value: name, selected: name === chosen }, name || "all")));
 }
 
-const coresOf = (gpu) => (gpu.is_whole ? 100 : gpu.cores);
+const coresOf = (gpu) => (gpu.is_whole && gpu.cores_capacity ? 100 : gpu.cores);
 
 function memoryOf(gpu) {
   const whole = gpu.memory_mib * 1048576;
@@ -94,7 +94,7 @@ function memoryOf(gpu) {
 function drawSummary(nodes, waiting) {
   const gpus = nodes.flatMap((node) => node.cards);
   const total = (value) => gpus.reduce((sum, gpu) => sum + value(gpu), 0);
-  const [cores, memory] = [total(coresOf), total(memoryOf)];
+  const [cores, allCores, memory] = [total(coresOf), total((gpu) => gpu.cores_capacity), total(memoryOf)];
   const capacity = total((gpu) => gpu.memory_mib * 1048576);
   const [unhealthy, out] = [gpus.filter(isUnhealthy).length, gpus.filter(isCordoned).length];
   const free = gpus.filter((gpu) => gpu.is_healthy && !coresOf(gpu) && !memoryOf(gpu)).length;
@@ -104,7 +104,7 @@ function drawSummary(nodes, waiting) {
     ["GPUs", gpus.length, [unhealthy && `${unhealthy} unhealthy`, out && `${out} cordoned`].filter(Boolean).join(", ") || `${free} free`, unhealthy ? "bad" : out ? "warn" : null],
     ["Pods with GPUs", pods, ""],
     ["Waiting pods", waiting, "", waiting ? "warn" : null],
-    ["Compute allocated", gpus.length ? format.percent(cores / (gpus.length * 100)) : "–", `${cores} of ${gpus.length * 100} GPU cores`],
+    ["Compute allocated", allCores ? format.percent(cores / allCores) : "–", `${cores} of ${allCores} GPU cores`],
     ["Memory allocated", capacity ? format.percent(memory / capacity) : "–", format.bytesOf(memory, capacity)],
   ];
   byId("summary").replaceChildren(...tiles.map(([name, value, detail, kind]) =>
@@ -147,7 +147,7 @@ async function showNodes(place, uid) {
     const rows = nodes.flatMap((node) => [
       h("tr", { class: "of-node" }, h("th", { scope: "rowgroup", colspan: 4 }, node.name, h("span", { class: "quiet" }, ` ${node.verdict}`))),
       ...node.cards.map((gpu) => h("tr", { "data-chosen": gpu.verdict === "fits" },
-        h("th", { scope: "row" }, `GPU ${gpu.index}`),
+        h("th", { scope: "row" }, `GPU ${gpu.label}`),
         h("td", { "data-number": true }, `${gpu.free_cores}/100 cores`),
         h("td", { "data-number": true }, format.bytes(gpu.free_bytes)),
         h("td", {}, gpu.verdict === "fits" ? "✓ fits" : gpu.verdict))),
@@ -205,12 +205,12 @@ class NodeView {
     const { cards } = node;
     const [unhealthy, out] = [cards.filter(isUnhealthy).length, cards.filter(isCordoned).length];
     const own = ofNamespace(node, namespace).length;
-    const facts = [cards[0]?.name || node.model, format.count(cards.length, "GPU", "GPUs"), `${cards.reduce((sum, gpu) => sum + coresOf(gpu), 0)}/${cards.length * 100} GPU cores`,
+    const facts = [cards[0]?.name || node.model, format.count(cards.length, "GPU", "GPUs"), `${cards.reduce((sum, gpu) => sum + coresOf(gpu), 0)}/${cards.reduce((sum, gpu) => sum + gpu.cores_capacity, 0)} GPU cores`,
       `${format.count(own, "pod", "pods")}${namespace ? ` of ${namespace}` : ""}`, node.is_exact ? "" : "GPUs not reported: capacity divided evenly"];
     write(this.facts, facts.filter(Boolean).join(" · "));
     set(this.badge, "data-kind", unhealthy ? "bad" : out ? "warn" : "good");
     write(this.badge, unhealthy ? `✕ ${unhealthy} unhealthy` : out ? `‖ ${out} cordoned` : "✓ Healthy");
-    set(this.strip, "aria-label", cards.map((gpu) => `GPU ${gpu.index}: ${coresOf(gpu)}/100 cores allocated`).join(", "));
+    set(this.strip, "aria-label", cards.map((gpu) => `GPU ${gpu.label}: ${coresOf(gpu)}/${gpu.cores_capacity} cores allocated`).join(", "));
     while (this.strip.children.length > cards.length) this.strip.lastElementChild.remove();
     cards.forEach((gpu, place) => {
       const cell = this.strip.children[place] ?? this.strip.appendChild(h("i"));
@@ -228,8 +228,8 @@ class NodeView {
     this.drawn = state;
     const pods = ofNamespace(node, namespace);
     const rows = node.cards.map((gpu) => h("tr", { "data-gpu": gpu.index },
-      h("th", { scope: "row" }, `GPU ${gpu.index}`),
-      h("td", { "data-number": true }, `${coresOf(gpu)}/100 cores`),
+      h("th", { scope: "row" }, `GPU ${gpu.label}`),
+      h("td", { "data-number": true }, `${coresOf(gpu)}/${gpu.cores_capacity} cores`),
       h("td", { "data-number": true }, format.bytesOf(memoryOf(gpu), gpu.memory_mib * 1048576)),
       h("td", {}, isUnhealthy(gpu) ? h("span", { class: "badge", "data-kind": "bad" }, "✕ Unhealthy") : gpu.cordoned ? h("span", { class: "badge", "data-kind": "warn" }, `‖ Cordoned: ${gpu.cordoned}`) : "Healthy"),
       h("td", {}, h("ul", {}, pods.filter((one) => String(gpu.index) in one.charges).map((one) => h("li", {}, podText(one, gpu.index)))))));

@@ -136,14 +136,15 @@ class Row {
   }
 
   draw(container, hue, { gpus, node }) {
-    const unhealthy = container.cards.filter((share) => gpus.has(share.uuid) && isUnhealthy(gpus.get(share.uuid))).map((share) => share.index);
+    const labelOf = (share) => format.gpuLabel(gpus.get(share.uuid) ?? share);
+    const unhealthy = container.cards.filter((share) => gpus.has(share.uuid) && isUnhealthy(gpus.get(share.uuid))).map(labelOf);
     set(this.element, "class", `hue-${hue}`);
     set(this.element, "data-key", `${container.pod_uid}/${container.container}`);
     write(this.#cell("namespace"), container.namespace);
     write(this.#cell("pod"), container.pod);
     write(this.#cell("container"), container.kind === "main" ? container.container : `${container.container} (${container.kind})`);
     set(this.#cell("container"), "data-before", `${container.namespace}, `); // shown where a column does not fit
-    write(this.#cell("gpu"), format.gpuNames(container.cards.map((share) => share.index)) || "not on a GPU here");
+    write(this.#cell("gpu"), format.gpuNames(container.cards.map(labelOf)) || "not on a GPU here");
     write(this.#cell("cores"), container.core_limit ? `${container.cores}, up to ${container.core_limit}` : container.cores);
     write(this.#cell("memory"), format.bytes(container.memory_bytes));
     this.#drawIsolation(container, node.agent.not_kept_texts ?? {});

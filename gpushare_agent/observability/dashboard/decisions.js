@@ -36,7 +36,7 @@ export class Decisions {
 function makeEntry(decision) {
   const isRefused = decision.outcome === "refused";
   const name = decision.pod ? `${decision.namespace}/${decision.pod}` : "a pod that could not be identified";
-  const result = isRefused ? decision.reason : format.gpuNames(decision.cards);
+  const result = isRefused ? decision.reason : format.gpuNames(decision.labels);
   const body = h("div", { class: "decision-body" });
   const details = h("details", {},
     h("summary", {},
@@ -80,7 +80,7 @@ function requestText(decision) {
 
 function candidates(decision) {
   const rows = decision.candidates.map((one) => h("tr", { "data-chosen": one.is_chosen },
-    h("th", { scope: "row" }, `GPU ${one.index}`),
+    h("th", { scope: "row" }, `GPU ${one.label}`),
     h("td", { "data-number": true }, `${one.free_cores}/100`),
     h("td", { "data-number": true }, format.bytesOf(one.free_memory_bytes, one.total_memory_bytes)),
     h("td", {}, one.is_chosen ? `✓ ${one.verdict}` : one.verdict)));

@@ -76,4 +76,7 @@ export function request({ cores, memory_bytes: memory }) {
   return [cores && `${cores} GPU cores`, memory && bytes(memory)].filter(Boolean).join(", ") || "nothing";
 }
 
-export const gpuNames = (indexes) => indexes.map((index) => `GPU ${index}`).join(", ");
+/** The index, of a MIG instance NVIDIA's name of it: 0:1. */
+export const gpuLabel = (gpu) => gpu.mig?.label ?? String(gpu.index);
+
+export const gpuNames = (labels) => labels.map((label) => `GPU ${label}`).join(", ");

@@ -108,7 +108,7 @@ export class GpuView {
 
   /** The whole GPU anew; what has not changed is not touched. */
   draw(gpu, containers, hues) {
-    write(this.title, `GPU ${gpu.index}`);
+    write(this.title, `GPU ${format.gpuLabel(gpu)}`);
     set(this.title, "id", `gpu-${gpu.index}`);
     set(this.element, "aria-labelledby", `gpu-${gpu.index}`);
     set(this.element, "data-uuid", gpu.uuid);
@@ -148,7 +148,7 @@ export class GpuView {
     const value = `${allocated}/${capacity} cores allocated · ${used === null ? "use not known" : `${format.percent(used)} in use`}`;
     const parts = shares.map((share, place) => ({
       ...this.#place(share, place, hues),
-      size: share.cores / capacity,
+      size: capacity ? share.cores / capacity : 1, // a MIG instance without cores is given whole
       used: share.coresUsed === null ? null : share.coresUsed / (share.cores || 1),
       isOver: isOver(share.coresUsed, share.cores),
       text: `${place + 1}: ${share.name} (${share.container}), ${computeText(share)}`,

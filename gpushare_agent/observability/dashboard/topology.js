@@ -1,6 +1,7 @@
 // How the GPUs are connected, as a drawing: the PCIe tree above the GPUs, NVLinks below them; and as a table for reading.
 
 import { byId, h, s } from "./dom.js";
+import { gpuLabel } from "./format.js";
 import { kindOf } from "./health.js";
 
 const LEAF = { width: 44, height: 30, gap: 14 };
@@ -20,7 +21,7 @@ export class TopologyView {
   draw() {
     const { topology } = this.store.node;
     const gpus = [...this.store.gpus.values()].sort((a, b) => a.index - b.index);
-    const state = JSON.stringify([topology, gpus.map((gpu) => [gpu.index, kindOf(gpu)])]);
+    const state = JSON.stringify([topology, gpus.map((gpu) => [gpu.index, gpuLabel(gpu), kindOf(gpu)])]);
     if (state === this.drawn) return;
     this.drawn = state;
     const place = byId("topology");
@@ -29,16 +30,18 @@ export class TopologyView {
       return;
     }
     const wasOpen = place.querySelector("details")?.open ?? false;
-    const description = spoken(topology.tree, topology.links);
+    const byIndex = new Map(gpus.map((gpu) => [gpu.index, gpu]));
+    const name = (index) => `GPU ${gpuLabel(byIndex.get(index) ?? { index })}`;
+    const description = spoken(topology.tree, topology.links, name);
     place.replaceChildren(
-      h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "Drawing of the topology" }, drawing(topology, gpus, description)),
-      outline(topology.tree, new Map(gpus.map((gpu) => [gpu.index, gpu]))),
+      h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "Drawing of the topology" }, drawing(topology, gpus, description, name)),
+      outline(topology.tree, byIndex, name),
       h("p", { class: "quiet" }, linkText(topology.links)),
-      h("details", { open: wasOpen }, h("summary", {}, "All links as a table"), matrix(topology.links)));
+      h("details", { open: wasOpen }, h("summary", {}, "All links as a table"), matrix(topology.links, name)));
   }
 }
 
-function drawing({ tree, links }, gpus, description) {
+function drawing({ tree, links }, gpus, description, name) {
   const order = leaves(tree);
   const size = order.length > MANY_GPUS ? SMALL_LEAF : LEAF;
   const depth = depthOf(tree);
@@ -56,7 +59,7 @@ function drawing({ tree, links }, gpus, description) {
     const [from, to] = [x.get(a), x.get(b)].sort((one, two) => one - two);
     const drop = bottom + 8 + Math.abs(order.indexOf(a) - order.indexOf(b)) * ARC_ROOM;
     parts.push(s("path", { class: "nvlink", d: `M${from} ${bottom}C${from} ${drop} ${to} ${drop} ${to} ${bottom}`, "stroke-width": 1 + Math.min(3, Number(word.slice(2)) / 6) },
-      s("title", {}, `GPU ${a} and GPU ${b}: ${word}`)));
+      s("title", {}, `${name(a)} and ${name(b)}: ${word}`)));
   }
   for (const gpu of gpus) if (x.has(gpu.index)) parts.push(leaf(gpu, x.get(gpu.index), leafTop, size));
   return s("svg", { class: "topology", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": description }, parts);
@@ -67,15 +70,15 @@ function leaf(gpu, middle, top, size) {
   const mark = { bad: " ✕", warn: " ‖", good: "" }[kind];
   return s("g", { class: "leaf", "data-kind": kind },
     s("rect", { x: middle - size.width / 2, y: top, width: size.width, height: size.height, rx: 6 }),
-    s("text", { x: middle, y: top + LEAF.height / 2 + 5, "text-anchor": "middle" }, `${gpu.index}${mark}`),
-    s("title", {}, `GPU ${gpu.index}`));
+    s("text", { x: middle, y: top + LEAF.height / 2 + 5, "text-anchor": "middle" }, `${gpuLabel(gpu)}${mark}`),
+    s("title", {}, `GPU ${gpuLabel(gpu)}`));
 }
 
 /** The same tree as a list, for where the drawing is too wide. */
-function outline(branch, gpus, isTop = true) {
+function outline(branch, gpus, name, isTop = true) {
   const below = branch.children.length
-    ? branch.children.map((child) => h("li", {}, outline(child, gpus, false)))
-    : branch.cards.map((index) => h("li", {}, `GPU ${index}`, h("span", { "data-kind": gpus.has(index) ? kindOf(gpus.get(index)) : "good" },
+    ? branch.children.map((child) => h("li", {}, outline(child, gpus, name, false)))
+    : branch.cards.map((index) => h("li", {}, name(index), h("span", { "data-kind": gpus.has(index) ? kindOf(gpus.get(index)) : "good" },
       { bad: " ✕ unhealthy", warn: " ‖ cordoned", good: "" }[gpus.has(index) ? kindOf(gpus.get(index)) : "good"])));
   return h("div", { class: isTop ? "outline" : null }, h("span", { class: "outline-kind" }, branch.kind),
     h("span", { class: "quiet" }, ` ${WORDS[branch.kind] ?? ""}`), h("ul", {}, below));
@@ -134,18 +137,18 @@ function linkText(links) {
   return count ? `${count} pairs of GPUs have NVLinks: the curves below the GPUs.` : "No two GPUs are connected by NVLink.";
 }
 
-function spoken(tree, links) {
+function spoken(tree, links, name) {
   const of = (branch) => {
     const below = branch.children.length
       ? branch.children.map(of).join("; ")
-      : branch.cards.map((gpu) => `GPU ${gpu}`).join(", ");
+      : branch.cards.map(name).join(", ");
     return branch.children.length || branch.cards.length > 1 ? `${branch.kind} (${below})` : below;
   };
   return `Topology: ${of(tree)}. ${linkText(links)}`;
 }
 
-function matrix(links) {
-  const names = links.map((_, index) => `GPU ${index}`);
+function matrix(links, name) {
+  const names = links.map((_, index) => name(index));
   return h("div", { class: "scrolling", tabindex: 0, role: "region", "aria-label": "Links between GPUs" },
     h("table", { class: "candidates" },
       h("caption", { class: "unseen" }, "Links between GPUs, as nvidia-smi names them"),

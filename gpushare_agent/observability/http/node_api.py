@@ -143,6 +143,7 @@ def brief_decision(record: DecisionRecord) -> dict[str, Any]:
         "explanation": record.explanation,
         "policy": record.policy,
         "cards": record.gpus,
+        "labels": record.labels,
         "asked": None
         if asked is None
         else {

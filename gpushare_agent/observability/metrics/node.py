@@ -117,13 +117,17 @@ def _mig_info(snapshot: NodeSnapshot, gpus: Iterable[Gpu]) -> Series:
 
 
 def _gpu_states(snapshot: NodeSnapshot) -> tuple[tuple[str, str, Callable[[Gpu], Number]], ...]:
-    cores, memory, cordoned = snapshot.cores_allocated, snapshot.memory_allocated_bytes, snapshot.cordoned
+    memory, cordoned = snapshot.memory_allocated_bytes, snapshot.cordoned
     return (
-        ("cores_capacity_ratio", "Compute of the GPU that can be allocated: 1.", lambda gpu: 1.0),
+        (
+            "cores_capacity_ratio",
+            "Compute of the GPU that can be allocated: 1; 0 of a MIG instance that takes no shares.",
+            lambda gpu: snapshot.cores(gpu)[1] / CORES_PER_GPU,
+        ),
         (
             "cores_allocated_ratio",
             "Compute of the GPU that is allocated to containers.",
-            lambda gpu: cores.get(gpu.uuid, 0) / CORES_PER_GPU,
+            lambda gpu: snapshot.cores(gpu)[0] / CORES_PER_GPU,
         ),
         ("memory_capacity_bytes", "Memory of the GPU.", lambda gpu: gpu.memory_mib * MIB),
         (

@@ -1,0 +1,97 @@
+"""A node with MIG instances in every view: as many cores as it offers, and one name for each instance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from gpushare_agent.admission.decisions.explain import in_short
+from gpushare_agent.cli.agent_documents import DecisionDocument, NodeDocument
+from gpushare_agent.cli.graph import graph_document, tree_text
+from gpushare_agent.cli.inspect import sums_of_document
+from gpushare_agent.cli.render_explain import decision_parts
+from gpushare_agent.cli.render_inspect import inspection_document
+from gpushare_agent.cli.render_top import heading, top_lines
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import Gpu, MigPlace
+from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.observability.display_document import graph_text
+from gpushare_agent.observability.http.node_api import decision_document
+from gpushare_agent.observability.metrics.node import gpu_series
+from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_document
+from gpushare_agent.placement import GpuRequest, place
+from gpushare_agent.placement.gpu_account import account_of
+from gpushare_agent.placement.request import Placed
+from tests.support_cli import candidate, decision
+from tests.support_usage import UUIDS, inventory, snapshot
+
+FIRST = GpuUuid("MIG-0")
+
+
+def instance(gpu: Gpu, *, index: int, number: int) -> Gpu:
+    place_of = MigPlace(profile="3g.40gb", number=number, parent=gpu.uuid, parent_index=gpu.index, gi=number, ci=0)
+    return replace(gpu, index=index, uuid=GpuUuid(f"MIG-{number}"), name=f"{gpu.name} MIG 3g.40gb", mig=place_of)
+
+
+def divided_node(*, shares_in_mig: bool) -> NodeSnapshot:
+    """GPU 0, and GPU 1, which MIG divides into two instances, the GPUs 2 and 3 of the agent's own count. A container has
+    the first of them whole."""
+    found = inventory(4)
+    divided = found.gpus[1]
+    instances = (instance(divided, index=2, number=0), instance(divided, index=3, number=1))
+    return replace(
+        snapshot(),
+        inventory=replace(found, gpus=(found.gpus[0], *instances), divided=(divided,)),
+        names=ResourceNames(shares_in_mig=shares_in_mig),
+        cores_allocated={UUIDS[0]: 30, FIRST: 100},
+        memory_allocated_bytes={UUIDS[0]: 1024 * MIB, FIRST: divided.memory_mib * MIB},
+    )
+
+
+@pytest.mark.parametrize(("shares_in_mig", "allocated", "capacity"), [(False, 30, 100), (True, 130, 300)])
+def test_every_view_has_the_cores_that_the_node_offers(*, shares_in_mig: bool, allocated: int, capacity: int) -> None:
+    """An instance in which the isolation keeps no share has none, though one is given whole by NVIDIA's name."""
+    node = divided_node(shares_in_mig=shares_in_mig)
+    assert sum(node.names.units(gpu, ResourceKind.VCORE) for gpu in node.inventory.gpus) == capacity
+    raw: Any = node_document(node)
+    document = cast("NodeDocument", raw)
+    assert sum(gpu["cores"]["capacity"] for gpu in document["cards"]) == capacity
+    assert sum(gpu["cores"]["free"] for gpu in graph_document(document)["cards"]) == capacity - allocated
+    assert f"allocated {allocated}/{capacity} GPU cores" in heading(document)[1].plain
+    totals = inspection_document([sums_of_document(document)])["totals"]["cores"]
+    assert totals == {"allocated": allocated, "capacity": capacity}
+    ratios = {series.name: sum(value for _, value in series.rows) for series in gpu_series(node)}
+    assert ratios["gpushare_card_cores_capacity_ratio"] * CORES_PER_GPU == capacity
+    assert ratios["gpushare_card_cores_allocated_ratio"] * CORES_PER_GPU == pytest.approx(allocated)
+    words = graph_text(node).replace(",", " ").replace(")", " ").split()
+    free = [int(words[at + 1]) for at, word in enumerate(words) if word == "allocatableCores:"]
+    assert sum(free) == capacity - allocated
+
+
+def test_every_view_has_nvidias_name_of_an_instance() -> None:
+    """Also those that had the agent's own count of GPUs: decisions, refusals, Events and the topology."""
+    node = divided_node(shares_in_mig=True)
+    raw: Any = node_document(node)
+    document = cast("NodeDocument", raw)
+    assert [line.cells["GPU / CONTAINER"].split()[0] for line in top_lines(document) if line.is_gpu] == [
+        "0",
+        "1:0",
+        "1:1",
+    ]
+    for tree in (tree_text(graph_document(document)), graph_text(node)):
+        assert "--GPU1:0 " in tree and "--GPU1:1 " in tree and "--GPU3" not in tree
+    accounts = [account_of(gpu, node.names) for gpu in node.inventory.gpus]
+    full = replace(accounts[0], used_cores=100)
+    placed = place(GpuRequest(cores=30, blocks=4), [full, accounts[2]], node.inventory.topology, share_policy="binpack")
+    assert isinstance(placed, Placed) and placed.explanation == "GPU 1:1: the only GPU that fits"
+    refused = place(GpuRequest(cores=60, blocks=4), [replace(accounts[2], used_cores=70)], node.inventory.topology,
+                    share_policy="binpack")  # fmt: skip
+    assert isinstance(refused, Refused) and "the best is GPU 1:1 with 30 cores" in refused.detail
+    one = replace(candidate(3, is_chosen=True, verdict="chosen"), label="1:1")
+    assert in_short([one], 100) == "GPU 1:1: chosen"
+    raw_decision: Any = decision_document(decision(1, gpus=(3,), labels=("1:1",), candidates=(one,)))
+    title = decision_parts(cast("DecisionDocument", raw_decision), 120)[0]
+    assert "got GPU 1:1 " in str(title)
