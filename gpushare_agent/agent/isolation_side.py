@@ -36,7 +36,7 @@ from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
 from gpushare_agent.isolation.enforcement import ShareEnforcement
 from gpushare_agent.isolation.hami_core.caches import PrivateCaches
 from gpushare_agent.isolation.hami_core.limits import RegionLimits
-from gpushare_agent.isolation.hami_core.locks import LockWatch
+from gpushare_agent.isolation.hami_core.region_watch import RegionWatch
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
@@ -76,7 +76,7 @@ class IsolationSide:
     watches: Mapping[IsolationName, AvailabilityWatch]
     """Of those in use that need something on the host."""
     region_limits: RegionLimits | None
-    region_locks: LockWatch | None
+    region_watch: RegionWatch | None
     cdi_watch: CdiWatch | None
 
     async def start(self) -> None:
@@ -93,7 +93,7 @@ class IsolationSide:
             "virtual manager": self.virtual_manager,
             "private caches": self.private_caches,
             "region limits": self.region_limits,
-            "region locks": self.region_locks,
+            "region watch": self.region_watch,
             "driver limits": self.driver_limits,
         }
         watches: dict[str, Runs | None] = {f"isolation {name}": watch for name, watch in self.watches.items()}
@@ -291,7 +291,7 @@ def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimi
         driver_limits=driver_limits,
         watches=_watches(settings, volumes, private_caches, driver_limits, virtual_manager),
         region_limits=_region_limits(state) if IsolationName.HAMI_CORE in in_use else None,
-        region_locks=_region_locks(state, cgroups) if IsolationName.HAMI_CORE in in_use else None,
+        region_watch=_region_watch(state, cgroups, module) if IsolationName.HAMI_CORE in in_use else None,
         cdi_watch=_cdi_watch(state),
     )
 
@@ -392,9 +392,9 @@ def _region_limits(state: NodeState) -> RegionLimits:
     )
 
 
-def _region_locks(state: NodeState, cgroups: Cgroups) -> LockWatch:
+def _region_watch(state: NodeState, cgroups: Cgroups, module: KernelModule | None) -> RegionWatch:
     settings = state.settings
-    return LockWatch(
+    return RegionWatch(
         files=hami_core_files(settings),
         allocations=state.cache.view,
         pods=state.claim_pods,
@@ -402,6 +402,7 @@ def _region_locks(state: NodeState, cgroups: Cgroups) -> LockWatch:
         cgroups=cgroups,
         clock=time.monotonic,
         users=state.claim_pods.containers_of,
+        module=module,
     )
 
 

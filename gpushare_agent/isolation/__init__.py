@@ -15,8 +15,8 @@ Others import: availability, cdi.files, cdi.specs, decisions.cdi_spec, decisions
 decisions.driver_volume, decisions.driver_volume_values, decisions.hami_core, decisions.kept, decisions.memory_shares,
 decisions.vcuda, decisions.vdevice_format, device_nodes, driver_limits.limits, driver_volume.check, driver_volume.config,
 driver_volume.directory, driver_volume.elf, driver_volume.libraries, driver_volume.mounts, enforcement, hami_core.caches,
-hami_core.files, hami_core.limits, hami_core.locks, mps.control, mps.daemon, mps.supervision, vcuda.client, vcuda.configs,
-vcuda.container_ids, vcuda.container_processes, vcuda.files, vcuda.virtual_manager.
+hami_core.files, hami_core.limits, hami_core.region_watch, mps.control, mps.daemon, mps.supervision, vcuda.client,
+vcuda.configs, vcuda.container_ids, vcuda.container_processes, vcuda.files, vcuda.virtual_manager.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """The host side of isolation hami-core: `caches` prepares and removes each container's cache file, `limits` writes changed
-limits into it and `locks` frees the locks of killed processes there; `files` is the layout, `region` the bounded reads and
-writes.
+limits into it, and `region_watch` frees the locks of killed processes there and writes the host PIDs that others did not
+find; `files` is the layout, `region` the bounded reads and writes.
 """

@@ -27,6 +27,7 @@ from gpushare_agent.isolation.decisions.hami_core_region import (
     core_limit_edit,
     memory_limit_edit,
     parse_head,
+    parse_slot_pids,
     parse_slots,
     parse_tail,
 )
@@ -56,6 +57,10 @@ class Region:
     def slots(self, count: int) -> tuple[Slot, ...]:
         """The first ones; as many as `tail` says, at most 1,024."""
         return parse_slots(self._read(count * SLOT_BYTES, SLOTS_OFFSET))
+
+    def slot_pids(self, count: int) -> tuple[tuple[int, int], ...]:
+        """The PID and the host PID of each of the first slots."""
+        return parse_slot_pids(self._read(count * SLOT_BYTES, SLOTS_OFFSET))
 
     def set_memory_limit(self, ordinal: int, limit_bytes: int) -> None:
         """Of the GPU with this ordinal in the container, from the next allocation on."""

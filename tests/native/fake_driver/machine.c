@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -122,6 +123,7 @@ static void read_settings(void)
     read_setting(text, "uuid_prefix", "GPU-00000000-0000-4000-8000-", settings.uuid_prefix);
     read_setting(text, "devices", "", settings.devices);
     read_setting(text, "dies_in", "", settings.dies_in);
+    read_setting(text, "stops_in", "", settings.stops_in);
     read_setting(text, "pids", "host", pids);
     settings.pids = !strcmp(pids, "open570") ? PIDS_OPEN570 : !strcmp(pids, "open") ? PIDS_OPEN : PIDS_HOST;
 }
@@ -137,6 +139,9 @@ void log_call(const char *name)
 {
     if (strcmp(config()->dies_in, name) == 0)
         kill(getpid(), SIGKILL);
+    static atomic_flag has_stopped = ATOMIC_FLAG_INIT;
+    if (strcmp(config()->stops_in, name) == 0 && !atomic_flag_test_and_set(&has_stopped))
+        kill(getpid(), SIGSTOP);
     if (config()->logs)
         fprintf(stderr, "[driver] %s\n", name);
 }

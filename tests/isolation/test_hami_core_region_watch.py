@@ -1,4 +1,4 @@
-"""Which lock of the shared region nobody can hold, and that the agent frees it, on a region made by the test."""
+"""What the agent mends in a shared region that the test makes: locks that nobody can hold, host PIDs that nobody found."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent.isolation.decisions import hami_core_region as layout
+from gpushare_agent.isolation.decisions.hami_core_host_pids import can_correct, right_host_pids
 from gpushare_agent.isolation.decisions.hami_core_locks import (
     CONFIRM_S,
     POSTINIT_S,
@@ -23,8 +24,9 @@ from gpushare_agent.isolation.decisions.hami_core_locks import (
     is_left,
 )
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
-from gpushare_agent.isolation.hami_core.locks import LockWatch
+from gpushare_agent.isolation.hami_core.region_watch import ASK_AGAIN_S, RegionWatch
 from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroups import CgroupProcesses, Cgroups
 from tests.support_core import allocation, container, ids, pod
@@ -89,11 +91,46 @@ def test_one_that_got_its_host_pid_begins_the_time_anew() -> None:
     assert not is_left(LockName.POSTINIT, second[LockName.POSTINIT], POSTINIT_S, {42})
 
 
+# --- which host PIDs are missing or wrong ---
+
+
+OPEN = {major: KernelModule(version=f"{major}.10", is_open=True) for major in (510, 550, 580)}
+
+
+def test_a_slots_host_pid_is_that_of_the_process_with_its_pid() -> None:
+    """Missing, right, of another container, and of a process that has ended; one in a PID namespace of its own inside."""
+    slots = ((7, 0), (8, 4108), (9, 5555), (10, 0), (2, 0))
+    processes = {4107: (7,), 4108: (8,), 4109: (9,), 4120: (12, 2)}
+    for module in (None, OPEN[510], KernelModule(version="580.10", is_open=False)):
+        assert right_host_pids(slots, processes, module) == {0: 4107, 2: 4109, 4: 4120}
+
+
+def test_two_processes_with_one_pid_are_left_alone() -> None:
+    """Of a claim's containers, or in PID namespaces that a tenant made: nothing says which of them it is."""
+    assert right_host_pids(((1, 0), (2, 0)), {4101: (1,), 4201: (1,), 4102: (2,)}, None) == {1: 4102}
+
+
+def test_a_process_of_the_hosts_pid_namespace_has_its_host_pid_inside() -> None:
+    assert right_host_pids(((4107, 0),), {4107: ()}, None) == {0: 4107}
+
+
+def test_under_the_open_modules_it_is_the_pid_inside_or_there_are_two() -> None:
+    """What the driver says to those who ask from the container."""
+    assert right_host_pids(((7, 0), (8, 8)), {4107: (7,), 4108: (8,)}, OPEN[580]) == {0: 7}
+    assert [can_correct(module) for module in (None, OPEN[510], OPEN[550], OPEN[580])] == [True, True, False, True]
+
+
+# --- on a file ---
+
+
 class KnownProcesses:
-    """The cgroups as far as the watch asks them: one container, whose PIDs are the same inside and outside."""
+    """The cgroups as far as the watch asks them: one container, whose PIDs are the same inside and outside but for those of
+    `inside`, by the host's."""
 
     def __init__(self, alive: set[int]) -> None:
         self.alive = alive
+        self.inside: dict[int, tuple[int, ...]] = {}
+        self.asked = 0
 
     async def find_many_in_thread(self, wanted: Iterable[tuple[str, PodUid]]) -> dict[str, str]:
         return {container_id: container_id for container_id, _ in wanted}
@@ -103,11 +140,12 @@ class KnownProcesses:
         return {place: CgroupProcesses({place: text}) for place in places}
 
     async def namespace_pids_in_thread(self, pids: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        return {pid: (pid,) for pid in pids}
+        self.asked += 1
+        return {pid: self.inside.get(pid, (pid,)) for pid in pids}
 
 
 class World:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, module: KernelModule | None = None) -> None:
         self.files = HamiCoreFiles(fake_library(directory / "libvgpu.so"), directory / "hami", INSIDE)
         self.files.prepare(KEY)
         self.pod = pod(
@@ -117,13 +155,14 @@ class World:
         self.now = 100.0
         own = allocation(self.pod, "cuda", ids(0, range(30)), ids(0, range(8)))
         self.allocations = {own.key: own}
-        self.watch = LockWatch(
+        self.watch = RegionWatch(
             files=self.files,
             allocations=lambda: self.allocations,
             pods=cast("Any", SimpleNamespace(get=lambda uid: self.pod)),
             is_in_use=lambda pod: True,
             cgroups=cast("Cgroups", self.processes),
             clock=lambda: self.now,
+            module=module,
         )
 
     @property
@@ -180,6 +219,69 @@ async def test_the_lock_of_a_living_process_is_left_to_it(short_dir: Path) -> No
     world.processes.alive = {1}
     await world.watch.poll()
     assert world.postinit_value() == 1
+
+
+def pids_in(world: World) -> list[tuple[int, int]]:
+    with world.files.opened_region(KEY) as region:
+        assert region is not None
+        return list(region.slot_pids(region.tail().slots))
+
+
+async def test_a_host_pid_that_was_not_found_is_written_and_logged_once(short_dir: Path) -> None:
+    """A wrong one too; nothing else of the region changes, and nobody is asked again until there is another process."""
+    world = World(short_dir)
+    world.processes.alive, world.processes.inside = {4101, 4107, 4108}, {4101: (1,), 4107: (7,), 4108: (8,)}
+    with capture_logs() as lines:
+        world.cache.write_bytes(region_file(slots=((7, 0, 5), (8, 9999, 6))))
+        await world.watch.poll()
+        assert world.cache.read_bytes() == region_file(slots=((7, 4107, 5), (8, 4108, 6)))
+        for _ in range(5):
+            await world.watch.poll()
+        assert world.processes.asked == 2, "the second time for what the library may have moved meanwhile"
+        world.cache.write_bytes(region_file(slots=((8, 0, 6), (7, 4107, 5))))
+        await world.watch.poll()
+        assert pids_in(world) == [(8, 4108), (7, 4107)]
+    assert [line["event"] for line in lines] == ["hami_core_host_pid_written"]
+
+
+async def test_a_process_that_has_ended_is_asked_for_again_now_and_then(short_dir: Path) -> None:
+    """Its slot stays until the library's next process comes, and its PID may be another process's by then."""
+    world = World(short_dir)
+    world.cache.write_bytes(region_file(slots=((7, 0, 0),)))
+    for _ in range(3):
+        await world.watch.poll()
+    assert (world.processes.asked, pids_in(world)) == (1, [(7, 0)])
+    world.now += ASK_AGAIN_S
+    world.processes.alive, world.processes.inside = {4107}, {4107: (7,)}
+    await world.watch.poll()
+    assert (world.processes.asked, pids_in(world)) == (2, [(7, 4107)])
+
+
+async def test_a_process_that_was_given_its_host_pid_may_hold_the_lock_still(short_dir: Path) -> None:
+    """It had a slot and was not yet looking for its PID when the agent saw it."""
+    world = World(short_dir)
+    world.processes.alive = {1, 41}
+    world.cache.write_bytes(region_file(slots=((41, 0, 0),)))
+    await world.watch.poll()
+    assert pids_in(world) == [(41, 41)]
+    world.cache.write_bytes(region_file(postinit_lock=0, slots=((41, 41, 0),)))
+    for _ in range(10):
+        await world.watch.poll()
+        world.now += CONFIRM_S
+    assert world.postinit_value() == 0
+    world.processes.alive = {1}
+    await world.watch.poll()
+    assert world.postinit_value() == 1
+
+
+async def test_where_the_driver_has_two_pids_for_a_process_none_is_written(short_dir: Path) -> None:
+    """Compute is not limited there in any case; and none is where the container has more processes than a region slots."""
+    for module, others in ((OPEN[550], 0), (None, layout.MAX_PROCESSES)):
+        world = World(short_dir / str(others), module)
+        world.processes.alive = {7, *range(10_000, 10_000 + others)}
+        world.cache.write_bytes(region_file(slots=((7, 0, 0),)))
+        await world.watch.poll()
+        assert pids_in(world) == [(7, 0)]
 
 
 @pytest.mark.parametrize("content", [b"", b"short", bytes(layout.FILE_BYTES)])
