@@ -43,12 +43,14 @@ def without_rejection(cluster: Cluster, installed: Installation, namespace: str,
     cluster.wait_for("the end of the agent that handed over", lambda: len(_agents(cluster)) == 1)
 
 
-def _is_settled(pod: Object) -> bool:
+def _is_settled(pod: Object, ready: str = "True") -> bool:
     """A pod that is not Ready the DaemonSet replaces at once, without waiting for the new one: so it is for some seconds
     after a restart of the kubelet, as another test may have left it."""
-    ready = next(one for one in pod["status"]["conditions"] if one["type"] == "Ready")
-    since = datetime.fromisoformat(ready["lastTransitionTime"].replace("Z", "+00:00"))
-    return ready["status"] == "True" and datetime.now(UTC) - since > timedelta(seconds=SETTLED_S)
+    found = next((one for one in pod["status"].get("conditions", ()) if one["type"] == "Ready"), None)
+    if found is None:
+        return False
+    since = datetime.fromisoformat(found["lastTransitionTime"].replace("Z", "+00:00"))
+    return bool(found["status"] == ready) and datetime.now(UTC) - since > timedelta(seconds=SETTLED_S)
 
 
 @pytest.mark.smoke
@@ -70,18 +72,35 @@ def test_an_update_that_is_taken_back_at_once_rejects_no_pod(
     )
 
 
-def test_a_version_that_does_not_start_leaves_the_old_one_serving(
-    cluster: Cluster, installed: Installation, namespace: str
+def _variables(**values: str) -> Object:
+    return {"env": [{"name": f"GPUSHARE_{name}", "value": value} for name, value in values.items()]}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"args": ["--no-such-setting=1"]},
+        _variables(ISOLATION="vcuda", VIRTUAL_MANAGER__PATH="/proc/nope/vm"),
+        _variables(ISOLATION="hami-core", HAMI_CORE__LIBRARY="/nope/libvgpu.so"),
+    ],
+    ids=["does-not-start", "no-directory", "no-library"],
+)
+def test_a_version_that_could_give_no_share_leaves_the_old_one_serving(
+    cluster: Cluster, installed: Installation, namespace: str, broken: Object
 ) -> None:
     """The rollout stops at the node; pods go on starting there."""
-    broken = {"spec": {"template": {"spec": {"containers": [{"name": "agent", "args": ["--no-such-setting=1"]}]}}}}
-    cluster.run("-n", SYSTEM, "patch", DAEMONSET, "--patch", json.dumps(broken))
-    cluster.wait_for("the new agent fails beside the old one", lambda: len(_agents(cluster)) == 2)
+    template = {"spec": {"containers": [{"name": "agent", **broken}]}}
+    cluster.run("-n", SYSTEM, "patch", DAEMONSET, "--patch", json.dumps({"spec": {"template": template}}))
+    cluster.wait_for("the new agent beside the old one", lambda: len(_agents(cluster)) == 2)
     cluster.start(namespace, cluster.pod("meanwhile", 20, 4))
+    for ready in ("False", "True"):
+        settled = partial(_is_settled, ready=ready)
+        cluster.wait_for(f"an agent whose Ready is {ready}", lambda: any(map(settled, _agents(cluster))))  # noqa: B023 - waited for here
+    cluster.start(namespace, cluster.pod("later", 20, 4))
     _rollout(cluster, "undo")
     installed.wait_ready()
     cluster.start(namespace, cluster.pod("after", 20, 4))
-    assert len(installed.wait_ledger(namespace, 2)) == 2
+    assert len(installed.wait_ledger(namespace, 3)) == 3
 
 
 @pytest.fixture
