@@ -232,12 +232,15 @@ def test_the_reason_has_the_cause_and_the_way_to_recovery() -> None:
     assert why_not_offered(GpuHealth(), POLICY) == ""
 
 
-def test_the_next_probe_is_the_earliest_that_lies_ahead() -> None:
-    """A lost GPU whose first probe is overdue waits for the usual poll; so nobody polls without a pause."""
+def test_the_next_probe_is_the_earliest_that_is_due() -> None:
+    """A lost GPU whose first probe is overdue waits for the usual poll; so nobody polls without a pause. One that is probed
+    does not, although its time was over before anybody asked."""
     lost, probed = polled(GpuHealth(), (0, bad())), hit(GpuHealth(), 94, now=4)
     assert next_probe_at([lost, probed, GpuHealth()], 5) == 10
     assert next_probe_at([lost, probed], 12) == 14
-    assert next_probe_at([lost, probed], 20) is None
+    assert next_probe_at([lost, probed], 20) == 14
+    assert next_probe_at([lost, polled(probed, (20, WELL))], 21) == 30
+    assert next_probe_at([lost, polled(probed, (20, bad()))], 31) is None
 
 
 STEPS = st.lists(
