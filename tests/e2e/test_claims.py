@@ -116,6 +116,29 @@ def test_shares_and_whole_gpus(cluster: Cluster, claims: Installation, namespace
     wait_ended(cluster, claims)
 
 
+def test_admin_access_beside_shares_and_a_whole_gpu(cluster: Cluster, claims: Installation, namespace: str) -> None:
+    """A monitor sees every GPU of the slice and takes nothing of any. The scheduler gives it GPUs where the capacity that it
+    asks for is free, though it counts none of it: the least fits beside a share, and nothing beside a whole GPU."""
+    cluster.run("label", "namespace", namespace, "resource.kubernetes.io/admin-access=true")
+    monitor = template("monitor", request(adminAccess=True, allocationMode="All"))
+    least = template("least", request(adminAccess=True, allocationMode="All", cores=0, memory="256Mi"))
+    share, whole = template("share", request(cores=60, memory="1Gi")), template("whole", request())
+    cluster.apply(monitor, least, share, whole, namespace=namespace)
+    for name, claim in (("before", "monitor"), ("share", "share"), ("beside", "least"), ("whole", "whole")):
+        cluster.start(namespace, claiming(cluster, name, claim))
+    uuids = sorted(gpu["uuid"] for gpu in claims.view()["cards"] if gpu["index"] < CLAIMED)
+    assert [visible(cluster, namespace, name) for name in ("before", "beside")] == [uuids, uuids]
+    assert sorted(booked(claims).values()) == [60, 100]
+    results = [
+        one
+        for claim in cluster.items("-n", namespace, "resourceclaims")
+        for one in claim["status"]["allocation"]["devices"]["results"]
+    ]
+    assert sum(bool(one.get("adminAccess")) for one in results) == 2 * CLAIMED, results
+    cluster.delete_pods(namespace)
+    wait_ended(cluster, claims)
+
+
 def test_whole_gpus_by_an_extended_resource(cluster: Cluster, claims: Installation, namespace: str) -> None:
     """An ordinary pod without a claim: the scheduler makes it, by the class's name of the resource."""
     if cluster.node_object()["status"]["allocatable"].get("nvidia.com/gpu", "0") != "0":
