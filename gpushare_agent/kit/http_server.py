@@ -9,7 +9,7 @@
 | takes nothing of an answer | `unread_s`, by the kernel (TCP_USER_TIMEOUT) |
 | sends long lines, many header fields | `line_bytes`, `header_fields`, by aiohttp's parser: 400 |
 | sends a body | `body_bytes`: 413; a compressed one: 415, never unpacked; one in chunks: 411 |
-| goes on with a body after its answer | UNREAD_BYTES are read and dropped; the rest waits in the kernel until the end |
+| goes on with a body after its answer | dropped; of one longer than `body_bytes` UNREAD_BYTES, the rest waits in the kernel |
 | sends much at once | `receive_bytes`: what is parsed of a connection in one turn of the loop (3 ms at most) |
 | sends what is no HTTP, or goes away | 400 or nothing; no line in the log |
 
@@ -50,8 +50,8 @@ LOG_PERIOD_S = 60.0
 LINGERING_S = 1.0
 """How long a connection stays open after the answer to a body that was not read, so that the peer reads the answer first."""
 UNREAD_BYTES = 1 << 20
-"""Of the rest of such a body, which is read and dropped meanwhile: 3 ms of the loop; a second of it would be 0.8 s. A client
-that sends all before it reads gets its answer where the body ends before that."""
+"""Of such a body that is longer than any that is taken, what is read and dropped meanwhile: 3 ms of the loop; a second of it
+would be 0.8 s. Any other is dropped to its end, for a client that sends all before it reads, as to a former leader."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _OF_PEER = (HttpProcessingError, web.RequestPayloadError, web.PayloadAccessError, ConnectionError)
 """Errors that a peer causes, and could cause as often as it likes."""
@@ -189,7 +189,7 @@ class HttpServer:
                 await _end_with(refusal, request)
             return refusal
         finally:
-            connection.note_answer(request.content)
+            connection.note_answer(request, self._limits.body_bytes)
             self._connections.note(connection, is_busy=False)
 
     def _refusal(self, request: web.Request) -> web.Response | None:
@@ -312,9 +312,11 @@ class _Connection(web.RequestHandler):
         if self._unread is None or self._unread_bytes > 0:
             super().resume_reading(resume_parser)
 
-    def note_answer(self, body: StreamReader) -> None:
-        """The request of this body is answered."""
-        self._unread, self._unread_bytes = None if body.is_eof() else body, UNREAD_BYTES
+    def note_answer(self, request: web.Request, body_bytes: int) -> None:
+        """The request is answered."""
+        length = request.content_length or 0
+        self._unread_bytes = length if UNREAD_BYTES < length <= body_bytes else UNREAD_BYTES
+        self._unread = None if request.content.is_eof() else request.content
 
     def note_request(self) -> None:
         """The first request is there: from now on `idle_s` bounds the time between two."""

@@ -280,19 +280,28 @@ async def test_a_body_beyond_the_limit_or_of_unknown_length_is_refused_by_its_he
         assert (await send_in_thread(port, CHUNKED + b"1\r\nx\r\n0\r\n\r\n")).startswith(b"HTTP/1.1 411 ")
 
 
-@pytest.mark.parametrize("path", [b"/read", b"/ignore", b"/none"])
-async def test_of_a_body_that_goes_on_after_its_answer_a_mebibyte_is_read(path: bytes) -> None:
-    """After a 413, after an answer that needs no body, and at a path that is not there; the rest waits in the kernel."""
-    routes = web.post("/read", read), web.post("/ignore", ignore)
-    length = (256 if path == b"/read" else 64) * MIB
-    head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % length
-    async with serving(*routes, limits=HttpLimits(body_bytes=128 * MIB)) as port:
+async def test_of_a_body_longer_than_is_taken_a_mebibyte_is_read() -> None:
+    """After the 413; the rest waits in the kernel."""
+    head = b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (256 * MIB)
+    async with serving(web.post("/read", read), limits=HttpLimits(body_bytes=128 * MIB)) as port:
         await send_in_thread(
             port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
         )  # the listener's buffer is small from now on
         answer, sent = await asyncio.to_thread(_send_until_closed, port, head)
-    assert answer.startswith({b"/read": b"HTTP/1.1 413", b"/ignore": b"HTTP/1.1 200"}.get(path, b"HTTP/1.1 404"))
+    assert answer.startswith(b"HTTP/1.1 413")
     assert UNREAD_BYTES <= sent < UNREAD_BYTES + MIB
+
+
+@pytest.mark.parametrize("path", ["/ignore", "/none"])
+async def test_a_body_that_could_be_taken_is_read_to_its_end_after_its_answer(path: str, peers: list[Peer]) -> None:
+    """Whoever sends all before reading gets the answer: after one that needs no body, and at a path that is not there."""
+    body = bytes(4 * UNREAD_BYTES)
+    async with serving(web.post("/ignore", ignore), limits=HttpLimits(body_bytes=len(body))) as port:
+        peer = await Peer.open(port)
+        peers.append(peer)
+        peer.send(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert (await peer.answer())[0] == {"/ignore": 200, "/none": 404}[path]
+        assert await peer.status("/healthz") == 200
 
 
 def _send_until_closed(port: int, head: bytes) -> tuple[bytes, int]:
