@@ -125,7 +125,7 @@ def require_proc(proc_root: Path) -> None:
 
 
 def require_writable(directory: Path) -> WritableDirectory:
-    """Writes and removes a file in `directory`, or in the nearest parent there is, where it would be made.
+    """Writes a file that nobody sees in `directory`, or in the nearest parent there is, where it would be made.
 
     Raises Unavailable: it is a file, read-only, closed to us, or the disk is full.
     """
@@ -135,7 +135,7 @@ def require_writable(directory: Path) -> WritableDirectory:
     if not existing.is_dir():
         raise Unavailable(f"{directory}: {existing} is no directory")
     try:
-        with tempfile.NamedTemporaryFile(dir=existing, prefix=".gpushare-check-") as probe:
+        with tempfile.TemporaryFile(dir=existing) as probe:  # without a name: others list these directories
             probe.write(b"\0" * 4096)
             probe.flush()
             free = shutil.disk_usage(existing).free
