@@ -9,7 +9,7 @@
 | takes nothing of an answer | `unread_s`, by the kernel (TCP_USER_TIMEOUT) |
 | sends long lines, many header fields | `line_bytes`, `header_fields`, by aiohttp's parser: 400 |
 | sends a body | `body_bytes`: 413; a compressed one: 415, never unpacked; one in chunks: 411 |
-| goes on with a body after its answer | dropped; of one longer than `body_bytes` UNREAD_BYTES, the rest waits in the kernel |
+| goes on with a body after its answer | dropped: of one longer than `body_bytes` UNREAD_BYTES, then it waits in the kernel |
 | sends much at once | `receive_bytes`: what is parsed of a connection in one turn of the loop (3 ms at most) |
 | sends what is no HTTP, or goes away | 400 or nothing; no line in the log |
 
