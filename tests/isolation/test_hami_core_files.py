@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.isolation.decisions.hami_core_region import FILE_BYTES
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
+from gpushare_agent.kit.directories import DIRECTORY, opened
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Corrupt, Rejected, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
@@ -138,6 +139,30 @@ def test_what_a_container_has_written_is_renamed_and_removed_later(files: HamiCo
     remove_all_aside(files)
     assert list(aside.iterdir()) == [] and files.list_aside() == ()
     files.remove_aside("gone already")
+
+
+def test_a_start_renames_no_file_that_a_tenant_has(files: HamiCoreFiles) -> None:
+    """The kernel would wait for whoever writes to it or shortens it: its directory is renamed, and the file stays there."""
+    files.prepare(KEY)
+    cache = files.cache_file(KEY)
+    inode = cache.stat().st_ino
+    with opened(cache.parent, None, DIRECTORY) as before:
+        files.prepare(KEY)
+        assert os.lstat(cache.name, dir_fd=before).st_ino == inode
+    assert cache.stat().st_ino != inode
+
+
+def test_a_file_that_is_too_large_is_kept_once_it_is_cut(files: HamiCoreFiles) -> None:
+    """A link to it would wait until the kernel has shortened it."""
+    files.prepare(KEY)
+    cache = files.cache_file(KEY)
+    os.truncate(cache, FILE_BYTES + 1)
+    with pytest.raises(Unavailable, match="once it is shortened"):
+        files.keep_started(KEY, "a" * 64)
+    assert [path.name for path in cache.parent.iterdir()] == [cache.name]
+    files.cut(KEY)
+    files.keep_started(KEY, "a" * 64)
+    assert cache.stat().st_size == 0 and cache.with_name(f"{cache.name}.{'a' * 64}").stat().st_size == FILE_BYTES
 
 
 def test_a_file_larger_than_a_region_is_cut_to_one(files: HamiCoreFiles) -> None:

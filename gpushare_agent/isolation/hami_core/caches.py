@@ -73,6 +73,7 @@ class PrivateCaches:
         self._thread = DaemonThread("private-caches", advice=_ADVICE)
         self._removal = DaemonThread("private-caches-removal", advice=_ADVICE)
         self._cutting = DaemonThread("private-caches-cutting", advice=_ADVICE)
+        self._keeping = DaemonThread("private-caches-keeping", advice=_ADVICE)
         self._failures = ReportOnce()
         self._too_large: set[ContainerKey] = set()
         self._installed: LibraryStamp | None = None
@@ -154,7 +155,7 @@ class PrivateCaches:
                 continue
             keep = partial(self._files.keep_started, key, container_id)
             try:
-                await self._in_thread(keep, f"keeping the cache of {key.container}")
+                await self._keeping.call(keep, f"keeping the cache of {key.container}", FILES_TIMEOUT_S)
             except AgentError as e:
                 log.debug("private_cache_not_kept", pod_uid=key.pod_uid, container=key.container, error=str(e))
             else:

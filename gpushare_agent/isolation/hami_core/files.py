@@ -22,6 +22,9 @@ minute; the kubelet does not count it. So nothing that a tenant has written is r
 `keep_started` and `remove_pod` rename it, `remove_aside` removes it, and `cut` shortens a file that is larger than a region.
 The place is below `containers`, which may be a file system of its own.
 
+To rename or link a file the kernel waits for whoever writes or shortens it (ext4: 37 s for a `cut`), and no other rename
+between directories of that file system goes on meanwhile. `prepare` and `remove_pod` rename directories, which does not.
+
 Every step is one of kit/directories.py, relative to a descriptor and following no link. State owned: none but the files.
 Source of the layout: docs/reference/formats.md, section 7, and isolation/decisions/hami_core.py, which names the same paths.
 """
@@ -141,16 +144,16 @@ class HamiCoreFiles:
             with (
                 self._open_containers(make=True, library=library) as containers,
                 made_directory(containers, key.pod_uid) as pod,
-                made_directory(pod, key.container) as directory,
             ):
-                for name in names_in(directory):
-                    _put_aside(containers, directory, name)
-                _make_empty(directory, path.name)
+                if status_of(pod, key.container) is not None:
+                    _put_aside(containers, pod, key.container)
+                with made_directory(pod, key.container) as directory:
+                    _make_empty(directory, path.name)
 
     def keep_started(self, key: ContainerKey, container_id: str) -> None:
         """Of a claim's container that has started: it keeps its file, under a name with its ID, and the next start finds an
         empty one. No call of the kubelet comes before a start of it. Nothing where that was done, or nothing was prepared.
-        Raises Rejected, Unavailable."""
+        It may wait for a tenant's write. Raises Rejected, Unavailable: also where a file is too large, until it is cut."""
         path = self.cache_file(key)
         kept, fresh = f"{path.name}.{container_id}", f"{path.name}{_FRESH}"
         with (
@@ -163,7 +166,10 @@ class HamiCoreFiles:
             known = status_of(directory, kept)
             if own is None or (known is not None and known.st_ino != own.st_ino):
                 return
-            for name in names_in(directory):
+            present = names_in(directory)
+            if any(is_oversized(os.lstat(name, dir_fd=directory)) for name in present):
+                raise Unavailable(f"{path} is kept once it is shortened")
+            for name in present:
                 if name != path.name:
                     _put_aside(containers, directory, name)
             _make_empty(directory, fresh)
