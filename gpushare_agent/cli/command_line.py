@@ -178,6 +178,7 @@ class CommandLine:
 
     def main(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         """Runs one command and returns the exit code. A user's mistake ends in one line each, never in a traceback."""
+        _open_missing_streams()
         _print_in_any_encoding()
         try:
             code = self._dispatch(argv, environ)
@@ -250,6 +251,14 @@ class CommandLine:
             )
             write_stderr(f"{self.program}: {shown}\n")
         return code
+
+
+def _open_missing_streams() -> None:
+    """Python has None for a stream that was closed when it began (`>&-`): then nobody wants what it would take."""
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - likewise
 
 
 def _print_in_any_encoding() -> None:

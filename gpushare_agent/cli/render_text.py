@@ -62,7 +62,7 @@ def as_json(value: object, *, indent: int | None = 2) -> str:
 
 
 def _prints_unicode() -> bool:
-    return codecs.lookup(sys.stdout.encoding).name == "utf-8"
+    return codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"  # a stream of texts alone has none
 
 
 def in_namespace(containers: list[C], namespace: str) -> list[C]:

@@ -15,6 +15,7 @@ import yaml
 from gpushare_agent.cli.main import COMMANDS, main
 from gpushare_agent.kit.log_writer import write_stderr
 from tests.support_cli import agent_answers, busy_node, decision, json_server
+from tests.support_deadline import DEADLINE_S
 from tests.support_settings import clean_environment, run_program
 
 ENCODINGS = ("ascii", "iso8859-1")
@@ -127,3 +128,23 @@ def test_a_last_line_is_written_in_the_encoding_of_standard_error(capfdbinary: p
         patch.setattr(sys, "stderr", stream)
         write_stderr("Zoë…\n")
     assert capfdbinary.readouterr().err == b"Zo\xeb\\u2026\n"
+
+
+@pytest.mark.parametrize("words", [["config", "-o", "json"], ["config", "-o", "markdown"], ["--version"], ["nope"]])
+async def test_a_stream_that_is_closed_takes_nothing(words: list[str]) -> None:
+    """No traceback: whoever closes standard output wants the exit code alone."""
+    closed = ["-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "gpushare_agent", *words]
+    process = await asyncio.create_subprocess_exec(
+        "/bin/sh", *closed, env=clean_environment(), stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        _, err = await process.communicate()
+    assert (process.returncode, b"Traceback" in err) == (2 if words == ["nope"] else 0, False)
+
+
+def test_a_stream_of_texts_has_no_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Letters beyond ASCII are written as they are."""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["config", "-o", "json"], {"GPUSHARE_VOLUME_CONFIG": "/日本"}) == 0
+    assert "/日本" in stream.getvalue()
