@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from grpclib import GRPCError, Status
 
+from gpushare_agent.gpus.control_server import is_served
 from gpushare_agent.isolation.decisions.vdevice_format import decode_config, decode_pids
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
@@ -32,15 +34,18 @@ from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeContainer, RuntimeContainerStatus, RuntimeState
 from tests.support_agent import poll_until
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
+from tests.support_deadline import DEADLINE_S
 from tests.support_vdevice import ID, KEY, OTHER_ID, POD, register
 
 MIB = 1024 * 1024
 
 
 class HookedFiles(VDeviceFiles):
-    """Calls `before_removal` in the thread that is about to remove a socket; `step_held` keeps the disk busy."""
+    """Calls `before_removal` or `before_binding` in the thread that is about to do that to a socket; `step_held` keeps the
+    disk busy."""
 
     before_removal: Callable[[ContainerKey], None] | None = None
+    before_binding: Callable[[ContainerKey], None] | None = None
 
     def step_held(self) -> AbstractContextManager[None]:
         """No file is touched meanwhile: whoever tries waits for the end of the block."""
@@ -50,6 +55,11 @@ class HookedFiles(VDeviceFiles):
         if self.before_removal is not None:
             self.before_removal(key)
         super().remove_socket(key, identity)
+
+    def bind_socket(self, key: ContainerKey) -> tuple[socket.socket, FileIdentity]:
+        if self.before_binding is not None:
+            self.before_binding(key)
+        return super().bind_socket(key)
 
 
 class HookedProcesses(ContainerProcesses):
@@ -674,3 +684,55 @@ async def test_what_is_reported_as_changed_is_polled_at_once(short_dir: Path) ->
         manager.changed()
         await poll_until(lambda: not socket.exists(), "the end of the server")
         await stop_task(task)
+
+
+class HeldBinding:
+    """The thread that binds a socket waits for `go`."""
+
+    def __init__(self, world: World) -> None:
+        self.go = threading.Event()
+        self._has_come = threading.Event()
+        world.files.before_binding = self._hold
+
+    def _hold(self, key: ContainerKey) -> None:
+        self._has_come.set()
+        assert self.go.wait(DEADLINE_S)
+
+    async def come(self) -> None:
+        await poll_until(self._has_come.is_set, "the binding of the socket")
+
+
+async def test_a_share_that_ends_while_its_socket_is_made_leaves_no_server(short_dir: Path) -> None:
+    """As of a pod that is deleted by force during its admission."""
+    world = World(short_dir)
+    async with Running(world) as manager, asyncio.TaskGroup() as group:
+        binding = HeldBinding(world)
+        group.create_task(manager.prepare([KEY]))
+        await binding.come()
+        world.allocations.clear()
+        polling = group.create_task(manager.poll())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        binding.go.set()
+        await polling
+        await poll_until(lambda: not is_served(world.directory / "vcuda.sock"), "the end of its server")
+
+
+@pytest.mark.parametrize("is_started_before", [True, False])
+async def test_where_the_disk_hangs_no_server_outlives_the_manager(short_dir: Path, is_started_before: bool) -> None:
+    """The process may go on: it reads its settings anew."""
+    world = World(short_dir)
+    async with Running(world) as manager:
+        async with asyncio.TaskGroup() as group:
+            if is_started_before:
+                await manager.poll()
+                assert is_served(world.directory / "vcuda.sock")
+                other = ContainerKey(POD, "other")
+                world.allocations[other] = replace(world.allocations[KEY], key=other)
+            binding = HeldBinding(world)
+            group.create_task(manager.prepare(list(world.allocations)))
+            await binding.come()
+            await manager._reconciler.close(0.0)
+            assert not is_served(world.directory / "vcuda.sock")
+            binding.go.set()
+        assert not [path for path in world.files.root.rglob("vcuda.sock") if is_served(path)]

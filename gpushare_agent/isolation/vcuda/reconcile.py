@@ -208,10 +208,11 @@ class DirectoryReconciler:
 
     async def forget_others(self, wanted: Collection[ContainerKey]) -> None:
         """Stops the servers of containers that are not in `wanted`, and forgets what was written for them."""
-        for key in [key for key in self._written if key not in wanted]:
-            del self._written[key]
-            self._failures.is_over(_subject(key))
-        await self._stop([key for key in self._servers if key not in wanted])
+        async with self._lock:  # a reconciliation under way may start such a server, which nobody would stop any more
+            for key in [key for key in self._written if key not in wanted]:
+                del self._written[key]
+                self._failures.is_over(_subject(key))
+            await self._stop([key for key in self._servers if key not in wanted])
 
     async def remove_pod(self, uid: PodUid, *, is_stale: Callable[[], bool]) -> bool:
         """Removes a pod's directory if `is_stale` still holds once no reconciliation runs; whether there was one. Raises as
@@ -220,13 +221,16 @@ class DirectoryReconciler:
             return is_stale() and await self._run_blocking(partial(self._files.remove_pod, uid), f"removing {uid}")
 
     async def close(self, timeout_s: float) -> None:
-        """Stops every server; `reconcile` raises from now on. A disk that hangs does not delay this beyond `timeout_s`."""
+        """Stops every server; `reconcile` raises from now on. Where a disk hangs for `timeout_s` the sockets' files stay."""
         self._is_closed = True
         try:
             async with asyncio.timeout(timeout_s), self._lock:  # a reconciliation under way may start a server
                 await self._stop(list(self._servers))
         except TimeoutError:
             log.warning("vdevice_servers_left", count=len(self._servers), then="the next start replaces their sockets")
+            async with asyncio.TaskGroup() as group:  # the process may go on with its next life
+                for server in self._servers.values():
+                    group.create_task(server.close(), name=f"close {server.key.container}")
 
     def log_failures(self, results: Iterable[Result]) -> None:
         """Each failure once for as long as its text stays the same."""
@@ -273,6 +277,8 @@ class DirectoryReconciler:
             await server.start()
         except AgentError as e:
             return replace(one, error=e)
+        if self._is_closed:  # while it started; `close` may not have waited
+            await _stop_one(server)
         return one
 
     async def _stop(self, keys: Iterable[ContainerKey]) -> None:

@@ -153,22 +153,25 @@ class VDeviceServer:
             raise
         self._server, self.identity = server, identity
 
+    async def close(self) -> None:
+        """Closes the listener and the connections, and leaves the socket's file: half a second, whatever the disk does."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+
     async def stop(self) -> None:
         """Closes the connections and removes the socket if it still is this server's: half a second, and the disk's time.
 
         Raises:
             Unavailable: the connections are closed, the socket could not be removed.
         """
-        server, self._server = self._server, None
         identity, self.identity = self.identity, None
-        if server is None or identity is None:
-            return
         try:
-            await server.stop()
+            await self.close()
         finally:
-            await self._run_blocking(
-                partial(self._sockets.remove_socket, self.key, identity), f"removing the socket of {self.key.container}"
-            )
+            if identity is not None:
+                remove = partial(self._sockets.remove_socket, self.key, identity)
+                await self._run_blocking(remove, f"removing the socket of {self.key.container}")
 
     def __mapping__(self) -> dict[str, Handler]:
         return {METHOD: Handler(self._serve, Cardinality.UNARY_UNARY, VDeviceRequest, VDeviceResponse)}
