@@ -58,9 +58,9 @@ class InnerAgent:
 
 
 def arguments(node: EmbeddedNode, *flags: str) -> list[str]:
-    """Flags of an agent for this node: no fixed port, everything periodic often, time for admissions on a busy machine."""
+    """Flags of an agent for this node: no fixed port, everything periodic often."""
     fast = ["--web.port=0", "--allocation.check-period-s=0.2", "--health.check-period-s=0.05"]
-    return [*node.agent_arguments(), *fast, "--kubelet.pod-lookup-timeout-s=10", *flags]
+    return [*node.agent_arguments(), *fast, *flags]
 
 
 @asynccontextmanager

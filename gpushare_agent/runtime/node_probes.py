@@ -1,7 +1,8 @@
 """Probes what the operating system of a node offers: sockets, device nodes, /proc, directories.
 
-Used by `gpushare-agent check` before the agent is deployed, so nothing here changes the node: a written probe file is
-removed at once. What is missing is an Unavailable whose text names what was found; the cure is the caller's.
+Used by `gpushare-agent check` before the agent is deployed, and by an agent beside the one that serves, so nothing here
+changes the node: a written probe file is removed at once. What is missing is an Unavailable whose text names what was found;
+the cure is the caller's.
 """
 
 from __future__ import annotations

@@ -38,6 +38,8 @@ class EmbeddedNode:
             **self.paths.of_agent,
             "isolation": "vcuda",  # of those that limit, the one that needs neither a library nor a daemon
             "mps.control": self.paths.mps_control,
+            # on a busy machine an agent is offered a pod before it has loaded its Kubernetes client and read the Node
+            "kubelet.pod-lookup-timeout-s": 10,
             "runtime.endpoint": self.paths.runtime_socket,
             "runtime.cgroup-root": self.kubelet.runtime.cgroup_root,
             "simulated.faults": self.paths.faults,

@@ -58,7 +58,7 @@ async def test_sigterm_ends_the_agent_while_kubelet_and_api_server_are_gone() ->
 
 async def test_sigterm_ends_the_agent_while_an_admission_waits() -> None:
     """A stalled API server keeps the admission open; the end does not wait for it."""
-    async with open_test_node() as node, open_child(node, "--kubelet.pod-lookup-timeout-s=10") as child:
+    async with open_test_node() as node, open_child(node) as child:
         await poll_until(lambda: log_lines(node, "ready"), "the agent ready")
         node.api.faults.stall()
         node.api.create_pod(pod("waits", container(cores=30, blocks=10)))
