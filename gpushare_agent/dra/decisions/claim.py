@@ -95,7 +95,10 @@ def read_claim(raw: Mapping[str, Any], *, driver: str, pool: str) -> AllocatedCl
         raise Corrupt(f"status.allocation has no device of driver {driver}")
     for one, times in Counter((one.request, one.device) for one in results).items():
         if times > 1:  # a CDI spec has one device of a name
-            raise Corrupt(f"request {one[0]} is allocated the device {one[1]} {times} times")
+            raise Corrupt(
+                f"request {one[0]} is allocated the device {one[1]} {times} times, and a container has one share of a GPU;"
+                f" ask for their sum once, or for different GPUs by the constraint distinctAttribute: {driver}/uuid"
+            )
     return AllocatedClaim(
         ref=ref,
         shown_as=_shown_as(raw, ref),
