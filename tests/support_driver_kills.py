@@ -11,10 +11,10 @@ import signal
 import sys
 from pathlib import Path
 
-from gpushare_agent.isolation.decisions.driver_volume import plan_volume
-from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName, VolumePlan
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
 from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control
+from gpushare_agent.isolation.driver_volume.plan import plan_volume
+from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName, VolumePlan
 
 EVENTS = ("open", "os.", "shutil.", "fcntl.", "tempfile.", "ctypes.")
 LISTED = ("libcuda.so", "libnvidia-ml.so", "libnvidia-ptxjitcompiler.so")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation.decisions import hami_core_region as layout
+from gpushare_agent.isolation.hami_core import region_format as layout
 from gpushare_agent.model.names import ENV_HAMI_CORE_CACHE
 from native.build_hami_core import CannotBuildError, opened_source
 from tests.native.build import library_source

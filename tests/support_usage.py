@@ -8,7 +8,7 @@ from dataclasses import replace
 from gpushare_agent.gpus.decisions.health import HealthPolicy, why_not_offered
 from gpushare_agent.gpus.decisions.values import GpuHealth
 from gpushare_agent.gpus.simulated.driver import default_topology
-from gpushare_agent.isolation.decisions.kept import kept
+from gpushare_agent.isolation.kept import kept
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.isolation import IsolationName

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from grpclib.client import Channel
 
-from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig, encode_config
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
+from gpushare_agent.isolation.vcuda.format import VDeviceConfig, encode_config
 from gpushare_agent.isolation.vcuda.server import RunsBlocking, VDeviceLimits, VDeviceServer
 from gpushare_agent.kit.sockets import connectable_path
 from gpushare_agent.model.allocations import ContainerKey

@@ -1,6 +1,6 @@
 """Isolation `auto`: looks at the node once, at the agent's start, and puts the isolation chosen into the settings.
 
-What is found decides (isolation/decisions/choice.py); nothing is remembered. The checks are those that later say whether an
+What is found decides (isolation/choice.py); nothing is remembered. The checks are those that later say whether an
 isolation can be had.
 """
 
@@ -14,10 +14,10 @@ import structlog
 
 from gpushare_agent.agent.gpu_side import NodeDriver, open_driver
 from gpushare_agent.agent.values import driver_volumes, hami_core_files, mps_control
-from gpushare_agent.isolation.decisions.choice import NodeFindings, choose
-from gpushare_agent.isolation.decisions.driver_volume_values import VolumeName
-from gpushare_agent.isolation.driver_limits.limits import check_driver_limits
+from gpushare_agent.isolation.choice import NodeFindings, choose
+from gpushare_agent.isolation.driver.limits import check_driver_limits
 from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
+from gpushare_agent.isolation.driver_volume.values import VolumeName
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import AgentError

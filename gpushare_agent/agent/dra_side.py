@@ -30,7 +30,7 @@ from gpushare_agent.dra.slices import SlicePublisher
 from gpushare_agent.dra.stale_claims import StaleClaims
 from gpushare_agent.dra.wake_pods import PodWaker
 from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.decisions.kept import kept
+from gpushare_agent.isolation.kept import kept
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import Tasks, start_tasks
 from gpushare_agent.kubelet.handover import ServingLock, StaleSockets

@@ -26,17 +26,17 @@ from gpushare_agent.cluster.events import PodEvents
 from gpushare_agent.isolation import ISOLATIONS, HamiCoreConfig, Preparation
 from gpushare_agent.isolation.availability import AvailabilityWatch
 from gpushare_agent.isolation.cdi.specs import CdiWatch
-from gpushare_agent.isolation.decisions.device_lists import strategy_warnings
-from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName
-from gpushare_agent.isolation.decisions.hami_core import lifts_cores, opts_out
-from gpushare_agent.isolation.decisions.kept import Kept, kept
-from gpushare_agent.isolation.decisions.memory_shares import MemoryShare, memory_shares
-from gpushare_agent.isolation.driver_limits.limits import DriverLimits, MemoryLimiter
+from gpushare_agent.isolation.device_lists import strategy_warnings
+from gpushare_agent.isolation.driver.limits import DriverLimits, MemoryLimiter
+from gpushare_agent.isolation.driver.memory_shares import MemoryShare, memory_shares
 from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
+from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.enforcement import ShareEnforcement
 from gpushare_agent.isolation.hami_core.caches import PrivateCaches
+from gpushare_agent.isolation.hami_core.edits import lifts_cores, opts_out
 from gpushare_agent.isolation.hami_core.limits import RegionLimits
 from gpushare_agent.isolation.hami_core.region_watch import RegionWatch
+from gpushare_agent.isolation.kept import Kept, kept
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses

@@ -10,14 +10,14 @@ from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.isolation import ISOLATIONS, HamiCoreConfig, IsolationConfig, MpsConfig
 from gpushare_agent.isolation.cdi.files import CdiFiles
+from gpushare_agent.isolation.cdi.own_spec import SPEC_CONTROL_NODES, SpecNodes
 from gpushare_agent.isolation.cdi.specs import CdiSpecs
-from gpushare_agent.isolation.decisions.cdi_spec import SPEC_CONTROL_NODES, SpecNodes
-from gpushare_agent.isolation.decisions.device_lists import CONTROL_NODES, NodeDevices
-from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName
-from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH
+from gpushare_agent.isolation.device_lists import CONTROL_NODES, NodeDevices
 from gpushare_agent.isolation.device_nodes import ControlNodes, read_extra_devices
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
+from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
+from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.model.errors import Rejected, StartupError

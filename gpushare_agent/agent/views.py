@@ -15,7 +15,7 @@ from gpushare_agent.cluster.decisions.feature_labels import feature_labels
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.decisions.node_facts import NodeFacts, node_facts
 from gpushare_agent.gpus.machine import machine_name, pci_class, pci_configuration
-from gpushare_agent.isolation.decisions.vcuda import vdevice_share
+from gpushare_agent.isolation.vcuda.edits import vdevice_share
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid

@@ -16,12 +16,12 @@ from typing import Literal
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.progress import Report, progress
 from gpushare_agent.cli.render_text import print_report
-from gpushare_agent.isolation.decisions.driver_volume import driver_version_text, plan_volume
-from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName, VolumePlan, VolumeRefused
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
 from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control
 from gpushare_agent.isolation.driver_volume.mounts import read_mounted_directories
+from gpushare_agent.isolation.driver_volume.plan import driver_version_text, plan_volume
+from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName, VolumePlan, VolumeRefused
 from gpushare_agent.model.errors import AgentError, StartupError
 from gpushare_agent.model.names import MIB
 from gpushare_agent.settings.settings import Settings

@@ -1,22 +1,22 @@
 """What enforces a container's share: one pure function per isolation, and the services that prepare the host for it.
 
-An isolation turns a container's allocation and the node's settings into container edits: one module in decisions/, named
-like its line in model/isolation.py (CONTRIBUTING.md has the steps). What must exist on the host before the container starts
-is made by a service: `VirtualManager` (vcuda/), `PrivateCaches` (hami_core/), `DriverLimits` (driver_limits/).
+An isolation is one package here, named like its line in model/isolation.py (CONTRIBUTING.md has the steps): its `edits`
+turn a container's allocation and the node's settings into container edits. What must exist on the host before the container
+starts is made by a service beside them: `VirtualManager`, `PrivateCaches`, `DriverLimits`.
 `AvailabilityWatch` checks what the deployer supplies.
 
 State owned: `VirtualManager`, `DirectoryReconciler`, `ContainerProcesses` (vDevice directories and sockets, the processes in
 them), `CdiWatch` (the CDI spec), `AvailabilityWatch` (why an isolation cannot be had), `MpsSupervision` (the MPS daemon),
 `DriverDirectory` (driver volumes on disk).
-Called by: admission (edits), agent (services), cli. Open first: decisions/request.py.
+Called by: admission (edits), agent (services), cli. Open first: request.py.
 Who removes vDevice directories: `VirtualManager.remove_stale` in vcuda/virtual_manager.py, once their pod is gone.
 
-Others import: availability, cdi.files, cdi.specs, decisions.cdi_spec, decisions.choice, decisions.device_lists,
-decisions.driver_volume, decisions.driver_volume_values, decisions.hami_core, decisions.kept, decisions.memory_shares,
-decisions.vcuda, decisions.vdevice_format, device_nodes, driver_limits.limits, driver_volume.check, driver_volume.config,
-driver_volume.directory, driver_volume.elf, driver_volume.libraries, driver_volume.mounts, enforcement, hami_core.caches,
-hami_core.files, hami_core.limits, hami_core.region_watch, mps.control, mps.daemon, mps.supervision, vcuda.client,
-vcuda.configs, vcuda.container_ids, vcuda.container_processes, vcuda.files, vcuda.virtual_manager.
+Others import: availability, cdi.files, cdi.own_spec, cdi.specs, choice, device_lists, device_nodes, driver.limits,
+driver.memory_shares, driver_volume.check, driver_volume.config, driver_volume.directory, driver_volume.elf,
+driver_volume.libraries, driver_volume.mounts, driver_volume.plan, driver_volume.values, enforcement, hami_core.caches,
+hami_core.edits, hami_core.files, hami_core.limits, hami_core.region_watch, kept, mps.control, mps.daemon, mps.supervision,
+vcuda.client, vcuda.configs, vcuda.container_ids, vcuda.container_processes, vcuda.edits, vcuda.files, vcuda.format,
+vcuda.virtual_manager.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 
-from gpushare_agent.isolation.decisions.request import (
+from gpushare_agent.isolation.request import (
     GpuShare,
     HamiCoreConfig,
     Isolation,
@@ -40,7 +40,7 @@ from gpushare_agent.model.isolation import IsolationName
 def _load(name: IsolationName) -> Isolation:
     if len(name.parts) > 1:
         return combined(name, [_load(part) for part in name.parts])
-    found: Isolation = import_module(f"{__name__}.decisions.{name.replace('-', '_')}").ISOLATION
+    found: Isolation = import_module(f"{__name__}.{name.replace('-', '_')}").ISOLATION
     return found
 
 

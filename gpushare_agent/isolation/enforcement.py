@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gpushare_agent.isolation import ISOLATIONS, Isolation
-from gpushare_agent.isolation.decisions.request import Follows
-from gpushare_agent.isolation.driver_limits.limits import DriverLimits
+from gpushare_agent.isolation.driver.limits import DriverLimits
 from gpushare_agent.isolation.hami_core.limits import RegionLimits
+from gpushare_agent.isolation.request import Follows
 from gpushare_agent.isolation.vcuda.virtual_manager import VirtualManager
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.isolation import IsolationName

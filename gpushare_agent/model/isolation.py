@@ -1,7 +1,6 @@
 """The isolations and device-list strategies by name, as settings and annotations spell them.
 
-What each does is in decisions/isolation/ and isolation/decisions/device_lists.py. A new isolation is one file there and
-one line here.
+What each does is in isolation/<name>/ and isolation/device_lists.py. A new isolation is a package there and a line here.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Sharing(StrEnum):
 
 
 CorePolicy = Literal["default", "force", "disable"]
-"""Whether HAMi-core limits compute, in its own words: isolation/decisions/hami_core.py."""
+"""Whether HAMi-core limits compute, in its own words: isolation/hami_core/edits.py."""
 
 
 class ResizeMode(StrEnum):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from gpushare_agent.isolation.decisions.kept import NOT_KEPT_TEXTS, Kept
+from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS, Kept
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory, MigPlace
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid

@@ -9,7 +9,7 @@ import pytest
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
 from gpushare_agent.isolation import IsolationConfig
-from gpushare_agent.isolation.decisions.device_lists import NodeDevices
+from gpushare_agent.isolation.device_lists import NodeDevices
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.decisions.kept import Keeper
+from gpushare_agent.isolation.kept import Keeper
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.memory_limits import MemoryLimit
 from gpushare_agent.model.names import ISOLATION_ANNOTATION, PodUid

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig, decode_config
+from gpushare_agent.isolation.vcuda.format import VDeviceConfig, decode_config
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (

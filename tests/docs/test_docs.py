@@ -13,7 +13,7 @@ import yaml
 
 from gpushare_agent import __version__
 from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.decisions.kept import NOT_KEPT_TEXTS
+from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS
 from gpushare_agent.model.allocations import ClaimRef, ClaimShare
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.gpus import MigPlace

@@ -10,7 +10,7 @@ from gpushare_agent.agent.claim_pods import ClaimPods
 from gpushare_agent.agent.composition import build
 from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.isolation.decisions.kept import Keeper
+from gpushare_agent.isolation.kept import Keeper
 from gpushare_agent.model.allocations import Allocation, ClaimShare, ContainerKey
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, GpuUuid, PodUid, device_id

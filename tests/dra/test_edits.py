@@ -13,8 +13,8 @@ from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
 from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
-from gpushare_agent.isolation.decisions.hami_core import edit_hami_core
-from gpushare_agent.isolation.decisions.vdevice_format import is_container_name
+from gpushare_agent.isolation.hami_core.edits import edit_hami_core
+from gpushare_agent.isolation.vcuda.format import is_container_name
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.isolation.decisions.cdi_spec import (
+from gpushare_agent.isolation.cdi.own_spec import (
     SPEC_CONTROL_NODES,
     SpecNodes,
     build_spec,

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from gpushare_agent.isolation.decisions.choice import Choice, NodeFindings, choose
+from gpushare_agent.isolation.choice import Choice, NodeFindings, choose
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import IsolationName
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
-from gpushare_agent.isolation.decisions.device_lists import (
+from gpushare_agent.isolation.device_lists import (
     STRATEGIES,
     DeviceListRequest,
     NodeDevices,

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName
 from gpushare_agent.isolation.driver_volume.config import VolumeConfigError, parse_volumes, read_volume_config
+from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.model.errors import StartupError
 
 EXAMPLE = Path(__file__).parent.parent.parent / "manifests/base/volume.conf"

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpushare_agent.isolation.decisions.driver_volume import (
+from gpushare_agent.isolation.driver_volume.plan import (
     CONTROLLED,
     choose_libraries,
     driver_version,
     driver_version_text,
     plan_volume,
 )
-from gpushare_agent.isolation.decisions.driver_volume_values import (
+from gpushare_agent.isolation.driver_volume.values import (
     Control,
     DriverVolume,
     ElfClass,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare_agent.isolation import ISOLATIONS, GpuShare, HamiCoreConfig, IsolationConfig, IsolationRequest
-from gpushare_agent.isolation.decisions.hami_core import LIBRARY_PATH, edit_hami_core
+from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH, edit_hami_core
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.model.allocations import ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.decisions.hami_core_region import FILE_BYTES
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
+from gpushare_agent.isolation.hami_core.region_format import FILE_BYTES
 from gpushare_agent.kit.directories import DIRECTORY, opened
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Corrupt, Rejected, StartupError, Unavailable

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent.isolation import HamiCoreConfig
-from gpushare_agent.isolation.decisions import hami_core_region as layout
+from gpushare_agent.isolation.hami_core import region_format as layout
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.hami_core.limits import NO_REGION, RegionLimits
 from gpushare_agent.kit.supervision import forever, stop_task

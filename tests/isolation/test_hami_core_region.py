@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation.decisions import hami_core_region as layout
+from gpushare_agent.isolation.hami_core import region_format as layout
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Corrupt, NotFound

@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.decisions import hami_core_region as layout
-from gpushare_agent.isolation.decisions.hami_core_host_pids import can_correct, right_host_pids
-from gpushare_agent.isolation.decisions.hami_core_locks import (
+from gpushare_agent.isolation.hami_core import region_format as layout
+from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
+from gpushare_agent.isolation.hami_core.host_pids import can_correct, right_host_pids
+from gpushare_agent.isolation.hami_core.locks import (
     CONFIRM_S,
     POSTINIT_S,
     SLOTS_S,
@@ -23,7 +24,6 @@ from gpushare_agent.isolation.decisions.hami_core_locks import (
     held_locks,
     is_left,
 )
-from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.hami_core.region_watch import ASK_AGAIN_S, RegionWatch
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.gpus import KernelModule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.decisions.kept import NOT_KEPT_TEXTS, Keeper, NotKept, kept
+from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS, Keeper, NotKept, kept
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import IsolationName
 from tests.real_isolation.checks import CHECKS, Verdict

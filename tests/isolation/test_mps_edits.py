@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest, MpsConfig
-from gpushare_agent.isolation.decisions.mps import edit_mps
+from gpushare_agent.isolation.mps.edits import edit_mps
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import IsolationName

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from grpclib import GRPCError, Status
 
-from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig, decode_config, decode_pids
+from gpushare_agent.isolation.vcuda.format import VDeviceConfig, decode_config, decode_pids
 from gpushare_agent.model.allocations import ClaimShare, ContainerKey
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import PodUid

@@ -1,4 +1,4 @@
-"""isolation/decisions/vdevice_format.py and isolation/vcuda/files.py: what a C program reads, and what lies where."""
+"""isolation/vcuda/format.py and isolation/vcuda/files.py: what a C program reads, and what lies where."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.isolation.decisions.vdevice_format import (
+from gpushare_agent.isolation.vcuda.files import VDeviceFiles
+from gpushare_agent.isolation.vcuda.format import (
     VDeviceConfig,
     decode_config,
     decode_pids,
@@ -28,7 +29,6 @@ from gpushare_agent.isolation.decisions.vdevice_format import (
     is_pod_uid,
     split_container_name,
 )
-from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid, is_container_id

@@ -10,16 +10,16 @@ import asyncio
 
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.cli.driver_volume import USUAL_CONFIG, plan_of
-from gpushare_agent.isolation.decisions.driver_volume import LIBCUDA
-from gpushare_agent.isolation.decisions.driver_volume_values import (
+from gpushare_agent.isolation.driver_volume.check import has_gpu_client, loaded_libcuda
+from gpushare_agent.isolation.driver_volume.config import read_volume_config
+from gpushare_agent.isolation.driver_volume.directory import installed_driver_text
+from gpushare_agent.isolation.driver_volume.plan import LIBCUDA
+from gpushare_agent.isolation.driver_volume.values import (
     CONTROL_LIBRARY_NAME,
     GPU_CLIENT_NAME,
     DriverVolume,
     VolumeName,
 )
-from gpushare_agent.isolation.driver_volume.check import has_gpu_client, loaded_libcuda
-from gpushare_agent.isolation.driver_volume.config import read_volume_config
-from gpushare_agent.isolation.driver_volume.directory import installed_driver_text
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.model.names import MIB
 from gpushare_agent.runtime import node_probes

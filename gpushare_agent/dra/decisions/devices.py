@@ -28,7 +28,7 @@ _NOT_IN_A_VALUE = re.compile(r"[^A-Za-z0-9._-]+")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePolicy:
     """What of the settings bears on the slice. `isolation` is the node's own, `limited_by` what limits memory and compute
-    under it (isolation/decisions/kept.py)."""
+    under it (isolation/kept.py)."""
 
     block_mib: int
     order: str

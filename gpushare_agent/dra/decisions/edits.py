@@ -21,7 +21,7 @@ from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, ClaimResult
 from gpushare_agent.dra.decisions.sharing import not_shared
 from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationRequest, Preparation
-from gpushare_agent.isolation.decisions.device_lists import DeviceListRequest, device_edits
+from gpushare_agent.isolation.device_lists import DeviceListRequest, device_edits
 from gpushare_agent.model.allocations import ClaimRef, ContainerEdits, ContainerKey, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu

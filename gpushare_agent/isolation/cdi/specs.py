@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 
-from gpushare_agent.isolation.decisions.cdi_spec import SpecNodes, build_spec, encode_spec, gpus_to_name, naming
+from gpushare_agent.isolation.cdi.own_spec import SpecNodes, build_spec, encode_spec, gpus_to_name, naming
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import wait_for

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpushare_agent.isolation.decisions.driver_volume import LIBCUDA
-from gpushare_agent.isolation.decisions.driver_volume_values import (
+from gpushare_agent.isolation.driver_volume.plan import LIBCUDA
+from gpushare_agent.isolation.driver_volume.values import (
     CONTROL_LIBRARY_NAME,
     GPU_CLIENT_NAME,
     DriverVolume,

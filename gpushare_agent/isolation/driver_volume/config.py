@@ -11,7 +11,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName
+from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.model.errors import StartupError
 
 MAX_BYTES = 1024 * 1024

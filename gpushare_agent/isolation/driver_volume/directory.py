@@ -8,7 +8,7 @@
 A container's mount of <base>/nvidia is resolved when it is made, so a running container keeps the version that it began
 with. A version's name holds a hash of the content: the same content is never installed twice. Names end in .2, .3 … where
 a directory of that name was damaged from outside, for it may be mounted and so is not repaired. Owns everything below
-.versions and the links; the content is planned in isolation/decisions/driver_volume.py.
+.versions and the links; the content is planned in isolation/driver_volume/plan.py.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pathlib import Path
 
 import structlog
 
-from gpushare_agent.isolation.decisions.driver_volume import driver_version, driver_version_text
-from gpushare_agent.isolation.decisions.driver_volume_values import DriverVolume, VolumeName, VolumePlan
+from gpushare_agent.isolation.driver_volume.plan import driver_version, driver_version_text
+from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName, VolumePlan
 from gpushare_agent.isolation.driver_volume.version import (
     Content,
     Progress,

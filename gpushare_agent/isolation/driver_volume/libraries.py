@@ -1,7 +1,7 @@
 """Finds the driver's libraries and programs on the host, whose file system may be mounted below some directory.
 
 Libraries are found as the host's programs find them, by the dynamic loader's cache; what it does not name is searched in
-the usual directories. Which of them a volume gets is decided in isolation/decisions/driver_volume.py. No state.
+the usual directories. Which of them a volume gets is decided in isolation/driver_volume/plan.py. No state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import structlog
 
-from gpushare_agent.isolation.decisions.driver_volume_values import (
+from gpushare_agent.isolation.driver_volume.elf import CacheEntry, read_elf, read_loader_cache
+from gpushare_agent.isolation.driver_volume.values import (
     CONTROL_LIBRARY_NAME,
     Control,
     DriverVolume,
@@ -21,7 +22,6 @@ from gpushare_agent.isolation.decisions.driver_volume_values import (
     FoundProgram,
     HostDriver,
 )
-from gpushare_agent.isolation.driver_volume.elf import CacheEntry, read_elf, read_loader_cache
 from gpushare_agent.model.errors import Corrupt, NotFound, StartupError
 
 log = structlog.get_logger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpushare_agent.isolation.decisions.driver_volume_values import DIRECTORY_OF_CLASS, PlannedFile, VolumePlan
+from gpushare_agent.isolation.driver_volume.values import DIRECTORY_OF_CLASS, PlannedFile, VolumePlan
 from gpushare_agent.model.errors import StartupError
 
 Progress = Callable[[str, int, int], None]

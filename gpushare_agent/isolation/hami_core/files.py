@@ -26,7 +26,7 @@ To rename or link a file the kernel waits for whoever writes or shortens it (ext
 between directories of that file system goes on meanwhile. `prepare` and `remove_pod` rename directories, which does not.
 
 Every step is one of kit/directories.py, relative to a descriptor and following no link. State owned: none but the files.
-Source of the layout: docs/reference/formats.md, section 7, and isolation/decisions/hami_core.py, which names the same paths.
+Source of the layout: docs/reference/formats.md, section 7, and isolation/hami_core/edits.py, which names the same paths.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from gpushare_agent.isolation.decisions.vdevice_format import is_pod_uid, require_nameable
 from gpushare_agent.isolation.hami_core.region import Region, cut, is_oversized, occupied_bytes, opened_region
+from gpushare_agent.isolation.vcuda.format import is_pod_uid, require_nameable
 from gpushare_agent.kit.directories import (
     DIRECTORY,
     DIRECTORY_MODE,

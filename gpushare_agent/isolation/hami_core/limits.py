@@ -20,9 +20,9 @@ from typing import NoReturn, Protocol
 
 import structlog
 
-from gpushare_agent.isolation.decisions.hami_core import live_limits
-from gpushare_agent.isolation.decisions.request import HamiCoreConfig
+from gpushare_agent.isolation.hami_core.edits import live_limits
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
+from gpushare_agent.isolation.request import HamiCoreConfig
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
 from gpushare_agent.model.errors import AgentError

@@ -3,7 +3,7 @@
 No link is followed, nothing but a regular file of exactly the region's size is read, each read and write is bounded, and
 the file is never mapped: a tenant that cuts it short would end the agent by a signal. Each edit is eight aligned bytes or
 four, which the processes that have the file mapped see whole. Blocks; call it in a thread. No state.
-The layout: isolation/decisions/hami_core_region.py.
+The layout: isolation/hami_core/region_format.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gpushare_agent.isolation.decisions.hami_core_region import (
+from gpushare_agent.isolation.hami_core.region_format import (
     FILE_BYTES,
     HEAD_BYTES,
     SLOT_BYTES,
@@ -71,7 +71,7 @@ class Region:
         self.write(*core_limit_edit(ordinal, percent))
 
     def write(self, offset: int, content: bytes) -> None:
-        """An edit that isolation/decisions made."""
+        """An edit of `region_format`."""
         with _renamed(self._name):
             written = os.pwrite(self._file, content, offset)
         if written != len(content):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gpushare_agent.isolation.decisions.vdevice_format import (
+from gpushare_agent.isolation.vcuda.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
     MAX_PIDS,

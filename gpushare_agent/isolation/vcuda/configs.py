@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from gpushare_agent.isolation.decisions.vcuda import core_limit, driver_numbers, vdevice_share
-from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig, encode_config
+from gpushare_agent.isolation.vcuda.edits import core_limit, driver_numbers, vdevice_share
+from gpushare_agent.isolation.vcuda.format import VDeviceConfig, encode_config
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from gpushare_agent.isolation.decisions.vcuda import reported_pids
-from gpushare_agent.isolation.decisions.vdevice_format import MAX_PIDS
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
+from gpushare_agent.isolation.vcuda.edits import reported_pids
+from gpushare_agent.isolation.vcuda.format import MAX_PIDS
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import KernelModule

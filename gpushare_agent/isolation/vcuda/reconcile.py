@@ -18,10 +18,10 @@ from typing import Protocol
 
 import structlog
 
-from gpushare_agent.isolation.decisions.vdevice_format import decode_config
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses, Processes
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
+from gpushare_agent.isolation.vcuda.format import decode_config
 from gpushare_agent.isolation.vcuda.server import RunsBlocking, VDeviceServer
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from gpushare_agent.isolation.decisions.vdevice_format import VDeviceConfig
+from gpushare_agent.isolation.vcuda.format import VDeviceConfig
 from gpushare_agent.model.names import MIB
 
 

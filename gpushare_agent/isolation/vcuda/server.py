@@ -30,7 +30,7 @@ from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 from grpclib.server import Stream
 
-from gpushare_agent.isolation.decisions.vdevice_claim import Claim, InvalidClaim, read_claim
+from gpushare_agent.isolation.vcuda.claim import Claim, InvalidClaim, read_claim
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits, SharedBudget
 from gpushare_agent.kit.peer_credentials import peer_credentials

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION, parse_gpus
-from gpushare_agent.isolation.decisions.vcuda import VDEVICE_DIRECTORY
+from gpushare_agent.isolation.vcuda.edits import VDEVICE_DIRECTORY
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import Gpu

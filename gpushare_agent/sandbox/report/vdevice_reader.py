@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.isolation.decisions.vdevice_format import CONFIG_NAME, PIDS_NAME
 from gpushare_agent.isolation.vcuda.client import read_vdevice
+from gpushare_agent.isolation.vcuda.format import CONFIG_NAME, PIDS_NAME
 from gpushare_agent.kit.sockets import FileIdentity, file_identity
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.names import MIB

@@ -8,7 +8,7 @@ connection to the daemon and no limits.
 
 from __future__ import annotations
 
-from gpushare_agent.isolation.decisions.request import GpuShare, Isolation, IsolationRequest, MpsConfig
+from gpushare_agent.isolation.request import GpuShare, Isolation, IsolationRequest, MpsConfig
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from gpushare_agent.isolation.decisions.vcuda import vdevice_share
+from gpushare_agent.isolation.vcuda.edits import vdevice_share
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import MIB, GpuUuid

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpushare_agent.isolation.decisions.request import Follows, Isolation, IsolationRequest, Preparation
+from gpushare_agent.isolation.request import Follows, Isolation, IsolationRequest, Preparation
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, KernelModule

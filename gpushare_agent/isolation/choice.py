@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from gpushare_agent.isolation.decisions.kept import hides_compute_from_hami_core
+from gpushare_agent.isolation.kept import hides_compute_from_hami_core
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import IsolationName
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpushare_agent.isolation.decisions.vdevice_format import is_bus_id, is_pod_uid, split_container_name
+from gpushare_agent.isolation.vcuda.format import is_bus_id, is_pod_uid, split_container_name
 from gpushare_agent.model.names import is_container_id
 from gpushare_agent.wire.vcuda import VDeviceRequest
 

@@ -1,7 +1,7 @@
 """NVIDIA's driver itself limits the memory of the container's cgroup, whatever its programs do. Compute is not limited.
 
 From driver 615 on (CUDA 13.4), with cgroup v2, not with MIG. Who sets the limit once the cgroup is there is NVIDIA's
-container toolkit, from the two variables below, or the agent (isolation/driver_limits/limits.py).
+container toolkit, from the two variables below, or the agent (isolation/driver/limits.py).
 
 Source: the hook `apply-cuda-memory-limits` of nvidia-container-toolkit 1.20.1 (read there, not tried): both variables, each
 a whole number of MiB, the request not above the limit; without one of them nothing is set. NVIDIA's guide to MPS, "Memory
@@ -11,7 +11,7 @@ equal here, for what a container has above its request MPS may take back by endi
 
 from __future__ import annotations
 
-from gpushare_agent.isolation.decisions.request import Follows, Isolation, IsolationRequest, Preparation
+from gpushare_agent.isolation.request import Follows, Isolation, IsolationRequest, Preparation
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import IsolationName

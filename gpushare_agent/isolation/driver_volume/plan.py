@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpushare_agent.isolation.decisions.driver_volume_values import (
+from gpushare_agent.isolation.driver_volume.values import (
     CONTROL_LIBRARY_NAME,
     DIRECTORY_OF_CLASS,
     GPU_CLIENT_NAME,

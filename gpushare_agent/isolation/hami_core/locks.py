@@ -18,7 +18,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from gpushare_agent.isolation.decisions.hami_core_region import RegionHead, RegionTail, Slot
+from gpushare_agent.isolation.hami_core.region_format import RegionHead, RegionTail, Slot
 
 SLOTS_S = 10.0
 """Without an owner the lock is taken for the time of two instructions."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpushare_agent.isolation.decisions.request import Isolation, IsolationRequest
+from gpushare_agent.isolation.request import Isolation, IsolationRequest
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.isolation import IsolationName
 

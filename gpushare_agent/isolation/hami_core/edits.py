@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpushare_agent.isolation.decisions.request import Follows, HamiCoreConfig, Isolation, IsolationRequest, Preparation
-from gpushare_agent.isolation.decisions.vcuda import vdevice_share
+from gpushare_agent.isolation.request import Follows, HamiCoreConfig, Isolation, IsolationRequest, Preparation
+from gpushare_agent.isolation.vcuda.edits import vdevice_share
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
