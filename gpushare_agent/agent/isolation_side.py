@@ -27,8 +27,8 @@ from gpushare_agent.isolation import ISOLATIONS, HamiCoreConfig, Preparation
 from gpushare_agent.isolation.availability import AvailabilityWatch
 from gpushare_agent.isolation.cdi.specs import CdiWatch
 from gpushare_agent.isolation.device_lists import strategy_warnings
+from gpushare_agent.isolation.driver.edits import MemoryShare, memory_shares
 from gpushare_agent.isolation.driver.limits import DriverLimits, MemoryLimiter
-from gpushare_agent.isolation.driver.memory_shares import MemoryShare, memory_shares
 from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.enforcement import ShareEnforcement

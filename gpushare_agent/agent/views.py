@@ -15,7 +15,7 @@ from gpushare_agent.cluster.decisions.feature_labels import feature_labels
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.decisions.node_facts import NodeFacts, node_facts
 from gpushare_agent.gpus.machine import machine_name, pci_class, pci_configuration
-from gpushare_agent.isolation.vcuda.edits import vdevice_share
+from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
@@ -165,10 +165,10 @@ def _container(
     state: NodeState, isolation: IsolationSide, allocation: Allocation, pod: Pod | None, gpus: Mapping[GpuUuid, Gpu]
 ) -> ContainerFacts:
     annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
-    share = vdevice_share(allocation, annotations, gpus, state.names)
+    share = share_limits(allocation, annotations, gpus, state.names)
     allocated = share
     if allocation.granted is not None:
-        allocated = vdevice_share(replace(allocation, granted=None), annotations, gpus, state.names)
+        allocated = share_limits(replace(allocation, granted=None), annotations, gpus, state.names)
     chosen = isolation.isolation_of(allocation)
     return ContainerFacts(
         allocation=allocation,

@@ -11,11 +11,11 @@ them), `CdiWatch` (the CDI spec), `AvailabilityWatch` (why an isolation cannot b
 Called by: admission (edits), agent (services), cli. Open first: request.py.
 Who removes vDevice directories: `VirtualManager.remove_stale` in vcuda/virtual_manager.py, once their pod is gone.
 
-Others import: availability, cdi.files, cdi.own_spec, cdi.specs, choice, device_lists, device_nodes, driver.limits,
-driver.memory_shares, driver_volume.check, driver_volume.config, driver_volume.directory, driver_volume.elf,
+Others import: availability, cdi.files, cdi.own_spec, cdi.specs, choice, device_lists, device_nodes, driver.edits,
+driver.limits, driver_volume.check, driver_volume.config, driver_volume.directory, driver_volume.elf,
 driver_volume.libraries, driver_volume.mounts, driver_volume.plan, driver_volume.values, enforcement, hami_core.caches,
 hami_core.edits, hami_core.files, hami_core.limits, hami_core.region_watch, kept, mps.control, mps.daemon, mps.supervision,
-vcuda.client, vcuda.configs, vcuda.container_ids, vcuda.container_processes, vcuda.edits, vcuda.files, vcuda.format,
+shares, vcuda.client, vcuda.configs, vcuda.container_ids, vcuda.container_processes, vcuda.edits, vcuda.files, vcuda.format,
 vcuda.virtual_manager.
 """
 

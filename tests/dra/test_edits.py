@@ -14,7 +14,7 @@ from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
 from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
 from gpushare_agent.isolation.hami_core.edits import edit_hami_core
-from gpushare_agent.isolation.vcuda.format import is_container_name
+from gpushare_agent.isolation.names import is_container_name
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from gpushare_agent.isolation.driver.edits import MemoryShare, memory_shares, pod_memory
 from gpushare_agent.isolation.driver.limits import DriverLimits
-from gpushare_agent.isolation.driver.memory_shares import MemoryShare, memory_shares, pod_memory
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Refused, Rejected, Unavailable

@@ -13,18 +13,19 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.isolation.hami_core import region_format as layout
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
-from gpushare_agent.isolation.hami_core.host_pids import can_correct, right_host_pids
-from gpushare_agent.isolation.hami_core.locks import (
+from gpushare_agent.isolation.hami_core.region_watch import ASK_AGAIN_S, RegionWatch
+from gpushare_agent.isolation.hami_core.repairs import (
     CONFIRM_S,
     POSTINIT_S,
     SLOTS_S,
     WAITING_S,
     Held,
     LockName,
+    can_correct,
     held_locks,
     is_left,
+    right_host_pids,
 )
-from gpushare_agent.isolation.hami_core.region_watch import ASK_AGAIN_S, RegionWatch
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.names import PodUid

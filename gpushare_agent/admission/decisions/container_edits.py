@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest
 from gpushare_agent.isolation.device_lists import DeviceListRequest, NodeDevices, device_edits
-from gpushare_agent.isolation.vcuda.edits import core_limit
+from gpushare_agent.isolation.shares import core_limit
 from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, KernelModule

@@ -24,7 +24,7 @@ from typing import Any
 from gpushare_agent.cluster.kube.pods import PREDICATE_PREFIX, mapping_or_empty, parse_pod
 from gpushare_agent.dra.decisions.claim import CONFIG_API_VERSION, CONFIG_KIND, DRIVER, MAX_RESULTS
 from gpushare_agent.dra.decisions.devices import quantity
-from gpushare_agent.isolation.vcuda.edits import core_limit
+from gpushare_agent.isolation.shares import core_limit
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import (

@@ -20,7 +20,7 @@ from typing import NoReturn, Protocol
 
 import structlog
 
-from gpushare_agent.isolation.driver.memory_shares import MemoryShare, pod_memory
+from gpushare_agent.isolation.driver.edits import MemoryShare, pod_memory
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import ContainerKey

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpushare_agent.isolation.request import Follows, HamiCoreConfig, Isolation, IsolationRequest, Preparation
-from gpushare_agent.isolation.vcuda.edits import vdevice_share
+from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
@@ -161,7 +161,7 @@ def live_limits(
     gpu = gpus.get(allocation.gpus[0]) if allocation.gpus else None
     if gpu is None:
         return None
-    share = vdevice_share(allocation, annotations, gpus, names)
+    share = share_limits(allocation, annotations, gpus, names)
     memory_mib = _memory_limit_mib(share.memory_bytes // MIB, gpu, config)
     percent = _percent(share.cores, share.core_limit, config)
     return (memory_mib * MIB, percent) if memory_mib >= 1 and percent >= 1 else None

@@ -40,7 +40,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from gpushare_agent.isolation.hami_core.region import Region, cut, is_oversized, occupied_bytes, opened_region
-from gpushare_agent.isolation.vcuda.format import is_pod_uid, require_nameable
+from gpushare_agent.isolation.names import is_pod_uid, require_nameable
 from gpushare_agent.kit.directories import (
     DIRECTORY,
     DIRECTORY_MODE,

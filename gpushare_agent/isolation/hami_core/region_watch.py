@@ -1,8 +1,8 @@
 """Mends HAMi-core's shared regions by what the kernel says of the containers' processes: frees locks that a killed process
 left taken, and writes the host PIDs that processes did not find.
 
-Without it the container's next CUDA processes wait for minutes in cuInit (isolation/hami_core/locks.py), and a
-process that starts while another one of its GPU ends has no limit of compute (isolation/hami_core/host_pids.py).
+Without it the container's next CUDA processes wait for minutes in cuInit, and a process that starts while another one of its
+GPU ends has no limit of compute (isolation/hami_core/repairs.py).
 An agent that cannot see the containers' processes, without the host's PID namespace, frees locks later and writes no PID.
 Processes that wait for a lock already look again each second, as the library is built here.
 
@@ -21,9 +21,16 @@ from typing import Any, NoReturn, Protocol
 import structlog
 
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
-from gpushare_agent.isolation.hami_core.host_pids import SlotPids, can_correct, right_host_pids
-from gpushare_agent.isolation.hami_core.locks import Held, LockName, held_locks, is_left
 from gpushare_agent.isolation.hami_core.region_format import MAX_PROCESSES, free_lock_edit, host_pid_edit
+from gpushare_agent.isolation.hami_core.repairs import (
+    Held,
+    LockName,
+    SlotPids,
+    can_correct,
+    held_locks,
+    is_left,
+    right_host_pids,
+)
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError

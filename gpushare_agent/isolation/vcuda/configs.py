@@ -5,15 +5,20 @@ They are needed every second, and encoded anew only where an input has changed. 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 
-from gpushare_agent.isolation.vcuda.edits import core_limit, driver_numbers, vdevice_share
+from gpushare_agent.isolation.shares import core_limit, share_limits
 from gpushare_agent.isolation.vcuda.format import VDeviceConfig, encode_config
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
+from gpushare_agent.model.names import (
+    CORE_LIMIT_ANNOTATION,
+)
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
+
+_DRIVER = re.compile(r"(\d{1,6})\.(\d{1,6})")
 
 
 class VDeviceConfigs:
@@ -51,7 +56,7 @@ class VDeviceConfigs:
         annotations = pod.annotations if pod is not None else {}
         if allocation.claim is not None:
             annotations = {CORE_LIMIT_ANNOTATION: str(allocation.claim.core_limit)}
-        share = vdevice_share(allocation, annotations, self._inventory().by_uuid(), self._names)
+        share = share_limits(allocation, annotations, self._inventory().by_uuid(), self._names)
         is_pods = pod is not None and not allocation.is_whole and allocation.claim is None and not allocation.gpu_ids
         if pod is not None and is_pods and (problem := core_limit(annotations, share.cores).problem):
             self._on_problem(pod, problem)
@@ -66,3 +71,9 @@ class VDeviceConfigs:
             enable=share.is_limited,
         )
         return encode_config(config)
+
+
+def driver_numbers(version: str) -> tuple[int, int]:
+    """Major and minor of a driver version such as 580.159.04; (0, 0) where it has none (simulated GPUs)."""
+    match = _DRIVER.match(version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

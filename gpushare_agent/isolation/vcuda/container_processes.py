@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 import structlog
 
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
-from gpushare_agent.isolation.vcuda.edits import reported_pids
 from gpushare_agent.isolation.vcuda.format import MAX_PIDS
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.names import (
+    PodUid,
+)
 from gpushare_agent.runtime.cgroup_walk import CgroupDir
 from gpushare_agent.runtime.cgroups import CgroupProcesses, Cgroups
 
@@ -254,3 +255,22 @@ class ContainerProcesses:
             ]
             for key, instance in unknown.items()
         }
+
+
+def reported_pids(host_pid: int, namespace_pids: Sequence[int], module: KernelModule | None) -> tuple[int, ...]:
+    """The PIDs by which the driver in use reports a process to those of its container: pids.config holds these.
+
+    | kernel module | process lists | utilisation samples | here |
+    |---|---|---|---|
+    | proprietary, not known, open before 515 | host | host | the host's PID |
+    | open 515 to 569 | namespace | host | both |
+    | open from 570 | namespace | namespace | the namespaces' |
+
+    `namespace_pids` are those of the container's PID namespace and of those nested in it; none for a process in the host's,
+    which has its host PID there too. With both kinds in one list another container's process is taken for one of this
+    container where its host PID equals a PID of our namespace: its utilisation is then counted as ours, which holds us below
+    our share, never above. Host PIDs that low are the kernel's own at first, so that is left so.
+    """
+    if module is None or not module.lists_namespace_pids or not namespace_pids:
+        return (host_pid,)
+    return tuple(namespace_pids) if module.samples_namespace_pids else (host_pid, *namespace_pids)

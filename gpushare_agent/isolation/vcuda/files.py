@@ -24,6 +24,7 @@ from pathlib import Path
 
 import structlog
 
+from gpushare_agent.isolation.names import is_container_name, is_pod_uid, require_nameable
 from gpushare_agent.isolation.vcuda.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
@@ -31,9 +32,6 @@ from gpushare_agent.isolation.vcuda.format import (
     PIDS_NAME,
     SOCKET_NAME,
     encode_pids,
-    is_container_name,
-    is_pod_uid,
-    require_nameable,
 )
 from gpushare_agent.kit.directories import (
     DIRECTORY,

@@ -1,6 +1,6 @@
-"""The files that the in-container library reads, and the names that are allowed in a path or a request.
+"""The files that the in-container library reads, and the forms of the names in a request. Pure.
 
-The files themselves: isolation/vcuda/files.py. No state. Source of the formats: docs/reference/formats.md, section 5 (they
+The files themselves: isolation/vcuda/files.py. Source of the formats: docs/reference/formats.md, section 5 (they
 are the library's own C structs: native, little-endian, fixed sizes).
 
 | offset | size | vcuda.config |
@@ -22,10 +22,9 @@ import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
-from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import Corrupt, Rejected
+from gpushare_agent.isolation.names import is_container_name, is_pod_uid
+from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 
 SOCKET_NAME = "vcuda.sock"
@@ -39,10 +38,6 @@ MAX_PIDS = 1024
 _CONFIG = struct.Struct("<48si4044x4096s16sQiiiii4x")
 _MAX_INT32 = 2**31 - 1
 
-_POD_UID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}")
-"""A UUID, or the 32 digits of a static pod's hash. Strict, for directories of such names are removed with their pods."""
-_CONTAINER_NAME = re.compile(r"[0-9a-z](?:[0-9a-z-]{0,61}[0-9a-z])?")
-"""A DNS label, as the API server demands of container names."""
 _BUS_ID = re.compile(r"[0-9A-Fa-f:.]{0,15}")
 _DOCKER_NAME = re.compile(
     r"/?k8s_([0-9a-z-]{1,63})_[0-9a-z.-]{1,253}_[0-9a-z-]{1,63}_([0-9A-Za-z-]{1,47})(?:_[0-9]{1,10})?"
@@ -140,29 +135,6 @@ def decode_pids(content: bytes) -> tuple[int, ...]:
     if len(content) % 4 or len(content) > 4 * MAX_PIDS:
         raise Corrupt(f"{PIDS_NAME} has {len(content)} bytes: it is not what the agent writes")
     return struct.unpack(f"<{len(content) // 4}i", content)
-
-
-def is_pod_uid(text: str) -> bool:
-    return _POD_UID.fullmatch(text) is not None
-
-
-def is_container_name(text: str) -> bool:
-    return _CONTAINER_NAME.fullmatch(text) is not None
-
-
-@lru_cache(maxsize=8192)
-def is_nameable(key: ContainerKey) -> bool:
-    """Whether a directory may be named after the pod and the container."""
-    return is_pod_uid(key.pod_uid) and is_container_name(key.container)
-
-
-def require_nameable(key: ContainerKey) -> None:
-    """Raises Rejected."""
-    if not is_nameable(key):
-        raise Rejected(
-            f"pod UID {key.pod_uid[:80]!r} and container {key.container[:80]!r} are no names of Kubernetes: "
-            f"no directory is named after them"
-        )
 
 
 def is_bus_id(text: str) -> bool:

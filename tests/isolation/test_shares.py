@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation.vcuda.edits import core_limit, reported_pids, share_cores
+from gpushare_agent.isolation.shares import core_limit, share_cores
+from gpushare_agent.isolation.vcuda.container_processes import reported_pids
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
 from gpushare_agent.runtime.cgroups import Cgroups, parse_namespace_pids

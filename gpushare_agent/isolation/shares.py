@@ -1,0 +1,98 @@
+"""What a running share is limited to, whatever limits it: from its allocation and the pod's annotations. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU, MIB, GpuUuid
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.units import cores_of_part
+
+_NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareLimits:
+    """`core_limit` is 0 where the share is not elastic."""
+
+    cores: int
+    memory_bytes: int
+    core_limit: int
+    is_limited: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreLimit:
+    """The effective elastic ceiling; `problem` where the annotation is ignored, with the reason."""
+
+    percent: int = 0
+    problem: str = ""
+
+
+def core_limit(annotations: Mapping[str, str], cores: int) -> CoreLimit:
+    """Reads the pod's vcuda-core-limit for a container of `cores`.
+
+    The numbers that gpu-manager 1.1.5 reads are read alike (Go's Atoi: a sign, leading zeros), and what is above 100 is 100.
+    What would end or starve the container's programs there is ignored here with the reason:
+    docs/how-to/migrate-from-gpu-manager.md.
+    """
+    text = annotations.get(CORE_LIMIT_ANNOTATION)
+    if text is None:
+        return CoreLimit()
+    limit = min(int(text), CORES_PER_GPU) if _NUMBER.fullmatch(text) else -1
+    if limit < 0:
+        return CoreLimit(problem=f"{CORE_LIMIT_ANNOTATION} is {text[:16]!r}, but must be a whole number from 0 to 100")
+    if limit and limit < cores:
+        return CoreLimit(
+            problem=f"{CORE_LIMIT_ANNOTATION} is {limit}, below the {cores} cores that the container asks for: it is "
+            "a ceiling and must be at least as high"
+        )
+    return CoreLimit(percent=limit)
+
+
+def share_limits(
+    allocation: Allocation, annotations: Mapping[str, str], gpus: Mapping[GpuUuid, Gpu], names: ResourceNames
+) -> ShareLimits:
+    """The limits of a container. Whole GPUs are not limited: vcuda.config has `enable` 0 and their whole memory."""
+    if allocation.is_whole:
+        memory_mib = sum(gpus[uuid].memory_mib for uuid in allocation.gpus if uuid in gpus)
+        return ShareLimits(cores=allocation.cores, memory_bytes=memory_mib * MIB, core_limit=0, is_limited=False)
+    if allocation.gpu_ids:
+        return _replica_share(allocation, gpus)
+    cores = share_cores(allocation, gpus, names)
+    unit_mib = names.gpu_mem_unit_mib if allocation.gpu_mem_ids else names.memory_block_mib
+    memory_mib = allocation.size.memory * unit_mib
+    return ShareLimits(
+        cores=cores,
+        memory_bytes=memory_mib * MIB,
+        core_limit=core_limit(annotations, cores).percent,
+        is_limited=True,
+    )
+
+
+def _replica_share(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> ShareLimits:
+    """Of replicas of one GPU; of several GPUs the sum."""
+    parts = [(gpus[uuid], part) for uuid, part in allocation.parts.items() if uuid in gpus]
+    return ShareLimits(
+        cores=sum(cores_of_part(part) for _, part in parts),
+        memory_bytes=sum(int(part * gpu.memory_mib) for gpu, part in parts) * MIB,
+        core_limit=0,
+        is_limited=allocation.is_limited,
+    )
+
+
+def share_cores(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], names: ResourceNames) -> int:
+    """Percent of the GPU's compute. A request for memory alone, GPUShare's or a claim's, gets the same part of both."""
+    if allocation.gpu_ids:
+        return allocation.cores
+    is_memory_alone = bool(allocation.gpu_mem_ids) or (allocation.claim is not None and not allocation.size.cores)
+    gpu = gpus.get(allocation.gpus[0]) if is_memory_alone and allocation.gpus else None
+    if gpu is None or gpu.memory_mib < 1:  # a GPU of which the driver reports the UUID alone
+        return allocation.size.cores
+    unit_mib = names.gpu_mem_unit_mib if allocation.gpu_mem_ids else names.memory_block_mib
+    cores = CORES_PER_GPU * allocation.size.memory * unit_mib // gpu.memory_mib
+    return min(CORES_PER_GPU, max(1, cores))
