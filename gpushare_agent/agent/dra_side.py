@@ -30,7 +30,6 @@ from gpushare_agent.dra.slices import SlicePublisher
 from gpushare_agent.dra.stale_claims import StaleClaims
 from gpushare_agent.dra.wake_pods import PodWaker
 from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.kept import kept
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import Tasks, start_tasks
 from gpushare_agent.kubelet.handover import ServingLock, StaleSockets
@@ -209,7 +208,7 @@ def _devices(state: NodeState, isolation: IsolationSide, gpus: list[Gpu]) -> lis
     if not state.inventory.is_read:
         return None
     settings = state.settings
-    keeps = kept(settings.isolation, is_whole=False, module=isolation.kernel_module)
+    keeps = ISOLATIONS[settings.isolation].kept(is_whole=False, module=isolation.kernel_module)
     policy = DevicePolicy(
         block_mib=state.names.memory_block_mib,
         order=settings.dra.order,

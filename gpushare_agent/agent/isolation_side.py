@@ -36,7 +36,7 @@ from gpushare_agent.isolation.hami_core.caches import PrivateCaches
 from gpushare_agent.isolation.hami_core.edits import lifts_cores, opts_out
 from gpushare_agent.isolation.hami_core.limits import RegionLimits
 from gpushare_agent.isolation.hami_core.region_watch import RegionWatch
-from gpushare_agent.isolation.kept import Kept, kept
+from gpushare_agent.isolation.kept import Kept
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
@@ -171,8 +171,7 @@ class IsolationSide:
             return None
         pod, config = self.store.get(allocation.key.pod_uid), self.hami_core
         container = pod.container(allocation.key.container) if pod is not None else None
-        return kept(
-            chosen,
+        return ISOLATIONS[chosen].kept(
             is_whole=allocation.is_whole,
             module=self.kernel_module,
             has_driver_limit=self.has_driver_limit(allocation.key),
@@ -195,8 +194,7 @@ class IsolationSide:
             IsolationFacts(
                 name=name.value,
                 unavailable_reason=self.unavailable_reason(name),
-                kept=kept(
-                    name,
+                kept=ISOLATIONS[name].kept(
                     is_whole=False,
                     module=self.kernel_module,
                     has_core_limit=not lifts_cores(None, self.hami_core),

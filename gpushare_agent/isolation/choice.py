@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from gpushare_agent.isolation.kept import hides_compute_from_hami_core
+from gpushare_agent.isolation.hami_core.edits import hides_compute
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import IsolationName
 
@@ -67,8 +67,8 @@ def _base(found: NodeFindings) -> Choice:
             return Choice(isolation=library, reason=f"containers run here that {library} keeps")
     if found.is_exclusive_process:
         return Choice(isolation=_MPS, reason="the GPUs are in compute mode EXCLUSIVE_PROCESS, so all must use MPS")
-    hides_compute = found.module is not None and hides_compute_from_hami_core(found.module)
-    if not problems[_HAMI_CORE] and not (hides_compute and not problems[_MPS]):
+    is_blind = found.module is not None and hides_compute(found.module)
+    if not problems[_HAMI_CORE] and not (is_blind and not problems[_MPS]):
         return Choice(isolation=_HAMI_CORE, reason="its library is there for this machine")
     why_not = (
         f"HAMi-core does not keep compute under the open kernel modules {found.module.version}"

@@ -1,4 +1,4 @@
-"""What of a container's share is kept, by whom, and what is known not to be. Pure.
+"""The terms in which an isolation says what of a share is kept, by whom, and what is known not to be. Pure.
 
 Every term is measured with the real libraries, or read where the term says so (docs/explanation/isolation.md). A share is
 no security boundary under any isolation but the driver's: `BYPASS` says so where the program itself decides.
@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import lru_cache
 
 from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.isolation import IsolationName
 
 
 class Keeper(StrEnum):
@@ -78,41 +76,6 @@ class Kept:
         return f"{kept}; not kept: {'; '.join(NOT_KEPT_TEXTS[one] for one in self.not_kept)}" if self.not_kept else kept
 
 
-_SHARES: Mapping[IsolationName, Kept] = {
-    IsolationName.VCUDA: Kept(
-        memory_by=Keeper.VCUDA,
-        compute_by=Keeper.VCUDA,
-        not_kept=(
-            NotKept.ASYNC_ALLOCATIONS,
-            NotKept.BYPASS,
-            NotKept.EXTENDED_LAUNCHES,
-            NotKept.GRAPHS,
-            NotKept.POOLS,
-            NotKept.SMALL_LAUNCHES,
-            NotKept.VIRTUAL_MEMORY,
-        ),
-    ),
-    IsolationName.HAMI_CORE: Kept(
-        memory_by=Keeper.HAMI_CORE,
-        compute_by=Keeper.HAMI_CORE,
-        not_kept=(
-            NotKept.ARRAYS,
-            NotKept.BYPASS,
-            NotKept.COOPERATIVE_LAUNCHES,
-            NotKept.GRAPHS,
-            NotKept.MUSL,
-            NotKept.POOLS,
-            NotKept.SMALL_LAUNCHES,
-        ),
-    ),
-    IsolationName.MPS: Kept(
-        memory_by=Keeper.MPS, compute_by=Keeper.MPS, not_kept=(NotKept.BYPASS, NotKept.PER_PROCESS)
-    ),
-    IsolationName.DRIVER: Kept(memory_by=Keeper.DRIVER, compute_by=Keeper.NOBODY, not_kept=(NotKept.MANAGED_MEMORY,)),
-    IsolationName.NONE: Kept(memory_by=Keeper.NOBODY, compute_by=Keeper.NOBODY),
-}
-
-
 _OF_MEMORY = frozenset(
     {NotKept.ARRAYS, NotKept.ASYNC_ALLOCATIONS, NotKept.MANAGED_MEMORY, NotKept.POOLS, NotKept.VIRTUAL_MEMORY}
 )
@@ -128,43 +91,36 @@ _OF_COMPUTE = frozenset(
 """The other terms are of both."""
 
 
-@lru_cache(maxsize=64)  # asked for every container at each scrape; a node has a few combinations
-def kept(
-    isolation: IsolationName,
-    *,
-    is_whole: bool,
-    module: KernelModule | None,
-    has_driver_limit: bool = True,
-    has_library: bool = True,
-    has_core_limit: bool = True,
-) -> Kept:
-    """Of a container under this isolation. `module` is None where the node has no NVIDIA driver, or it is not known;
-    `has_driver_limit` is False where the container was found to run without the driver's limit; `has_library` and
-    `has_core_limit` where HAMi-core, or its limit of compute, was left out by the node or the pod."""
-    if is_whole:
-        return Kept(memory_by=Keeper.WHOLE_GPU, compute_by=Keeper.WHOLE_GPU)
-    has_driver_limit = has_driver_limit and IsolationName.DRIVER in isolation.parts
-    others = [_SHARES[part] for part in isolation.parts if part is not IsolationName.DRIVER]
-    found = others[0] if others else Kept(memory_by=Keeper.NOBODY, compute_by=Keeper.NOBODY)
-    if found.compute_by is Keeper.HAMI_CORE and not has_library:
-        found = _SHARES[IsolationName.NONE]
-    elif found.compute_by is Keeper.HAMI_CORE and not has_core_limit:
-        found = replace(found, compute_by=Keeper.NOBODY, not_kept=tuple(sorted(set(found.not_kept) - _OF_COMPUTE)))
-    if has_driver_limit:
-        limit = _SHARES[IsolationName.DRIVER]
-        # HAMi-core keeps managed memory (measured), the one kind that the driver does not count.
-        own = () if found.memory_by is Keeper.HAMI_CORE else limit.not_kept
-        terms = {*(set(found.not_kept) - _OF_MEMORY), *own}
-        found = Kept(memory_by=limit.memory_by, compute_by=found.compute_by, not_kept=tuple(sorted(terms)))
-    if found.compute_by is Keeper.HAMI_CORE and module is not None and hides_compute_from_hami_core(module):
-        not_kept = tuple(sorted({*found.not_kept, NotKept.OPEN_MODULES}))
-        return Kept(memory_by=found.memory_by, compute_by=Keeper.NOBODY, not_kept=not_kept)
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circumstances:
+    """`module` is None where the node has no NVIDIA driver, or it is not known; `has_driver_limit` is False where the
+    container was found to run without the driver's limit; `has_library` and `has_core_limit` where HAMi-core, or its limit
+    of compute, was left out by the node or the pod."""
+
+    module: KernelModule | None = None
+    has_driver_limit: bool = True
+    has_library: bool = True
+    has_core_limit: bool = True
 
 
-def hides_compute_from_hami_core(module: KernelModule) -> bool:
-    """HAMi-core learns its processes' PIDs from the driver's process lists, and finds no utilisation sample with them."""
-    return module.lists_namespace_pids and not module.samples_namespace_pids
+WHOLE_GPU = Kept(memory_by=Keeper.WHOLE_GPU, compute_by=Keeper.WHOLE_GPU)
+NOTHING_KEPT = Kept(memory_by=Keeper.NOBODY, compute_by=Keeper.NOBODY)
+
+
+def without_compute(kept: Kept, *reasons: NotKept) -> Kept:
+    """The same memory; of compute nothing, for these `reasons`, or because it was left out: then its terms go too."""
+    terms = {*kept.not_kept, *reasons} if reasons else set(kept.not_kept) - _OF_COMPUTE
+    return replace(kept, compute_by=Keeper.NOBODY, not_kept=tuple(sorted(terms)))
+
+
+def with_memory_of(kept: Kept, limit: Kept) -> Kept:
+    """A combination: the first's compute, and the memory of the second, where that limits it."""
+    if limit.memory_by is Keeper.NOBODY:
+        return kept
+    # HAMi-core keeps managed memory (measured), the one kind that the driver does not count.
+    own = () if kept.memory_by is Keeper.HAMI_CORE else limit.not_kept
+    terms = {*(set(kept.not_kept) - _OF_MEMORY), *own}
+    return Kept(memory_by=limit.memory_by, compute_by=kept.compute_by, not_kept=tuple(sorted(terms)))
 
 
 def _who(keeper: Keeper) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache, reduce
 from pathlib import Path
 
+from gpushare_agent.isolation.kept import WHOLE_GPU, Circumstances, Kept, with_memory_of
 from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.gpus import Gpu, KernelModule
 from gpushare_agent.model.isolation import CorePolicy, IsolationName
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec
@@ -130,17 +132,41 @@ class Follows(Enum):
         return self is Follows.RUNNING_PROCESSES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Isolation:
-    """`edit` is pure: the container's edits, or the refusal. `cores_follow` and `memory_follows` are about a live resize."""
+    """`edit` is pure: the container's edits, or the refusal. `keeps` says what of a share is kept, and by whom.
+    `cores_follow` and `memory_follows` are about a live resize."""
 
     name: IsolationName
     edit: Callable[[IsolationRequest], ContainerEdits | Refused]
+    keeps: Callable[[Circumstances], Kept]
     preparations: tuple[Preparation, ...] = ()
     cores_follow: Follows = Follows.NOBODY
     memory_follows: Follows = Follows.NOBODY
     why_not_in_mig: str = ""
     """Why it cannot keep a share of a MIG instance, empty where it can. A whole instance needs nothing kept."""
+
+    @lru_cache(maxsize=64)  # noqa: B019 - the few isolations live as long as the process; asked of every share at each scrape
+    def kept(
+        self,
+        *,
+        is_whole: bool,
+        module: KernelModule | None,
+        has_driver_limit: bool = True,
+        has_library: bool = True,
+        has_core_limit: bool = True,
+    ) -> Kept:
+        """What a container under this isolation has; the arguments are those of `Circumstances`."""
+        if is_whole:
+            return WHOLE_GPU
+        return self.keeps(
+            Circumstances(
+                module=module,
+                has_driver_limit=has_driver_limit,
+                has_library=has_library,
+                has_core_limit=has_core_limit,
+            )
+        )
 
     def edits(self, request: IsolationRequest) -> ContainerEdits | Refused:
         """As `edit`, and refused for a share of a MIG instance that it cannot keep."""
@@ -169,9 +195,13 @@ def combined(name: IsolationName, parts: Sequence[Isolation]) -> Isolation:
             found.append(edits)
         return merged(*found)
 
+    def keeps(found: Circumstances) -> Kept:
+        return reduce(with_memory_of, (part.keeps(found) for part in parts))
+
     return Isolation(
         name=name,
         edit=edit,
+        keeps=keeps,
         preparations=tuple(one for part in parts for one in part.preparations),
         cores_follow=parts[0].cores_follow,
         why_not_in_mig=next((part.why_not_in_mig for part in parts if part.why_not_in_mig), ""),

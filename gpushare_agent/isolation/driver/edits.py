@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from gpushare_agent.isolation.kept import NOTHING_KEPT, Circumstances, Keeper, Kept, NotKept
 from gpushare_agent.isolation.request import Follows, Isolation, IsolationRequest, Preparation
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
@@ -50,9 +51,16 @@ def _refused(request: IsolationRequest, why: str) -> Refused:
     )
 
 
+def _keeps(found: Circumstances) -> Kept:
+    if not found.has_driver_limit:
+        return NOTHING_KEPT
+    return Kept(memory_by=Keeper.DRIVER, compute_by=Keeper.NOBODY, not_kept=(NotKept.MANAGED_MEMORY,))
+
+
 ISOLATION = Isolation(
     name=IsolationName.DRIVER,
     edit=edit_driver,
+    keeps=_keeps,
     preparations=(Preparation.MEMORY_LIMIT,),
     memory_follows=Follows.RUNNING_PROCESSES,
     why_not_in_mig="the driver limits no memory where MIG is on",

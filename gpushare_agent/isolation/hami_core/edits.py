@@ -23,11 +23,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from gpushare_agent.isolation.kept import NOTHING_KEPT, Circumstances, Keeper, Kept, NotKept, without_compute
 from gpushare_agent.isolation.request import Follows, HamiCoreConfig, Isolation, IsolationRequest, Preparation
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.gpus import Gpu, KernelModule
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import (
     CORES_PER_GPU,
@@ -186,9 +187,38 @@ def _unlimited(request: IsolationRequest) -> Refused:
     )
 
 
+def hides_compute(module: KernelModule) -> bool:
+    """The library learns its processes' PIDs from the driver's process lists, and finds no utilisation sample with them."""
+    return module.lists_namespace_pids and not module.samples_namespace_pids
+
+
+def _keeps(found: Circumstances) -> Kept:
+    if not found.has_library:
+        return NOTHING_KEPT
+    kept = Kept(
+        memory_by=Keeper.HAMI_CORE,
+        compute_by=Keeper.HAMI_CORE,
+        not_kept=(
+            NotKept.ARRAYS,
+            NotKept.BYPASS,
+            NotKept.COOPERATIVE_LAUNCHES,
+            NotKept.GRAPHS,
+            NotKept.MUSL,
+            NotKept.POOLS,
+            NotKept.SMALL_LAUNCHES,
+        ),
+    )
+    if not found.has_core_limit:
+        return without_compute(kept)
+    if found.module is not None and hides_compute(found.module):
+        return without_compute(kept, NotKept.OPEN_MODULES)
+    return kept
+
+
 ISOLATION = Isolation(
     name=IsolationName.HAMI_CORE,
     edit=edit_hami_core,
+    keeps=_keeps,
     preparations=(Preparation.PRIVATE_CACHE,),
     cores_follow=Follows.NEW_PROCESSES,  # the library copies this limit once, when it starts its watcher
     memory_follows=Follows.RUNNING_PROCESSES,

@@ -8,6 +8,7 @@ connection to the daemon and no limits.
 
 from __future__ import annotations
 
+from gpushare_agent.isolation.kept import Circumstances, Keeper, Kept, NotKept
 from gpushare_agent.isolation.request import GpuShare, Isolation, IsolationRequest, MpsConfig
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -112,8 +113,13 @@ def _refused(request: IsolationRequest, why: str) -> Refused:
     )
 
 
+def _keeps(_: Circumstances) -> Kept:
+    return Kept(memory_by=Keeper.MPS, compute_by=Keeper.MPS, not_kept=(NotKept.BYPASS, NotKept.PER_PROCESS))
+
+
 ISOLATION = Isolation(
     name=IsolationName.MPS,
     edit=edit_mps,
+    keeps=_keeps,
     why_not_in_mig="each instance needs an MPS control daemon of its own, and the node's is for its undivided GPUs",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpushare_agent.isolation.kept import NOTHING_KEPT
 from gpushare_agent.isolation.request import Isolation, IsolationRequest
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.isolation import IsolationName
@@ -12,4 +13,4 @@ def edit_none(request: IsolationRequest) -> ContainerEdits:
     return ContainerEdits()
 
 
-ISOLATION = Isolation(name=IsolationName.NONE, edit=edit_none)
+ISOLATION = Isolation(name=IsolationName.NONE, edit=edit_none, keeps=lambda _: NOTHING_KEPT)

@@ -7,6 +7,7 @@ Source: docs/reference/formats.md, the vDevice protocol and the driver directory
 
 from __future__ import annotations
 
+from gpushare_agent.isolation.kept import Circumstances, Keeper, Kept, NotKept
 from gpushare_agent.isolation.request import Follows, Isolation, IsolationRequest, Preparation
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -41,9 +42,26 @@ def edit_vcuda(request: IsolationRequest) -> ContainerEdits | Refused:
     return ContainerEdits(env=((ENV_LIBRARY_PATH, ":".join(libraries)),), mounts=(vdevice, mount))
 
 
+def _keeps(_: Circumstances) -> Kept:
+    return Kept(
+        memory_by=Keeper.VCUDA,
+        compute_by=Keeper.VCUDA,
+        not_kept=(
+            NotKept.ASYNC_ALLOCATIONS,
+            NotKept.BYPASS,
+            NotKept.EXTENDED_LAUNCHES,
+            NotKept.GRAPHS,
+            NotKept.POOLS,
+            NotKept.SMALL_LAUNCHES,
+            NotKept.VIRTUAL_MEMORY,
+        ),
+    )
+
+
 ISOLATION = Isolation(
     name=IsolationName.VCUDA,
     edit=edit_vcuda,
+    keeps=_keeps,
     preparations=(Preparation.VDEVICE,),
     # The library reads vcuda.config at each cuInit, cuDriverGetVersion, cuGetProcAddress and nvmlInit: a running process
     # that makes one of these calls follows, which cannot be known before.
