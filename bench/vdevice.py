@@ -17,8 +17,8 @@ from bench.http2 import dial
 from bench.node import BLOCK_MIB, BLOCKS_PER_GPU, GPUS, POD_BLOCKS, POD_CORES, RESOURCES, BenchNode, open_node
 from bench.pods import CONTAINER, NAMESPACE, BenchPod, bench_pod
 from bench.results import Row, row
+from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
-from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.isolation.vcuda.format import decode_config, decode_pids

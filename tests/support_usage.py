@@ -9,6 +9,7 @@ from gpushare_agent.gpus.decisions.health import HealthPolicy, why_not_offered
 from gpushare_agent.gpus.decisions.values import GpuHealth
 from gpushare_agent.gpus.simulated.driver import default_topology
 from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.isolation import IsolationName
@@ -117,7 +118,7 @@ def facts(allocated: Allocation, *, core_limit: int = 0, pod: Pod | None = None)
         allocated_cores=allocated.cores,
         allocated_memory_bytes=memory_mib * MIB,
         isolation="vcuda",
-        kept=ISOLATIONS[IsolationName.VCUDA].kept(is_whole=allocated.is_whole, module=None),
+        kept=ISOLATIONS[IsolationName.VCUDA].kept(Circumstances(), is_whole=allocated.is_whole),
     )
 
 

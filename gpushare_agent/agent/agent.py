@@ -342,7 +342,7 @@ async def _serve(agent: NodeAgent, group: asyncio.TaskGroup) -> None:
         start_tasks(group, tasks)
     if agent.dra is not None:
         start_tasks(group, agent.dra.tasks())
-    group.create_task(agent.isolation.log_cgroup_driver(), name="log cgroup driver")
+    group.create_task(agent.isolation.log_contradictions(), name="log contradictions")
 
 
 async def _announce(agent: NodeAgent) -> None:

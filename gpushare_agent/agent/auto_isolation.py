@@ -13,11 +13,13 @@ from typing import TypeVar
 import structlog
 
 from gpushare_agent.agent.gpu_side import NodeDriver, open_driver
-from gpushare_agent.agent.values import driver_volumes, hami_core_files, mps_control
+from gpushare_agent.agent.values import driver_volumes
 from gpushare_agent.isolation.choice import NodeFindings, choose
 from gpushare_agent.isolation.driver.limits import check_driver_limits
 from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
 from gpushare_agent.isolation.driver_volume.values import VolumeName
+from gpushare_agent.isolation.hami_core.part import hami_core_files
+from gpushare_agent.isolation.mps.part import mps_control
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import AgentError

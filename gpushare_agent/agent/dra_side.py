@@ -30,6 +30,7 @@ from gpushare_agent.dra.slices import SlicePublisher
 from gpushare_agent.dra.stale_claims import StaleClaims
 from gpushare_agent.dra.wake_pods import PodWaker
 from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import Tasks, start_tasks
 from gpushare_agent.kubelet.handover import ServingLock, StaleSockets
@@ -150,7 +151,7 @@ def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
     mine = _MyGpus(state)
 
     async def prepare_host(keys: Collection[ContainerKey], name: IsolationName) -> Refused | None:
-        return await isolation.prepare(keys) if ISOLATIONS[name].preparations else None
+        return await isolation.prepare(keys) if isolation.prepares(name) else None
 
     claims = Claims(
         driver=DRIVER,
@@ -208,7 +209,7 @@ def _devices(state: NodeState, isolation: IsolationSide, gpus: list[Gpu]) -> lis
     if not state.inventory.is_read:
         return None
     settings = state.settings
-    keeps = ISOLATIONS[settings.isolation].kept(is_whole=False, module=isolation.kernel_module)
+    keeps = ISOLATIONS[settings.isolation].kept(Circumstances(module=isolation.kernel_module))
     policy = DevicePolicy(
         block_mib=state.names.memory_block_mib,
         order=settings.dra.order,

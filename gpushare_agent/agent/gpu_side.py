@@ -16,7 +16,7 @@ from gpushare_agent.gpus.simulated.driver import SimulatedDriver
 from gpushare_agent.gpus.state_file import HealthStateFile
 from gpushare_agent.gpus.state_writer import HealthStateWriter
 from gpushare_agent.gpus.watch import GpuDriver, GpuWatch
-from gpushare_agent.isolation.driver.limits import MemoryLimiter
+from gpushare_agent.isolation.part import MemoryLimiter
 from gpushare_agent.kit.supervision import Tasks
 from gpushare_agent.kubelet.device_table import check_size, check_unit_size
 from gpushare_agent.model.errors import AgentError, Corrupt, StartupError

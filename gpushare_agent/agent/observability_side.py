@@ -10,7 +10,7 @@ from gpushare_agent.agent.isolation_side import IsolationSide
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.views import ContainerViews, node_snapshot
 from gpushare_agent.gpus.watch import GpuDriver
-from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
+from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.observability.display import DisplayServer
 from gpushare_agent.observability.display import routes as display_routes

@@ -7,19 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.isolation import ISOLATIONS, HamiCoreConfig, IsolationConfig, MpsConfig
+from gpushare_agent.isolation import ISOLATIONS, IsolationConfig, MpsConfig
 from gpushare_agent.isolation.cdi.files import CdiFiles
 from gpushare_agent.isolation.cdi.own_spec import SPEC_CONTROL_NODES, SpecNodes
 from gpushare_agent.isolation.cdi.specs import CdiSpecs
 from gpushare_agent.isolation.device_lists import CONTROL_NODES, NodeDevices
 from gpushare_agent.isolation.device_nodes import ControlNodes, read_extra_devices
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
-from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
-from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH
-from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
-from gpushare_agent.isolation.mps.control import MpsControl
+from gpushare_agent.isolation.hami_core.part import hami_core_config
 from gpushare_agent.model.errors import Rejected, StartupError
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import IsolationName
@@ -73,15 +69,6 @@ def runtime_client(settings: Settings) -> RuntimeClient:
     return RuntimeClient(endpoints, timeout_s=settings.runtime.request_timeout_s)
 
 
-def mps_control(settings: Settings) -> MpsControl:
-    mps = settings.mps
-    return MpsControl(mps.control, mps.pipe_directory, mps.log_directory, timeout_s=mps.command_timeout_s)
-
-
-def hami_core_files(settings: Settings) -> HamiCoreFiles:
-    return HamiCoreFiles(settings.hami_core.library, settings.hami_core.directory, LIBRARY_PATH)
-
-
 def driver_volumes(settings: Settings) -> Mapping[VolumeName, DriverVolume]:
     """The driver volumes of volume.conf, at its usual place without the setting; none where there is none there, and none
     are mounted then."""
@@ -130,23 +117,6 @@ def edit_policy(
     if not is_real:
         return lambda: policy
     return lambda: replace(policy, devices=replace(policy.devices, control=nodes.present()))
-
-
-def hami_core_config(settings: Settings) -> HamiCoreConfig:
-    return HamiCoreConfig(
-        directory=settings.hami_core.directory,
-        memory_scaling=settings.hami_core.memory_scaling,
-        core_scaling=settings.hami_core.core_scaling,
-        core_policy=settings.hami_core.core_policy,
-        is_opt_out_allowed=settings.hami_core.allow_opt_out,
-    )
-
-
-def driver_version(volumes: Mapping[VolumeName, DriverVolume], inventory: GpuInventoryState) -> Callable[[], str]:
-    """Of the libraries that containers get, as they are at the agent's start, else as the driver says."""
-    found = [version for volume in volumes.values() if (version := installed_driver_version(volume)) is not None]
-    installed = ".".join(map(str, max(found))) if found else ""
-    return lambda: installed or inventory.current.driver_version
 
 
 def cdi_specs(settings: Settings) -> CdiSpecs:

@@ -42,7 +42,7 @@ class ContainerViews:
             pod = state.claim_pods.get(allocation.key.pod_uid)
             if not allocation.pod_name or _is_over(allocation, pod):
                 continue
-            inputs = (allocation, pod, state.inventory.current, self._isolation.has_driver_limit(allocation.key))
+            inputs = (allocation, pod, state.inventory.current, self._isolation.has_limits(allocation.key))
             known = before.get(allocation.key)
             if known is None or any(old is not new for old, new in zip(known[0], inputs, strict=True)):
                 known = inputs, _container(state, self._isolation, allocation, pod, gpus)

@@ -14,11 +14,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from gpushare_agent.agent.gpu_side import health_policy, open_driver
-from gpushare_agent.agent.values import hami_core_files, mps_control, resource_names
+from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cli.agent_client import local_url
 from gpushare_agent.cli.command_line import runnable
 from gpushare_agent.cli.sandbox_extender import free_port
 from gpushare_agent.gpus.watch import GpuDriver
+from gpushare_agent.isolation.hami_core.part import hami_core_files
+from gpushare_agent.isolation.mps.part import mps_control
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.model.isolation import IsolationName

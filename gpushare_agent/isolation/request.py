@@ -11,7 +11,7 @@ from pathlib import Path
 from gpushare_agent.isolation.kept import WHOLE_GPU, Circumstances, Kept, with_memory_of
 from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import Gpu, KernelModule
+from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import CorePolicy, IsolationName
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec
@@ -104,17 +104,6 @@ class IsolationRequest:
         return bool(self.shares) and all(share.is_whole for share in self.shares)
 
 
-class Preparation(Enum):
-    """What a service must make on the host before the container starts."""
-
-    VDEVICE = auto()
-    """The virtual manager's directory and socket."""
-    PRIVATE_CACHE = auto()
-    """A file that the container alone may write."""
-    MEMORY_LIMIT = auto()
-    """The driver's limit of the pod's cgroup."""
-
-
 class Follows(Enum):
     """Who follows a change of a share's limit after its container was created; in the order of how many do."""
 
@@ -140,33 +129,16 @@ class Isolation:
     name: IsolationName
     edit: Callable[[IsolationRequest], ContainerEdits | Refused]
     keeps: Callable[[Circumstances], Kept]
-    preparations: tuple[Preparation, ...] = ()
     cores_follow: Follows = Follows.NOBODY
     memory_follows: Follows = Follows.NOBODY
     why_not_in_mig: str = ""
     """Why it cannot keep a share of a MIG instance, empty where it can. A whole instance needs nothing kept."""
 
     @lru_cache(maxsize=64)  # noqa: B019 - the few isolations live as long as the process; asked of every share at each scrape
-    def kept(
-        self,
-        *,
-        is_whole: bool,
-        module: KernelModule | None,
-        has_driver_limit: bool = True,
-        has_library: bool = True,
-        has_core_limit: bool = True,
-    ) -> Kept:
-        """What a container under this isolation has; the arguments are those of `Circumstances`."""
-        if is_whole:
-            return WHOLE_GPU
-        return self.keeps(
-            Circumstances(
-                module=module,
-                has_driver_limit=has_driver_limit,
-                has_library=has_library,
-                has_core_limit=has_core_limit,
-            )
-        )
+    @lru_cache(maxsize=64)  # noqa: B019 - the few isolations live as long as the process; asked of every share
+    def kept(self, found: Circumstances, *, is_whole: bool = False) -> Kept:
+        """What a container under this isolation has."""
+        return WHOLE_GPU if is_whole else self.keeps(found)
 
     def edits(self, request: IsolationRequest) -> ContainerEdits | Refused:
         """As `edit`, and refused for a share of a MIG instance that it cannot keep."""
@@ -202,7 +174,6 @@ def combined(name: IsolationName, parts: Sequence[Isolation]) -> Isolation:
         name=name,
         edit=edit,
         keeps=keeps,
-        preparations=tuple(one for part in parts for one in part.preparations),
         cores_follow=parts[0].cores_follow,
         why_not_in_mig=next((part.why_not_in_mig for part in parts if part.why_not_in_mig), ""),
         memory_follows=min((part.memory_follows for part in parts), key=lambda follows: follows.value),

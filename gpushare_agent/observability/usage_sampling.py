@@ -62,7 +62,7 @@ class Pods(Protocol):
 
 
 class Ids(Protocol):
-    """isolation/vcuda/container_ids.py."""
+    """isolation/container_ids.py."""
 
     async def running(self) -> Mapping[ContainerKey, str]: ...
 

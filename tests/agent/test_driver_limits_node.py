@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from gpushare_agent.isolation.driver.limits import DriverLimits
 from gpushare_agent.isolation.kept import Keeper
 from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.memory_limits import MemoryLimit
 from gpushare_agent.model.names import ISOLATION_ANNOTATION, PodUid
 from gpushare_agent.runtime.cgroups import CgroupVersion, cgroup_version
@@ -48,8 +50,8 @@ async def has_limit(node: EmbeddedNode, agent: InnerAgent, name: str, mib: int) 
 
 
 async def wait_limit(node: EmbeddedNode, agent: InnerAgent, name: str, mib: int) -> None:
-    limits = agent.parts.isolation.driver_limits
-    assert limits is not None
+    limits = agent.parts.isolation.parts[IsolationName.DRIVER].services["driver limits"]
+    assert isinstance(limits, DriverLimits)
     await limits.reconcile()
     assert await has_limit(node, agent, name, mib)
 
@@ -80,8 +82,8 @@ async def test_a_container_without_its_limit_is_kept_by_nobody_and_its_pod_hears
         async with open_agent(node, "--isolation=driver") as agent:
             node.api.create_pod(share("bare"))
             await wait_running(node, "bare")
-            limits = agent.parts.isolation.driver_limits
-            assert limits is not None
+            limits = agent.parts.isolation.parts[IsolationName.DRIVER].services["driver limits"]
+            assert isinstance(limits, DriverLimits)
             await poll_until(lambda: limits.problem(key_of(node, "bare")), "a container without its limit")
             kept = agent.parts.isolation.kept(agent.parts.state.cache.view()[key_of(node, "bare")])
             assert kept is not None and kept.memory_by is Keeper.NOBODY

@@ -14,7 +14,6 @@ from gpushare_agent.isolation import (
     IsolationConfig,
     IsolationRequest,
     MpsConfig,
-    Preparation,
 )
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -57,15 +56,13 @@ def test_a_share_gets_request_and_limit_in_mib(name: IsolationName) -> None:
 
 @pytest.mark.parametrize("name", WITH_DRIVER)
 def test_a_combination_adds_to_what_the_other_gives(name: IsolationName) -> None:
-    """Everything of both: limits of compute, mounts, what is prepared on the host."""
+    """Everything of both: limits of compute, mounts."""
     edits = ISOLATIONS[name].edit(request())
     assert isinstance(edits, ContainerEdits)
     for part in name.parts:
         own = ISOLATIONS[part].edit(request())
         assert isinstance(own, ContainerEdits)
         assert set(own.env) <= set(edits.env) and set(own.mounts) <= set(edits.mounts)
-        assert set(ISOLATIONS[part].preparations) <= set(ISOLATIONS[name].preparations)
-    assert Preparation.MEMORY_LIMIT in ISOLATIONS[name].preparations
 
 
 @pytest.mark.parametrize("name", WITH_DRIVER)

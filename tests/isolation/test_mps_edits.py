@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest, MpsConfig
+from gpushare_agent.isolation import GpuShare, IsolationConfig, IsolationRequest, MpsConfig
 from gpushare_agent.isolation.mps.edits import edit_mps
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import PodUid
 from tests.support_core import container, inventory
 
@@ -135,8 +134,3 @@ def test_what_mps_cannot_keep_is_refused(changes: dict[str, Any], words: str) ->
     found = edit_mps(request(**changes))
     assert isinstance(found, Refused) and found.reason is RefusalReason.INVALID_REQUEST
     assert words in found.detail and "container" in found.detail
-
-
-def test_shares_need_the_daemon() -> None:
-    """So that none is given while it is down."""
-    assert ISOLATIONS[IsolationName.MPS].preparations == ()

@@ -17,8 +17,8 @@ import pytest
 from grpclib import GRPCError, Status
 
 from gpushare_agent.gpus.control_server import is_served
+from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
-from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses, Processes
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.isolation.vcuda.format import decode_config, decode_pids

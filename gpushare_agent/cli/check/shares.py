@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from gpushare_agent.agent.gpu_side import open_driver
-from gpushare_agent.agent.values import cdi_specs, hami_core_config, hami_core_files, mps_control, resource_names
+from gpushare_agent.agent.values import cdi_specs, resource_names
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.cli.check.local import read_inventory
 from gpushare_agent.isolation import ISOLATIONS
@@ -19,7 +19,9 @@ from gpushare_agent.isolation.device_lists import strategy_warnings
 from gpushare_agent.isolation.driver import limits
 from gpushare_agent.isolation.driver_volume.elf import read_interface
 from gpushare_agent.isolation.hami_core.edits import lifts_cores
-from gpushare_agent.isolation.kept import NotKept
+from gpushare_agent.isolation.hami_core.part import hami_core_config, hami_core_files
+from gpushare_agent.isolation.kept import Circumstances, NotKept
+from gpushare_agent.isolation.mps.part import mps_control
 from gpushare_agent.kubelet.device_table import MAX_STATUS_BYTES, check_size, check_unit_size, status_bytes
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
@@ -82,7 +84,7 @@ async def check_kept(settings: Settings, failed: Collection[IsolationName] = ())
     findings = []
     for name in sorted(settings.isolations_in_use - frozenset(failed)):
         has_core_limit = not lifts_cores(None, hami_core_config(settings))
-        found = ISOLATIONS[name].kept(is_whole=False, module=module, has_core_limit=has_core_limit)
+        found = ISOLATIONS[name].kept(Circumstances(module=module, has_core_limit=has_core_limit))
         detail = f"{name}: {found.text}"
         if NotKept.OPEN_MODULES in found.not_kept:
             cure = "update the driver to 570 or later, or install its proprietary kernel module; isolation mps does without"

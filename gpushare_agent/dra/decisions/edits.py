@@ -20,7 +20,7 @@ from typing import Any
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, ClaimResult
 from gpushare_agent.dra.decisions.sharing import not_shared
-from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationRequest, Preparation
+from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
 from gpushare_agent.isolation.device_lists import DeviceListRequest, device_edits
 from gpushare_agent.model.allocations import ClaimRef, ContainerEdits, ContainerKey, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -108,11 +108,6 @@ def prepare_claim(
         spec={"cdiVersion": CDI_VERSION, "kind": CDI_KIND, "devices": devices},
         users=tuple(uid for _, uid in claim.users),
     )
-
-
-def preparations(claim: PreparedClaim) -> tuple[Preparation, ...]:
-    """What the host needs before a container of the claim starts."""
-    return ISOLATIONS[claim.isolation].preparations
 
 
 def conflict(made: PreparedClaim, others: Iterable[PreparedClaim], pods: Iterable[Pod]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from gpushare_agent.isolation.kept import NOTHING_KEPT, Circumstances, Keeper, Kept, NotKept
-from gpushare_agent.isolation.request import Follows, Isolation, IsolationRequest, Preparation
+from gpushare_agent.isolation.request import Follows, Isolation, IsolationRequest
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -61,7 +61,6 @@ ISOLATION = Isolation(
     name=IsolationName.DRIVER,
     edit=edit_driver,
     keeps=_keeps,
-    preparations=(Preparation.MEMORY_LIMIT,),
     memory_follows=Follows.RUNNING_PROCESSES,
     why_not_in_mig="the driver limits no memory where MIG is on",
 )

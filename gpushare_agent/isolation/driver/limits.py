@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import NoReturn, Protocol
 
 import structlog
 
 from gpushare_agent.isolation.driver.edits import MemoryShare, pod_memory
+from gpushare_agent.isolation.part import MemoryLimiter
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Unavailable
-from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
+from gpushare_agent.model.memory_limits import MemoryLimit
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_walk import CgroupDir
 from gpushare_agent.runtime.cgroups import Cgroups, CgroupVersion
@@ -38,16 +38,6 @@ NEW_PERIOD_S = 0.5
 NEW_FOR_S = 60.0
 """After the last start of a container or the agent. One that is not known for longer, such as an init container that has
 ended, is looked for at each PERIOD_S alone."""
-
-
-class MemoryLimiter(Protocol):
-    """The GPUs' driver."""
-
-    async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
-        """Raises AgentError with the cure where limits cannot be had here."""
-
-    async def keep_memory_limits(self, wanted: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
-        """Reads, sets what differs where `may_set`; one outcome for each of `wanted`. Raises Unavailable."""
 
 
 class RunningContainers(Protocol):

@@ -1,8 +1,8 @@
 """Makes a cache file for each container with a share before it starts, and removes it when its pod is gone.
 
-For isolations whose preparation is PRIVATE_CACHE. Every share of the node gets one, whatever isolation its pod names: the
-annotation may have changed since Allocate answered the mounts, and the runtime makes a missing mount source an empty
-directory. Level-triggered: each cycle compares the directories with the pods. File access is in a thread, bounded.
+Every share of the node gets one, whatever isolation its pod names: the annotation may have changed since Allocate answered
+the mounts, and the runtime makes a missing mount source an empty directory. Level-triggered: each cycle compares the
+directories with the pods. File access is in a thread, bounded.
 
 The file of a container that was allocated now is made at once, while the kubelet makes its sandbox: in a burst of pods disk
 and processors are busy, and PreStartContainer, which the container's start waits for, finds it there. One such file serves

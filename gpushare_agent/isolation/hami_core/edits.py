@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpushare_agent.isolation.kept import NOTHING_KEPT, Circumstances, Keeper, Kept, NotKept, without_compute
-from gpushare_agent.isolation.request import Follows, HamiCoreConfig, Isolation, IsolationRequest, Preparation
+from gpushare_agent.isolation.request import Follows, HamiCoreConfig, Isolation, IsolationRequest
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -219,7 +219,6 @@ ISOLATION = Isolation(
     name=IsolationName.HAMI_CORE,
     edit=edit_hami_core,
     keeps=_keeps,
-    preparations=(Preparation.PRIVATE_CACHE,),
     cores_follow=Follows.NEW_PROCESSES,  # the library copies this limit once, when it starts its watcher
     memory_follows=Follows.RUNNING_PROCESSES,
     # Read in its source: it takes CUDA_VISIBLE_DEVICES for numbers, and measures compute by the physical GPU's samples.

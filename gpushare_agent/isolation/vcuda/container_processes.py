@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from gpushare_agent.isolation.vcuda.container_ids import ContainerIds
+from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.format import MAX_PIDS
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError

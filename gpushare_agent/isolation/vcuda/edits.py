@@ -8,7 +8,7 @@ Source: docs/reference/formats.md, the vDevice protocol and the driver directory
 from __future__ import annotations
 
 from gpushare_agent.isolation.kept import Circumstances, Keeper, Kept, NotKept
-from gpushare_agent.isolation.request import Follows, Isolation, IsolationRequest, Preparation
+from gpushare_agent.isolation.request import Follows, Isolation, IsolationRequest
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import IsolationName
@@ -62,7 +62,6 @@ ISOLATION = Isolation(
     name=IsolationName.VCUDA,
     edit=edit_vcuda,
     keeps=_keeps,
-    preparations=(Preparation.VDEVICE,),
     # The library reads vcuda.config at each cuInit, cuDriverGetVersion, cuGetProcAddress and nvmlInit: a running process
     # that makes one of these calls follows, which cannot be known before.
     cores_follow=Follows.NEW_PROCESSES,

@@ -1,0 +1,64 @@
+"""Isolation driver on a node: which containers have which limit of the driver's, and who hears where one is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpushare_agent.isolation.container_ids import ContainerIds
+from gpushare_agent.isolation.driver.edits import MemoryShare, memory_shares
+from gpushare_agent.isolation.driver.limits import DriverLimits
+from gpushare_agent.isolation.kept import Circumstances
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.pods import ContainerSpec, Pod
+
+
+def build(host: IsolationHost) -> IsolationPart:
+    """Joined, not started."""
+
+    def missing(key: ContainerKey, why: str) -> None:
+        if (pod := host.pods.get(key.pod_uid)) is not None:
+            host.warn(pod, "MemoryLimitMissing", f"container {key.container} runs without its memory limit: {why}")
+
+    may_set = host.settings.driver_limits.set_by_agent
+    limits = DriverLimits(
+        driver=host.driver,
+        cgroups=host.cgroups,
+        containers=ContainerIds(host.runtime, host.pods),
+        shares=lambda: _shares(host),
+        may_set=may_set,
+        on_missing=missing,
+    )
+
+    async def enforce(allocation: Allocation, pod: Pod) -> str:
+        return await limits.enforce(allocation.key)
+
+    def circumstances(
+        found: Circumstances, allocation: Allocation | None, container: ContainerSpec | None
+    ) -> Circumstances:
+        return replace(found, has_driver_limit=allocation is None or not limits.problem(allocation.key))
+
+    return IsolationPart(
+        services={"driver limits": limits},
+        check=limits.check,
+        prepare=limits.prepare,
+        enforce=enforce,
+        is_memory_fixed=not may_set,  # where NVIDIA's toolkit sets the limit, nobody changes it afterwards
+        problem=limits.problem,
+        circumstances=circumstances,
+    )
+
+
+def _shares(host: IsolationHost) -> dict[ContainerKey, list[MemoryShare]]:
+    gpus, found = host.inventory().by_uuid(), dict[ContainerKey, list[MemoryShare]]()
+    for key, allocation in host.allocations().items():
+        pod = host.claim_pods.get(key.pod_uid)
+        if pod is None or not allocation.is_limited or not allocation.gpus or not host.uses(pod, IsolationName.DRIVER):
+            continue
+        sharers = host.claim_pods.sharers(key)
+        users = [key] if sharers is None else list(sharers)
+        shares = memory_shares(allocation, pod.annotations, gpus, host.names, users)
+        for user in users:
+            found.setdefault(user, []).extend(shares)
+    return found

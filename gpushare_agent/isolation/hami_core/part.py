@@ -1,0 +1,87 @@
+"""Isolation hami-core on a node: the library, each container's cache file, and what is written into running ones."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from gpushare_agent.isolation.hami_core.caches import PrivateCaches
+from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH, lifts_cores, opts_out
+from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
+from gpushare_agent.isolation.hami_core.limits import RegionLimits
+from gpushare_agent.isolation.hami_core.region_watch import RegionWatch
+from gpushare_agent.isolation.kept import Circumstances
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart
+from gpushare_agent.isolation.request import HamiCoreConfig
+from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.pods import ContainerSpec, Pod
+from gpushare_agent.settings.settings import Settings
+
+
+def build(host: IsolationHost) -> IsolationPart:
+    """Joined, not started."""
+    files, config = hami_core_files(host.settings), hami_core_config(host.settings)
+
+    def is_in_use(pod: Pod) -> bool:
+        return host.uses(pod, IsolationName.HAMI_CORE)
+
+    caches = PrivateCaches(
+        files=files, allocations=host.allocations, pods=host.pods, running_claims=host.claim_pods.running
+    )
+    limits = RegionLimits(
+        files=files,
+        config=config,
+        names=host.names,
+        inventory=host.inventory,
+        allocations=host.allocations,
+        resized=host.resized,
+        pods=host.claim_pods,
+        is_in_use=is_in_use,
+    )
+    watch = RegionWatch(
+        files=files,
+        allocations=host.allocations,
+        pods=host.claim_pods,
+        is_in_use=is_in_use,
+        cgroups=host.cgroups,
+        clock=time.monotonic,
+        users=host.claim_pods.containers_of,
+        module=host.module,
+    )
+
+    def circumstances(
+        found: Circumstances, allocation: Allocation | None, container: ContainerSpec | None
+    ) -> Circumstances:
+        is_out = container is not None and opts_out(container, config)
+        # HAMi-core mistakes the processes of containers that share a claim for each other's. Such a claim is refused where
+        # they are known when it is prepared; a pod that comes later is not.
+        sharers = host.claim_pods.sharers(allocation.key) if allocation is not None else None
+        is_shared = sum(map(bool, (sharers or {}).values())) > 1
+        return replace(
+            found, has_library=not is_out and not is_shared, has_core_limit=not lifts_cores(container, config)
+        )
+
+    return IsolationPart(
+        services={"private caches": caches, "region limits": limits, "region watch": watch},
+        check=caches.check,
+        look=caches.look,
+        prepare=caches.prepare,
+        prepare_ahead=caches.prepare_ahead,
+        enforce=limits.enforce,
+        circumstances=circumstances,
+    )
+
+
+def hami_core_files(settings: Settings) -> HamiCoreFiles:
+    return HamiCoreFiles(settings.hami_core.library, settings.hami_core.directory, LIBRARY_PATH)
+
+
+def hami_core_config(settings: Settings) -> HamiCoreConfig:
+    return HamiCoreConfig(
+        directory=settings.hami_core.directory,
+        memory_scaling=settings.hami_core.memory_scaling,
+        core_scaling=settings.hami_core.core_scaling,
+        core_policy=settings.hami_core.core_policy,
+        is_opt_out_allowed=settings.hami_core.allow_opt_out,
+    )

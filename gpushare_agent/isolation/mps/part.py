@@ -1,0 +1,16 @@
+"""Isolation mps on a node: the control daemon must answer."""
+
+from __future__ import annotations
+
+from gpushare_agent.isolation.mps.control import MpsControl
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart
+from gpushare_agent.settings.settings import Settings
+
+
+def build(host: IsolationHost) -> IsolationPart:
+    return IsolationPart(check=mps_control(host.settings).check, check_period_s=host.settings.mps.probe_period_s)
+
+
+def mps_control(settings: Settings) -> MpsControl:
+    mps = settings.mps
+    return MpsControl(mps.control, mps.pipe_directory, mps.log_directory, timeout_s=mps.command_timeout_s)

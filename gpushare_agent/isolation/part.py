@@ -1,0 +1,122 @@
+"""What an isolation in use does on a node besides its edits, as one value, and what its services are made from.
+
+A package with something on the host has a module `part` with `build(host) -> IsolationPart`; the agent joins what it finds
+there (agent/isolation_side.py) and names no isolation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
+from gpushare_agent.isolation.kept import Circumstances
+from gpushare_agent.kit.supervision import Runs
+from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import GpuInventory, KernelModule
+from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import ContainerSpec, Pod
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.runtime.cgroups import Cgroups
+from gpushare_agent.runtime.cri import RuntimeClient
+from gpushare_agent.settings.settings import Settings
+
+Check = Callable[[], Awaitable[object]]
+
+
+class Pods(Protocol):
+    """The pods of this node."""
+
+    @property
+    def is_synced(self) -> bool: ...
+    def get(self, uid: PodUid) -> Pod | None: ...
+    def pods(self) -> Iterable[Pod]: ...
+
+
+class ClaimPods(Protocol):
+    """The pods of this node and, beside them, the claims that are prepared on it, each as a pod."""
+
+    @property
+    def is_synced(self) -> bool: ...
+    def get(self, uid: PodUid) -> Pod | None: ...
+    def shares(self) -> Mapping[ContainerKey, Allocation]: ...
+    def running(self) -> Mapping[ContainerKey, str]: ...
+    def sharers(self, key: ContainerKey) -> Mapping[ContainerKey, str] | None: ...
+    def containers_of(self, key: ContainerKey) -> Sequence[tuple[str | None, PodUid]]: ...
+
+
+class CountsRegistrations(Protocol):
+    def vdevice_registered(self, code: str) -> None: ...
+
+
+class MemoryLimiter(Protocol):
+    """The GPUs' driver."""
+
+    async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
+        """Raises AgentError with the cure where limits cannot be had here."""
+
+    async def keep_memory_limits(self, wanted: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
+        """Reads, sets what differs where `may_set`; one outcome for each of `wanted`. Raises Unavailable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsolationHost:
+    """The node, for the services of isolations. `uses` is whether a pod's isolation is the one of this name, or has it
+    as a part; `warn` records an Event of a pod: its reason and its text. `module` is the driver's as it was at the agent's
+    start: after an update of the driver the agent is restarted."""
+
+    settings: Settings
+    names: ResourceNames
+    inventory: Callable[[], GpuInventory]
+    allocations: Callable[[], Mapping[ContainerKey, Allocation]]
+    resized: Callable[[], Mapping[ContainerKey, ResizedShare]]
+    pods: Pods
+    claim_pods: ClaimPods
+    uses: Callable[[Pod, IsolationName], bool]
+    warn: Callable[[Pod, str, str], None]
+    metrics: CountsRegistrations
+    driver: MemoryLimiter
+    runtime: RuntimeClient
+    cgroups: Cgroups
+    module: KernelModule | None
+    volumes: Mapping[VolumeName, DriverVolume]
+
+
+async def _nothing_to_enforce(allocation: Allocation, pod: Pod) -> str:
+    """Nothing of a running container can be changed, so nothing was."""
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsolationPart:
+    """An isolation that needs nothing on the host has all of the defaults.
+
+    `check` is bounded, and raises AgentError with what is missing on the node and the cure; `look` does the same without
+    putting anything in its place, for an agent beside the one that serves, and is `check` where that is None. `prepare`
+    makes what containers that are about to start need; `prepare_ahead` begins with it for one that was allocated now.
+    `enforce` answers why a resized share's limits are not what they are to be (yet), empty where they are, and raises
+    AgentError; `is_memory_fixed` where nobody changes the memory of a container that runs. `problem` is why a container
+    runs without its limit. `circumstances` adds what is known of one share (None: of any) to what is kept of it.
+    """
+
+    services: Mapping[str, Runs] = field(default_factory=dict)
+    check: Check | None = None
+    look: Check | None = None
+    check_period_s: float | None = None
+    prepare: Callable[[Collection[ContainerKey]], Awaitable[Refused | None]] | None = None
+    prepare_ahead: Callable[[ContainerKey], None] | None = None
+    enforce: Callable[[Allocation, Pod], Awaitable[str]] = _nothing_to_enforce
+    is_memory_fixed: bool = False
+    changed: Callable[[], None] | None = None
+    """An allocation, a pod or a GPU."""
+    problem: Callable[[ContainerKey], str] = lambda _: ""
+    circumstances: Callable[[Circumstances, Allocation | None, ContainerSpec | None], Circumstances] = (
+        lambda found, allocation, container: found
+    )
+    log_contradictions: Callable[[], Awaitable[None]] | None = None
+    """Where the node contradicts the settings, once, in the log."""
