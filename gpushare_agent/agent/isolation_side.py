@@ -178,6 +178,10 @@ class IsolationSide:
         ]
         return "; ".join(reason for reason in reasons if reason)
 
+    def max_shares_of_gpu(self) -> int | None:
+        """The least of the isolations in use; None where none has a limit."""
+        return min((most for part in self.parts.values() if (most := part.max_shares_of_gpu) is not None), default=None)
+
     def enforcement(self) -> ShareEnforcement:
         """Of live resizes."""
         return ShareEnforcement(chosen=lambda pod: _chosen(self.settings, pod.annotations), parts=self.parts)

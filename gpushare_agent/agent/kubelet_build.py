@@ -38,7 +38,6 @@ from gpushare_agent.kubelet.pod_resources import PodResourcesClient
 from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
 from gpushare_agent.kubelet.registration import KUBELET_SOCKET, Registrar
 from gpushare_agent.kubelet.registration_client import register
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import GPU_MEM_SOCKET, GPU_SOCKET, VCORE_SOCKET, VMEMORY_SOCKET
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.settings.settings import Settings
@@ -85,7 +84,7 @@ def build_kubelet_side(
         cache=state.cache,
         pods=state.store,
         inventory=state.plugins_gpus,
-        policy=_policy(state),
+        policy=_policy(state, isolation),
         edits=edit_policy(settings, state.names, isolation.volumes),
         node_name=settings.node_name,
         refused_pods=refused_pods,
@@ -213,13 +212,13 @@ def _build_identification(
     )
 
 
-def _policy(state: NodeState) -> Policy:
+def _policy(state: NodeState, isolation: IsolationSide) -> Policy:
     settings = state.settings
     return Policy(
         names=state.names,
         share_policy=settings.placement.share_policy,
         share_mode=settings.share_mode,
-        max_shares_of_gpu=settings.mps.max_clients if IsolationName.MPS in settings.isolation_parts_in_use else None,
+        max_shares_of_gpu=isolation.max_shares_of_gpu(),
     )
 
 

@@ -33,12 +33,12 @@ class AvailabilityWatch:
         check: Callable[[], Awaitable[object]],
         *,
         look: Callable[[], Awaitable[object]] | None = None,
-        period_s: float | None = None,
+        period_s: float = PERIOD_S,
     ) -> None:
         self._isolation = isolation
         self._check = check
         self.look = look or check
-        self._period_s = PERIOD_S if period_s is None else period_s
+        self._period_s = period_s
         self.is_checked = False
         self._unavailable_reason = f"isolation {isolation} has not been checked yet"
         self._callbacks: list[Callable[[], None]] = []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from gpushare_agent.isolation.availability import PERIOD_S
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.kit.supervision import Runs
@@ -107,11 +108,13 @@ class IsolationPart:
     services: Mapping[str, Runs] = field(default_factory=dict)
     check: Check | None = None
     look: Check | None = None
-    check_period_s: float | None = None
+    check_period_s: float = PERIOD_S
     prepare: Callable[[Collection[ContainerKey]], Awaitable[Refused | None]] | None = None
     prepare_ahead: Callable[[ContainerKey], None] | None = None
     enforce: Callable[[Allocation, Pod], Awaitable[str]] = _nothing_to_enforce
     is_memory_fixed: bool = False
+    max_shares_of_gpu: int | None = None
+    """None: as many as fit."""
     changed: Callable[[], None] | None = None
     """An allocation, a pod or a GPU."""
     problem: Callable[[ContainerKey], str] = lambda _: ""

@@ -8,7 +8,10 @@ from gpushare_agent.settings.settings import Settings
 
 
 def build(host: IsolationHost) -> IsolationPart:
-    return IsolationPart(check=mps_control(host.settings).check, check_period_s=host.settings.mps.probe_period_s)
+    mps = host.settings.mps
+    return IsolationPart(
+        check=mps_control(host.settings).check, check_period_s=mps.probe_period_s, max_shares_of_gpu=mps.max_clients
+    )
 
 
 def mps_control(settings: Settings) -> MpsControl:
