@@ -2,8 +2,9 @@
 
 Owns no state: `load_settings` makes a `LoadedSettings` (the tree `Settings` and its sources) and keeps nothing. Called by
 cli/; the composition hands each part its section. Open tree.py first: it joins the sections, one module per group
-(admission, extender, isolation, kubelet, observation, resources, simulated). sources.py reads the places, settings.py
-merges, validates and words mistakes, reference.py makes `--help` and docs/reference/settings.md.
+(admission, extender, isolation, kubelet, observation, resources, simulated). sources.py has the sources, which
+pydantic-settings merges; settings.py orders them and words mistakes, reference.py makes `--help` and
+docs/reference/settings.md.
 
 Others import: extender, node_configuration, observation, reference, settings, sources, yaml.
 """

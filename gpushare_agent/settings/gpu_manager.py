@@ -74,7 +74,7 @@ def _read_extra_flags(text: str, layer: Layer) -> None:
     layer.theirs |= read.theirs
     for name, raw in read.values.items():
         source = f"variable EXTRA_FLAGS, {raw.source}"
-        layer.values[name] = RawSetting(value=raw.value, source=source)
+        layer.put(name, raw.value, source)
         shown = ForeignKey(name=f"EXTRA_FLAGS {raw.source.removeprefix('flag ')}", value=str(raw.value)[:200], source=source,
                            settings={name: str(raw.value)[:200]})  # fmt: skip
         layer.foreign.append(shown)

@@ -20,7 +20,7 @@ from gpushare_agent.settings.nvidia_options import (
 )
 from gpushare_agent.settings.observation import HealthSettings
 from gpushare_agent.settings.reference import text_of
-from gpushare_agent.settings.sources import ForeignKey, Layer, RawSetting, nearest, read_bounded
+from gpushare_agent.settings.sources import ForeignKey, Layer, RawSetting, nearest, parse_into, read_bounded
 
 MAX_UNKNOWN_KEYS = 50
 MAX_REPLICATED = 100
@@ -45,40 +45,22 @@ def read_nvidia(flags: Mapping[str, RawSetting], environ: Mapping[str, str], fil
     return _mapped(found, file or Layer(), is_given=file is not None or bool(found))
 
 
-def read_nvidia_file(path: Path, named_by: str) -> Layer:
-    """What the file has, by option's name in `theirs`, with the mistakes; at most 1 MiB."""
-    content = read_bounded(path, named_by)
-    if isinstance(content, str):
-        return Layer(problems=[content])
-    return parse_nvidia(content, f"file {path}")
-
-
-def nvidia_layer(content: bytes, place: str) -> Layer:
-    """The layer of one text alone, such as a named configuration of a ConfigMap; `place` is for the messages. Pure.
-
-    A megabyte takes seconds: call it in a thread.
-    """
-    return read_nvidia({}, {}, parse_nvidia(content, place))
+def read_nvidia_file(path: RawSetting) -> Layer:
+    """What the file that a setting names has, as `parse_nvidia` reads it; at most 1 MiB."""
+    return read_bounded(path, parse_nvidia)
 
 
 def parse_nvidia(content: bytes, place: str) -> Layer:
-    """YAML or JSON. Keys that the plugin does not know it passes over in silence: here they are reported."""
+    """What YAML or JSON has, by option's name in `theirs`, with the mistakes. Keys that the plugin does not know it passes
+    over in silence: here they are reported. A megabyte takes seconds: call it in a thread."""
     layer = Layer()
+    tree = parse_into(layer, content, f"{place}: cannot read the configuration of NVIDIA's device plugin")
     try:
-        for name, value in _keys(_tree(content), layer, place):
+        for name, value in _keys(tree, layer, place):
             layer.theirs[name] = RawSetting(value=value, source=place)
     except _Mistake as error:
         layer.problems.append(f"{place}: {error}")
     return layer
-
-
-def _tree(content: bytes) -> Mapping[object, object]:
-    from gpushare_agent.settings.yaml import UnreadableYaml, parse_yaml  # imported only where there is a file
-
-    try:
-        return parse_yaml(content)
-    except UnreadableYaml as error:
-        raise _Mistake(f"cannot read the configuration of NVIDIA's device plugin: {error}") from error
 
 
 def _keys(tree: Mapping[object, object], layer: Layer, place: str) -> Iterator[tuple[str, object]]:
@@ -146,7 +128,8 @@ def _replicated(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> Layer:
-    layer = Layer(problems=list(file.problems), foreign=list(file.foreign))
+    layer = Layer(*file.problems)
+    layer.foreign += file.foreign
     values: dict[str, Any] = {}
     for option in OPTIONS:
         raw = found.get(option.name)
@@ -163,9 +146,9 @@ def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> 
         )
     ours = _settings(values)
     for name, (value, option_name) in ours.items():
-        layer.values[name] = RawSetting(value=value, source=f"{found[option_name].source} ({option_name})")
+        layer.put(name, value, f"{found[option_name].source} ({option_name})")
     if is_given:
-        layer.values["nvidia.enabled"] = RawSetting(value=True, source="NVIDIA's configuration")
+        layer.put("nvidia.enabled", True, "NVIDIA's configuration")
     layer.foreign += [
         _outcome(option, found[option.name], values[option.name], ours) for option in OPTIONS if option.name in values
     ]
@@ -220,11 +203,5 @@ def _outcome(option: Option, raw: RawSetting, value: object, ours: Mapping[str, 
 
 
 def _shown(value: object) -> str:
-    shown = (
-        value
-        if isinstance(value, str)
-        else json.dumps(value, default=str)
-        if not isinstance(value, bool)
-        else str(value).lower()
-    )
-    return shown[:_SHOWN_CHARACTERS]
+    """Of a file's value the JSON, of a text itself."""
+    return (value if isinstance(value, str) else json.dumps(value, default=str))[:_SHOWN_CHARACTERS]

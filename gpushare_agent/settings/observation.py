@@ -12,13 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from gpushare_agent.settings.values import DNS_NAME, Count, OptionalPath, Seconds, Section, comma_list, matches
 
-
-def _no_list(value: object) -> object:
-    """An empty text is an empty list, not a list with one empty entry."""
-    return () if value == "" else comma_list(value)
-
-
-Xids = Annotated[tuple[Annotated[Count, Field(ge=1, le=100_000)], ...], BeforeValidator(_no_list)]
+Xids = Annotated[tuple[Annotated[Count, Field(ge=1, le=100_000)], ...], BeforeValidator(comma_list)]
 
 
 class LogSettings(Section):

@@ -18,9 +18,8 @@ from annotated_types import Ge, Le
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gpushare_agent.settings.tree import ALIASES, Settings
+from gpushare_agent.settings.tree import ALIASES, ENVIRONMENT_PREFIX, Settings
 
-ENVIRONMENT_PREFIX = "GPUSHARE_"
 _ROOT_TITLE = "The node."
 TEXTS = "a comma list"
 """What a list of texts takes; its validators say more."""

@@ -1,14 +1,7 @@
 """Loads the settings: one frozen tree from the command line, the environment, a YAML file and the defaults.
 
-`load_settings` returns the tree and where each value came from, or every mistake as one line. The readers of
-settings/sources.py are the project's own instead of pydantic-settings', whose import takes a fifteenth of the agent's start,
-for these reasons (measured on 105 settings):
-
-- `CliSettingsSource` builds an argparse parser of every setting: 15 ms at each start, against 1.4 ms for all of
-  `load_settings`. It ends at the first unknown flag, and does not keep how a flag was spelled ("flag --query-port").
-- `EnvSettingsSource` passes over unknown variables, so the scan of the prefix is needed beside it: more lines than without.
-- `YamlConfigSettingsSource` passes over a missing file, and takes aliases (a few lines unfold into gigabytes) and keys given
-  twice.
+`load_settings` hands the sources of settings/sources.py to `Settings`, which pydantic-settings merges, and returns the tree
+and where each value came from, or every mistake as one line.
 """
 
 from __future__ import annotations
@@ -16,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -35,7 +27,7 @@ from gpushare_agent.settings.sources import (
     read_named,
     read_variables,
 )
-from gpushare_agent.settings.tree import Settings
+from gpushare_agent.settings.tree import SOURCES, Settings
 
 NODE_NAME_SOURCES = ("variable NODE_NAME", "host name")
 """Where the node's name comes from when no setting has it."""
@@ -88,13 +80,18 @@ def load_settings(
     if named is not None:
         layers.append(own or _nvidia_layer(layers, environ, parse_nvidia(named.content, named.source)))
     if path:
-        layers.append(read_file(Path(str(path.value)), path.source))
+        layers.append(read_file(path))
     if named is None or own is not None:
         layers.append(_nvidia_layer(layers, environ))
-    raw = _merge(layers, environ)
+    layers.append(host := Layer())
+    # Manifests set NODE_NAME from the downward API. Of an empty name the tree makes the host's.
+    node_name = environ.get("NODE_NAME", "")
+    host.values["node_name"] = RawSetting(value=node_name, source=NODE_NAME_SOURCES[not node_name])
+    raw = {name: value for layer in reversed(layers) for name, value in layer.values.items()}
     problems = [problem for layer in layers for problem in layer.problems]
+    arguments: dict[str, Any] = {SOURCES: layers}
     try:
-        settings = Settings(**_nested(raw))
+        settings = Settings(**arguments)
     except ValidationError as error:
         problems += [_problem(found["loc"], found["msg"], raw) for found in error.errors(include_url=False)]
     if problems:
@@ -117,27 +114,7 @@ def _nvidia_layer(layers: Sequence[Layer], environ: Mapping[str, str], named: La
     if named is not None:
         return read_nvidia(flags, environ, named)
     path = _path("nvidia.config", [*layers, read_nvidia(flags, environ, None)])
-    file = read_nvidia_file(Path(str(path.value)), path.source) if path else None
-    return read_nvidia(flags, environ, file)
-
-
-def _merge(layers: Sequence[Layer], environ: Mapping[str, str]) -> dict[str, RawSetting]:
-    """By dotted key, the first layer winning. Where no layer has a node name, it is NODE_NAME's, which manifests set from
-    the downward API, else the host's, which the tree reads."""
-    variable, host = NODE_NAME_SOURCES
-    name = environ.get("NODE_NAME", "")
-    merged = {"node_name": RawSetting(value=name, source=variable if name else host)}
-    for layer in reversed(layers):
-        merged |= {key: raw for key, raw in layer.values.items() if key != "node_name" or raw.value != ""}
-    return merged
-
-
-def _nested(raw: Mapping[str, RawSetting]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, setting in raw.items():
-        section, dot, leaf = name.rpartition(".")
-        (tree.setdefault(section, {}) if dot else tree)[leaf] = setting.value
-    return tree
+    return read_nvidia(flags, environ, read_nvidia_file(path) if path else None)
 
 
 def _problem(location: tuple[int | str, ...], message: str, raw: Mapping[str, RawSetting]) -> str:

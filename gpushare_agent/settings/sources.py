@@ -1,21 +1,34 @@
-"""Reads settings from flags, variables and a YAML file into layers: dotted key -> value and where it was written.
+"""The sources for pydantic-settings, as layers: dotted key -> value and where it was written, in flags, variables, a file.
 
-Only names and shape are checked here; settings/settings.py validates the merged layers. Each mistake is one line in
-`problems`, so that one start shows all of them.
+Only names and shape are checked here; `Settings` merges and validates the layers. Each mistake is one line in `problems`, so
+that one start shows all of them. Sources of pydantic-settings' own that are not used, and why:
+
+- `CliSettingsSource` builds an argparse parser of every setting: 15 ms at each start, against 1 ms for all of
+  `load_settings`. It ends at the first unknown flag, and does not keep how a flag was spelled ("flag --query-port").
+- `YamlConfigSettingsSource` passes over a missing file, and takes aliases (a few lines unfold into gigabytes) and keys given
+  twice.
+
+`EnvSettingsSource` is used: it passes over unknown variables, which `read_variables` finds.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_settings import EnvSettingsSource, PydanticBaseSettingsSource
 
 from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.nvidia_options import options_by_flag
-from gpushare_agent.settings.reference import ENVIRONMENT_PREFIX, Key, all_keys
+from gpushare_agent.settings.reference import Key, all_keys
+from gpushare_agent.settings.tree import ENVIRONMENT_PREFIX, Settings
 
 _BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 _FILE_LIMIT_BYTES = 1 << 20
@@ -61,15 +74,34 @@ class ForeignKey:
     is_lost: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
-class Layer:
+class Layer(PydanticBaseSettingsSource):
     """The settings of one place, and the mistakes there. `theirs` are values of NVIDIA's plugin by option's name, not yet
     mapped; `foreign` what became of another program's keys."""
 
-    values: dict[str, RawSetting] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    theirs: dict[str, RawSetting] = field(default_factory=dict)
-    foreign: list[ForeignKey] = field(default_factory=list)
+    def __init__(self, *problems: str) -> None:
+        super().__init__(Settings)
+        self.values: dict[str, RawSetting] = {}
+        self.problems = list(problems)
+        self.theirs: dict[str, RawSetting] = {}
+        self.foreign: list[ForeignKey] = []
+
+    def put(self, name: str, value: object, source: str) -> None:
+        """An empty node name is none: the next place has it."""
+        if name != "node_name" or value != "":
+            self.values[name] = RawSetting(value=value, source=source)
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """Of a section a mapping; None where the place says nothing."""
+        return self().get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        """The values as a tree. Pairs are one value: as a plain dict they would be merged over the places."""
+        tree: dict[str, Any] = {}
+        for name, raw in self.values.items():
+            section, dot, leaf = name.rpartition(".")
+            value = MappingProxyType(raw.value) if isinstance(raw.value, dict) else raw.value
+            (tree.setdefault(section, {}) if dot else tree)[leaf] = value
+        return tree
 
 
 @cache
@@ -140,7 +172,7 @@ def read_flags(argv: Sequence[str]) -> Layer:
         elif value is None and not key.is_boolean:
             layer.problems.append(f"flag {name} needs a value: {name}=… (variable {key.variable})")
         else:
-            layer.values[key.name] = RawSetting(value="true" if value is None else value, source=f"flag {name}")
+            layer.put(key.name, "true" if value is None else value, f"flag {name}")
     return layer
 
 
@@ -154,16 +186,27 @@ def _unknown_token(token: str, known: Mapping[str, Key]) -> str:
     return f"flag --{name} is unknown{nearest(name, known, '--')}; --help lists all flags"
 
 
+class _Variables(Layer):
+    """Read by pydantic-settings from the names that `read_variables` found."""
+
+    def __call__(self) -> dict[str, Any]:
+        source = EnvSettingsSource(Settings)
+        source.env_vars = {
+            key.variable.lower(): str(self.values[key.name].value) for key in all_keys() if key.name in self.values
+        }
+        return source()
+
+
 def read_variables(environ: Mapping[str, str]) -> Layer:
     """Every `GPUSHARE_…` variable. Kubernetes' service links that begin so are passed over."""
-    layer = Layer()
+    layer = _Variables()
     known = {key.variable: key for key in all_keys()}
     for name in sorted(environ):
         if not name.startswith(ENVIRONMENT_PREFIX):
             continue
         key = known.get(name)
         if key is not None:
-            layer.values[key.name] = RawSetting(value=environ[name], source=f"variable {name}")
+            layer.put(key.name, environ[name], f"variable {name}")
         elif name not in _OF_COMMANDS and not _is_service_link(name, environ[name]):
             layer.problems.append(
                 f"variable {name} is unknown{nearest(name, known)}; docs/reference/settings.md lists all variables"
@@ -175,35 +218,37 @@ def _is_service_link(name: str, value: str) -> bool:
     return bool(_SERVICE_LINK.fullmatch(name)) or (name.endswith("_PORT") and "://" in value)
 
 
-def read_bounded(path: Path, named_by: str) -> bytes | str:
-    """The file's content, or the mistake."""
+def read_bounded(path: RawSetting, parse: Callable[[bytes, str], Layer]) -> Layer:
+    """The file that a setting names: of its content and its place `parse` makes the layer. What cannot be read is a
+    mistake of the setting's place."""
+    named = f"{path.source}: cannot read the settings file {path.value}"
     try:
-        with path.open("rb") as file:
+        with Path(str(path.value)).open("rb") as file:
             content = file.read(_FILE_LIMIT_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return f"{named_by}: cannot read the settings file {path}: {reason}; give an existing YAML file"
+        return Layer(f"{named}: {reason}; give an existing YAML file")
     if len(content) > _FILE_LIMIT_BYTES:
-        return f"{named_by}: the settings file {path} is larger than 1 MiB; this is no settings file"
-    return content
+        return Layer(f"{path.source}: the settings file {path.value} is larger than 1 MiB; this is no settings file")
+    return parse(content, f"file {path.value}")
 
 
-def read_file(path: Path, named_by: str) -> Layer:
-    """A YAML file; `named_by` is the place that names it, for the messages."""
-    content = read_bounded(path, named_by)
-    if isinstance(content, str):
-        return Layer(problems=[content])
-    layer = Layer()
-    tree = _parse(content, f"{named_by}: cannot read the settings file {path}", layer)
-    _flatten(tree, "", f"file {path}", layer)
-    return layer
+def read_file(path: RawSetting) -> Layer:
+    """A YAML file of ours."""
+
+    def parse(content: bytes, place: str) -> Layer:
+        layer = Layer()
+        _flatten(parse_into(layer, content, f"{path.source}: cannot read the settings {place}"), "", place, layer)
+        return layer
+
+    return read_bounded(path, parse)
 
 
 def read_named(named: NamedConfiguration) -> Layer | None:
     """A node's configuration, None where it is one of NVIDIA's plugin, which has a version. It may not set what is read
     before it, nor what names the node."""
     layer = Layer()
-    tree = _parse(named.content, f"{named.source}: cannot be read", layer)
+    tree = parse_into(layer, named.content, f"{named.source}: cannot be read")
     if "version" in tree:
         return None
     _flatten(tree, "", named.source, layer)
@@ -214,7 +259,9 @@ def read_named(named: NamedConfiguration) -> Layer | None:
     return layer
 
 
-def _parse(content: bytes, problem: str, layer: Layer) -> Mapping[object, object]:
+def parse_into(layer: Layer, content: bytes, problem: str) -> Mapping[object, object]:
+    """The mapping in a file's content; where it is none, an empty one, and the layer has a mistake that begins with
+    `problem`."""
     from gpushare_agent.settings.yaml import UnreadableYaml, parse_yaml  # imported only where there is a file
 
     try:
@@ -234,7 +281,7 @@ def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Lay
         name = prefix + str(raw_name).replace("-", "_")
         if name in known:
             if value is not None:  # `key:` with nothing behind it means the default
-                layer.values[name] = RawSetting(value=value, source=source)
+                layer.put(name, value, source)
         elif name in sections and isinstance(value, Mapping):
             _flatten(value, name + ".", source, layer)
         elif name in sections and value is None:

@@ -1,17 +1,18 @@
 """The settings tree: the settings of the node as a whole, and the sections.
 
 The sections are the modules beside this one. A description has the unit, the meaning of None or empty, and the reason for
-the default. `Settings()` reads neither the environment nor the command line. settings/sources.py reads flags, variables and
-files; settings/reference.py makes `--help` and docs/reference/settings.md. The flag names of gpu-manager
-(docs/reference/formats.md, section 1) are `ALIASES` of these names.
+the default. `Settings()` reads neither the environment nor the command line: settings/settings.py gives it the sources for
+flags, variables and files. settings/reference.py makes `--help` and docs/reference/settings.md. The flag names of
+gpu-manager (docs/reference/formats.md, section 1) are `ALIASES` of these names.
 """
 
 from __future__ import annotations
 
 import socket
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName, Sharing
 from gpushare_agent.settings.admission import AllocationSettings, PlacementSettings, ResizeSettings
@@ -43,6 +44,12 @@ from gpushare_agent.settings.resources import GpushareSettings, ResourceSettings
 from gpushare_agent.settings.simulated import SimulatedSettings
 from gpushare_agent.settings.values import DNS_NAME, OptionalPath, Seconds, Texts, comma_list, pairs_of
 
+ENVIRONMENT_PREFIX = "GPUSHARE_"
+_DEFAULTS: Any = {}
+"""Of a section. pydantic makes the section of it with the tree's validator: sections that are made here would each need one
+of their own at the start (a third of the time that the tree takes)."""
+SOURCES = "_sources"
+"""The argument of `Settings` with the sources to merge, the first of them winning."""
 ALIASES = {
     "hostname-override": "node_name",
     "sample-period": "sample_period_s",
@@ -64,10 +71,17 @@ ALIASES = {
 """Flag name -> dotted key, beside the flag that every key has: gpu-manager's and GPUShare's names, and short ones."""
 
 
-class Settings(BaseModel):
+class Settings(BaseSettings):
     """The root of the tree: what concerns the node as a whole, and one section per concern."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        env_prefix=ENVIRONMENT_PREFIX,
+        env_nested_delimiter="__",
+        enable_decoding=False,  # lists and pairs are not JSON; their validators read them
+    )
 
     config: OptionalPath = Field(default=None, description="YAML file with settings. Empty: none.")
     node_name: str = Field(
@@ -128,33 +142,41 @@ class Settings(BaseModel):
         le=3600,
         description="gpu-manager's; no effect.",
     )
-    node_configuration: NodeConfigurationSettings = NodeConfigurationSettings()
-    simulated: SimulatedSettings = SimulatedSettings()
-    resources: ResourceSettings = ResourceSettings()
-    kubelet: KubeletSettings = KubeletSettings()
-    placement: PlacementSettings = PlacementSettings()
-    allocation: AllocationSettings = AllocationSettings()
-    resize: ResizeSettings = ResizeSettings()
-    virtual_manager: VirtualManagerSettings = VirtualManagerSettings()
-    driver_volume: DriverVolumeSettings = DriverVolumeSettings()
-    mps: MpsSettings = MpsSettings()
-    hami_core: HamiCoreSettings = HamiCoreSettings()
-    driver_limits: DriverLimitsSettings = DriverLimitsSettings()
-    cdi: CdiSettings = CdiSettings()
-    gpushare: GpushareSettings = GpushareSettings()
-    nvidia: NvidiaSettings = NvidiaSettings()
-    dra: DraSettings = DraSettings()
-    runtime: RuntimeSettings = RuntimeSettings()
-    web: WebSettings = WebSettings()
-    health: HealthSettings = HealthSettings()
-    usage: UsageSettings = UsageSettings()
-    decisions: DecisionSettings = DecisionSettings()
-    facts: FactsSettings = FactsSettings()
-    control: ControlSettings = ControlSettings()
-    display: DisplaySettings = DisplaySettings()
-    debug: DebugSettings = DebugSettings()
-    extender: ExtenderSettings = ExtenderSettings()
-    log: LogSettings = LogSettings()
+    node_configuration: NodeConfigurationSettings = _DEFAULTS
+    simulated: SimulatedSettings = _DEFAULTS
+    resources: ResourceSettings = _DEFAULTS
+    kubelet: KubeletSettings = _DEFAULTS
+    placement: PlacementSettings = _DEFAULTS
+    allocation: AllocationSettings = _DEFAULTS
+    resize: ResizeSettings = _DEFAULTS
+    virtual_manager: VirtualManagerSettings = _DEFAULTS
+    driver_volume: DriverVolumeSettings = _DEFAULTS
+    mps: MpsSettings = _DEFAULTS
+    hami_core: HamiCoreSettings = _DEFAULTS
+    driver_limits: DriverLimitsSettings = _DEFAULTS
+    cdi: CdiSettings = _DEFAULTS
+    gpushare: GpushareSettings = _DEFAULTS
+    nvidia: NvidiaSettings = _DEFAULTS
+    dra: DraSettings = _DEFAULTS
+    runtime: RuntimeSettings = _DEFAULTS
+    web: WebSettings = _DEFAULTS
+    health: HealthSettings = _DEFAULTS
+    usage: UsageSettings = _DEFAULTS
+    decisions: DecisionSettings = _DEFAULTS
+    facts: FactsSettings = _DEFAULTS
+    control: ControlSettings = _DEFAULTS
+    display: DisplaySettings = _DEFAULTS
+    debug: DebugSettings = _DEFAULTS
+    extender: ExtenderSettings = _DEFAULTS
+    log: LogSettings = _DEFAULTS
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *_: Any, **built_in: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Those of the argument `SOURCES`; without it the arguments alone: `Settings()` reads no environment."""
+        arguments: InitSettingsSource = built_in["init_settings"]
+        return tuple(arguments.init_kwargs.get(SOURCES, (arguments,)))
 
     @property
     def isolations_in_use(self) -> frozenset[IsolationName]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ class Section(BaseModel):
     """One section of the tree: frozen, without unknown keys. Its docstring is its title in `--help` and
     docs/reference/settings.md."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, defer_build=True)
 
 
 _GO_DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+")
@@ -63,7 +64,7 @@ def comma_list(value: object) -> object:
 
 def pairs_of(value: object) -> object:
     """`k=v,k=v` as a mapping; numbers and booleans that YAML parsed from label values become text again."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: str(item).lower() if isinstance(item, bool | int | float) else item for key, item in value.items()}
     if not isinstance(value, str):
         return value

@@ -49,6 +49,15 @@ def test_a_configuration_beats_the_file_and_not_a_variable(tmp_path: object) -> 
     assert loaded.sources["share_mode"] == "configuration a"
 
 
+def test_pairs_of_a_configuration_replace_those_of_the_file(tmp_path: object) -> None:
+    """Mappings of two files, which pydantic-settings would merge: they are one value."""
+    file = f"{tmp_path}/settings.yaml"
+    with open(file, "w", encoding="utf-8") as settings:
+        settings.write("node_labels: {zone: a, rack: 7}")
+    named = NamedConfiguration(name="a", content=b"node_labels: {zone: b}")
+    assert load_settings(["--config", file], {}, named).settings.node_labels == {"zone": "b"}
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.settings.nvidia_options import OPTIONS
-from gpushare_agent.settings.nvidia_plugin import nvidia_layer
+from gpushare_agent.settings.nvidia_plugin import parse_nvidia, read_nvidia
 from gpushare_agent.settings.reference import all_keys
 from gpushare_agent.settings.settings import LoadedSettings, SettingsError, load_settings
+from gpushare_agent.settings.sources import Layer
 
 WHOLE = """
 version: v1
@@ -35,6 +36,11 @@ sharing:
     - {name: gpu, replicas: 4, rename: gpu.fraction}
     - {name: nvidia.com/mig-1g.10gb, replicas: 2, devices: [0]}
 """
+
+
+def nvidia_layer(content: bytes, place: str) -> Layer:
+    """The layer of one text alone."""
+    return read_nvidia({}, {}, parse_nvidia(content, place))
 
 
 def load(tmp_path: Path, text: str, *argv: str, **environ: str) -> LoadedSettings:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from pydantic_settings import InitSettingsSource
 
 from gpushare_agent.settings.reference import all_keys, help_text
 from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
-from gpushare_agent.settings.sources import split_flags
+from gpushare_agent.settings.sources import Layer, read_flags, read_variables, split_flags
+from gpushare_agent.settings.tree import SOURCES
 from gpushare_agent.settings.values import parse_duration
 
 
@@ -46,6 +49,23 @@ def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(directory: Pat
     assert (loaded.settings.web.addr, loaded.sources["web.addr"]) == ("from-file", f"file {path}")
     assert (loaded.settings.log.format, loaded.sources["log.format"]) == ("auto", "default")
     assert set(loaded.sources) == {key.name for key in all_keys()}
+
+
+def test_the_tree_takes_any_sources_of_pydantic_settings() -> None:
+    """The first wins key by key, and the argument of the sources is no setting."""
+    own = InitSettingsSource(Settings, {"web": {"port": 1, "addr": "own"}, "node_name": "own"})
+    arguments: dict[str, Any] = {SOURCES: [read_flags(["--web.port=2", "--node-name="]), own]}
+    settings = Settings(**arguments)
+    assert (settings.web.port, settings.web.addr, settings.node_name) == (2, "own", "own")
+    assert Settings() == Settings.model_validate({}) and settings.web.model_fields_set == {"port", "addr"}
+
+
+def test_pydantic_settings_reads_every_variable_as_the_key_that_the_reference_gives_it() -> None:
+    """Also lists and pairs, which it would take for JSON."""
+    layer = read_variables({key.variable: f"a,{key.name}" for key in all_keys()})
+    assert layer() == Layer.__call__(layer)
+    (name, value) = (layer.get_field_value(Settings.model_fields[name], name) for name in ("node_labels", "web"))
+    assert name == ("a,node_labels", "node_labels", False) and value[0]["port"] == "a,web.port"
 
 
 def test_the_config_flag_beats_the_config_variable(directory: Path) -> None:
