@@ -20,7 +20,7 @@ from gpushare_agent.settings.nvidia_options import (
 )
 from gpushare_agent.settings.observation import HealthSettings
 from gpushare_agent.settings.reference import text_of
-from gpushare_agent.settings.sources import ForeignKey, Layer, RawSetting, nearest, parse_into, read_bounded
+from gpushare_agent.settings.sources import ForeignKey, Layer, RawSetting, nearest, parse_into
 
 MAX_UNKNOWN_KEYS = 50
 MAX_REPLICATED = 100
@@ -43,11 +43,6 @@ def read_nvidia(flags: Mapping[str, RawSetting], environ: Mapping[str, str], fil
             found[option.name] = RawSetting(value=environ[variable], source=f"variable {variable}")
     found |= flags
     return _mapped(found, file or Layer(), is_given=file is not None or bool(found))
-
-
-def read_nvidia_file(path: RawSetting) -> Layer:
-    """What the file that a setting names has, as `parse_nvidia` reads it; at most 1 MiB."""
-    return read_bounded(path, parse_nvidia)
 
 
 def parse_nvidia(content: bytes, place: str) -> Layer:

@@ -16,12 +16,13 @@ from pydantic import ValidationError
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.gpu_manager import read_gpu_manager
 from gpushare_agent.settings.node_configuration import NamedConfiguration
-from gpushare_agent.settings.nvidia_plugin import parse_nvidia, read_nvidia, read_nvidia_file
+from gpushare_agent.settings.nvidia_plugin import parse_nvidia, read_nvidia
 from gpushare_agent.settings.reference import TEXTS, Key, all_keys, text_of
 from gpushare_agent.settings.sources import (
     ForeignKey,
     Layer,
     RawSetting,
+    read_bounded,
     read_file,
     read_flags,
     read_named,
@@ -114,13 +115,13 @@ def _nvidia_layer(layers: Sequence[Layer], environ: Mapping[str, str], named: La
     if named is not None:
         return read_nvidia(flags, environ, named)
     path = _path("nvidia.config", [*layers, read_nvidia(flags, environ, None)])
-    return read_nvidia(flags, environ, read_nvidia_file(path) if path else None)
+    return read_nvidia(flags, environ, read_bounded(path, parse_nvidia) if path else None)
 
 
 def _problem(location: tuple[int | str, ...], message: str, raw: Mapping[str, RawSetting]) -> str:
     """One line that names the place, the value, the setting, and what is allowed."""
     parts = [part for part in location if isinstance(part, str)]
-    key = _key_at(parts)
+    key = next((key for n in (2, 1) for key in all_keys() if key.name == ".".join(parts[:n])), None)
     reason = message.removeprefix("Value error, ")
     if key is None:
         name = ".".join(parts) or "settings"
@@ -145,11 +146,6 @@ def _allowed(key: Key, reason: str) -> str:
         if reason.startswith(("is no node name", "is no CDI kind")) or "resource name" in reason
         else key.kind.allowed
     )
-
-
-def _key_at(parts: Sequence[str]) -> Key | None:
-    by_name = {key.name: key for key in all_keys()}
-    return next((by_name[name] for n in (2, 1) if (name := ".".join(parts[:n])) in by_name), None)
 
 
 __all__ = ["NODE_NAME_SOURCES", "LoadedSettings", "Settings", "SettingsError", "load_settings"]

@@ -180,8 +180,7 @@ def _unknown_token(token: str, known: Mapping[str, Key]) -> str:
     if not token.startswith("--") or token == "--":  # noqa: S105 - a word of the command line
         return f"{token!r} is not understood here; see --help"
     name = token[2:].partition("=")[0].replace("_", "-")
-    hint = _FORMER_FLAGS.get(name)
-    if hint is not None:
+    if hint := _FORMER_FLAGS.get(name):
         return f"flag --{name} is unknown; {hint}"
     return f"flag --{name} is unknown{nearest(name, known, '--')}; --help lists all flags"
 
@@ -279,13 +278,12 @@ def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Lay
             layer.problems[MAX_PROBLEMS:] = [f"{source}: there may be more mistakes; correct these first"]
             return
         name = prefix + str(raw_name).replace("-", "_")
+        if value is None and name in known | sections:
+            continue  # `key:` with nothing behind it means the default
         if name in known:
-            if value is not None:  # `key:` with nothing behind it means the default
-                layer.put(name, value, source)
+            layer.put(name, value, source)
         elif name in sections and isinstance(value, Mapping):
             _flatten(value, name + ".", source, layer)
-        elif name in sections and value is None:
-            continue
         elif name in sections:
             layer.problems.append(f"{source}: {name} is {str(value)[:40]!r}, but must be a mapping of settings")
         elif name == "config":

@@ -75,13 +75,8 @@ class Settings(BaseSettings):
     """The root of the tree: what concerns the node as a whole, and one section per concern."""
 
     model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        validate_default=True,
-        env_prefix=ENVIRONMENT_PREFIX,
-        env_nested_delimiter="__",
-        enable_decoding=False,  # lists and pairs are not JSON; their validators read them
-    )
+        frozen=True, env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__", enable_decoding=False
+    )  # no decoding: lists and pairs are not JSON, their validators read them
 
     config: OptionalPath = Field(default=None, description="YAML file with settings. Empty: none.")
     node_name: str = Field(
