@@ -175,7 +175,9 @@ def help_text(keys: Sequence[Key], width: int = 100) -> str:
             lines += ["", section.rstrip(".") + ":"]
         spellings = ", ".join("--" + name for name in (key.flag, *key.aliases))
         lines.append(f"  {spellings} {key.kind.placeholder}")
-        facts = f"{key.field.description} [{_default_text(key)}; {key.variable}]"
+        limits = _bounds(key.field.metadata)
+        default = f"default {text_of(key.default) or 'empty'}{';' + limits if limits else ''}"
+        facts = f"{key.field.description} [{default}; {key.variable}]"
         lines += textwrap.wrap(
             facts,
             width,
@@ -185,11 +187,6 @@ def help_text(keys: Sequence[Key], width: int = 100) -> str:
             break_long_words=False,
         )
     return "\n".join(lines).strip("\n")
-
-
-def _default_text(key: Key) -> str:
-    limits = _bounds(key.field.metadata)
-    return f"default {text_of(key.default) or 'empty'}{';' + limits if limits else ''}"
 
 
 def markdown() -> str:

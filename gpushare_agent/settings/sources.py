@@ -203,18 +203,14 @@ def read_variables(environ: Mapping[str, str]) -> Layer:
     for name in sorted(environ):
         if not name.startswith(ENVIRONMENT_PREFIX):
             continue
-        key = known.get(name)
-        if key is not None:
+        is_service_link = _SERVICE_LINK.fullmatch(name) or (name.endswith("_PORT") and "://" in environ[name])
+        if key := known.get(name):
             layer.put(key.name, environ[name], f"variable {name}")
-        elif name not in _OF_COMMANDS and not _is_service_link(name, environ[name]):
+        elif name not in _OF_COMMANDS and not is_service_link:
             layer.problems.append(
                 f"variable {name} is unknown{nearest(name, known)}; docs/reference/settings.md lists all variables"
             )
     return layer
-
-
-def _is_service_link(name: str, value: str) -> bool:
-    return bool(_SERVICE_LINK.fullmatch(name)) or (name.endswith("_PORT") and "://" in value)
 
 
 def read_bounded(path: RawSetting, parse: Callable[[bytes, str], Layer]) -> Layer:
