@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -12,7 +12,6 @@ from gpushare_agent.cli.agent_client import read_node
 from gpushare_agent.cli.agent_documents import BranchDocument, GpuDocument, NodeDocument
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.command_line import Form
-from gpushare_agent.cli.render_svg import graph_svg
 from gpushare_agent.cli.render_text import gib, gpu_label, health_line, is_cordoned, plain, print_as
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.topology import Branch, LinkKind, Topology
@@ -20,18 +19,14 @@ from gpushare_agent.placement.topology_tree import render_tree
 from gpushare_agent.settings.settings import Settings
 
 SCHEMA = 1
-MAX_DEPTH = 16
+_MAX_DEPTH = 16
 _KINDS = {"X": LinkKind.SELF, "NV": LinkKind.NVLINK} | {kind.name: kind for kind in LinkKind if kind > LinkKind.NVLINK}
 
 
-async def run(settings: Settings, target: AgentTarget, *, form: Form | Literal["svg"]) -> int:
+async def run(settings: Settings, target: AgentTarget, *, form: Form) -> int:
     """Raises AgentError."""
     async with open_agent(settings, target) as agent:
         document = graph_document(await read_node(agent))
-
-    if form == "svg":
-        print(graph_svg(document, read_branch(document["tree"], MAX_DEPTH)), end="")
-        return 0
 
     def tables(_width: int) -> Sequence[RenderableType]:
         return [Text(tree_text(document, is_wide=form == "wide"), no_wrap=True, overflow="ignore")]
@@ -74,7 +69,7 @@ def tree_text(document: dict[str, Any], *, is_wide: bool = False) -> str:
     """A line for each branch and GPU: `GPU0 NVIDIA H100, free 60/100 GPU cores, 20/24 GiB`. Raises Corrupt."""
     notes = {gpu["index"]: _note(gpu) + (f", {plain(gpu['uuid'])}" if is_wide else "") for gpu in document["cards"]}
     labels = {gpu["index"]: gpu_label(gpu) for gpu in document["cards"]}
-    return render_tree(Topology(links=(), root=read_branch(document["tree"], MAX_DEPTH)), notes, labels)
+    return render_tree(Topology(links=(), root=_read_branch(document["tree"], _MAX_DEPTH)), notes, labels)
 
 
 def _note(gpu: dict[str, Any]) -> str:
@@ -87,7 +82,7 @@ def _note(gpu: dict[str, Any]) -> str:
     return f"{plain(gpu['name'])}, {free}{'' if health == 'Healthy' else f', {health}'}"
 
 
-def read_branch(raw: BranchDocument, depth: int) -> Branch:
+def _read_branch(raw: BranchDocument, depth: int) -> Branch:
     kind = _KINDS.get(raw["kind"])
     if kind is None or depth == 0:
         raise Corrupt(
@@ -97,5 +92,5 @@ def read_branch(raw: BranchDocument, depth: int) -> Branch:
     return Branch(
         kind=kind,
         gpus=tuple(raw["cards"]),
-        children=tuple(read_branch(child, depth - 1) for child in raw["children"]),
+        children=tuple(_read_branch(child, depth - 1) for child in raw["children"]),
     )

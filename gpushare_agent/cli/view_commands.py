@@ -73,8 +73,8 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
             "how the GPUs are connected, and what is free on each",
             "Draws how the GPUs of a node are connected, with what is free on each.",
             _graph,
-            _graph_arguments,
-            ("graph gpu-1" if is_plugin else "graph", "graph -o svg > gpus.svg"),
+            _node_arguments,
+            ("graph gpu-1" if is_plugin else "graph",),
         ),
         command(
             "explain",
@@ -119,7 +119,7 @@ def _dashboard(call: Invocation) -> int:
     return run_app(cluster_nodes.serve_dashboard(settings, options.port))
 
 
-def _target_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool, also: tuple[str, ...] = ()) -> None:
+def _target_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
     add = parser.add_argument
     if is_plugin:
         add("--node", metavar="NODE", default="", help="whose agent to ask, through the API server")
@@ -137,16 +137,12 @@ def _target_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool, also:
         default=AGENT_NAMESPACE,
         help="where the agents' pods are, with --node; empty: anywhere (%(default)s)",
     )
-    add_output(parser, also=also)
+    add_output(parser)
 
 
-def _graph_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
-    _node_arguments(parser, is_plugin=is_plugin, also=("svg",))
-
-
-def _node_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool, also: tuple[str, ...] = ()) -> None:
+def _node_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
     parser.add_argument("node_name", metavar="NODE", nargs="?", default="", help="the same as --node NODE")
-    _target_arguments(parser, is_plugin=is_plugin, also=also)
+    _target_arguments(parser, is_plugin=is_plugin)
 
 
 def _namespace_arguments(parser: argparse.ArgumentParser) -> None:

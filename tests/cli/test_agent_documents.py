@@ -13,11 +13,10 @@ from rich.console import Console
 from gpushare_agent.cli.agent_documents import DECISIONS, NODE, check_document
 from gpushare_agent.cli.command_line import SORTS
 from gpushare_agent.cli.explain import newest_of_containers
-from gpushare_agent.cli.graph import MAX_DEPTH, graph_document, read_branch, tree_text
+from gpushare_agent.cli.graph import graph_document, tree_text
 from gpushare_agent.cli.inspect import sums_of_document
 from gpushare_agent.cli.render_explain import decision_parts
 from gpushare_agent.cli.render_inspect import inspection_document, inspection_tables
-from gpushare_agent.cli.render_svg import graph_svg
 from gpushare_agent.cli.render_top import Choice, heading, top_lines, top_table
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.observability.http.node_api import decision_document
@@ -62,9 +61,7 @@ def show_node(answer: dict[str, Any]) -> None:
         choice = Choice(sort=sort, has_processes=True)
         print_to_nowhere(*heading(node, 100), top_table(top_lines(node, 100, choice), 100, choice))
     print_to_nowhere(*inspection_tables(inspection_document([sums_of_document(node)]), with_details=True, is_wide=True))
-    graph = graph_document(node)
-    tree_text(graph, is_wide=True)
-    graph_svg(graph, read_branch(graph["tree"], MAX_DEPTH))
+    tree_text(graph_document(node), is_wide=True)
 
 
 def show_decisions(answer: dict[str, Any]) -> None:
