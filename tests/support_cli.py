@@ -179,9 +179,14 @@ def candidate(index: int, *, is_chosen: bool = False, is_healthy: bool = True, v
 # --- a cluster ---
 
 
-def raw_node(name: str, gpus: list[dict[str, Any]] | str | None, **capacity: str) -> dict[str, Any]:
-    """A node whose annotation has these GPUs, or this text; without any it has only a capacity, by `_` for / and -."""
+def raw_node(
+    name: str, gpus: list[dict[str, Any]] | str | None, *, held: dict[str, Any] | None = None, **capacity: str
+) -> dict[str, Any]:
+    """A node whose annotations have these GPUs, or this text, and what pods have of them by UID; without any it has only
+    a capacity, by `_` for / and -."""
     annotations = {}
+    if held is not None:
+        annotations["gpushare-agent/held"] = json.dumps({"schema": 1, "held": held})
     if gpus is not None:
         text = gpus if isinstance(gpus, str) else json.dumps({"schema": 1, "memory_block_mib": 256, "cards": gpus})
         annotations["gpushare-agent/cards"] = text

@@ -1,12 +1,12 @@
 """The nodes as the API server shows them, for a person's credentials: all GPUs of the cluster with their allocations.
 
-observability/gpu_summaries.py and observability/inspection.py check the annotations. docs/reference/cli.md lists the rights
-that each command needs. No state.
+observability/gpu_summaries.py checks the nodes' annotations, observability/inspection.py adds up. The rights that each
+command needs: docs/reference/cli.md. No state.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from gpushare_agent.cluster.kube.lists import KubeTimeouts
 from gpushare_agent.cluster.kube.pods import mapping_or_empty, parse_pod
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.observability.gpu_summaries import GpuSummaries, gpus_of_node
@@ -52,7 +53,8 @@ async def read_cluster(api: KubeApi, settings: Settings) -> list[NodeSums]:
     names = cluster_names(settings)
     nodes, _ = await api.list_all(ALL_NODES, lambda raw: _node(raw, names))
     of_node: dict[str, list[Pod]] = {node.name: [] for node in nodes}
-    found, _ = await api.list_all(pods(fields=UNFINISHED), lambda raw: _pod(raw, names))
+    reported = {uid for node in nodes for uid in node.gpus.allocated or ()}
+    found, _ = await api.list_all(pods(fields=UNFINISHED), lambda raw: _pod(raw, names, reported))
     for pod in found:
         if pod.node_name in of_node:
             of_node[pod.node_name].append(pod)
@@ -83,13 +85,14 @@ def _node(raw: dict[str, Any], names: ResourceNames) -> _Node | None:
     return _Node(name=name, gpus=gpus) if gpus is not None else None
 
 
-def _pod(raw: dict[str, Any], names: ResourceNames) -> Pod | None:
-    """A pod that asks for something of ours; one that cannot be read has no share either, for its agent reads the same."""
+def _pod(raw: dict[str, Any], names: ResourceNames, reported: Collection[PodUid]) -> Pod | None:
+    """A pod that asks for something of ours or has it (by NVIDIA's names); one that cannot be read has no share either, for
+    its agent reads the same."""
     try:
         pod = parse_pod(raw, resources=names.names)
     except Corrupt:
         return None
-    return pod if names.wants_any(pod) else None
+    return pod if names.wants_any(pod) or pod.uid in reported else None
 
 
 def _count(quantity: Any) -> int:

@@ -1,7 +1,7 @@
 """`gpushare-agent inspect`: what is allocated of every GPU, of one node by its agent or of all by the API server.
 
-The agent's ledger is the truth about its node. Over all nodes the sums come from the pods' limits and annotations
-(observability/inspection.py), which any tenant can write: what does not fit is shown and charged to no GPU.
+The agent's ledger is the truth about its node. Over all nodes the sums come from what each agent reports of it on the
+node's object (observability/inspection.py), never from a pod's annotations, which any tenant can write.
 """
 
 from __future__ import annotations

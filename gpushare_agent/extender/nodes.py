@@ -14,19 +14,17 @@ from typing import Any
 
 from gpushare_agent.cluster.decisions.node_annotations import (
     ALLOCATIONS_ANNOTATION,
-    ALLOCATIONS_SCHEMA,
     GPUS_ANNOTATION,
     ReportedGpu,
     even_gpus,
-    is_count,
-    parse_document,
+    parse_allocations,
     parse_gpus,
 )
 from gpushare_agent.cluster.kube.pods import mapping_or_empty
 from gpushare_agent.cluster.kube.quantities import whole_number
-from gpushare_agent.extender.values import Charge, ClusterNode, NodeGpu
+from gpushare_agent.extender.values import ClusterNode, NodeGpu
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
+from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement.topology_text import link_of_word
@@ -34,13 +32,7 @@ from gpushare_agent.placement.topology_tree import build_topology
 
 MAX_GPUS = 64
 """Of a node, and highest index plus one: the tree over their links takes the cube of it in steps."""
-MAX_PODS = 512
-"""With GPUs of one node."""
-_MAX_UID_CHARS = 128
 _MAX_LABEL_CHARS = 63
-_MAX_COUNT = 1 << 30
-_COUNTS = 4
-"""Of a pod on a GPU: cores, blocks, units, and 1 for a whole GPU."""
 _TOPOLOGIES_KEPT = 256
 """Nodes of one build are alike: a cluster has few."""
 
@@ -77,9 +69,15 @@ def read_node(raw: Mapping[str, Any], names: ResourceNames, *, model_label: str,
                 "instead; see the agent's log there"
             )
         else:
-            allocated, problem = _allocations(
-                name, annotations.get(ALLOCATIONS_ANNOTATION), {str(gpu.index): gpu.index for gpu in gpus}
-            )
+            allocated = None
+            if (allocations := annotations.get(ALLOCATIONS_ANNOTATION)) is not None:
+                try:
+                    allocated = parse_allocations(allocations, {gpu.index for gpu in gpus}).of_pod
+                except Corrupt as error:
+                    problem = (
+                        f"node {name}: the annotation {ALLOCATIONS_ANNOTATION} cannot be used: {error}. "
+                        "Its pods are charged by what they ask for; see the agent's log there"
+                    )
             node = ClusterNode(name=name, gpus=gpus, topology=topology, model=model, pool=pool, allocated=allocated)
             return NodeReading(node=node, problem=problem)
     return NodeReading(node=_even_node(name, counts, names, model, pool), problem=problem)
@@ -170,51 +168,6 @@ def _even_node(name: str, counts: Mapping[str, int], names: ResourceNames, model
     indexes = tuple(range(number))
     topology = _topology(indexes, ((),) * number, (None,) * number)
     return ClusterNode(name=name, gpus=gpus, topology=topology, model=model, pool=pool, is_exact=False)
-
-
-# --- what is allocated of them ---
-
-
-def _allocations(
-    name: str, text: object, indexes: Mapping[str, int]
-) -> tuple[Mapping[PodUid, tuple[Charge, ...]] | None, str]:
-    """What each pod has as the agent reports it; None, and why, where any of it cannot be read: a part would be worse."""
-    if text is None:
-        return None, ""
-    try:
-        raw = parse_document(text, ALLOCATIONS_SCHEMA).get("held")
-        if not isinstance(raw, dict):
-            raise Corrupt("`held` is no JSON object")
-        if len(raw) > MAX_PODS:
-            raise Corrupt(f"it names {len(raw)} pods, more than {MAX_PODS}")
-        return {PodUid(uid): _charges(uid, raw[uid], indexes) for uid in sorted(raw)}, ""
-    except Corrupt as error:
-        return None, (
-            f"node {name}: the annotation {ALLOCATIONS_ANNOTATION} cannot be used: {error}. "
-            "Its pods are charged by what they ask for; see the agent's log there"
-        )
-
-
-def _charges(uid: str, raw: Any, indexes: Mapping[str, int]) -> tuple[Charge, ...]:
-    if not uid or len(uid) > _MAX_UID_CHARS:
-        raise Corrupt("a pod's UID is empty or too long")
-    if not isinstance(raw, dict):
-        raise Corrupt(f"what pod {uid} has is no JSON object")
-    charges = [_charge(uid, key, counts, indexes) for key, counts in raw.items()]
-    return tuple(sorted(charges, key=lambda charge: charge.index))
-
-
-def _charge(uid: str, key: str, raw: Any, indexes: Mapping[str, int]) -> Charge:
-    index = indexes.get(key)
-    if index is None:
-        raise Corrupt(f"pod {uid} has something of GPU {key[:20]!r}, which the node does not have")
-    where = f"what pod {uid} has of GPU {index}"
-    if not isinstance(raw, list) or len(raw) > _COUNTS or not all(is_count(count, _MAX_COUNT) for count in raw):
-        raise Corrupt(f"{where} is no list of at most {_COUNTS} counts")
-    cores, blocks, units, whole = [*raw, 0, 0, 0, 0][:_COUNTS]
-    if cores > CORES_PER_GPU or whole > 1:
-        raise Corrupt(f"{where} is more than a GPU")
-    return Charge(index=index, cores=cores, blocks=blocks, units=units, is_whole=whole == 1)
 
 
 # --- the rest of the object ---

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from gpushare_agent.cluster.decisions.node_annotations import Charge
 from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceNames
@@ -30,17 +31,6 @@ class NodeGpu:
     takes_shares: bool = True
     name: str = ""
     cordoned: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Charge:
-    """What a pod has of one GPU, all its containers together."""
-
-    index: int
-    cores: int = 0
-    blocks: int = 0
-    units: int = 0
-    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

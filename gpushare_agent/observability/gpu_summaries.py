@@ -1,18 +1,27 @@
-"""The GPUs of a node by its object, for `inspect`: from the annotation, which cluster/node_annotations.py parses.
+"""A node's GPUs and what pods have of them by its object, for `inspect`: from its annotations, parsed by
+cluster/decisions/node_annotations.py.
 
-The agent writes it (docs/reference/node-facts.md). A node without one, of an older agent or of gpu-manager, still has its
-capacity: GPUs of equal size are derived from that. Pure.
+The agent writes them (docs/reference/node-facts.md). A node without a list of GPUs, of an older agent or of gpu-manager,
+still has its capacity: GPUs of equal size are derived from that. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION, ReportedGpu, even_gpus, parse_gpus
+from gpushare_agent.cluster.decisions.node_annotations import (
+    ALLOCATIONS_ANNOTATION,
+    GPUS_ANNOTATION,
+    Charge,
+    ReportedGpu,
+    even_gpus,
+    parse_allocations,
+    parse_gpus,
+)
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import CORES_PER_GPU, MIB
+from gpushare_agent.model.names import CORES_PER_GPU, MIB, PodUid
 from gpushare_agent.model.resources import ResourceNames
 
 
@@ -35,10 +44,12 @@ class GpuSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSummaries:
-    """The GPUs of one node by index, the size of its memory blocks, and a note on where this is from."""
+    """The GPUs of one node by index, the size of its memory blocks, what each pod has of them (None where that is not
+    known), and a note on what is missing here."""
 
     gpus: tuple[GpuSummary, ...]
     memory_block_mib: int
+    allocated: Mapping[PodUid, tuple[Charge, ...]] | None = None
     remark: str = ""
 
 
@@ -54,7 +65,22 @@ def gpus_of_node(
     except Corrupt as error:
         return _by_capacity(capacity, names, f"the annotation {GPUS_ANNOTATION} cannot be read ({error})")
     gpus = tuple(_gpu(gpu) for gpu in sorted(reported.gpus, key=lambda gpu: gpu.index))
-    return GpuSummaries(gpus=gpus, memory_block_mib=reported.memory_block_mib or names.memory_block_mib)
+    allocated, remark = _allocated(annotations.get(ALLOCATIONS_ANNOTATION), [gpu.index for gpu in gpus])
+    block_mib = reported.memory_block_mib or names.memory_block_mib
+    return GpuSummaries(gpus=gpus, memory_block_mib=block_mib, allocated=allocated, remark=remark)
+
+
+def _allocated(text: object, indexes: Collection[int]) -> tuple[Mapping[PodUid, tuple[Charge, ...]] | None, str]:
+    """What each pod has, and what is wrong with it. A pod's own annotations are no substitute: tenants write them."""
+    if text is None:
+        return None, f"no {ALLOCATIONS_ANNOTATION}: what is allocated is not known; see the agent's log there"
+    try:
+        reported = parse_allocations(text, indexes)
+    except Corrupt as error:
+        problem = f"the annotation {ALLOCATIONS_ANNOTATION} cannot be read ({error})"
+        return None, f"{problem}: what is allocated is not known; see the agent's log there"
+    full = f"the annotation {ALLOCATIONS_ANNOTATION} has no room for all pods: more is allocated than is shown"
+    return reported.of_pod, full if reported.is_truncated else ""
 
 
 def _gpu(reported: ReportedGpu) -> GpuSummary:
@@ -76,5 +102,8 @@ def _by_capacity(capacity: Mapping[str, int], names: ResourceNames, problem: str
     if not number:
         return None
     gpus = tuple(GpuSummary(index=index, uuid="", name="", memory_bytes=memory_mib * MIB) for index in range(number))
-    remark = f"{problem}: GPUs of equal size are assumed from the node's capacity, and their health is not known"
+    remark = (
+        f"{problem}: GPUs of equal size are assumed from the node's capacity; their health, and what is allocated of them, "
+        "are not known"
+    )
     return GpuSummaries(gpus=gpus, memory_block_mib=names.memory_block_mib, remark=remark)

@@ -1,29 +1,20 @@
-"""Adds up what is allocated on the GPUs of a node, from what the API server knows: its pods and their annotations.
+"""Adds up what is allocated on the GPUs of a node, from what its agent reports on the node's object.
 
-Pure sums for `inspect --all-nodes`; for one node its agent's ledger is read instead. Any tenant can write a pod's
-annotations: an index that the node has no GPU for, or that does not fit what the container asks for, is shown and charged to
-no GPU. Format: docs/reference/formats.md, section 1.
+Pure sums for `inspect --all-nodes`; for one node its agent's ledger is read instead. Of a pod only names and requests are
+read, for display: any tenant can write its annotations. Format of the report: docs/reference/node-facts.md.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
-from gpushare_agent.model.names import (
-    CORES_PER_GPU,
-    GPU_ASSIGNED_ANNOTATION,
-    GPUSHARE_INDEX_ANNOTATION,
-    MIB,
-    PREDICATE_GPU_INDEX_PREFIX,
-)
+from gpushare_agent.cluster.decisions.node_annotations import Charge
+from gpushare_agent.model.names import MIB
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.observability.gpu_summaries import GpuSummaries, GpuSummary
-
-MAX_INDEXES = 64
-_INDEXES = re.compile(r"[0-9]{1,4}(,[0-9]{1,4})*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,78 +57,98 @@ class NodeSums:
 
 
 def node_sums(node: str, gpus: GpuSummaries, pods: Sequence[Pod], names: ResourceNames) -> NodeSums:
-    """Pods that have ended have no allocation. The request of an init container is not counted: the main containers take it
-    over."""
+    """`pods` are those of the node that have not ended. A GPU's sums are the report's alone, whatever the pods say."""
     by_index = {gpu.index: gpu for gpu in gpus.gpus}
-    containers = tuple(
-        _container_sums(pod, container, by_index, gpus.memory_block_mib, names)
-        for pod in sorted(pods, key=lambda pod: (pod.namespace, pod.name, pod.uid))
-        if not pod.is_terminal
-        for container in pod.containers
-        if container.kind is not ContainerKind.INIT and any(names.wanted(container, kind) for kind in names.kinds)
-    )
+    allocated = gpus.allocated if gpus.allocated is not None else {}
+    by_uid = {pod.uid: pod for pod in pods if not pod.is_terminal}
+    found = [
+        container
+        for uid, pod in by_uid.items()
+        for container in _containers_of(pod, allocated.get(uid, ()), gpus, by_index, names)
+    ]
+    found += [
+        ContainerSums(
+            namespace="", pod=uid, container="", gpus=_indexes(charges), **_amounts(charges, gpus, by_index, names),
+            remark="the API server lists no such pod on the node that runs",
+        )
+        for uid, charges in allocated.items()
+        if uid not in by_uid
+    ]  # fmt: skip
     return NodeSums(
         node=node,
-        gpus=tuple(_gpu_sums(by_index[index], containers) for index in sorted(by_index)),
-        containers=containers,
+        gpus=tuple(_gpu_sums(by_index[index], gpus, names) for index in sorted(by_index)),
+        containers=tuple(sorted(found, key=lambda one: (one.namespace, one.pod))),
         remark=gpus.remark,
     )
 
 
-def _gpu_sums(gpu: GpuSummary, containers: Sequence[ContainerSums]) -> GpuSums:
-    here = [container for container in containers if gpu.index in container.gpus]
+def _gpu_sums(gpu: GpuSummary, gpus: GpuSummaries, names: ResourceNames) -> GpuSums:
+    charges = [charge for of_pod in (gpus.allocated or {}).values() for charge in of_pod if charge.index == gpu.index]
+    amounts = _amounts(charges, gpus, {gpu.index: gpu}, names)
     return GpuSums(
         gpu=gpu,
-        cores_allocated=sum(c.cores // len(c.gpus) for c in here),
-        memory_allocated_bytes=sum(gpu.memory_bytes if c.cores >= CORES_PER_GPU else c.memory_bytes for c in here),
+        cores_allocated=min(amounts["cores"], gpu.cores),
+        memory_allocated_bytes=min(amounts["memory_bytes"], gpu.memory_bytes),
         health_reason="" if gpu.is_healthy else None,  # not in the annotation
     )
 
 
-def _container_sums(
-    pod: Pod, container: ContainerSpec, gpus: Mapping[int, GpuSummary], block_mib: int, names: ResourceNames
-) -> ContainerSums:
-    cores = names.wanted(container, ResourceKind.VCORE)
-    blocks = names.wanted(container, ResourceKind.VMEMORY)
-    units = names.wanted(container, ResourceKind.GPU_MEM)
-    reported = _reported_indexes(pod, container, is_gpu_mem=cores == 0 and units > 0)
-    wanted = max(1, cores // CORES_PER_GPU)
-    placed, remark = _placed(
-        reported, wanted, gpus, is_assigned=pod.annotations.get(GPU_ASSIGNED_ANNOTATION) != "false"
-    )
-    memory_bytes = (blocks * block_mib + units * names.gpu_mem_unit_mib) * MIB
-    if cores >= CORES_PER_GPU and placed:
-        memory_bytes = sum(gpus[index].memory_bytes for index in placed)
-    return ContainerSums(
-        namespace=pod.namespace,
-        pod=pod.name,
-        container=container.name,
-        gpus=placed,
-        cores=cores,
-        memory_bytes=memory_bytes,
-        remark=remark,
-    )
+class _Amounts(TypedDict):
+    cores: int
+    memory_bytes: int
 
 
-def _reported_indexes(pod: Pod, container: ContainerSpec, *, is_gpu_mem: bool) -> str | None:
-    """The annotation about this container: by its position, else for memory alone GPUShare's, which is about the pod."""
-    group = "" if container.kind is ContainerKind.MAIN else "init-"
-    reported = pod.annotations.get(f"{PREDICATE_GPU_INDEX_PREFIX}{group}{container.position}")
-    return pod.annotations.get(GPUSHARE_INDEX_ANNOTATION) if reported is None and is_gpu_mem else reported
+def _amounts(
+    charges: Sequence[Charge], gpus: GpuSummaries, by_index: Mapping[int, GpuSummary], names: ResourceNames
+) -> _Amounts:
+    """A whole GPU has all its memory, whatever is asked for beside it."""
+    return {
+        "cores": sum(charge.cores for charge in charges),
+        "memory_bytes": sum(
+            by_index[charge.index].memory_bytes
+            if charge.is_whole
+            else (charge.blocks * gpus.memory_block_mib + charge.units * names.gpu_mem_unit_mib) * MIB
+            for charge in charges
+        ),
+    }
 
 
-def _placed(
-    reported: str | None, wanted: int, gpus: Mapping[int, GpuSummary], *, is_assigned: bool
-) -> tuple[tuple[int, ...], str]:
-    """The GPUs that it is charged to, and a remark."""
-    if reported is None:
-        return (), "no GPU is known yet"
-    if not _INDEXES.fullmatch(reported) or reported.count(",") >= MAX_INDEXES:
-        return (), f"its annotation {reported[:40]!r} is no list of GPU indexes"
-    indexes = tuple(sorted({int(word) for word in reported.split(",")}))
-    missing = [index for index in indexes if index not in gpus]
-    if missing:
-        return (), f"its annotation names GPU {missing[0]}, which the node does not have"
-    if len(indexes) != wanted:
-        return (), f"its annotation names {len(indexes)} GPUs where it asks for {wanted}"
-    return indexes, "" if is_assigned else "chosen by the scheduler, not yet allocated by the agent"
+def _indexes(charges: Sequence[Charge]) -> tuple[int, ...]:
+    return tuple(charge.index for charge in charges)
+
+
+def _containers_of(
+    pod: Pod, charges: Sequence[Charge], gpus: GpuSummaries, by_index: Mapping[int, GpuSummary], names: ResourceNames
+) -> list[ContainerSums]:
+    """The report is by pod: of several containers each is shown with its request, and with all GPUs of the pod. An init
+    container is left out: the main containers take over what it has."""
+    asking = [
+        container
+        for container in pod.containers
+        if container.kind is not ContainerKind.INIT and any(names.wanted(container, kind) for kind in names.kinds)
+    ]
+    indexes = _indexes(charges)
+    if indexes and len(asking) <= 1:
+        container = asking[0].name if asking else ""  # asks under a name that is not among the settings here
+        amounts = _amounts(charges, gpus, by_index, names)
+        return [ContainerSums(namespace=pod.namespace, pod=pod.name, container=container, gpus=indexes, **amounts)]
+    remark = (
+        "the node's agent has not reported it" if not indexes
+        else "the node's agent reports the GPUs of the whole pod" if len(indexes) > 1
+        else ""
+    )  # fmt: skip
+    return [
+        ContainerSums(
+            namespace=pod.namespace, pod=pod.name, container=container.name, gpus=indexes, remark=remark,
+            **_requested(container, gpus, names),
+        )
+        for container in asking
+    ]  # fmt: skip
+
+
+def _requested(container: ContainerSpec, gpus: GpuSummaries, names: ResourceNames) -> _Amounts:
+    blocks, units = names.wanted(container, ResourceKind.VMEMORY), names.wanted(container, ResourceKind.GPU_MEM)
+    return {
+        "cores": names.wanted(container, ResourceKind.VCORE),
+        "memory_bytes": (blocks * gpus.memory_block_mib + units * names.gpu_mem_unit_mib) * MIB,
+    }

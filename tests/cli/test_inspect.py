@@ -39,7 +39,6 @@ from tests.support_sandbox import container, open_test_node, pod, wait_phase
 
 MIB = 1024 * 1024
 LOCAL = load_settings([], {"NODE_NAME": "n1"}).settings
-PREFIX = "tencent.com/predicate-gpu-idx-"
 
 
 async def inspected(
@@ -66,21 +65,22 @@ async def cluster(directory: Path, answers: Mapping[str, Any]) -> AsyncIterator[
 
 
 def two_nodes() -> dict[str, Any]:
-    """Node a with two GPUs and three pods, node b without an annotation, node c without GPUs."""
-    placed = {"metadata": {"annotations": {PREFIX + "0": "1", "tencent.com/gpu-assigned": "true"}}}
-    forged = {"metadata": {"annotations": {PREFIX + "0": "7"}}}
+    """Node a with two GPUs and three pods, one of which lies about what it has; node b without an annotation, node c
+    without GPUs."""
+    lies = {"metadata": {"annotations": {"tencent.com/predicate-gpu-idx-0": "0", "tencent.com/gpu-assigned": "true"}}}
+    gpus = [raw_gpu(0, links=["X", "PIX"]), raw_gpu(1, is_healthy=False, links=["PIX", "X"])]
     return {
         "/api/v1/nodes": raw_list(
             [
                 raw_node("b", None, core="200", memory="192"),
-                raw_node("a", [raw_gpu(0), raw_gpu(1, is_healthy=False)]),
+                raw_node("a", gpus, held={"uid-train": {"1": [30, 4]}}),
                 raw_node("c", None),
             ]
         ),
         "/api/v1/pods": raw_list(
             [
-                raw_pod("train", **placed, spec={"nodeName": "a"}),
-                raw_pod("forged", **forged, spec={"nodeName": "a"}),
+                raw_pod("train", **lies, spec={"nodeName": "a"}),
+                raw_pod("forged", **lies, spec={"nodeName": "a"}),
                 raw_pod("waits", spec={"nodeName": ""}),
                 raw_pod("elsewhere", spec={"nodeName": "unknown"}),
                 raw_pod("no-share", cores=None, spec={"nodeName": "a"}),
@@ -205,16 +205,16 @@ async def test_of_all_nodes_a_cordon_is_reported_and_no_reason(
     assert [(gpu["is_healthy"], gpu["health_reason"]) for gpu in gpus] == [(False, None), (False, None)]
 
 
-async def test_the_details_say_why_a_container_is_charged_to_no_gpu(
-    short_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A forged annotation is shown as what it is."""
+async def test_a_pods_annotation_charges_it_to_no_gpu(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tenant writes it; what the node's agent reports counts, and the details say why a container is charged nowhere."""
     async with cluster(short_dir, two_nodes()) as (_, settings):
         out = await inspected(capsys, settings, details=True)
         document = json.loads(await inspected(capsys, settings, form="json"))
     (line,) = [line for line in out.splitlines() if " forged " in line]
     assert line.split(maxsplit=7)[1] == "-"
-    assert line.endswith("its annotation names GPU 7, which the node does not have")
+    assert line.endswith("the node's agent has not reported it")
+    (line,) = [line for line in out.splitlines() if " train " in line]
+    assert line.split()[:2] == ["a", "1"]
     assert document["nodes"][0]["unplaced"] == {"containers": 1, "cores": 30, "memory_bytes": 1024 * MIB}
     assert [one["pod"] for one in document["nodes"][0]["containers"]] == ["forged", "train"]
 
@@ -238,7 +238,7 @@ async def test_a_missing_right_names_the_users_credentials(short_dir: Path) -> N
 
 
 async def test_both_ways_tell_the_same_of_a_real_node(capsys: pytest.CaptureFixture[str]) -> None:
-    """The agent by its ledger; the API server by what the agent wrote on the node and on the pods."""
+    """The agent by its ledger; the API server by what the agent wrote on the node."""
     async with open_test_node() as node, open_agent(node, "--simulated.cards=2") as agent:
         for name, limits in (("share", {"cores": 40, "blocks": 16}), ("whole", {"cores": 100, "blocks": 0})):
             node.api.create_pod(pod(name, container(**limits)))
@@ -261,8 +261,9 @@ def document_among_logs(text: str) -> dict[str, Any]:
 
 
 def _is_all_written(pods: list[dict[str, Any]], node: dict[str, Any]) -> bool:
-    return "gpushare-agent/cards" in node["metadata"].get("annotations", {}) and all(
-        "tencent.com/predicate-gpu-idx-0" in pod["metadata"].get("annotations", {}) for pod in pods
+    annotations = node["metadata"].get("annotations", {})
+    return "gpushare-agent/cards" in annotations and {pod["metadata"]["uid"] for pod in pods} == set(
+        json.loads(annotations.get("gpushare-agent/held", '{"held": {}}'))["held"]
     )
 
 

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from gpushare_agent.cluster.decisions.node_annotations import Charge
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.values import Charge, ClusterNode, ClusterPolicy, NodeGpu, Reservation, Stage
+from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, NodeGpu, Reservation, Stage
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase

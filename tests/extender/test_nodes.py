@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
-from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
+from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION, Charge
 from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
 from gpushare_agent.extender.decisions.node_ledger import NodeLedger
 from gpushare_agent.extender.nodes import MAX_GPUS, NodeReading, read_node
-from gpushare_agent.extender.values import Charge, ClusterNode
+from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid

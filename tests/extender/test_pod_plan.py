@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.cluster.decisions.node_annotations import Charge
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations, plan_pod
-from gpushare_agent.extender.values import Charge, ClusterPolicy, PodPlan
+from gpushare_agent.extender.values import ClusterPolicy, PodPlan
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import (

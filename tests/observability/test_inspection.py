@@ -1,31 +1,27 @@
-"""A node's GPUs by its object and its pods: correct sums, whatever a tenant or an old agent wrote."""
+"""A node's GPUs by its object: correct sums, whatever a tenant or an old agent wrote."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION, MAX_GPUS
+from gpushare_agent.cluster.decisions.node_allocations import AllocatedTo, allocations_annotation
+from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION, MAX_GPUS
 from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.observability.gpu_summaries import GpuSummaries, GpuSummary, gpus_of_node
+from gpushare_agent.observability.gpu_summaries import GpuSummaries, gpus_of_node
 from gpushare_agent.observability.inspection import NodeSums, node_sums
 from tests.support_usage import UUIDS, inventory
 
 MIB = 1024 * 1024
 NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
-GPUS = GpuSummaries(
-    gpus=tuple(GpuSummary(index=n, uuid=f"GPU-{n}", name="H100", memory_bytes=24576 * MIB) for n in range(4)),
-    memory_block_mib=256,
-)
-PREFIX = "tencent.com/predicate-gpu-idx-"
+GPUS_TEXT = gpus_annotation(inventory(4), cordoned=set(), memory_block_mib=256)
 CAPACITY = {"tencent.com/vcuda-core": 400, "tencent.com/vcuda-memory": 384}
 
 
@@ -39,15 +35,21 @@ def container(
     )  # fmt: skip
 
 
-def pod(*containers: ContainerSpec, annotations: dict[str, str] | None = None, **fields: Any) -> Pod:
+def pod(*containers: ContainerSpec, name: str = "p", **fields: Any) -> Pod:
     return Pod(
-        uid=PodUid("u"), namespace="default", name="p", containers=containers or (container(),),
-        annotations=annotations or {}, **({"phase": PodPhase.RUNNING} | fields),
+        uid=PodUid(f"uid-{name}"), namespace="default", name=name, containers=containers or (container(),),
+        **({"phase": PodPhase.RUNNING} | fields),
     )  # fmt: skip
 
 
-def sums(*pods: Pod) -> NodeSums:
-    return node_sums("n", GPUS, pods, NAMES)
+def sums(*pods: Pod, held: dict[str, dict[str, list[int]]] | None = None) -> NodeSums:
+    """`held` is the annotation's; None leaves it out."""
+    annotations = {GPUS_ANNOTATION: GPUS_TEXT}
+    if held is not None:
+        annotations[ALLOCATIONS_ANNOTATION] = json.dumps({"schema": 1, "held": held})
+    found = gpus_of_node(annotations, CAPACITY, NAMES)
+    assert found is not None
+    return node_sums("n", found, pods, NAMES)
 
 
 def allocated(found: NodeSums) -> list[tuple[int, int]]:
@@ -55,107 +57,138 @@ def allocated(found: NodeSums) -> list[tuple[int, int]]:
     return [(gpu.cores_allocated, gpu.memory_allocated_bytes // MIB) for gpu in found.gpus]
 
 
-def test_a_share_is_charged_to_the_gpu_that_the_annotation_names() -> None:
-    """Its cores, and its blocks in the node's block size."""
-    found = sums(pod(annotations={PREFIX + "0": "2", "tencent.com/gpu-assigned": "true"}))
-    assert allocated(found) == [(0, 0), (0, 0), (40, 4096), (0, 0)]
-    assert (found.containers[0].gpus, found.containers[0].remark) == ((2,), "")
+def test_a_share_is_charged_to_the_gpu_that_the_nodes_agent_reports() -> None:
+    """With the size of the report, which a resize changes, in the node's block size."""
+    found = sums(pod(), held={"uid-p": {"2": [50, 20]}})
+    assert allocated(found) == [(0, 0), (0, 0), (50, 5120), (0, 0)]
+    (shown,) = found.containers
+    assert (shown.pod, shown.container, shown.gpus, shown.cores, shown.memory_bytes) == (
+        "p",
+        "main",
+        (2,),
+        50,
+        5120 * MIB,
+    )
+    assert (shown.remark, found.remark, found.unplaced) == ("", "", ())
+
+
+LIES = {
+    "tencent.com/predicate-gpu-idx-0": "0", "tencent.com/gpu-assigned": "true", "ALIYUN_COM_GPU_MEM_IDX": "0",
+    "scheduler.framework.gpushare.allocation": '{"0":{"0":16}}', "tencent.com/vcuda-core-limit": "100",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("held", [None, {}, {"uid-p": {"1": [40, 16]}}])
+def test_no_annotation_of_a_pod_changes_a_sum(held: dict[str, dict[str, list[int]]] | None) -> None:
+    """A tenant writes them: the node is shown as if the pod had none."""
+    assert sums(pod(annotations=LIES), held=held) == sums(pod(), held=held)
+    assert allocated(sums(pod(annotations=LIES), held=held))[0] == (0, 0)
 
 
 def test_whole_gpus_are_charged_with_all_their_memory() -> None:
     """Whatever memory the container asks for."""
-    found = sums(pod(container(cores=200, blocks=0), annotations={PREFIX + "0": "1,3"}))
+    found = sums(pod(container(cores=200, blocks=0)), held={"uid-p": {"1": [100, 0, 0, 1], "3": [100, 0, 0, 1]}})
     assert allocated(found) == [(0, 0), (100, 24576), (0, 0), (100, 24576)]
     assert found.containers[0].memory_bytes == 2 * 24576 * MIB
 
 
-def test_each_container_has_its_own_annotation() -> None:
-    """By its position in spec.containers."""
-    both = (container("a"), container("b", cores=20, blocks=4, position=1))
-    found = sums(pod(*both, annotations={PREFIX + "0": "0", PREFIX + "1": "1"}))
-    assert allocated(found)[:2] == [(40, 4096), (20, 1024)]
-
-
-def test_gpushares_memory_is_charged_by_gpushares_annotation() -> None:
-    """It takes no cores."""
-    asks = container(cores=0, blocks=0, units=3)
-    found = sums(pod(asks, annotations={"ALIYUN_COM_GPU_MEM_IDX": "1"}))
+def test_gpushares_units_are_charged_in_their_size() -> None:
+    """They take no cores."""
+    found = sums(pod(container(cores=0, blocks=0, units=3)), held={"uid-p": {"1": [0, 0, 3]}})
     assert allocated(found) == [(0, 0), (0, 3072), (0, 0), (0, 0)]
 
 
-def test_a_choice_that_the_agent_has_not_carried_out_is_remarked() -> None:
-    """It counts, for the scheduler has promised it."""
-    found = sums(pod(annotations={PREFIX + "0": "2", "tencent.com/gpu-assigned": "false"}))
-    assert allocated(found)[2] == (40, 4096)
-    assert "not yet allocated by the agent" in found.containers[0].remark
+def test_several_containers_are_shown_with_the_gpus_of_their_pod() -> None:
+    """The report is by pod: each has its request, and a remark where the pod has several GPUs."""
+    both = (container("a"), container("b", cores=20, blocks=4, position=1))
+    found = sums(pod(*both), held={"uid-p": {"0": [40, 16], "1": [20, 4]}})
+    assert allocated(found)[:2] == [(40, 4096), (20, 1024)]
+    assert [(c.container, c.gpus, c.cores) for c in found.containers] == [("a", (0, 1), 40), ("b", (0, 1), 20)]
+    assert {c.remark for c in found.containers} == {"the node's agent reports the GPUs of the whole pod"}
+    (first, second) = sums(pod(*both), held={"uid-p": {"0": [60, 20]}}).containers
+    assert (first.gpus, second.gpus, first.remark) == ((0,), (0,), "")
 
 
-@pytest.mark.parametrize(
-    ("reported", "remark"),
-    [
-        (None, "no GPU is known yet"),
-        ("9", "names GPU 9, which the node does not have"),
-        ("0,1", "names 2 GPUs where it asks for 1"),
-        ("", "'' is no list of GPU indexes"),
-        ("-1", "'-1' is no list of GPU indexes"),
-        ("0,", "'0,' is no list of GPU indexes"),
-        ("٣", "is no list of GPU indexes"),
-        ("99999999999", "is no list of GPU indexes"),
-        (",".join(["0"] * 1000), "is no list of GPU indexes"),
-    ],
-)
-def test_an_annotation_that_does_not_fit_is_reported_and_charged_to_no_gpu(reported: str | None, remark: str) -> None:
-    """Any tenant can write it."""
-    found = sums(pod(annotations={} if reported is None else {PREFIX + "0": reported}))
+def test_a_pod_that_the_report_does_not_have_is_charged_to_no_gpu() -> None:
+    """It waits for its admission, or the report is older."""
+    found = sums(pod(), held={})
     assert allocated(found) == [(0, 0)] * 4
-    assert remark in found.containers[0].remark
     assert found.unplaced == found.containers
-    assert (found.containers[0].cores, found.containers[0].memory_bytes) == (40, 4096 * MIB)
+    (shown,) = found.containers
+    assert (shown.cores, shown.memory_bytes) == (40, 4096 * MIB)
+    assert shown.remark == "the node's agent has not reported it"
+
+
+def test_what_is_reported_of_a_pod_that_the_api_server_has_not_is_charged() -> None:
+    """One deleted by force may run on; its UID is shown."""
+    found = sums(held={"uid-q": {"1": [30, 4]}})
+    assert allocated(found)[1] == (30, 1024)
+    assert [(c.pod, c.gpus, c.cores) for c in found.containers] == [("uid-q", (1,), 30)]
+    assert "lists no such pod" in found.containers[0].remark
 
 
 @pytest.mark.parametrize("phase", [PodPhase.SUCCEEDED, PodPhase.FAILED])
-def test_a_pod_that_has_ended_holds_nothing(phase: PodPhase) -> None:
-    """Its annotations stay until it is deleted."""
-    assert sums(pod(annotations={PREFIX + "0": "0"}, phase=phase)).containers == ()
+def test_a_pod_that_has_ended_is_shown_only_while_it_is_reported(phase: PodPhase) -> None:
+    """As one that the API server has not: the agent frees it."""
+    assert sums(pod(phase=phase), held={}).containers == ()
+    assert allocated(sums(pod(phase=phase), held={"uid-p": {"0": [40, 16]}}))[0] == (40, 4096)
 
 
-def test_an_init_container_is_not_counted_beside_the_main_one() -> None:
-    """The kubelet hands its devices on; a sidecar has some of its own, whose GPU no annotation names."""
+def test_a_pod_by_nvidias_names_is_shown_with_what_is_reported() -> None:
+    """Its resources are not among the names here."""
+    found = sums(pod(container(cores=0, blocks=0)), held={"uid-p": {"0": [100, 0, 0, 1]}})
+    assert [(c.pod, c.container, c.gpus, c.cores) for c in found.containers] == [("p", "", (0,), 100)]
+
+
+def test_an_init_container_is_not_listed_beside_the_main_one() -> None:
+    """The kubelet hands its devices on; a sidecar has some of its own."""
     init, sidecar = container("i", kind=ContainerKind.INIT), container("s", kind=ContainerKind.SIDECAR)
-    found = sums(pod(init, sidecar, container(), annotations={PREFIX + "0": "0"}))
-    assert [(c.container, c.gpus) for c in found.containers] == [("s", ()), ("main", (0,))]
+    found = sums(pod(init, sidecar, container()), held={"uid-p": {"0": [80, 32]}})
+    assert [(c.container, c.gpus) for c in found.containers] == [("s", (0,)), ("main", (0,))]
 
 
 def test_pods_come_sorted_whatever_the_order_of_the_list() -> None:
     """What leaves the process does not depend on the API server's order."""
-    first, second = pod(), replace(pod(), name="q", uid=PodUid("v"))
-    assert [c.pod for c in sums(second, first).containers] == ["p", "q"]
-    assert sums(first, second) == sums(second, first)
+    assert [c.pod for c in sums(pod(name="q"), pod()).containers] == ["p", "q"]
+    assert sums(pod(), pod(name="q")) == sums(pod(name="q"), pod())
+
+
+@pytest.mark.parametrize("held", [7, [], {"u": {"9": [1]}}, {"u": {"0": [101]}}, {"": {}}, {"u": [1]}, None])
+def test_a_report_that_cannot_be_read_charges_nothing_and_says_so(held: object) -> None:
+    """A part of it would show too much as free."""
+    text = json.dumps({"schema": 1, "held": held})
+    found = gpus_of_node({GPUS_ANNOTATION: GPUS_TEXT, ALLOCATIONS_ANNOTATION: text}, CAPACITY, NAMES)
+    assert found is not None
+    assert found.allocated is None
+    assert "gpushare-agent/held cannot be read" in found.remark and "what is allocated is not known" in found.remark
+    assert sums(pod()).remark == "no gpushare-agent/held: what is allocated is not known; see the agent's log there"
+
+
+def test_a_truncated_report_is_remarked() -> None:
+    """The writer leaves pods out where they do not fit."""
+    text = allocations_annotation(
+        [AllocatedTo(pod_uid=PodUid(uid), gpus={0: (10, 1)}, since=0) for uid in "ab"], max_pods=1
+    )
+    found = gpus_of_node({GPUS_ANNOTATION: GPUS_TEXT, ALLOCATIONS_ANNOTATION: text}, CAPACITY, NAMES)
+    assert found is not None and found.allocated is not None
+    assert (len(found.allocated), "more is allocated than is shown" in found.remark) == (1, True)
 
 
 @given(
-    st.lists(
-        st.tuples(
-            st.integers(min_value=0, max_value=1000),
-            st.integers(min_value=0, max_value=200),
-            st.one_of(st.none(), st.text(max_size=8), st.from_regex(r"[0-9](,[0-9]){0,3}", fullmatch=True)),
+    st.dictionaries(
+        st.sampled_from(["uid-p", "uid-q", "uid-r"]),
+        st.dictionaries(
+            st.sampled_from("0123"),
+            st.tuples(st.integers(0, 100), st.integers(0, 2**30), st.integers(0, 2**30), st.integers(0, 1)).map(list),
         ),
-        max_size=8,
     )
 )
-def test_what_is_asked_is_charged_once_or_unplaced(pods: list[tuple[int, int, str | None]]) -> None:
-    """Over any pods: the GPUs' cores are those of the placed containers, and no sum is negative."""
-    found = sums(
-        *(
-            pod(container(cores=cores, blocks=blocks), annotations={} if reported is None else {PREFIX + "0": reported})
-            for cores, blocks, reported in pods
-        )
-    )
-    placed = [c for c in found.containers if c.gpus]
-    exact = sum(c.cores // len(c.gpus) * len(c.gpus) for c in placed)
-    assert sum(gpu.cores_allocated for gpu in found.gpus) == exact
-    assert all(gpu.cores_allocated >= 0 and gpu.memory_allocated_bytes >= 0 for gpu in found.gpus)
-    assert len(found.containers) == sum(1 for cores, blocks, _ in pods if cores or blocks)
+def test_no_gpu_is_shown_with_more_than_it_has(held: dict[str, dict[str, list[int]]]) -> None:
+    """Who may patch a node can write any counts."""
+    found = sums(pod(), pod(name="q"), held=held)
+    assert all(0 <= cores <= 100 and 0 <= mib <= 24576 for cores, mib in allocated(found))
+    for index, (cores, _) in enumerate(allocated(found)):
+        assert cores == min(100, sum(of_pod[str(index)][0] for of_pod in held.values() if str(index) in of_pod))
 
 
 # --- the GPUs ---
@@ -170,7 +203,7 @@ def test_what_the_agent_writes_is_read_back() -> None:
     text = gpus_annotation(inventory(3, sick={1: "lost"}), cordoned={UUIDS[2]}, memory_block_mib=512)
     found = read(text)
     assert found is not None
-    assert (found.memory_block_mib, found.remark) == (512, "")
+    assert found.memory_block_mib == 512 and "cards" not in found.remark
     assert [(c.index, c.uuid, c.memory_bytes // MIB, c.is_healthy) for c in found.gpus] == [
         (0, "GPU-0", 24576, True), (1, "GPU-1", 24576, False), (2, "GPU-2", 24576, found.gpus[2].is_healthy),
     ]  # fmt: skip
@@ -222,17 +255,17 @@ def test_one_bad_gpu_makes_the_whole_annotation_unreadable(change: dict[str, Any
     """Half a list would show a smaller node than there is. The last case is an index given twice."""
     gpus = [{"index": n, "uuid": f"GPU-{n}", "name": "x", "memory_mib": 1024, "is_healthy": True} for n in range(2)]
     good = read(json.dumps({"schema": 1, "cards": gpus}))
-    assert good is not None and good.remark == ""
+    assert good is not None and "cards" not in good.remark
     gpus[0] |= change
     found = read(json.dumps({"schema": 1, "cards": gpus}))
-    assert found is not None and "cannot be read" in found.remark
+    assert found is not None and "cards cannot be read" in found.remark
 
 
 def test_too_many_gpus_are_not_believed() -> None:
     """No machine has them."""
     gpus = [{"index": n, "uuid": "u", "name": "x", "memory_mib": 1, "is_healthy": True} for n in range(MAX_GPUS + 1)]
     found = read(json.dumps({"schema": 1, "cards": gpus}))
-    assert found is not None and found.remark
+    assert found is not None and "cards cannot be read" in found.remark
 
 
 def test_a_node_without_annotation_and_capacity_has_no_gpus() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_SCHEMA
+from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_SCHEMA, MAX_PODS
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, split_device_id
@@ -22,7 +22,6 @@ from gpushare_agent.model.units import parts_of
 
 MAX_CHARS = 200 * 1024
 """All annotations of an object together may have 256 KiB; the rest is for the GPUs and for others."""
-MAX_PODS = 512
 
 
 Extras = Mapping[ResourceKind, Mapping[ContainerKey, int]]

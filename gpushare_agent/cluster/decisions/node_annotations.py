@@ -7,12 +7,12 @@ docs/reference/node-facts.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.resources import ResourceNames
 
 OWN_PREFIX = "gpushare-agent"
@@ -27,7 +27,13 @@ MAX_INDEX = 10_000
 MAX_TEXT_CHARS = 128
 MAX_MEMORY_MIB = 1 << 30
 MAX_BLOCK_MIB = 1 << 16
+MAX_PODS = 512
+"""With GPUs of one node."""
 _MAX_NUMA = 4096
+_MAX_UID_CHARS = 128
+_MAX_COUNT = 1 << 30
+_COUNTS = 4
+"""Of a pod on a GPU: cores, blocks, units, and 1 for a whole GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +70,25 @@ class ReportedGpus:
     memory_block_mib: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Charge:
+    """What a pod has of one GPU, all its containers together."""
+
+    index: int
+    cores: int = 0
+    blocks: int = 0
+    units: int = 0
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedAllocations:
+    """What each pod has, of each GPU by index. `is_truncated` is True where the agent had no room for all pods."""
+
+    of_pod: Mapping[PodUid, tuple[Charge, ...]]
+    is_truncated: bool = False
+
+
 def parse_gpus(text: object) -> ReportedGpus:
     """The annotation `gpushare-agent/cards`. One bad GPU makes the whole unreadable: half a list would show a
     smaller node than there is.
@@ -83,6 +108,24 @@ def parse_gpus(text: object) -> ReportedGpus:
     if len({gpu.index for gpu in gpus}) != len(gpus):
         raise Corrupt("two GPUs have the same index")
     return ReportedGpus(gpus=gpus, memory_block_mib=block_mib)
+
+
+def parse_allocations(text: object, indexes: Collection[int]) -> ReportedAllocations:
+    """The annotation `gpushare-agent/held` of a node whose GPUs have these indexes. One bad entry makes the whole
+    unreadable: a part would show too much as free.
+
+    Raises:
+        Corrupt: what is wrong, without the annotation's name.
+    """
+    document = parse_document(text, ALLOCATIONS_SCHEMA)
+    raw = document.get("held")
+    if not isinstance(raw, dict):
+        raise Corrupt("`held` is no JSON object")
+    if len(raw) > MAX_PODS:
+        raise Corrupt(f"it names {len(raw)} pods, more than {MAX_PODS}")
+    by_key = {str(index): index for index in indexes}
+    of_pod = {PodUid(uid): _charges(uid, raw[uid], by_key) for uid in sorted(raw)}
+    return ReportedAllocations(of_pod=of_pod, is_truncated=document.get("truncated") is True)
 
 
 def parse_document(text: object, schema: int) -> dict[str, Any]:
@@ -155,6 +198,28 @@ def _mig(raw: Any, where: str) -> ReportedMig:
     if not isinstance(label, str) or not isinstance(profile, str) or not isinstance(shares, bool):
         raise Corrupt(f"{where} has no usable `mig`")
     return ReportedMig(label=label[:MAX_TEXT_CHARS], profile=profile[:MAX_TEXT_CHARS], takes_shares=shares)
+
+
+def _charges(uid: str, raw: Any, indexes: Mapping[str, int]) -> tuple[Charge, ...]:
+    if not uid or len(uid) > _MAX_UID_CHARS:
+        raise Corrupt("a pod's UID is empty or too long")
+    if not isinstance(raw, dict):
+        raise Corrupt(f"what pod {uid} has is no JSON object")
+    charges = [_charge(uid, key, counts, indexes) for key, counts in raw.items()]
+    return tuple(sorted(charges, key=lambda charge: charge.index))
+
+
+def _charge(uid: str, key: str, raw: Any, indexes: Mapping[str, int]) -> Charge:
+    index = indexes.get(key)
+    if index is None:
+        raise Corrupt(f"pod {uid} has something of GPU {key[:20]!r}, which the node does not have")
+    where = f"what pod {uid} has of GPU {index}"
+    if not isinstance(raw, list) or len(raw) > _COUNTS or not all(is_count(count, _MAX_COUNT) for count in raw):
+        raise Corrupt(f"{where} is no list of at most {_COUNTS} counts")
+    cores, blocks, units, whole = [*raw, 0, 0, 0, 0][:_COUNTS]
+    if cores > CORES_PER_GPU or whole > 1:
+        raise Corrupt(f"{where} is more than a GPU")
+    return Charge(index=index, cores=cores, blocks=blocks, units=units, is_whole=whole == 1)
 
 
 def _words(raw: Any) -> tuple[str, ...]:

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
 
+from gpushare_agent.cluster.decisions.node_annotations import Charge
 from gpushare_agent.extender.decisions.node_ledger import NodeLedger
 from gpushare_agent.extender.decisions.pod_plan import charges_anywhere, plan_pod
-from gpushare_agent.extender.values import Charge, ClusterNode, ClusterPolicy, PodPlan, Reservation, Stage
+from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, PodPlan, Reservation, Stage
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 

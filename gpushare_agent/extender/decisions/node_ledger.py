@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gpushare_agent.cluster.decisions.node_annotations import Charge
 from gpushare_agent.extender.decisions.free_capacity import NodeCapacity, capacity_of
-from gpushare_agent.extender.values import Charge, ClusterNode, NodeGpu, Reservation
+from gpushare_agent.extender.values import ClusterNode, NodeGpu, Reservation
 from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount

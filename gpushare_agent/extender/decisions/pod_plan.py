@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpushare_agent.admission.decisions.reuse import effective_request
-from gpushare_agent.extender.values import Charge, ClusterPolicy, PlannedContainer, PodPlan
+from gpushare_agent.cluster.decisions.node_annotations import Charge
+from gpushare_agent.extender.values import ClusterPolicy, PlannedContainer, PodPlan
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
