@@ -22,10 +22,10 @@ from bench.lifecycle import again_rows, idle_rows, start_rows
 from bench.node import PODS, open_node
 from bench.nvml import nvml_idle_rows
 from bench.observation import sampling_rows, scrape_rows
+from bench.page import poll_rows
 from bench.pure import list_rows, placement_rows
 from bench.real_cluster import cluster_rows
 from bench.results import Row, as_json, print_table, row
-from bench.stream import stream_rows
 from bench.vdevice import memory_rows, pre_start_rows, register_rows, round_rows, wait_sockets
 
 
@@ -150,8 +150,8 @@ async def _measure_observation(extent: Extent) -> list[Row]:
     _say(f"{extent.samplings} rounds of sampling")
     with tempfile.TemporaryDirectory(prefix="gsb", dir="/tmp") as state:
         rows += await sampling_rows(Path(state), extent.samplings)
-    _say("a minute of the dashboard's stream")
-    return rows + stream_rows()
+    _say("the dashboard's polls")
+    return rows + poll_rows()
 
 
 async def _measure_extender(extent: Extent) -> list[Row]:

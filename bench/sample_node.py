@@ -43,6 +43,7 @@ class SampleNode:
     gpus: int = 16
     containers: int = 200
     moment: int = 0
+    started_at: float = field(default_factory=lambda: time.time() - 3600)
     unhealthy: dict[int, str] = field(default_factory=dict)
     cordoned: dict[int, str] = field(default_factory=dict)
     unattributed: dict[int, int] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class SampleNode:
             at=time.time(),
             agent=AgentFacts(
                 version=__version__,
-                started_at=time.time() - 3600,
+                started_at=self.started_at,
                 not_ready=(),
                 isolation="vcuda",
                 driver="simulated",

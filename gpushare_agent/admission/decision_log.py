@@ -7,7 +7,6 @@ State owned: the records, in a ring. Written by admission/outcomes.py alone; rea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 
 from gpushare_agent.model.decision_records import DecisionRecord
@@ -19,23 +18,17 @@ class DecisionLog:
     def __init__(self, kept: int) -> None:
         self._records: deque[DecisionRecord] = deque(maxlen=kept)
         self._number = 0
-        self._on_add: list[Callable[[DecisionRecord], None]] = []
 
     @property
     def number(self) -> int:
         """Of the newest record, 0 before the first."""
         return self._number
 
-    def subscribe(self, callback: Callable[[DecisionRecord], None]) -> None:
-        self._on_add.append(callback)
-
     def add(self, record: DecisionRecord) -> DecisionRecord:
         """Numbers the record and keeps it."""
         self._number += 1
         numbered = replace(record, number=self._number)
         self._records.append(numbered)
-        for callback in self._on_add:
-            callback(numbered)
         return numbered
 
     def take_over(self, earlier: DecisionLog) -> None:

@@ -187,7 +187,6 @@ class _Subscriptions:
         state.inventory.subscribe(self._gpus_changed)
         state.cache.subscribe(self._allocation_changed)
         state.store.subscribe(self._pod_changed)
-        state.decisions.subscribe(lambda _record: shown.live_stream.changed())
         self._kubelet.registrar.subscribe(on_registered=self._registered, on_kubelet_restart=self._kubelet_restarted)
         shown.usage.subscribe(shown.usage_history.add)
         shown.usage.subscribe(lambda _round: shown.expire())

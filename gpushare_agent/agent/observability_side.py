@@ -16,7 +16,6 @@ from gpushare_agent.observability.display import DisplayServer
 from gpushare_agent.observability.display import routes as display_routes
 from gpushare_agent.observability.http.debug_pages import DebugSources
 from gpushare_agent.observability.http.debug_server import DebugServer
-from gpushare_agent.observability.http.live_stream import LiveStream
 from gpushare_agent.observability.http.node_api import NodeApi
 from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.node import node_series
@@ -36,7 +35,6 @@ class ObservabilitySide:
     usage_history: UsageHistory
     snapshots: SnapshotCache
     metrics_page: NodePage
-    live_stream: LiveStream
     web: WebServer
     display: DisplayServer | None
     debug: DebugServer | None
@@ -47,7 +45,6 @@ class ObservabilitySide:
     def late_tasks(self) -> Tasks:
         services: dict[str, Runs | None] = {
             "usage sampling": self.usage,
-            "live stream": self.live_stream,
             "display": self.display,
             "debug": self.debug,
         }
@@ -57,7 +54,6 @@ class ObservabilitySide:
         """The node has changed: all that shows it is made anew when it is asked for next."""
         self.snapshots.expire()
         self.metrics_page.expire()
-        self.live_stream.changed()
 
 
 def build_observability_side(
@@ -89,9 +85,6 @@ def build_observability_side(
         ),
         max_age_s=min(settings.sample_period_s, MAX_AGE_S),
     )
-    live_stream = LiveStream(
-        document=snapshots.document, decisions=state.decisions, sample_period_s=settings.sample_period_s
-    )
     node_api = NodeApi(
         snapshot=snapshots.current,
         history=history,
@@ -104,16 +97,13 @@ def build_observability_side(
         usage_history=history,
         snapshots=snapshots,
         metrics_page=NodePage(lambda: node_series(snapshots.current()), max_age_s=settings.sample_period_s),
-        live_stream=live_stream,
         web=WebServer(
             settings.web.addr,
             settings.web.port,
             metrics=metrics,
             ready=not_ready,
             routes=[*node_api.routes(), *display_routes(snapshots.current)],
-            streams=live_stream.routes(),
             before_reading=usage.refresh,
-            on_stop=live_stream.close,
         ),
         display=DisplayServer(socket, snapshots.current, before_reading=usage.refresh) if socket is not None else None,
         debug=_debug(settings, state, snapshots),

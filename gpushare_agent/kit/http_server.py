@@ -102,11 +102,8 @@ class HttpServer:
             app, access_log=None, shutdown_timeout=limits.shutdown_s, handler_cancellation=limits.cancels_handlers
         )
 
-    async def serve(
-        self, listeners: Sequence[socket.socket], *, on_stop: Callable[[], None] = lambda: None
-    ) -> NoReturn:
-        """Serve until cancelled; then the listeners are closed, `on_stop` is called (to end streams), and requests under way
-        may end."""
+    async def serve(self, listeners: Sequence[socket.socket]) -> NoReturn:
+        """Serve until cancelled; then the listeners are closed, and requests under way may end."""
         try:
             await self._runner.setup()
             async with asyncio.TaskGroup() as connections:
@@ -119,7 +116,6 @@ class HttpServer:
                 finally:
                     for listener in listeners:
                         listener.close()
-                    on_stop()
                     await self._runner.cleanup()
         finally:
             for listener in listeners:

@@ -1,12 +1,12 @@
 """What operators and programs see of the node: usage, metrics, web port, dashboard, debug pages, display socket.
 
 State owned: the current round of usage (UsageSampling), its past (UsageHistory), the snapshot that everything is made from
-(SnapshotCache), counters (AgentMetrics), readers of the stream (LiveStream), listeners (WebServer, DebugServer,
-DisplayServer). The agent's composition builds and subscribes all of it; `cli` uses the inspection, `extender` the answers.
+(SnapshotCache), counters (AgentMetrics), listeners (WebServer, DebugServer, DisplayServer). The agent's composition builds
+and subscribes all of it; `cli` uses the inspection, `extender` the answers.
 Open first: node_snapshot.py (what is shown), then http/server.py (where). /metrics has gpu-manager's four series from
 metrics/containers.py (`_requested`, `_used_as_gpu_manager_shows_it`); docs/reference/formats.md, section 8.
 
-Others import: display, gpu_summaries, http.answers, http.debug_guard, http.debug_pages, http.debug_server, http.live_stream,
+Others import: display, gpu_summaries, http.answers, http.debug_guard, http.debug_pages, http.debug_server,
 http.node_api, http.page, http.server, inspection, metrics.agent, metrics.node, metrics.text, node_snapshot, snapshot_cache,
 usage_history, usage_sampling.
 """

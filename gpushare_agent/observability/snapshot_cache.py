@@ -1,16 +1,15 @@
 """The node's snapshot, made once for all readers: on the first read after a round of sampling or a change, and after
 `max_age_s` without either, for what has no notification (whether the agent is ready).
 
-State owned: the last snapshot, its document, when it was made.
+State owned: the last snapshot, when it was made.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
-from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_document
+from gpushare_agent.observability.node_snapshot import NodeSnapshot
 
 MAX_AGE_S = 1.0
 
@@ -30,7 +29,6 @@ class SnapshotCache:
         self._clock = clock
         self._made_at = float("-inf")
         self._snapshot: NodeSnapshot | None = None
-        self._document: dict[str, Any] | None = None
 
     def expire(self) -> None:
         """Something has changed: the next reader gets a new snapshot."""
@@ -38,13 +36,6 @@ class SnapshotCache:
 
     def current(self) -> NodeSnapshot:
         if self._snapshot is None or self._clock() - self._made_at >= self._max_age_s:
-            self._snapshot, self._document = self._make(), None
+            self._snapshot = self._make()
             self._made_at = self._clock()
         return self._snapshot
-
-    def document(self) -> dict[str, Any]:
-        """`/api/v1/node`'s."""
-        snapshot = self.current()
-        if self._document is None:
-            self._document = node_document(snapshot)
-        return self._document

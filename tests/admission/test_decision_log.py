@@ -46,24 +46,11 @@ def test_decisions_are_found_by_pod_and_since_a_number() -> None:
     assert [r.number for r in log.newest(10, after=2)] == [3]
 
 
-def test_every_new_decision_is_reported() -> None:
-    """With its number."""
-    reported: list[int] = []
-    log = DecisionLog(1)
-    log.subscribe(lambda added: reported.append(added.number))
-    log.add(record("a"))
-    log.add(record("b"))
-    assert reported == [1, 2]
-
-
 def test_a_reload_keeps_the_records_and_their_numbers() -> None:
-    """As many as the new settings keep; a subscriber of the old log gets none of the new."""
-    reported: list[int] = []
+    """As many as the new settings keep."""
     old, new = DecisionLog(10), DecisionLog(2)
-    old.subscribe(lambda added: reported.append(added.number))
     for name in "abc":
         old.add(record(name))
     new.take_over(old)
     assert [(r.number, r.pod) for r in new.newest(10)] == [(3, "c"), (2, "b")]
     assert new.add(record("d")).number == 4
-    assert reported == [1, 2, 3]

@@ -45,11 +45,9 @@ def varied_node(containers: int = 12) -> SampleNode:
 
 
 @asynccontextmanager
-async def opened(
-    node: SampleNode, *, width: int = 1280, sample_period_s: float = 0.05, **media: str
-) -> AsyncIterator[tuple[Browser, ServedNode]]:
+async def opened(node: SampleNode, *, width: int = 1280, **media: str) -> AsyncIterator[tuple[Browser, ServedNode]]:
     """The page, drawn, with two decisions; the browser's log must be empty at the end."""
-    async with served_node(node, sample_period_s=sample_period_s) as served, open_browser(width=width) as browser:
+    async with served_node(node) as served, open_browser(width=width) as browser:
         served.decisions.add(node.decision(1))
         served.decisions.add(node.decision(2, refused=True))
         await browser.prefer(**media)
@@ -120,7 +118,7 @@ async def test_a_bar_has_its_numbers_as_text() -> None:
 
 async def test_the_keyboard_reaches_everything_in_order() -> None:
     """Tab walks through every link, button, field and fold in the page's order, and each shows that it has the focus."""
-    async with opened(varied_node(containers=8), sample_period_s=5.0) as (browser, _):
+    async with opened(varied_node(containers=8)) as (browser, _):
         expected = await browser.script("return stops()")
         seen, unmarked = [], []
         for _ in expected:
@@ -140,7 +138,7 @@ async def test_the_keyboard_reaches_everything_in_order() -> None:
 
 async def test_the_keyboard_works_everything() -> None:
     """Skip link, theme, sorting, filter, folds: with keys alone."""
-    async with opened(varied_node(containers=8), sample_period_s=5.0) as (browser, _):
+    async with opened(varied_node(containers=8)) as (browser, _):
         await browser.press(TAB, ENTER)
         assert await browser.script("return document.activeElement.id") == "containers"
 
@@ -234,7 +232,7 @@ async def test_a_narrow_window_has_the_topology_as_a_list() -> None:
 async def test_a_free_gpu_takes_little_room() -> None:
     """It is drawn smaller, behind those in use, without bars and curves, and grows once a container has some of it."""
     node = SampleNode(gpus=16, containers=2)
-    async with opened(node, width=1400) as (browser, served):
+    async with opened(node, width=1400) as (browser, _):
         titles = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
         assert await browser.script(titles, "#gpus h3") == ["GPU 0", "GPU 1"]
         assert len(await browser.script(titles, "#gpus-free h3")) == 14
@@ -245,7 +243,6 @@ async def test_a_free_gpu_takes_little_room() -> None:
         )
         assert free < used / 2
         node.containers = 3
-        served.stream.changed()
         await browser.wait("document.querySelectorAll('#gpus h3').length === 3")
 
 
@@ -268,13 +265,11 @@ async def test_a_container_on_a_failed_gpu_is_marked() -> None:
     states = (
         "[...document.querySelectorAll('tbody .state')].map((one) => `${one.textContent} ${one.dataset.state}`).join()"
     )
-    async with opened(node) as (browser, served):
+    async with opened(node) as (browser, _):
         assert await browser.script(f"return {states}") == "Running Running,Running Running"
         node.unhealthy[1] = ILL
-        served.stream.changed()
         await browser.wait(f"{states} === 'Running Running,Running, GPU 1 unhealthy Failed'")
         node.unhealthy.clear()
-        served.stream.changed()
         await browser.wait(f"{states} === 'Running Running,Running Running'")
 
 
@@ -316,7 +311,6 @@ async def test_a_containers_colour_depends_on_nothing_but_who_is_there() -> None
     async with opened(node) as (browser, served):
         for count in (9, 16):
             node.containers = count
-            served.stream.changed()
             await browser.wait("document.querySelectorAll('tbody tr[data-key]').length === arguments[0]", count)
         grown, gpus = await browser.script(HUES), await browser.script(SHARES_OF_GPUS)
         await browser.open(served.url)
@@ -367,7 +361,7 @@ async def test_unattributed_texts_stay_texts() -> None:
 async def test_one_change_touches_one_row() -> None:
     """Of 200 containers whose use stands still, the one that changes is redrawn, and nothing is made anew."""
     node = SampleNode(gpus=16, containers=200)
-    async with opened(node, sample_period_s=0.2) as (browser, served):
+    async with opened(node) as (browser, _):
         await browser.wait("document.querySelectorAll('tbody tr').length >= 200")
         await browser.script(
             "window.touched = new Set(); window.made = 0;"
@@ -379,7 +373,6 @@ async def test_one_change_touches_one_row() -> None:
             " {subtree: true, childList: true, attributes: true, characterData: true})"
         )
         node.excess = {7: 0.9}
-        served.stream.changed()
         key = f"{uid_of(7)}/main"
         await browser.wait("touched.has(arguments[0])", key)
         assert await browser.script("return [[...touched], made]") == [[key], 0]
@@ -441,7 +434,7 @@ async def test_the_curve_is_the_agents_past() -> None:
         "containers": {},
     }
     node = SampleNode(gpus=1, containers=0)
-    async with served_node(node, history=FakeHistory(past), sample_period_s=5.0) as served, open_browser() as browser:
+    async with served_node(node, history=FakeHistory(past)) as served, open_browser() as browser:
         await browser.open(served.url)
         path = await browser.wait("document.querySelector('.curve-sm').getAttribute('d')")
         label = await browser.script("return document.querySelector('.curve').ariaLabel")
@@ -459,7 +452,7 @@ async def test_the_curve_has_scales_and_the_values_under_the_pointer() -> None:
         "containers": {},
     }
     node = SampleNode(gpus=1, containers=1)
-    async with served_node(node, history=FakeHistory(past), sample_period_s=60.0) as served, open_browser() as browser:
+    async with served_node(node, history=FakeHistory(past)) as served, open_browser() as browser:
         await browser.open(served.url)
         await browser.wait("document.querySelector('.curve-sm').getAttribute('d')")
         ticks = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"

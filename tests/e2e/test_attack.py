@@ -119,7 +119,7 @@ def status(request):
 
 answers = {name: (status(request), expected) for name, (request, expected) in REQUESTS.items()}
 held = []
-for content in (b"", b"GET / HTTP/1.1\r\nHost: ", b"GET /api/v1/stream" + HOST + b"\r\n"):
+for content in (b"", b"GET / HTTP/1.1\r\nHost: ", b"GET /api/v1/node" + HOST + b"\r\n"):
     for _ in range(150):
         peer = connected()
         peer.sendall(content)
@@ -132,8 +132,8 @@ print(json.dumps(answers))
 def test_port_5678_answers_each_request_by_its_headers_and_a_probe_beside_connections_that_are_held(
     cluster: Cluster, installed: Installation, namespace: str
 ) -> None:
-    """From a tenant's pod, which may read it: methods, bodies, lines and paths that it should not send; then idle ones, half
-    requests and streams, more than the port has places for."""
+    """From a tenant's pod, which may read it: methods, bodies, lines and paths that it should not send; then idle ones and
+    half requests, more than the port has places for."""
     cluster.start(namespace, cluster.pod_of("client", cluster.container(image=installed.image)))
     address = cluster.pods(SYSTEM)[installed.agent()]["status"]["podIP"]
     answers = json.loads(inside(cluster, namespace, "client", "python", "-", address, stdin=REQUESTS))

@@ -14,7 +14,7 @@ from aiohttp import ClientSession
 from bench.sample_node import SampleNode
 from gpushare_agent.observability.http import answers as web_answers
 from gpushare_agent.observability.http.node_api import decision_document
-from gpushare_agent.observability.node_snapshot import node_document
+from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_document
 from gpushare_agent.observability.usage_history import UsageHistory
 from tests.support_kube import DEADLINE_S
 from tests.support_web import served_node
@@ -42,6 +42,39 @@ async def test_the_node_is_the_one_document() -> None:
     assert (status, found) == (200, wanted)
     assert headers["Content-Type"] == "application/json; charset=utf-8"
     assert headers["Cache-Control"] == "no-store"
+
+
+class StillNode(SampleNode):
+    """Only time passes on it, until `step`."""
+
+    def snapshot(self) -> NodeSnapshot:
+        taken = replace(super().snapshot(), usage=None)
+        return replace(taken, at=taken.at + self.asked)
+
+    asked = 0
+
+
+@pytest.mark.parametrize("accepted", ["gzip", "identity"])
+async def test_a_node_that_has_not_changed_is_not_sent_again(accepted: str) -> None:
+    """304 without a body to who has its ETag, whatever the time; the document once more when something has changed."""
+    node = StillNode(gpus=2, containers=10)
+    async with served_node(node) as served, ClientSession() as session:
+        url, headers = f"{served.url}/api/v1/node", {"Accept-Encoding": accepted}
+
+        async def asked(**more: str) -> tuple[int, bytes, str]:
+            node.asked += 1
+            async with asyncio.timeout(DEADLINE_S), session.get(url, headers=headers | more) as answer:
+                return answer.status, await answer.read(), answer.headers["ETag"]
+
+        status, first, tag = await asked()
+        assert (status, json.loads(first)["containers"] != []) == (200, True)
+        assert await asked(**{"If-None-Match": tag}) == (304, b"", tag)
+        assert (await asked(**{"If-None-Match": f'"other", {tag}'}))[0] == 304
+        assert (await asked(**{"If-None-Match": '"other"'}))[0] == 200
+        assert (await asked(**{"If-None-Match": "\x80, no tag"}))[0] == 200
+        node.cordoned[0] = "fan is noisy"
+        status, second, other = await asked(**{"If-None-Match": tag})
+    assert (status, other != tag, json.loads(second)["cards"][0]["cordoned"]) == (200, True, "fan is noisy")
 
 
 async def test_decisions_come_newest_first_and_as_asked_for() -> None:
@@ -182,7 +215,7 @@ async def test_many_decisions_are_the_same_bytes_each_time() -> None:
         ("decisions?pod=" + "a" * 254, "1 to 253 characters"),
         ("history?only=pods", "one of cards, containers"),
         ("decisions?%3Cscript%3E=1", '"<script>"'),
-        ("stream?from=3", "known: none"),
+        ("node?from=3", "known: none"),
     ],
 )
 async def test_a_wrong_query_is_reported_what_is_wrong(query: str, words: str) -> None:
@@ -217,7 +250,7 @@ async def test_a_large_answer_is_packed_where_that_is_asked_for(accepted: str, i
 async def test_only_reading_is_possible() -> None:
     """Every method that could change something is 405 with what is allowed; HEAD answers without a body."""
     async with served_node(SampleNode(gpus=1, containers=0)) as served, ClientSession() as session:
-        for path in ("", "api/v1/node", "api/v1/decisions", "api/v1/stream", "dashboard/app.js"):
+        for path in ("", "api/v1/node", "api/v1/decisions", "dashboard/app.js"):
             for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
                 async with asyncio.timeout(DEADLINE_S), session.request(method, f"{served.url}/{path}") as answer:
                     assert (answer.status, answer.headers["Allow"]) == (405, "GET,HEAD"), (method, path)

@@ -51,7 +51,7 @@ async def test_everything_else_gets_the_list_of_paths(accept: str) -> None:
     assert status == 200
     assert headers["Content-Type"].startswith("text/plain")
     listed = re.findall(r"^  (/\S*)$", body.decode(), flags=re.M)
-    assert {"/", "/api/v1/node", "/api/v1/stream", "/metrics"} <= set(listed)
+    assert {"/", "/api/v1/node", "/metrics"} <= set(listed)
     assert not [path for path in listed if path.startswith("/dashboard")]
 
 

@@ -1,4 +1,4 @@
-// The dashboard: joins the stream's store with the parts of the page. Draws once per frame at most, and only what changed.
+// The dashboard: joins the node's store with the parts of the page. Draws once per frame at most, and only what changed.
 
 import { GpuView } from "./gpus.js";
 import { ContainerTable } from "./containers.js";
@@ -73,7 +73,7 @@ function drawGpus(uuids) {
   }
   set(document.body, "data-many", store.containers.size > MANY);
   const on = containersByGpu();
-  const isFree = (gpu) => !on.has(gpu.uuid) && !(gpu.strangers_count ?? gpu.strangers.length);
+  const isFree = (gpu) => !on.has(gpu.uuid) && !(gpu.strangers.length);
   const elements = (some) => some.map((gpu) => views.get(gpu.uuid).element);
   arrange(byId("gpus"), elements(gpus.filter((gpu) => views.has(gpu.uuid) && !isFree(gpu))));
   arrange(byId("gpus-free"), elements(gpus.filter((gpu) => views.has(gpu.uuid) && isFree(gpu))));

@@ -228,7 +228,7 @@ export class GpuView {
   }
 
   #drawUnattributed(gpu) {
-    const count = gpu.strangers_count ?? gpu.strangers.length;
+    const count = gpu.strangers.length;
     this.unattributed.hidden = !count;
     if (!count) return;
     write(this.unattributedTitle, `${format.count(count, "process", "processes")} of no container here`);

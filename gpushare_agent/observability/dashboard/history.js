@@ -1,4 +1,4 @@
-// The last minutes of each GPU: read once from the agent, then carried on from the stream, and the curve made of it.
+// The last minutes of each GPU: read once from the agent, then carried on from the node's document, and the curve made of it.
 
 import { h, s, set, vary, write } from "./dom.js";
 import * as format from "./format.js";

@@ -1,10 +1,26 @@
-// The node as the stream sends it: one document, patched in place. The views are notified of changes, once per frame.
+// The node's document, read every few seconds while the page is in sight. The views are notified of what has changed.
 
-const REOPEN_MS = 3000;
-const SILENT_MS = 45000; // nothing at all for so long: the connection is dead, whatever the browser believes
+const PERIOD_MS = 2000;
+const SILENT_MS = 10000; // no answer for so long: the connection is dead, whatever the browser believes
 const KEPT_DECISIONS = 100;
+const READ_DECISIONS = 50;
 
 export const keyOf = (container) => `${container.pod_uid}/${container.container}`;
+
+const areSame = (one, two) => JSON.stringify(one) === JSON.stringify(two);
+
+/** The container without the numbers of its use. */
+const exceptUse = (container) => ({
+  ...container,
+  cards: container.cards.map(({ usage, ...share }) => ({ ...share, pids: usage && usage.pids })),
+});
+
+/** Throws where it is not answered, or with an error. */
+async function read(path, headers = {}) {
+  const answer = await fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(SILENT_MS) });
+  if (!answer.ok && answer.status !== 304) throw new Error(`${path}: ${answer.status}`);
+  return answer;
+}
 
 export class Store {
   constructor(onChange, onLink) {
@@ -16,14 +32,11 @@ export class Store {
     this.decisions = []; // newest first
     this.link = { state: "waiting", since: Date.now() };
     this.clockAhead = 0; // seconds that this machine's clock is ahead of the node's
-    this.#forget();
+    this.tag = ""; // ETag of `node`
   }
 
   start() {
-    this.#open();
-    setInterval(() => {
-      if (this.source && Date.now() - this.receivedAt > SILENT_MS) this.#reopen();
-    }, 5000);
+    this.#poll();
   }
 
   /** The node's time now, seconds. */
@@ -31,29 +44,36 @@ export class Store {
     return Date.now() / 1000 - this.clockAhead;
   }
 
-  #open() {
-    this.receivedAt = Date.now();
-    this.source = new EventSource("api/v1/stream");
-    this.source.addEventListener("node", (event) => this.#receive(event, (value) => this.#take(value)));
-    this.source.addEventListener("patch", (event) => this.#receive(event, (value) => this.#patch(value)));
-    this.source.addEventListener("error", () => {
-      this.#linked("lost");
-      if (this.source.readyState === EventSource.CLOSED) this.#reopen(); // refused: the browser itself would give up
-    });
+  async #poll() {
+    try {
+      const answers = await this.#readAll().catch(() => null);
+      if (!answers) {
+        this.tag = ""; // the next answer is a whole document: of another agent, or with what was missed
+        this.#linked("lost");
+        return;
+      }
+      const changed = this.#take(answers);
+      this.#linked("live");
+      if (changed) this.onChange(changed);
+    } finally {
+      setTimeout(() => this.#pollInSight(), PERIOD_MS);
+    }
   }
 
-  #reopen() {
-    this.source.close();
-    this.source = null;
-    this.#linked("lost");
-    setTimeout(() => this.#open(), REOPEN_MS);
+  #pollInSight() {
+    if (!document.hidden) this.#poll();
+    else document.addEventListener("visibilitychange", () => this.#pollInSight(), { once: true });
   }
 
-  #receive(event, take) {
-    this.receivedAt = Date.now();
-    take(JSON.parse(event.data));
-    this.#linked("live");
-    this.#schedule();
+  /** `node` is null where it has not changed; `isAnother`: of an agent that has started since. */
+  async #readAll() {
+    const headers = this.tag ? { "If-None-Match": this.tag } : {};
+    const answer = await read("api/v1/node", headers);
+    const node = answer.status === 304 ? null : await answer.json();
+    const isAnother = node !== null && node.agent.started_at !== this.node?.agent.started_at;
+    const after = isAnother ? 0 : (this.decisions[0]?.number ?? 0);
+    const { decisions } = await (await read(`api/v1/decisions?limit=${READ_DECISIONS}&after=${after}`)).json();
+    return { node, tag: answer.headers.get("ETag") ?? "", isAnother, decisions };
   }
 
   #linked(state) {
@@ -62,99 +82,58 @@ export class Store {
     this.onLink(this.link);
   }
 
-  #take(node) {
+  /** What has changed, null for nothing. */
+  #take({ node, tag, isAnother, decisions }) {
+    const changed = noChange();
+    this.tag = tag;
+    this.decisions = [...decisions, ...(isAnother ? [] : this.decisions)].slice(0, KEPT_DECISIONS);
+    if (!isAnother) changed.decisions = decisions;
+    if (node) this.#takeNode(node, isAnother, changed);
+    return node || decisions.length ? changed : null;
+  }
+
+  #takeNode(node, isAnother, changed) {
+    const old = this.node;
     this.clockAhead = Date.now() / 1000 - node.at;
     this.node = node;
-    this.gpus = new Map(node.cards.map((gpu) => [gpu.uuid, gpu]));
-    this.containers = new Map(node.containers.map((container) => [keyOf(container), container]));
-    this.decisions = node.decisions;
-    this.changed.everything = true;
+    const whole = ["schema", "node", "resources", "topology"];
+    changed.everything = isAnother || this.link.state !== "live" || whole.some((name) => !areSame(old[name], node[name]));
+    changed.sampled = old?.agent.sampled_at !== node.agent.sampled_at;
+    this.#takeGpus(node.cards, changed);
+    this.#takeContainers(node.containers, changed);
   }
 
-  #patch(patch) {
-    const node = this.node;
-    if (!node) return;
-    node.at = patch.at;
-    for (const name of ["schema", "node", "resources", "topology"]) {
-      if (name in patch) {
-        node[name] = patch[name];
-        this.changed.everything = true;
+  #takeGpus(cards, changed) {
+    const before = this.gpus;
+    this.gpus = new Map(cards.map((gpu) => [gpu.uuid, gpu]));
+    changed.everything ||= !areSame([...before.keys()], [...this.gpus.keys()]);
+    for (const [uuid, gpu] of this.gpus) if (!areSame(before.get(uuid), gpu)) changed.gpus.add(uuid);
+  }
+
+  #takeContainers(containers, changed) {
+    const before = this.containers;
+    this.containers = new Map(containers.map((container) => [keyOf(container), container]));
+    for (const key of new Set([...before.keys(), ...this.containers.keys()])) {
+      const [was, is] = [before.get(key), this.containers.get(key)];
+      if (areSame(was, is)) continue;
+      const shares = [...(was?.cards ?? []), ...(is?.cards ?? [])];
+      if (was && is && areSame(exceptUse(was), exceptUse(is))) {
+        changed.used.add(key);
+        for (const share of shares) changed.gpus.add(share.uuid);
+      } else {
+        changed.containers.add(key);
+        for (const share of shares) changed.shares.add(share.uuid);
       }
     }
-    Object.assign(node.agent, patch.agent ?? {});
-    for (const [uuid, fields] of Object.entries(patch.cards ?? {})) this.#patchGpu(uuid, fields);
-    for (const [key, container] of Object.entries(patch.containers ?? {})) this.#putContainer(key, container);
-    for (const [uuid, values] of Object.entries(patch.card_use ?? {})) this.#patchGpuUse(uuid, values);
-    for (const [key, uses] of Object.entries(patch.container_use ?? {})) this.#patchContainerUse(key, uses);
-    for (const name of patch.gone ?? []) this.#remove(name);
-    if (patch.decisions) {
-      this.decisions = [...patch.decisions, ...this.decisions].slice(0, KEPT_DECISIONS);
-      this.changed.decisions = patch.decisions;
-    }
-    this.changed.sampled ||= "sampled_at" in (patch.agent ?? {}) || "card_use" in patch;
-  }
-
-  #patchGpu(uuid, fields) {
-    if (!this.gpus.has(uuid)) this.changed.everything = true;
-    this.gpus.set(uuid, { ...this.gpus.get(uuid), ...fields });
-    this.changed.gpus.add(uuid);
-  }
-
-  #patchGpuUse(uuid, values) {
-    const gpu = this.gpus.get(uuid);
-    if (!gpu?.usage) return;
-    this.node.use_fields.card.forEach((name, place) => (gpu.usage[name] = values[place] ?? null));
-    this.changed.gpus.add(uuid);
-  }
-
-  #putContainer(key, container) {
-    for (const share of [...(this.containers.get(key)?.cards ?? []), ...container.cards]) this.changed.shares.add(share.uuid);
-    this.containers.set(key, container);
-    this.changed.containers.add(key);
-  }
-
-  #patchContainerUse(key, uses) {
-    const container = this.containers.get(key);
-    if (!container) return;
-    for (const [index, ...values] of uses) {
-      const share = container.cards.find((one) => one.index === index);
-      if (!share?.usage) continue;
-      this.node.use_fields.container.forEach((name, place) => (share.usage[name] = values[place] ?? null));
-      this.changed.gpus.add(share.uuid);
-    }
-    this.changed.used.add(key);
-  }
-
-  #remove(name) {
-    for (const share of this.containers.get(name)?.cards ?? []) this.changed.shares.add(share.uuid);
-    if (this.gpus.delete(name)) this.changed.everything = true;
-    if (this.containers.delete(name)) this.changed.containers.add(name);
-  }
-
-  #forget() {
-    this.changed = {
-      everything: false, // draw all of it again
-      sampled: false,
-      gpus: new Set(), // whose numbers or state changed
-      shares: new Set(), // GPUs whose shares came, went or changed size
-      containers: new Set(), // came, went or changed more than their use
-      used: new Set(), // containers whose use changed
-      decisions: [],
-    };
-  }
-
-  #schedule() {
-    if (this.isScheduled) return;
-    this.isScheduled = true;
-    // A hidden tab draws no frames; the timer keeps its numbers true without a pile of work at its return.
-    const draw = () => {
-      if (!this.isScheduled) return;
-      this.isScheduled = false;
-      const changed = this.changed;
-      this.#forget();
-      this.onChange(changed);
-    };
-    requestAnimationFrame(draw);
-    if (document.hidden) setTimeout(draw, 1000);
   }
 }
+
+const noChange = () => ({
+  everything: false, // draw all of it again
+  sampled: false,
+  gpus: new Set(), // whose numbers or state changed
+  shares: new Set(), // GPUs whose shares came, went or changed size
+  containers: new Set(), // came, went or changed more than their use
+  used: new Set(), // containers whose use changed
+  decisions: [],
+});

@@ -146,10 +146,12 @@ def json_answer(request: web.BaseRequest, document: Any, *, status: int = 200) -
 
 
 class JsonBody:
-    """An answer that is encoded once, and gzipped once, for all requests."""
+    """An answer that is encoded once, and gzipped once, for all requests. Who names its `tag`, if it has one, in
+    If-None-Match gets 304 and no body (RFC 9110, 13.1.2)."""
 
-    def __init__(self, text: bytes) -> None:
+    def __init__(self, text: bytes, *, tag: str = "") -> None:
         self.text = text + b"\n"
+        self._tag = tag
         self._packed: bytes | None = None
 
     @property
@@ -158,6 +160,10 @@ class JsonBody:
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
         """A large one is packed in a thread."""
+        from aiohttp import web
+
+        if self._tag and any(one.value == self._tag for one in request.if_none_match or ()):
+            return web.Response(status=304, headers=self._headers())
         is_packed = self.is_worth_packing and accepts_gzip(request)
         if is_packed and self._packed is None and len(self.text) >= THREAD_FROM_BYTES:
             self._packed = await asyncio.to_thread(packed, self.text)
@@ -166,7 +172,7 @@ class JsonBody:
     def response(self, *, is_packed: bool, status: int = 200) -> web.Response:
         from aiohttp import web
 
-        headers = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
+        headers = self._headers()
         body = self.text
         if is_packed:
             if self._packed is None:
@@ -174,6 +180,11 @@ class JsonBody:
             body = self._packed
             headers["Content-Encoding"] = "gzip"
         return web.Response(status=status, body=body, content_type="application/json", charset="utf-8", headers=headers)
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
+        # weak: packed or not, the bytes differ
+        return {**headers, "ETag": f'W/"{self._tag}"'} if self._tag else headers
 
 
 async def join_in_slices(pieces: Iterable[bytes]) -> bytes:

@@ -2,11 +2,12 @@
 
 The format is docs/reference/api.md. Reads only. Any client that reaches the address may read, as with the metrics; a query
 is read strictly, so that a misspelt parameter is an error. No answer keeps the loop for longer than some milliseconds: a
-long one is encoded in slices, and once for all requests. The stream of changes is observability/http/live_stream.py.
+long one is encoded in slices, and once for all requests. Who has the node's document in its present state gets no body.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol
@@ -85,7 +86,7 @@ class NodeApi:
     async def _node_body(self, _query: Mapping[str, Any]) -> JsonBody:
         snapshot = self._snapshot()
         if self._node is None or self._node[0] is not snapshot:
-            self._node = snapshot, JsonBody(encode(node_document(snapshot)))
+            self._node = snapshot, _node_answer(node_document(snapshot))
         return self._node[1]
 
     async def _history_body(self, query: Mapping[str, Any]) -> JsonBody:
@@ -119,16 +120,16 @@ class NodeApi:
             yield b"," + known[1] if index else known[1]
 
 
+def _node_answer(document: dict[str, Any]) -> JsonBody:
+    """Its tag is that of all but `at`, which is of the moment of the question."""
+    at = encode(document.pop("at"))
+    rest = encode(document)
+    return JsonBody(b'{"at":' + at + b"," + rest[1:], tag=hashlib.blake2b(rest, digest_size=16).hexdigest())
+
+
 def decision_document(record: DecisionRecord) -> dict[str, Any]:
-    """The fields of DecisionRecord, enums as their values."""
-    return {
-        **brief_decision(record),
-        "candidates": [{name: getattr(gpu, name) for name in _CANDIDATE_FIELDS} for gpu in record.candidates],
-    }
-
-
-def brief_decision(record: DecisionRecord) -> dict[str, Any]:
-    """Without the candidates. By hand: dataclasses.asdict, which copies every value, takes six times as long."""
+    """The fields of DecisionRecord, enums as their values. By hand: dataclasses.asdict, which copies every value, takes
+    six times as long."""
     asked = record.asked
     return {
         "number": record.number,
@@ -152,6 +153,7 @@ def brief_decision(record: DecisionRecord) -> dict[str, Any]:
             "hint": asked.hint,
             "must_cards": asked.must_gpus,
         },
+        "candidates": [{name: getattr(gpu, name) for name in _CANDIDATE_FIELDS} for gpu in record.candidates],
     }
 
 

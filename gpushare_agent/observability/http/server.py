@@ -45,11 +45,10 @@ BACKLOG = 128
 
 
 class WebServer:
-    """`routes` are further paths for GET, answered one at a time; `streams` those whose answers have no end. Before any of
-    them and the metrics `before_reading` is awaited. `ready` returns why the agent is not ready, nothing when it is.
-    `on_stop` is called before the connections are closed, to end streams."""
+    """`routes` are further paths for GET, answered one at a time. Before any of them and the metrics `before_reading` is
+    awaited. `ready` returns why the agent is not ready, nothing when it is."""
 
-    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
+    def __init__(
         self,
         addr: str,
         port: int,
@@ -57,9 +56,7 @@ class WebServer:
         metrics: AgentMetrics,
         ready: Callable[[], Sequence[str]],
         routes: Sequence[Route] = (),
-        streams: Sequence[Route] = (),
         before_reading: Callable[[], Awaitable[None]] = at_once,
-        on_stop: Callable[[], None] = lambda: None,
         limits: HttpLimits | None = None,
     ) -> None:
         self._addr = addr
@@ -67,10 +64,8 @@ class WebServer:
         self._metrics = metrics
         self._ready = ready
         self._extra_routes = routes
-        self._streams = streams
         self._limits = limits
         self._before_reading = before_reading
-        self._on_stop = on_stop
         self._page = WebPage()
         self._paths: list[str] = []
         self._is_listening = asyncio.Event()
@@ -110,7 +105,7 @@ class WebServer:
             await self.bind()
             self._is_listening.set()
             log.info("web_listening", addr=self._addr, port=self.bound_port)
-            await server.serve(self._listeners, on_stop=self._on_stop)
+            await server.serve(self._listeners)
         finally:
             self._is_listening.clear()
             self.close()
@@ -138,7 +133,6 @@ class WebServer:
             "/metric": show_metrics,
             **dict(self._page.routes()),
             **{path: queue.one_at_a_time(self._refreshed(handler)) for path, handler in self._extra_routes},
-            **{path: self._refreshed(handler) for path, handler in self._streams},
         }
 
     def _refreshed(self, handler: Handler) -> Handler:
