@@ -211,11 +211,14 @@ async def test_each_row_says_who_keeps_the_share_and_what_is_not_kept() -> None:
         texts = (await scene.document())["agent"]["not_kept_texts"]
         assert texts["pools"] in listed
         assert "Memory and compute are limited by vcuda. Not limited: " in listed
-        # Nobody runs an MPS daemon here.
+        # Nobody runs an MPS daemon here, so the agent has never been Ready.
         notices = await scene.browser.script(
             "return [...document.querySelectorAll('.notice')].map((one) => [one.dataset.kind, one.textContent])"
         )
-        assert [(kind, "Shares of isolation mps are refused: " in text) for kind, text in notices] == [("warn", True)]
+        assert [(kind, text.partition(": ")[0]) for kind, text in notices] == [
+            ("bad", "Not ready"),
+            ("warn", "Shares of isolation mps are refused"),
+        ]
 
 
 async def test_the_head_has_the_state_of_the_agent() -> None:
