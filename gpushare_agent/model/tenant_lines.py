@@ -26,7 +26,6 @@ TENANT_EVENTS = frozenset(
         "private_cache_not_prepared",
         "reconcile_failed",
         "rpc_failed",
-        "slow_reader_dropped",
         "vdevice_directory_not_ours",
         "vdevice_not_prepared",
         "vdevice_poll_failed",

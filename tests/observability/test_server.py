@@ -20,7 +20,7 @@ from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import node_series
 from gpushare_agent.observability.metrics.text import NodePage
-from tests.support_http import Peer
+from tests.support_http import Peer, serving
 from tests.support_kube import DEADLINE_S, running
 from tests.support_usage import allocation, facts, key_of, snapshot
 
@@ -258,8 +258,7 @@ async def test_one_that_asks_too_much_at_once_is_answered_503_and_others_are_not
         return web.Response(text="costly")
 
     queue = RequestQueue(most_waiting=4, most_of_peer=2)
-    async with served(streams=[("/costly", queue.one_at_a_time(show))]) as url:
-        port = int(url.rpartition(":")[2])
+    async with serving(web.get("/costly", queue.one_at_a_time(show))) as port:
         first, second, third = [await Peer.open(port) for _ in range(3)]
         other = await Peer.open(port, "127.0.0.2")
         async with asyncio.TaskGroup() as group:
