@@ -1,0 +1,217 @@
+"""Everyone who counts a node's GPUs counts alike, on random nodes and pods: the agent's admission, the extender that reads
+its report, the sandbox's scheduler and report, the simulated claims, and `inspect`.
+
+The agent's admission is compared with the extender's own plan in tests/extender/test_agreement.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpushare_agent.admission.decisions.annotations import pod_annotations
+from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
+from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
+from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
+from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.nodes import read_node
+from gpushare_agent.extender.values import ClusterPolicy
+from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.names import MIB, PREDICATE_GPU_INDEX_PREFIX, PodUid
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.observability.gpu_summaries import gpus_of_node
+from gpushare_agent.observability.inspection import node_sums
+from gpushare_agent.placement import GpuAccount
+from gpushare_agent.sandbox.api.objects import ApiObjects
+from gpushare_agent.sandbox.kubelet.device_records import DeviceRecord, make_record
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.pod_manifest import pod_requests
+from gpushare_agent.sandbox.report.document import ReportedNode, report
+from gpushare_agent.sandbox.scheduler.node_fit import lacking, take
+from gpushare_agent.simulation.schedulers import Placed
+from gpushare_agent.simulation.schedulers import Policy as SimulatedPolicy
+from gpushare_agent.simulation.workload import PodMaker, Shape
+from tests.support_core import NAMES, inventory
+from tests.support_placement import GPU_MEM, Node, accounts, leaves_blocks_without_cores, nodes, pods, pods_with_units
+from tests.support_simulation import GPU_MIB, cluster_of, scheduler_of
+
+SEEDS = st.integers(0, 10_000)
+
+
+def used(gpus: list[GpuAccount]) -> list[tuple[int, int]]:
+    """Cores and MiB of each GPU, by index."""
+    return [
+        (
+            gpu.used_cores,
+            gpu.memory_mib if gpu.is_whole else gpu.used_blocks * gpu.block_mib + gpu.used_units * gpu.unit_mib,
+        )
+        for gpu in gpus
+    ]
+
+
+def free(gpus: Any) -> list[tuple[int, int, int]]:
+    return [(gpu.free_cores, gpu.free_blocks, gpu.free_units) for gpu in gpus]
+
+
+class Kubelet:
+    """The records of an embedded kubelet whose plugin is the agent's admission."""
+
+    def __init__(self, agent: Node, names: ResourceNames) -> None:
+        self._agent = agent
+        self._names = names
+        self._ids = DeviceIds(gpu.uuid for gpu in agent.found.gpus)
+
+    def active_records(self) -> list[DeviceRecord]:
+        return [
+            make_record(
+                tuple(key), self._names.name(kind), {self._ids.write(one): (0,) for one in found.ids(kind)}, b""
+            )
+            for key, found in self._agent.cache.view().items()
+            for kind in self._names.kinds
+            if found.ids(kind)
+        ]
+
+    def devices(self, resource: str) -> dict[str, bool]:
+        return {}
+
+
+def reported(agent: Node, names: ResourceNames) -> list[tuple[int, int]]:
+    """Cores and MiB of each GPU in the sandbox's report."""
+    api = ApiObjects(version="1.36", history_limit=10, seed=0)
+    node = cast(EmbeddedNode, SimpleNamespace(api=api, kubelet=Kubelet(agent, names), name="node"))
+    shown = ReportedNode(
+        node=node, gpus=agent.found.gpus, vcore=names.vcore, vmemory=names.vmemory, gpu_mem=names.gpu_mem,
+        memory_block_mib=names.memory_block_mib, gpu_mem_unit_mib=names.gpu_mem_unit_mib,
+    )  # fmt: skip
+    return [(one["cores_allocated"], one["memory_mib_allocated"]) for one in report(shown)["node"]["cards"]]
+
+
+def raw_node(agent: Node, owners: dict[PodUid, Pod], names: ResourceNames) -> dict[str, Any]:
+    """The Node object as the agent writes it."""
+    found = agent.found
+    capacity = {names.name(kind): str(sum(names.units(gpu, kind) for gpu in found.gpus)) for kind in names.kinds}
+    by_pod = allocations_by_pod(agent.cache.view().values(), found.gpus, owners.get, names)
+    text = gpus_annotation(found, cordoned=frozenset(), memory_block_mib=names.memory_block_mib)
+    return {
+        "metadata": {
+            "name": "node",
+            "annotations": {GPUS_ANNOTATION: text, ALLOCATIONS_ANNOTATION: allocations_annotation(by_pod)},
+        },
+        "status": {"capacity": capacity, "allocatable": capacity},
+    }
+
+
+def manifest(owner: Pod) -> dict[str, Any]:
+    def raw(one: ContainerSpec) -> dict[str, Any]:
+        limits = {name: str(count) for name, count in one.requests.items()}
+        restarts = {"restartPolicy": "Always"} if one.kind is ContainerKind.SIDECAR else {}
+        return {"name": one.name, "resources": {"limits": limits}, **restarts}
+
+    by_kind = {
+        is_main: [c for c in owner.containers if (c.kind is ContainerKind.MAIN) is is_main] for is_main in (True, False)
+    }
+    return {"spec": {"initContainers": [raw(c) for c in by_kind[False]], "containers": [raw(c) for c in by_kind[True]]}}
+
+
+def pods_of(strategy: Any) -> st.SearchStrategy[tuple[Pod, ...]]:
+    return st.integers(1, 6).flatmap(lambda n: st.tuples(*(strategy(f"p{i}") for i in range(n))))
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(found=nodes(), owners=pods_of(pods_with_units), seed=SEEDS, ends=st.sets(st.integers(0, 5)))
+def test_what_is_used_and_free_is_the_same_for_agent_extender_and_sandbox(
+    found: GpuInventory, owners: tuple[Pod, ...], seed: int, ends: set[int]
+) -> None:
+    """After every admission and every end of a pod: by the agent's device IDs, by the agent's report as the extender reads
+    it, and by the embedded kubelet's records. What the agent admits, kube-scheduler's sums have admitted before."""
+    agent = Node(found, Policy(names=GPU_MEM), seed)
+    extender = ClusterState(policy=ClusterPolicy(names=GPU_MEM))
+    left = {GPU_MEM.name(k): sum(GPU_MEM.units(g, k) for g in found.gpus if g.is_healthy) for k in GPU_MEM.kinds}
+    admitted: dict[PodUid, Pod] = {}
+    for number, owner in enumerate(one for one in owners if not leaves_blocks_without_cores(one)):
+        requests = pod_requests(manifest(owner))
+        if not isinstance(agent.admit(owner), Refused):
+            assert lacking(left, requests) == []
+            take(left, requests)
+            admitted[owner.uid] = owner
+        if number in ends and admitted:
+            ended = admitted.pop(sorted(admitted)[0])
+            agent.release(ended)
+            take(left, {name: -count for name, count in pod_requests(manifest(ended)).items()})
+        read = read_node(raw_node(agent, admitted, GPU_MEM), GPU_MEM, model_label="m", pool_label="p")
+        assert read.node is not None and not read.problem
+        extender.put_node(read.node, 0.0)
+        own = accounts(found, agent.cache, GPU_MEM)
+        assert used(list(extender.gpus("node"))) == used(own)
+        if any(gpu.is_healthy for gpu in found.gpus):
+            assert free(extender.gpus("node")) == free(own)
+        assert reported(agent, GPU_MEM) == used(own)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(found=nodes(), owners=pods_of(pods), seed=SEEDS)
+def test_inspect_of_all_nodes_counts_as_the_agent_does(found: GpuInventory, owners: tuple[Pod, ...], seed: int) -> None:
+    """From the annotations that the agent writes on the pods, for main containers: others have none of the agent's."""
+    agent = Node(found, Policy(names=NAMES), seed)
+    admitted = []
+    for owner in owners:
+        mains = tuple(one for one in owner.containers if one.kind is ContainerKind.MAIN)
+        owner = replace(owner, containers=mains)
+        if not isinstance(agent.admit(owner), Refused):
+            admitted.append(replace(owner, annotations=pod_annotations(owner, agent.cache.view(), found, NAMES)))
+        text = gpus_annotation(found, cordoned=frozenset(), memory_block_mib=NAMES.memory_block_mib)
+        summaries = gpus_of_node({GPUS_ANNOTATION: text}, {}, NAMES)
+        assert summaries is not None
+        shown = [
+            (gpu.cores_allocated, gpu.memory_allocated_bytes // MIB)
+            for gpu in node_sums("node", summaries, admitted, NAMES).gpus
+        ]
+        assert shown == used(accounts(found, agent.cache))
+
+
+SHAPES = st.sampled_from([Shape(10, 8), Shape(50, 16), Shape(70, 40), Shape(100, 0), Shape(200, 0), Shape(30, 64)])
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(gpus=st.integers(1, 4), shapes=st.lists(SHAPES, max_size=12), ends=st.sets(st.integers(0, 11)), seed=SEEDS)
+def test_simulated_claims_and_simulated_binds_leave_free_what_the_agent_has_free(
+    gpus: int, shapes: list[Shape], ends: set[int], seed: int
+) -> None:
+    """Each pod goes to the agent with the GPUs that the simulation took: it fits there, and both have as much free then."""
+    maker = PodMaker(NAMES)
+    for policy in (SimulatedPolicy.BINPACK, SimulatedPolicy.DRA):
+        cluster = cluster_of(gpus)
+        scheduler = scheduler_of(cluster, policy)
+        node, machines = cluster.nodes[0], inventory(gpus, memory_mib=GPU_MIB).gpus
+        found = GpuInventory(
+            gpus=tuple(replace(gpu, uuid=other.uuid) for gpu, other in zip(machines, node.gpus, strict=True)),
+            topology=node.topology,
+        )
+        agent = Node(found, Policy(names=NAMES), seed)
+        placed: list[tuple[Pod, Shape]] = []
+        for number, shape in enumerate(shapes):
+            owner = maker.pod(f"p{number}", shape)
+            before = free(scheduler.gpus(node.name))
+            if isinstance(scheduler.place(owner, shape, 0.0), Placed):
+                after = free(scheduler.gpus(node.name))
+                took = [index for index, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+                hints = {
+                    f"{PREDICATE_GPU_INDEX_PREFIX}0": ",".join(map(str, took)),
+                    "tencent.com/predicate-node": "node",
+                }
+                assert agent.admit(owner, hints) == {"main": tuple(took)}
+                placed.append((owner, shape))
+            if number in ends and placed:
+                ended, its_shape = placed.pop(0)
+                scheduler.end(ended.uid, its_shape, node.name)
+                agent.release(ended)
+            now = [(cores, blocks) for cores, blocks, _ in free(scheduler.gpus(node.name))]
+            assert now == [(cores, blocks) for cores, blocks, _ in free(accounts(found, agent.cache))]
