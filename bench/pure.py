@@ -13,8 +13,9 @@ from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.pod_resources import decode_pod_entry
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.model.requests import Request
 from gpushare_agent.model.topology import Topology
-from gpushare_agent.placement import GpuAccount, GpuRequest, place
+from gpushare_agent.placement import GpuAccount, place
 from gpushare_agent.placement.topology_text import parse_topology
 from gpushare_agent.placement.topology_tree import build_topology
 
@@ -66,7 +67,7 @@ def _split(answer: bytes) -> None:
 
 def _place(topology: Topology, count: int) -> None:
     gpus = [GpuAccount(index=index, uuid=GpuUuid(f"GPU-{index}"), memory_mib=_MEMORY_MIB) for index in range(_GPUS)]
-    placed = place(GpuRequest(cores=count * CORES_PER_GPU, blocks=0), gpus, topology, share_policy="binpack")
+    placed = place(Request(cores=count * CORES_PER_GPU), gpus, topology, share_policy="binpack")
     if isinstance(placed, Refused):
         raise AssertionError(placed.detail)
 

@@ -250,14 +250,15 @@ class Claims:
             return _invalid(why)
         if made.charged and (why := self._unavailable_reason(made.isolation)):
             return _not_ready(f"isolation {made.isolation}: {why}")
-        if why := shortage(made, self._cache, inventory.by_uuid(), self._names):
+        if why := shortage(made, self._cache.ledger(inventory), self._names):
             return _not_ready(why)
         self._book(made)
         return made
 
     def _book(self, claim: PreparedClaim) -> None:
         self._prepared[claim.ref.uid] = claim
-        for allocation in allocations_of(claim, self._cache, self._names, self._clock()):
+        ledger = self._cache.ledger(self._inventory())
+        for allocation in allocations_of(claim, ledger, self._names, self._clock()):
             self._cache.put(allocation)
 
     def _release(self, uid: str) -> bool:

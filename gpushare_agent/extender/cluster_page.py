@@ -26,7 +26,7 @@ from gpushare_agent.cluster.kube.pods import scheduler_message
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import MAX_ASKING, ClusterState
 from gpushare_agent.extender.debug import StatePages
-from gpushare_agent.extender.decisions.free_capacity import gpu_text, signature_of
+from gpushare_agent.extender.decisions.free_capacity import signature_of
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.nodes import read_node
 from gpushare_agent.extender.quota_state import QuotaState
@@ -181,7 +181,7 @@ class ClusterPage:
                     )
                     * MIB,
                 }
-                for request in signature_of(first, self._names)
+                for _, request in signature_of(first, self._names)
             ],
             "more_requests": len(pod.containers) - len(first.containers),
             "message": self._pods.messages.get(pod.uid, ""),
@@ -193,7 +193,8 @@ class ClusterPage:
         found = await in_steps(self._state.filter_steps(pod, None))
         verdicts = {**dict.fromkeys(found.fitting, ""), **found.failed, **found.unresolvable}
         names = sorted(verdicts, key=lambda name: (verdicts[name] != "", name))
-        largest = max(signature_of(pod, self._names), key=lambda one: (one.cores, one.blocks, one.units))
+        requests = [request for _, request in signature_of(pod, self._names)]
+        largest = max(requests, key=lambda one: (one.cores, one.blocks, one.units))
         return {
             "count": len(names),
             "nodes": [
@@ -206,7 +207,7 @@ class ClusterPage:
                             "label": gpu.label,
                             "free_cores": gpu.free_cores if gpu.is_healthy else 0,
                             "free_bytes": gpu.free_blocks * gpu.block_mib * MIB if gpu.is_healthy else 0,
-                            "verdict": gpu_text(gpu, largest) or "fits",
+                            "verdict": "fits" if (lack := gpu.lack(largest)) is None else lack.of_gpu(),
                         }
                         for gpu in self._state.gpus(name)
                     ],

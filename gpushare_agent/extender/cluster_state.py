@@ -15,16 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gpushare_agent.extender.decisions.free_capacity import (
-    Signature,
-    exceeds_node,
-    fits,
-    lack_text,
-    may_fit_together,
-    score,
-    signature_of,
-    together_text,
-)
+from gpushare_agent.extender.decisions.free_capacity import Signature, lack_together, score, signature_of
 from gpushare_agent.extender.decisions.ledger import ClusterLedger
 from gpushare_agent.extender.decisions.node_ledger import NodeLedger, node_document
 from gpushare_agent.extender.decisions.pod_plan import plan_pod
@@ -33,7 +24,9 @@ from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservati
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.requests import NOTHING, request_of
 from gpushare_agent.placement import GpuAccount, validate_request
+from gpushare_agent.placement.lack import describe_request
 
 MAX_ASKING = 16
 """Containers of one pod that ask for GPUs. Each is planned on every node: without a limit a pod with a thousand of them
@@ -282,12 +275,13 @@ class ClusterState:
 
     def _judge(self, pod: Pod, wanted: Signature, ledger: NodeLedger) -> _Verdict:
         capacity, names = ledger.capacity, self._policy.names
-        for request in wanted:
-            if not fits(capacity, request):
-                return _Verdict(ledger.version, lack_text(capacity, request, names), exceeds_node(capacity, request))
+        for _, request in wanted:
+            if (lack := capacity.lack(request)) is not None:
+                which = f"no GPU for {describe_request(request, names)}: " if len(wanted) > 1 else ""
+                return _Verdict(ledger.version, which + lack.of_node(), lack.is_lasting)
         if len(wanted) > 1:
-            if not may_fit_together(capacity, wanted):
-                return _Verdict(ledger.version, together_text(capacity, wanted))
+            if text := lack_together(capacity, wanted, names):
+                return _Verdict(ledger.version, text)
             plan = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
             if isinstance(plan, Refused):
                 return _Verdict(ledger.version, plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
@@ -304,16 +298,16 @@ class ClusterState:
 
     def _invalid(self, pod: Pod) -> str:
         """What no node can serve."""
-        names = self._policy.names
-        asking = len(signature_of(pod, names))
-        if asking > MAX_ASKING:
-            return f"more than {MAX_ASKING} containers of the pod ask for GPUs, the most that are planned. Use several pods."
+        names, asking = self._policy.names, 0
         for container in pod.containers:
-            cores, blocks = container.requests.get(names.vcore, 0), container.requests.get(names.vmemory, 0)
-            units = container.requests.get(names.gpu_mem, 0) if names.gpu_mem else 0
-            if units or not (cores or blocks):
+            request = request_of(container, names)
+            if request == NOTHING:
                 continue
-            refused = validate_request(cores, blocks, share_mode=True, memory_block_mib=names.memory_block_mib)
+            asking += 1
+            if asking > MAX_ASKING:
+                most = f"more than {MAX_ASKING} containers of the pod ask for GPUs"
+                return f"{most}, the most that are planned. Use several pods."
+            refused = validate_request(request, names, share_mode=True)
             if refused is not None:
                 return f"container {container.name}: {refused.detail}"
         return ""

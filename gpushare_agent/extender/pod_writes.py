@@ -201,7 +201,7 @@ def extender_annotations(reservation: Reservation, time_ns: int) -> dict[str, st
         GPU_ASSIGNED_ANNOTATION: "false",
         **plan_annotations(reservation.plan, PREDICATE_GPU_INDEX_PREFIX),
     }
-    shared = {container.gpus for container in reservation.plan.containers if container.units}
+    shared = {container.gpus for container in reservation.plan.containers if container.request.units}
     if len(shared) == 1:
         written |= {
             GPUSHARE_INDEX_ANNOTATION: str(shared.pop()[0]),

@@ -13,6 +13,7 @@ from enum import StrEnum
 from gpushare_agent.cluster.decisions.node_annotations import Charge
 from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.model.requests import Request
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement.request import SharePolicy
@@ -60,16 +61,13 @@ class ClusterPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedContainer:
-    """One container's GPUs by index; empty where it asks for nothing of ours. `cores` is 1/100 of a GPU, `blocks` memory
-    blocks, `units` GPUShare's units, each as asked."""
+    """One container's GPUs by index, and its request; no GPUs where it asks for nothing of ours."""
 
     name: str
     kind: ContainerKind
     position: int
-    gpus: tuple[int, ...]
-    cores: int = 0
-    blocks: int = 0
-    units: int = 0
+    request: Request
+    gpus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

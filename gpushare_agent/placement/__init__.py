@@ -1,14 +1,14 @@
-"""Which GPU or GPUs a container gets: share, fragment and link (docs/explanation/placement.md).
+"""Which GPU or GPUs a container gets: share, fragment and link (docs/explanation/placement.md); and why none.
 
 Pure functions over values: no clock, no randomness, no I/O, no state. The result depends neither on the order of the GPUs
 nor on anything that happened before. Called by admission/decisions/plan.py, extender/decisions/pod_plan.py and, through the
-latter, simulation. Open `place.py` first for the choice, `gpu_account.py` for what counts as free.
+latter, simulation. Open `place.py` first for the choice, `gpu_account.py` for what counts as free, `lack.py` for the texts.
 
-Others import: gpu_account, link, memory_share, place, request, topology_text, topology_tree.
+Others import: comparison, gpu_account, lack, place, request, topology_text, topology_tree.
 """
 
 from gpushare_agent.placement.gpu_account import GpuAccount
 from gpushare_agent.placement.place import place
-from gpushare_agent.placement.request import GpuRequest, Placed, validate_request
+from gpushare_agent.placement.request import Placed, validate_request
 
-__all__ = ["GpuAccount", "GpuRequest", "Placed", "place", "validate_request"]
+__all__ = ["GpuAccount", "Placed", "place", "validate_request"]

@@ -1,20 +1,24 @@
-"""What one GPU has, what is allocated of it, and what is free: the only place that computes a GPU's free capacity.
+"""What one GPU has, what is allocated of it, what is free, and what it lacks for a request: the only place that says so.
 
 Used by the agent's admission, the scheduler extender and the simulation, so that they cannot disagree. A GPU's memory is one
 account in MiB: vcuda's memory blocks, GPUShare's gpu-mem units, whole GPUs and units under NVIDIA's names take from it, each
-rounded up to the unit of the one that asks. No state: a value is replaced, never changed.
+rounded up to the unit of the one that asks. `Capacity` sums up several GPUs: a cluster has thousands of nodes, and the
+scheduler waits for every answer about them. No state: a value is replaced, never changed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
 from typing import Any
 
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
+from gpushare_agent.model.requests import WHOLE_GPU, Request
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.placement.lack import Capacity, Cause, Lack
 
 
 # Not frozen, though never changed: the extender makes one for each GPU of a cluster, and a frozen one takes twice the time.
@@ -53,6 +57,7 @@ class GpuAccount:
     """Cores that the kubelet can still hand out."""
     used_part: Fraction | None = None
     """Of units under NVIDIA's names, as part of the whole GPU; None for none."""
+    _free: tuple[int, int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def label(self) -> str:
@@ -106,64 +111,91 @@ class GpuAccount:
         return self.max_shares is not None and self.shares >= self.max_shares
 
     @property
+    def free(self) -> tuple[int, int, int]:
+        """Cores, blocks and units that a share can have. Worked out once: placement asks again and again."""
+        if self._free is not None:
+            return self._free
+        if not self.takes_shares:
+            self._free = 0, 0, 0
+            return self._free
+        cores, all_blocks = CORES_PER_GPU - self.used_cores + self.reusable_cores, self.memory_mib // self.block_mib
+        all_units = self.memory_mib // self.unit_mib
+        blocks, units = all_blocks - self.used_blocks + self.reusable_blocks, all_units
+        if self.used_units or self.used_part is not None:
+            blocks -= self.blocks_of_units + self.blocks_of_part
+            cores -= ceil((self.used_part or 0) * CORES_PER_GPU)
+        if self.used_blocks or self.used_units or self.used_part is not None:
+            left_mib = self.memory_mib - self.mib_of_part - self.used_blocks * self.block_mib
+            units = left_mib // self.unit_mib - self.used_units
+        if self.is_whole:
+            units, blocks = 0, blocks if self.is_whole_reusable else 0
+        units = (units if units > 0 else 0) + self.reusable_units
+        cores = min(cores, self.offered_cores)
+        if self.max_shares is not None and self.is_full:
+            cores = units = 0
+        self._free = (
+            cores if cores > 0 else 0,
+            all_blocks if blocks > all_blocks else blocks if blocks > 0 else 0,
+            units if units < all_units else all_units,
+        )
+        return self._free
+
+    @property
     def free_cores(self) -> int:
-        # Comparisons, not min and max: the extender sums up thousands of nodes at once.
-        if not self.takes_shares or (self.max_shares is not None and self.is_full):
-            return 0
-        free = CORES_PER_GPU - self.used_cores + self.reusable_cores
-        if self.used_part is not None:
-            free -= ceil(self.used_part * CORES_PER_GPU)
-        if free > self.offered_cores:
-            return self.offered_cores
-        return free if free > 0 else 0
+        return self.free[0]
 
     @property
     def free_blocks(self) -> int:
-        if not self.takes_shares or (self.is_whole and not self.is_whole_reusable):
-            return 0
-        total = self.memory_mib // self.block_mib
-        free = total - self.used_blocks + self.reusable_blocks
-        if self.used_units:
-            free -= self.blocks_of_units
-        if self.used_part is not None:
-            free -= self.blocks_of_part
-        if free > total:
-            return total
-        return free if free > 0 else 0
+        return self.free[1]
 
     @property
     def free_units(self) -> int:
-        if not self.takes_shares or (self.max_shares is not None and self.is_full):
-            return 0
-        free = 0
-        if not self.is_whole:
-            free = (
-                self.memory_mib - self.mib_of_part - self.used_blocks * self.block_mib
-            ) // self.unit_mib - self.used_units
-        free = (free if free > 0 else 0) + self.reusable_units
-        total = self.memory_mib // self.unit_mib
-        return free if free < total else total
+        return self.free[2]
 
     @property
     def is_free(self) -> bool:
         """No part of it is used: it can be allocated as a whole, which no MIG instance can."""
-        is_unused = self.free_cores == CORES_PER_GPU and self.free_blocks == self.total_blocks
-        return self.is_healthy and not self.is_instance and is_unused
+        cores, blocks, _ = self.free
+        return self.is_healthy and not self.is_instance and cores == CORES_PER_GPU and blocks == self.total_blocks
 
-    def allocate(self, *, cores: int = 0, blocks: int = 0, units: int = 0, is_reusable: bool = False) -> GpuAccount:
-        """The account once a container of the pod has got this much, of what its init containers hand on first.
+    def fits(self, request: Request) -> bool:
+        """Whether it can be the request's GPU; of several whole GPUs one of them, whatever memory they have together."""
+        if request.part is not None:
+            return self.is_healthy and self.free_part >= request.part and (request.part == 1 or not self.is_full)
+        if count := request.whole_gpus:
+            return self.is_free and (count > 1 or self.total_blocks >= request.blocks)
+        cores, blocks, units = self.free
+        return self.is_healthy and cores >= request.cores and blocks >= request.blocks and units >= request.units
 
-        `is_reusable`: the container is an init container, and hands its part on. 100 cores or more are a whole GPU, whose
-        memory blocks are not counted.
+    def lack(self, request: Request) -> Lack | None:
+        """Why not; None where it fits."""
+        if self.fits(request):
+            return None
+        if request.part is not None:
+            cause = Cause.FULL if self.is_full and request.part < 1 else Cause.IN_USE
+            free = int(self.free_part * CORES_PER_GPU)
+            return Lack(request, capacity_of([self]), cause if self.is_healthy else Cause.UNHEALTHY, free)
+        return capacity_of([self]).lack(request if request.whole_gpus < 2 else WHOLE_GPU)
+
+    def memory_mib_of(self, request: Request) -> tuple[int, int]:
+        """Free and in all, in whole units of the resource by which the request asks for memory."""
+        if request.units:
+            return self.free_units * self.unit_mib, self.total_units * self.unit_mib
+        return self.free_blocks * self.block_mib, self.total_blocks * self.block_mib
+
+    def allocate(self, request: Request, *, is_reusable: bool = False) -> GpuAccount:
+        """The account once a container of the pod has got its part of this GPU, of what its init containers hand on first.
+
+        `is_reusable`: the container is an init container, and hands its part on. Memory blocks of a whole GPU do not count.
         """
-        is_whole = cores >= CORES_PER_GPU
+        is_whole = request.whole_gpus > 0
         used_cores, reusable_cores = _take(
-            self.used_cores, self.reusable_cores, min(cores, CORES_PER_GPU), is_reusable=is_reusable
+            self.used_cores, self.reusable_cores, min(request.cores, CORES_PER_GPU), is_reusable=is_reusable
         )
         used_blocks, reusable_blocks = self.used_blocks, self.reusable_blocks
         if not is_whole:
-            used_blocks, reusable_blocks = _take(used_blocks, reusable_blocks, blocks, is_reusable=is_reusable)
-        used_units, reusable_units = _take(self.used_units, self.reusable_units, units, is_reusable=is_reusable)
+            used_blocks, reusable_blocks = _take(used_blocks, reusable_blocks, request.blocks, is_reusable=is_reusable)
+        used_units, reusable_units = _take(self.used_units, self.reusable_units, request.units, is_reusable=is_reusable)
         return replace(
             self,
             used_cores=used_cores,
@@ -203,3 +235,48 @@ def _take(used: int, reusable: int, wanted: int, *, is_reusable: bool) -> tuple[
     """`used` and `reusable` once a container has got `wanted`, from `reusable` first."""
     more = max(0, wanted - reusable)
     return used + more, max(reusable, wanted) if is_reusable else max(0, reusable - wanted)
+
+
+def capacity_of(gpus: Sequence[GpuAccount]) -> Capacity:
+    """Of GPUs of one node."""
+    free, whole, physical, all_blocks, all_units = [], [], [], [], []
+    healthy = full = used_cores = used_mib = memory_mib = 0
+    block_mib, unit_mib, max_shares = MEMORY_BLOCK_MIB, 1, None
+    for gpu in gpus:
+        if not gpu.is_healthy:
+            continue
+        healthy += 1
+        if not gpu.takes_shares:
+            continue
+        block_mib, unit_mib = gpu.block_mib, gpu.unit_mib
+        total = gpu.memory_mib // block_mib
+        left = gpu.free
+        free.append(left)
+        if not gpu.is_instance:
+            physical.append(total)
+            if left[0] == CORES_PER_GPU and left[1] == total:
+                whole.append(total)
+        all_blocks.append(total)
+        all_units.append(gpu.memory_mib // unit_mib)
+        if gpu.max_shares is not None:
+            max_shares = gpu.max_shares
+            full += gpu.is_full
+        used_cores += CORES_PER_GPU - left[0]
+        used_mib += (total - left[1]) * block_mib
+        memory_mib += gpu.memory_mib
+    return Capacity(
+        gpus=len(gpus),
+        healthy=healthy,
+        free=tuple(free),
+        whole_blocks=tuple(sorted(whole, reverse=True)),
+        physical_blocks=tuple(sorted(physical, reverse=True)),
+        all_blocks=tuple(sorted(all_blocks, reverse=True)),
+        all_units=tuple(sorted(all_units, reverse=True)),
+        block_mib=block_mib,
+        unit_mib=unit_mib,
+        full=full,
+        max_shares=max_shares,
+        used_cores=used_cores,
+        used_memory_mib=used_mib,
+        memory_mib=memory_mib,
+    )

@@ -8,114 +8,124 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.names import MEMORY_BLOCK_MIB
+from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.requests import WHOLE_GPU, Request
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Branch, Topology
-from gpushare_agent.placement.gpu_account import GpuAccount
+from gpushare_agent.placement.gpu_account import GpuAccount, capacity_of
+from gpushare_agent.placement.lack import Cause, describe_request
 from gpushare_agent.placement.link import LinkSet, choose_linked
-from gpushare_agent.placement.refusals import Refusals
-from gpushare_agent.placement.request import GpuRequest, Placed, SharePolicy, validate_request
+from gpushare_agent.placement.request import Placed, SharePolicy
+
+DEFAULT_NAMES = ResourceNames()
 
 
 def place(
-    request: GpuRequest,
+    request: Request,
     gpus: Sequence[GpuAccount],
     topology: Topology,
     *,
     share_policy: SharePolicy,
-    share_mode: bool = True,
-    memory_block_mib: int = MEMORY_BLOCK_MIB,
+    names: ResourceNames = DEFAULT_NAMES,
 ) -> Placed | Refused:
     """Chooses the GPU of a share or the whole GPUs of a container, or says why there are none.
 
-    `memory_block_mib` is used for the texts only.
+    The request is a valid one (`validate_request`). `names` are used for the texts only.
     """
-    invalid = validate_request(request.cores, request.blocks, share_mode=share_mode, memory_block_mib=memory_block_mib)
-    if invalid is not None:
-        return invalid
-    healthy = sorted((gpu for gpu in gpus if gpu.is_healthy), key=lambda gpu: gpu.index)
-    refusals = Refusals(request=request, healthy=healthy, number_of_gpus=len(gpus), memory_block_mib=memory_block_mib)
-    if not healthy:
-        return refusals.no_healthy_gpu()
+    by_index = sorted(gpus, key=lambda gpu: gpu.index)
     if request.whole_gpus:
-        return _place_whole(request, healthy, topology, refusals)
-    return _place_share(request, healthy, share_policy, refusals)
+        return _place_whole(request, by_index, topology) or _refused(request, by_index, names)
+    return _place_share(request, by_index, share_policy) or _refused(request, by_index, names)
 
 
-def _place_share(
-    request: GpuRequest, healthy: Sequence[GpuAccount], share_policy: SharePolicy, refusals: Refusals
-) -> Placed | Refused:
-    fitting = [gpu for gpu in healthy if _fits(gpu, request)]
+def _place_share(request: Request, gpus: Sequence[GpuAccount], share_policy: SharePolicy) -> Placed | None:
+    fitting = [gpu for gpu in gpus if gpu.fits(request)]
     if request.must_gpus:
         named = [gpu for gpu in fitting if {gpu.uuid} == set(request.must_gpus)]
-        return _placed(named, "must-include", "the kubelet's IDs name it") if named else refusals.wrong_gpus()
+        return _placed(named, "must-include", "the kubelet's IDs name it") if named else None
     if not fitting:
-        return refusals.no_gpu_for_share()
+        return None
     hinted = _hinted(request, fitting, 1)
     if hinted:
         return _placed(hinted, "hint", "the scheduler chose it")
-    chosen = choose_share(fitting, share_policy)
-    return _placed([chosen], "share", explain_share(len(fitting), [_free(gpu) for gpu in fitting], share_policy))
+    chosen = min(fitting, key=lambda gpu: share_order(gpu, request, share_policy))
+    why = explain_share([gpu.free[2:] if request.units else gpu.free[:2] for gpu in fitting], share_policy)
+    return _placed([chosen], "memory" if request.units else "share", why)
 
 
-def _fits(gpu: GpuAccount, request: GpuRequest) -> bool:
-    return gpu.free_cores >= request.cores and gpu.free_blocks >= request.blocks
-
-
-def choose_share(fitting: Sequence[GpuAccount], share_policy: SharePolicy) -> GpuAccount:
-    """The GPU of a non-empty list that the policy prefers: by free cores, then by free memory, then by index."""
+def share_order(gpu: GpuAccount, request: Request, share_policy: SharePolicy) -> tuple[int, ...]:
+    """The policy prefers the least: by free cores, then by free memory, and of equals the first."""
     sign = 1 if share_policy == "binpack" else -1
-    return min(fitting, key=lambda gpu: (sign * gpu.free_cores, sign * gpu.free_blocks, gpu.index))
+    cores, blocks, units = gpu.free
+    return (sign * units, gpu.index) if request.units else (sign * cores, sign * blocks, gpu.index)
 
 
-def explain_share(count: int, free: Sequence[tuple[int, ...]], share_policy: SharePolicy) -> str:
+def explain_share(free: Sequence[tuple[int, ...]], share_policy: SharePolicy) -> str:
     """Why this one of the fitting GPUs; `free` is what each has left."""
-    if count == 1:
+    if len(free) == 1:
         return "the only GPU that fits"
     if len(set(free)) == 1:
-        return f"the first of {count} fitting GPUs with equal free capacity"
+        return f"the first of {len(free)} fitting GPUs with equal free capacity"
     which = "fullest" if share_policy == "binpack" else "emptiest"
-    return f"the {which} of {count} GPUs that fit"
+    return f"the {which} of {len(free)} GPUs that fit"
 
 
-def _free(gpu: GpuAccount) -> tuple[int, int]:
-    return gpu.free_cores, gpu.free_blocks
-
-
-def _place_whole(
-    request: GpuRequest, healthy: Sequence[GpuAccount], topology: Topology, refusals: Refusals
-) -> Placed | Refused:
-    free = [gpu for gpu in healthy if gpu.is_free]
+def _place_whole(request: Request, gpus: Sequence[GpuAccount], topology: Topology) -> Placed | None:
+    free = [gpu for gpu in gpus if gpu.is_free]
     must = frozenset(gpu.index for gpu in free if gpu.uuid in request.must_gpus)
     if len(must) != len(set(request.must_gpus)):
-        return refusals.wrong_gpus()
+        return None
     hinted = _hinted(request, free, request.whole_gpus)
     if hinted and must <= {gpu.index for gpu in hinted} and _have_memory(hinted, request):
         return _placed(hinted, "hint", "the scheduler chose this")
     if request.whole_gpus == 1 and not must:
-        return _place_fragment(request, free, topology, refusals)
-    found = choose_linked(
-        topology.links,
-        free,
-        request.whole_gpus,
-        blocks=request.blocks,
-        must=must,
-    )
+        fitting = [gpu for gpu in free if gpu.fits(request)]
+        if not fitting:
+            return None
+        index = choose_fragment(topology.root, {gpu.index for gpu in free}, {gpu.index for gpu in fitting})
+        why = f"of {len(fitting)} free GPUs, the one in the branch that is broken up most"
+        return _placed([gpu for gpu in free if gpu.index == index], "fragment", why)
+    found = choose_linked(topology.links, free, request.whole_gpus, blocks=request.blocks, must=must)
     if found is None:
-        return refusals.wrong_gpus() if must and len(free) >= request.whole_gpus else refusals.no_whole_gpus()
+        return None
     policy = "must-include" if must else "link"
     return _placed([gpu for gpu in free if gpu.index in found.gpus], policy, _explain_link(found, len(free), must))
 
 
-def _place_fragment(
-    request: GpuRequest, free: Sequence[GpuAccount], topology: Topology, refusals: Refusals
-) -> Placed | Refused:
-    fitting = [gpu for gpu in free if _have_memory([gpu], request)]
-    if not fitting:
-        return refusals.no_whole_gpus()
-    index = choose_fragment(topology.root, {gpu.index for gpu in free}, {gpu.index for gpu in fitting})
-    why = f"of {len(fitting)} free GPUs, the one in the branch that is broken up most"
-    return _placed([gpu for gpu in free if gpu.index == index], "fragment", why)
+def _refused(request: Request, gpus: Sequence[GpuAccount], names: ResourceNames) -> Refused:
+    """For the pod's owner: what was asked, what is free, what to do."""
+    asked, lack = describe_request(request, names), capacity_of(gpus).lack(request)
+    must = {uuid: next((gpu for gpu in gpus if gpu.uuid == uuid), None) for uuid in sorted(set(request.must_gpus))}
+    one = WHOLE_GPU if request.whole_gpus else request
+    is_must_unfit = any(gpu is None or not gpu.fits(one) for gpu in must.values())
+    if lack is None or (is_must_unfit and lack.cause is not Cause.UNHEALTHY):
+        named = ", ".join(_must_text(uuid, gpu, one) for uuid, gpu in must.items())
+        return Refused(
+            reason=RefusalReason.WRONG_GPUS,
+            detail=f"no GPU for {asked}: the kubelet must include devices of {named}, which cannot be part of what is asked "
+            "for. Give init containers as much as the main container, or nothing; if they have, delete the pod, so that it "
+            "is admitted afresh, and restart the kubelet if that recurs.",
+        )
+    detail = f"no GPU for {asked}: {lack.of_node_in_detail()}"
+    if lack.cause is Cause.SHORT and lack.gpus > 1:
+        closest = min((gpu for gpu in gpus if gpu.is_healthy), key=lambda gpu: (_missing_part(gpu, request), gpu.index))
+        if (short := closest.lack(request)) is not None:
+            detail += f"; GPU {closest.label} comes closest: {short.of_gpu_in_detail()}"
+    return Refused(reason=lack.reason, detail=f"{detail}. {lack.cure}")
+
+
+def _missing_part(gpu: GpuAccount, request: Request) -> float:
+    """How far the GPU is from serving a share: 1 each where no cores, or no memory, are free."""
+    asked = (request.cores, request.blocks, request.units)
+    return sum(max(0, wanted - free) / wanted for wanted, free in zip(asked, gpu.free, strict=True) if wanted)
+
+
+def _must_text(uuid: GpuUuid, gpu: GpuAccount | None, request: Request) -> str:
+    if gpu is None:
+        return f"{uuid} (no GPU of this node)"
+    lack = gpu.lack(request)
+    return f"GPU {gpu.label}" + (f" ({lack.of_gpu()})" if lack is not None else "")
 
 
 def choose_fragment(root: Branch, free: Collection[int], fitting: Collection[int]) -> int:
@@ -125,29 +135,16 @@ def choose_fragment(root: Branch, free: Collection[int], fitting: Collection[int
     of equals into the smaller one (the larger can become whole again), then the one with the lowest index.
     """
 
+    def rank(child: Branch) -> tuple[int, int, int]:
+        return sum(gpu in free for gpu in child.gpus), len(child.gpus), child.gpus[0]
+
     branch = root
     while branch.children:
-        holding = [child for child in branch.children if any(gpu in fitting for gpu in child.gpus)]
-        branch = min(holding, key=lambda child: (*_broken_up(child, free), child.gpus[0]))
+        branch = min((c for c in branch.children if any(gpu in fitting for gpu in c.gpus)), key=rank)
     return min(gpu for gpu in branch.gpus if gpu in fitting)
 
 
-def is_equal_fragment(root: Branch, free: Collection[int], gpu: int, chosen: int) -> bool:
-    """Whether only its index decided against `gpu`: it is beside the chosen GPU, or in a branch broken up as much."""
-    branch = root
-    while branch.children:
-        own, other = (next(child for child in branch.children if one in child.gpus) for one in (chosen, gpu))
-        if own is not other:
-            return _broken_up(own, free) == _broken_up(other, free)
-        branch = own
-    return True
-
-
-def _broken_up(branch: Branch, free: Collection[int]) -> tuple[int, int]:
-    return sum(gpu in free for gpu in branch.gpus), len(branch.gpus)
-
-
-def _hinted(request: GpuRequest, usable: Sequence[GpuAccount], count: int) -> list[GpuAccount]:
+def _hinted(request: Request, usable: Sequence[GpuAccount], count: int) -> list[GpuAccount]:
     """The GPUs that the hint names, empty where it is not `count` different usable ones: a hint may say anything."""
     if len(request.hint) != count:
         return []
@@ -155,7 +152,7 @@ def _hinted(request: GpuRequest, usable: Sequence[GpuAccount], count: int) -> li
     return named if len(named) == count else []
 
 
-def _have_memory(gpus: Sequence[GpuAccount], request: GpuRequest) -> bool:
+def _have_memory(gpus: Sequence[GpuAccount], request: Request) -> bool:
     return sum(gpu.total_blocks for gpu in gpus) >= request.blocks
 
 

@@ -352,7 +352,7 @@ async def test_a_refusal_is_explained_by_the_gpus_as_they_were() -> None:
     await agent.admit(owner, "main", CORE)
     (why,) = agent.explained
     assert why is not None and not any(candidate.is_chosen for candidate in why.candidates)
-    assert [c.verdict for c in why.candidates] == ["26 GiB short"] * 2
+    assert [c.verdict for c in why.candidates] == ["too small, with 24 GiB in all"] * 2
 
 
 async def test_a_start_that_is_refused_names_the_container() -> None:

@@ -70,7 +70,7 @@ def test_a_placed_share_is_explained_by_what_every_gpu_had() -> None:
     """The fuller GPU was chosen; the other fits."""
     outcome, why = decide(30, 10, share("other", 1, range(40), range(20)))
     assert isinstance(outcome, Plan)
-    assert verdicts(why) == ["fits, but the policy prefers the chosen one", "chosen"]
+    assert verdicts(why) == ["fits, but has 40 cores more free than GPU 1", "chosen"]
     assert (why.policy, why.why) == ("share", "GPU 1: the fullest of 2 GPUs that fit")
     assert [(c.free_cores, c.free_memory_bytes, c.total_memory_bytes) for c in why.candidates] == [
         (100, 96 * 256 * MIB, 96 * 256 * MIB),
@@ -86,7 +86,7 @@ def test_a_whole_gpu_is_explained_by_the_branches() -> None:
     assert verdicts(why) == [
         "in use: 90 cores and 22.75 GiB are free, and all of both are needed",
         "chosen",
-        "free, in a branch broken up as much: of equals the lowest indexes are chosen",
+        "free, but GPU 1 of the same branch comes first",
     ]
     assert why.policy == "fragment"
 
@@ -128,10 +128,17 @@ def test_an_equal_free_gpu_is_not_said_to_be_in_a_branch_broken_up_less() -> Non
     ]
     gpus = replace(inventory(4), topology=build_topology(links, [None] * 4))
     _, why = decide(100, 0, share("other", 0, range(10), range(5)), gpus=gpus)
-    assert verdicts(why)[1:] == ["chosen", *["free, but in a branch that is broken up less"] * 2]
+    assert verdicts(why)[1:] == ["chosen", *["free, but its branch has 2 free GPUs, that of GPU 1 has 1"] * 2]
     _, why = decide(100, 0, gpus=gpus)
-    equal = "free, in a branch broken up as much: of equals the lowest indexes are chosen"
-    assert verdicts(why) == ["chosen", equal, equal, equal]
+    equal = "free, but its branch is as that of GPU 0, which comes first"
+    assert verdicts(why) == ["chosen", "free, but GPU 0 of the same branch comes first", equal, equal]
+
+
+def test_free_gpus_that_lack_memory_together_are_not_called_too_few() -> None:
+    """There are enough of them."""
+    outcome, why = decide(200, 193)
+    assert isinstance(outcome, Refused) and outcome.reason is RefusalReason.NOT_ENOUGH_MEMORY
+    assert verdicts(why) == ["wholly free; the 2 largest GPUs have 192 memory blocks (48 GiB) in all"] * 2
 
 
 def test_a_refusal_for_memory_says_what_each_gpu_is_short_of() -> None:

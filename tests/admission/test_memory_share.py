@@ -100,7 +100,7 @@ def test_memory_is_one_account_for_both_resources_and_whole_gpus() -> None:
     assert isinstance(found, Plan) and found.gpus == ("GPU-0",)
     refused = planned(pod("a", wants(15)), "main", ledger)
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NOT_ENOUGH_MEMORY
-    assert f"15 {GPU_MEM} (15 GiB)" in refused.detail and f"14 {GPU_MEM}" in refused.detail
+    assert f"15 {GPU_MEM} (15 GiB)" in refused.detail and "14 units (14 GiB) free" in refused.detail
 
 
 def test_vcuda_shares_and_whole_gpus_see_what_gpu_mem_has_taken() -> None:
@@ -128,8 +128,8 @@ def test_vcuda_shares_and_whole_gpus_see_what_gpu_mem_has_taken() -> None:
 @pytest.mark.parametrize(
     ("spec", "reason", "text"),
     [
-        (wants(25), RefusalReason.NOT_ENOUGH_MEMORY, "more than any GPU"),
-        (wants(2**40), RefusalReason.NOT_ENOUGH_MEMORY, "more than any GPU"),
+        (wants(25), RefusalReason.NOT_ENOUGH_MEMORY, "the largest GPU has 24 units (24 GiB) in all"),
+        (wants(2**40), RefusalReason.NOT_ENOUGH_MEMORY, "the largest GPU has 24 units (24 GiB) in all"),
         (wants(4, **{NAMES.vcore: 30}), RefusalReason.INVALID_REQUEST, "Ask for one or the other"),
         (wants(4, **{NAMES.vmemory: 3}), RefusalReason.INVALID_REQUEST, "Ask for one or the other"),
     ],

@@ -80,8 +80,9 @@ async def test_what_was_refused_is_explained() -> None:
                 node, lambda: not agent.parts.state.inventory.current.by_uuid()[sick].is_healthy, "an unhealthy GPU"
             )
             unhealthy, unhealthy_reported = await refuse(node, agent, pod("unhealthy", container(cores=60, blocks=1)))
-    assert memory.reason == "NotEnoughMemory" and verdicts(memory) == ["256 MiB short"] * 3
-    assert "GPU by GPU: GPU 0: 256 MiB short; GPU 1: 256 MiB short; GPU 2: 256 MiB short." in memory_reported
+    assert memory.reason == "NotEnoughMemory" and verdicts(memory) == ["too small, with 24 GiB in all"] * 3
+    each = "; ".join(f"GPU {n}: too small, with 24 GiB in all" for n in range(3))
+    assert f"GPU by GPU: {each}." in memory_reported
     assert fragmented.reason == "Fragmented" and verdicts(fragmented) == ["10 cores short"] * 3
     assert "GPU 2: 10 cores short" in fragmented_reported
     assert verdicts(unhealthy)[:2] == ["10 cores short"] * 2

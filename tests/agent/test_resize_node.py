@@ -139,7 +139,11 @@ async def test_what_does_not_fit_is_refused_once_and_granted_when_it_does() -> N
         for _ in range(3):
             await agent.parts.kubelet.resizing.reconcile()
         ((reason, message),) = events_of(node, "second")
-        assert reason == "ShareResizeRefused" and "GPU 0 has 36" in message and "ask for less" in message
+        assert (
+            reason == "ShareResizeRefused"
+            and "with 36 memory blocks (9 GiB) free" in message
+            and "ask for less" in message
+        )
         node.api.delete_pod("default", "first")
         await poll_until(lambda: size_of(node, "second") == (30, 40), "granted once there is room")
         await wait_until(node, lambda: status_of(node, "second") == "main:cores=30,memory=40,in-force", "status")

@@ -105,7 +105,7 @@ async def test_why_a_pod_waits_gpu_by_gpu() -> None:
         text = await browser.script("return document.querySelector(\"[data-uid='uid-needs-much']\").innerText")
         assert "team-b/needs-much" in text and "20 GPU cores, 16.3 GiB" in text
         assert f"The scheduler: 0/3 nodes are available: {HOSTILE}" in text and "x" * 1001 not in text
-        assert "lacks 6.25 GiB" in text and "lacks 0.25 GiB" in text and "out of service" in text
+        assert "too small, with 16 GiB in all" in text and "out of service" in text
         assert await browser.script("return document.querySelectorAll('main img').length") == 0
 
 

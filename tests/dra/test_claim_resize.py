@@ -38,7 +38,7 @@ class World:
         claim = read_claim(raw, driver=DRIVER, pool=NODE)
         made = prepare_claim(claim, gpus, users, edit_policy(IsolationName.VCUDA), 256)
         assert isinstance(made, PreparedClaim)
-        for allocation in allocations_of(made, self.cache, NAMES, 0.0):
+        for allocation in allocations_of(made, self.cache.ledger(inventory(2)), NAMES, 0.0):
             self.cache.put(allocation)
         self.statuses: dict[str, str | None] = {}
         self.events: list[tuple[str, str]] = []
@@ -94,7 +94,7 @@ async def test_a_share_shrinks_and_grows_back_and_every_pod_of_the_claim_is_info
     assert world.sizes == {"gpu": ShareSize(cores=10, memory=8)} and world.enforced[-1][0] == KEY
     assert world.statuses == dict.fromkeys(("p", "q"), "claim-1:cores=10,memory=8,shrinking")
     assert [name for name, _ in world.events] == ["p", "q"]
-    assert world.events[0][1].startswith("Claim claim-1 has 10 cores and 8 memory blocks (2 GiB) now; allocated were")
+    assert world.events[0][1].startswith("Claim claim-1 has 10 cores with 8 memory blocks (2 GiB) now; allocated were")
     world.pod("p")
     await world.resizing.reconcile()
     assert world.sizes == {"gpu": HELD} and not world.cache.resized
@@ -109,7 +109,7 @@ async def test_a_share_does_not_grow_beyond_what_the_scheduler_counts() -> None:
     await world.resizing.reconcile()
     assert world.sizes == {"gpu": HELD}
     assert world.statuses == {"p": "claim-1:cores=40,memory=64,refused=ResizeUnsupported"}
-    assert "the scheduler counts what the claim was allocated, 40 cores and 64 memory blocks" in world.events[0][1]
+    assert "the scheduler counts what the claim was allocated, 40 cores with 64 memory blocks" in world.events[0][1]
 
 
 async def test_the_setting_counts_for_claims_too() -> None:

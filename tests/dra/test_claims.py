@@ -196,7 +196,7 @@ async def test_no_gpu_is_given_away_twice(tmp_path: Path, first: dict[str, objec
     driver = Driver(tmp_path, raw_claim(first), raw_claim(second, number=2))
     await prepared(driver)
     detail = await refused(driver, 2)
-    assert "GPU 0 still has" in detail and "claim default/claim-1" in detail
+    assert "GPU 0 cannot serve" in detail and "still used by claim default/claim-1" in detail
     assert driver.claims.prepared.keys() == {uid_of(1)}
 
 
@@ -291,7 +291,7 @@ async def test_outcomes_are_counted_and_explained_once(tmp_path: Path) -> None:
     assert first.explanation == "the scheduler chose gpu-0 for claim claim-1" and first.asked is not None
     assert (first.asked.cores, first.asked.memory_bytes) == (80, 16 << 30)
     assert (second.pod, second.container, second.gpus, second.reason) == ("q", "claim:mine", (), "NotReady")
-    assert "GPU 0 still has 80 cores" in second.explanation
+    assert "40 cores and 8 GiB short, with 20 cores" in second.explanation
 
 
 def test_a_claim_is_named_as_in_its_pod() -> None:
@@ -313,7 +313,7 @@ async def test_a_call_that_is_cut_off_while_it_records_stays_booked(tmp_path: Pa
             await asyncio.sleep(0)
         task.cancel()
     assert task.cancelled() and driver.cache.used_cores() == {GpuUuid("GPU-0"): 60}
-    assert "GPU 0 still has 60 cores" in await refused(driver, 2)
+    assert "20 cores and 8 GiB short, with 40 cores" in await refused(driver, 2)
     assert (await prepared(driver)).ref == ref_of() and driver.records() == [f"{uid_of(1)}.json"]
     await driver.claims.unprepare(ref_of())
     assert not len(driver.cache) and not driver.records()

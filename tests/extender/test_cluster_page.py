@@ -11,9 +11,8 @@ import pytest
 
 from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.cluster.kube.pods import MAX_SCHEDULER_CHARS
-from gpushare_agent.extender.decisions.free_capacity import ContainerRequest, gpu_text
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.model.requests import Request
 from gpushare_agent.placement import GpuAccount
 from tests.support_cluster_page import served_cluster, waiting
 from tests.support_deadline import DEADLINE_S
@@ -70,7 +69,7 @@ async def test_a_waiting_pod_with_every_gpu() -> None:
             "label": "0",
             "free_cores": 20,
             "free_bytes": 40 * 256 << 20,
-            "verdict": "lacks 6.25 GiB",
+            "verdict": "too small, with 16 GiB in all",
         }
         assert (await ask(f"{url}api/v1/waiting?uid=unknown"))[0] == 404
         assert (await ask(f"{url}api/v1/waiting?uid={'x' * 200}"))[0] == 400
@@ -123,17 +122,23 @@ async def test_so_many_requests_of_a_waiting_pod() -> None:
 @pytest.mark.parametrize(
     ("request_", "state", "text"),
     [
-        ((30, 8), {"used_cores": 80}, "lacks 10 GPU cores"),
-        ((30, 70), {"used_cores": 80}, "lacks 10 GPU cores and 1.5 GiB"),
+        ((30, 8), {"used_cores": 80}, "10 cores short"),
+        ((30, 60), {"used_cores": 80, "used_blocks": 10}, "10 cores and 1.5 GiB short"),
+        ((30, 70), {"used_cores": 80}, "too small, with 16 GiB in all"),
         ((30, 8), {}, ""),
-        ((200, 0), {"used_cores": 1}, "not wholly free"),
+        ((200, 0), {"used_cores": 1}, "in use: 99 cores and 16 GiB are free, and all of both are needed"),
         ((200, 0), {}, ""),
         ((30, 8), {"is_healthy": False}, "out of service"),
-        ((100, 0), {"instance": "0:1"}, "a MIG instance is no whole GPU"),
-        ((30, 8), {"instance": "0:1", "takes_shares": False}, "a MIG instance that cannot be shared here"),
+        ((100, 0), {"instance": "0:1"}, "a MIG instance, and no whole GPU"),
+        (
+            (30, 8),
+            {"instance": "0:1", "takes_shares": False},
+            "a MIG instance, in which the isolation keeps no share",
+        ),
     ],
 )
 def test_what_a_gpu_lacks(request_: tuple[int, int], state: dict[str, Any], text: str) -> None:
     """By itself, for one container."""
     gpu = GpuAccount(index=0, uuid=GpuUuid("GPU-0"), memory_mib=16384, **state)
-    assert gpu_text(gpu, ContainerRequest(ContainerKind.MAIN, *request_, 0)) == text
+    lack = gpu.lack(Request(cores=request_[0], blocks=request_[1]))
+    assert (lack.of_gpu() if lack is not None else "") == text

@@ -353,7 +353,7 @@ def test_what_is_too_much_together_is_said_so() -> None:
     four = pod("four", *(container(f"c{i}", 60, 5, position=i) for i in range(4)), node_name="")
     reported = cluster.filter(four, None).failed["a"]
     assert reported.startswith(
-        "the pod's containers ask for 240 cores and 20 memory blocks together, the node has 200 cores"
+        "the pod's containers ask for 240 cores with 20 memory blocks (5 GiB) together, the node has 200 cores"
     )
 
 

@@ -20,9 +20,10 @@ from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
+from gpushare_agent.model.requests import Request
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind
-from gpushare_agent.placement import GpuRequest, Placed, place
+from gpushare_agent.placement import Placed, place
 from gpushare_agent.placement.topology_text import parse_topology
 from gpushare_agent.placement.topology_tree import build_topology
 from tests.support_core import NAMES, allocation, ids, mig_instance, pod
@@ -135,8 +136,7 @@ def test_mig_instances_are_no_whole_gpus(takes_shares: bool) -> None:
     gpus = NodeLedger(node_of(raw_node(text)), NAMES).gpus
     topology = build_topology([[Link(kind=LinkKind.SELF)] * 2] * 2, [None, None])
     share, whole = (
-        place(GpuRequest(cores=cores, blocks=1), gpus, topology, share_policy="binpack", memory_block_mib=256)
-        for cores in (30, 100)
+        place(Request(cores=cores, blocks=1), gpus, topology, share_policy="binpack") for cores in (30, 100)
     )
     assert isinstance(share, Placed) == takes_shares
     assert isinstance(whole, Refused)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare_agent.model.requests import Request
 from gpushare_agent.placement import GpuAccount
 from tests.support_gpus import gpu, uuid_of
 
@@ -64,7 +65,7 @@ def test_what_fits_the_account_is_never_more_than_the_gpu(asked: list[tuple[tupl
         if not fits or account.free_units < units:
             continue
         before = account
-        account = account.allocate(cores=cores, blocks=blocks, units=units, is_reusable=is_init)
+        account = account.allocate(Request(cores=cores, blocks=blocks, units=units), is_reusable=is_init)
         assert account.used_cores <= 100
         assert account.used_cores - before.used_cores == max(0, cores - before.reusable_cores)
         assert before.is_whole <= account.is_whole
@@ -74,25 +75,25 @@ def test_what_fits_the_account_is_never_more_than_the_gpu(asked: list[tuple[tupl
 
 def test_an_init_containers_part_is_used_before_more_is_allocated() -> None:
     """The container after it gets 30 of its cores, and 20 more; what it does not use stays for the next."""
-    account = gpu(0).allocate(cores=30, blocks=40, is_reusable=True)
+    account = gpu(0).allocate(Request(cores=30, blocks=40), is_reusable=True)
     assert (account.free_cores, account.free_blocks) == (100, 96)
-    account = account.allocate(cores=50, blocks=10)
+    account = account.allocate(Request(cores=50, blocks=10))
     assert (account.used_cores, account.used_blocks) == (50, 40)
     assert (account.free_cores, account.free_blocks) == (50, 86)
 
 
 def test_a_whole_gpu_has_no_memory_left_for_others() -> None:
     """Handed on by an init container it can be had again for cores, and not for gpu-mem units."""
-    whole = gpu(0).allocate(cores=100)
+    whole = gpu(0).allocate(Request(cores=100))
     assert (whole.free_cores, whole.free_blocks, whole.free_units, whole.is_free) == (0, 0, 0, False)
-    handed_on = gpu(0).allocate(cores=100, is_reusable=True)
+    handed_on = gpu(0).allocate(Request(cores=100), is_reusable=True)
     assert (handed_on.free_cores, handed_on.free_blocks, handed_on.free_units) == (100, 96, 0)
-    assert handed_on.is_free and not handed_on.allocate(cores=100).is_free
+    assert handed_on.is_free and not handed_on.allocate(Request(cores=100)).is_free
 
 
 def test_blocks_and_units_take_from_one_memory() -> None:
     """A unit takes four blocks of 256 MiB."""
-    account = gpu(0).allocate(cores=10, blocks=10, units=3)
+    account = gpu(0).allocate(Request(cores=10, blocks=10, units=3))
     assert (account.free_blocks, account.free_units) == (96 - 10 - 12, (96 - 10) // 4 - 3)
 
 

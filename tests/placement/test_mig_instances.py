@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.requests import Request
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.placement import GpuAccount, GpuRequest, place
+from gpushare_agent.placement import GpuAccount, place
 from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.placement.request import Placed
 from tests.support_core import inventory, mig_instance
@@ -30,7 +31,7 @@ def test_an_instance_has_cores_only_where_shares_are_kept_in_it(*, shares_in_mig
 
 def test_a_share_is_on_an_instance_only_where_it_is_kept() -> None:
     """Binpack prefers the small one, where it may."""
-    request = GpuRequest(cores=50, blocks=4)
+    request = Request(cores=50, blocks=4)
     for shares_in_mig, expected in ((True, "MIG-2"), (False, None)):
         gpus = accounts(shares_in_mig=shares_in_mig)[1:]
         found = place(request, gpus, NODE.topology, share_policy="binpack")
@@ -41,8 +42,8 @@ def test_a_share_is_on_an_instance_only_where_it_is_kept() -> None:
 def test_whole_gpus_of_vcuda_are_no_instances(*, shares_in_mig: bool) -> None:
     """100 cores are a GPU, not a seventh of one; two are not a GPU and an instance."""
     gpus = accounts(shares_in_mig=shares_in_mig)
-    one = place(GpuRequest(cores=100, blocks=0), gpus, NODE.topology, share_policy="binpack")
-    two = place(GpuRequest(cores=200, blocks=0), gpus, NODE.topology, share_policy="binpack")
+    one = place(Request(cores=100, blocks=0), gpus, NODE.topology, share_policy="binpack")
+    two = place(Request(cores=200, blocks=0), gpus, NODE.topology, share_policy="binpack")
     assert isinstance(one, Placed) and one.gpus == ("GPU-1",)
     assert isinstance(two, Refused)
 

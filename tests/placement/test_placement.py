@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.requests import Request
 from gpushare_agent.model.topology import Topology
-from gpushare_agent.placement import GpuAccount, GpuRequest, Placed, place, validate_request
-from gpushare_agent.placement.request import SharePolicy, memory_text
+from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
+from gpushare_agent.placement.lack import memory_text
+from gpushare_agent.placement.request import SharePolicy
+from tests.support_core import NAMES
 from tests.support_gpus import gpu, indexes_of, node, read_topology, uuid_of
 
 P40 = read_topology("p40-x7-two-switches")
@@ -15,17 +18,15 @@ T4 = read_topology("t4-x4-two-sockets")
 
 
 def placed(
-    request: GpuRequest, gpus: list[GpuAccount], topology: Topology = T4, share_policy: SharePolicy = "binpack"
+    request: Request, gpus: list[GpuAccount], topology: Topology = T4, share_policy: SharePolicy = "binpack"
 ) -> tuple[int, ...]:
     answer = place(request, gpus, topology, share_policy=share_policy)
     assert isinstance(answer, Placed), answer
     return indexes_of(answer.gpus)
 
 
-def refused(
-    request: GpuRequest, gpus: list[GpuAccount], topology: Topology = T4, *, share_mode: bool = True
-) -> Refused:
-    answer = place(request, gpus, topology, share_policy="binpack", share_mode=share_mode)
+def refused(request: Request, gpus: list[GpuAccount], topology: Topology = T4) -> Refused:
+    answer = place(request, gpus, topology, share_policy="binpack")
     assert isinstance(answer, Refused), answer
     return answer
 
@@ -33,7 +34,7 @@ def refused(
 @pytest.mark.parametrize(("cores", "blocks"), [(1, 1), (99, 4), (100, 0), (100, 5), (200, 0), (1600, 7)])
 def test_shares_with_memory_and_whole_gpus_are_valid(cores: int, blocks: int) -> None:
     """Memory is needed for a share and optional for whole GPUs."""
-    assert validate_request(cores, blocks, share_mode=True, memory_block_mib=256) is None
+    assert validate_request(Request(cores=cores, blocks=blocks), NAMES, share_mode=True) is None
 
 
 @pytest.mark.parametrize(
@@ -50,13 +51,12 @@ def test_shares_with_memory_and_whole_gpus_are_valid(cores: int, blocks: int) ->
 )
 def test_an_invalid_request_is_reported_what_is_valid(cores: int, blocks: int, text: str) -> None:
     """The text names the request, the fault, and the two valid forms."""
-    answer = validate_request(cores, blocks, share_mode=True, memory_block_mib=256)
+    answer = validate_request(Request(cores=cores, blocks=blocks), NAMES, share_mode=True)
     assert answer is not None
     assert answer.reason is RefusalReason.INVALID_REQUEST
     assert text in answer.detail
     assert answer.detail.startswith(f"{cores} cores with {blocks} memory blocks" if blocks else f"{cores} cores ")
     assert "1 to 99 cores with memory (a share of one GPU), or a multiple of 100 (whole GPUs" in answer.detail
-    assert place(GpuRequest(cores=cores, blocks=blocks), node(T4), T4, share_policy="binpack") == answer
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_memory_is_in_gib_and_the_smallest_in_mib(mib: int, text: str) -> None:
 
 def test_shares_are_refused_where_sharing_is_off() -> None:
     """Whole GPUs still go."""
-    answer = refused(GpuRequest(cores=50, blocks=4), node(T4), share_mode=False)
-    assert answer.reason is RefusalReason.SHARING_DISABLED
-    assert "Ask for a multiple of 100 cores" in answer.detail
-    whole = place(GpuRequest(cores=100, blocks=0), node(T4), T4, share_policy="binpack", share_mode=False)
-    assert isinstance(whole, Placed)
+    for share in (Request(cores=50, blocks=4), Request(units=4)):
+        answer = validate_request(share, NAMES, share_mode=False)
+        assert answer is not None and answer.reason is RefusalReason.SHARING_DISABLED
+        assert "Ask for a multiple of 100 cores" in answer.detail
+    assert validate_request(Request(cores=100), NAMES, share_mode=False) is None
 
 
 SHARED = {0: (60, 40), 1: (30, 50), 2: (30, 20)}
@@ -82,30 +82,30 @@ SHARED = {0: (60, 40), 1: (30, 50), 2: (30, 20)}
 def test_binpack_takes_the_fullest_gpu_that_fits() -> None:
     """Fewest free cores first, then fewest free blocks, then the lowest index."""
     gpus = node(T4, shared=SHARED)
-    assert placed(GpuRequest(cores=20, blocks=10), gpus) == (2,)
-    assert placed(GpuRequest(cores=20, blocks=30), gpus) == (1,)
-    assert placed(GpuRequest(cores=40, blocks=30), gpus) == (0,)
-    assert placed(GpuRequest(cores=40, blocks=60), gpus) == (3,)
-    assert placed(GpuRequest(cores=20, blocks=10), node(T4)) == (0,)
+    assert placed(Request(cores=20, blocks=10), gpus) == (2,)
+    assert placed(Request(cores=20, blocks=30), gpus) == (1,)
+    assert placed(Request(cores=40, blocks=30), gpus) == (0,)
+    assert placed(Request(cores=40, blocks=60), gpus) == (3,)
+    assert placed(Request(cores=20, blocks=10), node(T4)) == (0,)
 
 
 def test_spread_takes_the_emptiest_gpu() -> None:
     """Most free cores first, then most free blocks, then the lowest index."""
-    assert placed(GpuRequest(cores=20, blocks=10), node(T4, shared=SHARED), share_policy="spread") == (3,)
-    assert placed(GpuRequest(cores=20, blocks=10), node(T4, shared=SHARED, used={3}), share_policy="spread") == (0,)
+    assert placed(Request(cores=20, blocks=10), node(T4, shared=SHARED), share_policy="spread") == (3,)
+    assert placed(Request(cores=20, blocks=10), node(T4, shared=SHARED, used={3}), share_policy="spread") == (0,)
     gpus = node(T4, shared={0: (30, 40), 1: (30, 50), 2: (30, 50)}, used={3})
-    assert placed(GpuRequest(cores=20, blocks=10), gpus, share_policy="spread") == (1,)
+    assert placed(Request(cores=20, blocks=10), gpus, share_policy="spread") == (1,)
 
 
 def test_a_gpu_with_any_share_or_memory_in_use_is_not_given_whole() -> None:
     """Free means all cores and all blocks."""
     gpus = [gpu(0, cores=99), gpu(1, blocks=95), gpu(2), gpu(3, healthy=False)]
-    assert placed(GpuRequest(cores=100, blocks=0), gpus) == (2,)
+    assert placed(Request(cores=100, blocks=0), gpus) == (2,)
 
 
 def test_fragment_takes_from_the_branch_with_the_fewest_free_gpus() -> None:
     """On the P40 machine: the branch of three when fresh, else the one with less left."""
-    whole = GpuRequest(cores=100, blocks=0)
+    whole = Request(cores=100, blocks=0)
     assert placed(whole, node(P40), P40) == (0,)
     assert placed(whole, node(P40, used={0}), P40) == (1,)
     assert placed(whole, node(P40, used={3, 4}), P40) == (5,)
@@ -115,21 +115,21 @@ def test_fragment_takes_from_the_branch_with_the_fewest_free_gpus() -> None:
 
 def test_fragment_counts_a_shared_gpu_as_used() -> None:
     """A branch with a shared GPU is already broken up."""
-    assert placed(GpuRequest(cores=100, blocks=0), node(P40, shared={4: (50, 50), 5: (50, 50)}), P40) == (3,)
+    assert placed(Request(cores=100, blocks=0), node(P40, shared={4: (50, 50), 5: (50, 50)}), P40) == (3,)
 
 
 def test_fragment_skips_branches_whose_free_gpus_are_too_small() -> None:
     """With memory asked for, only GPUs that have it count."""
     gpus = [gpu(0, total=40, blocks=40), gpu(1, total=40, blocks=40), gpu(2), gpu(3)]
-    assert placed(GpuRequest(cores=100, blocks=60), gpus) == (2,)
+    assert placed(Request(cores=100, blocks=60), gpus) == (2,)
 
 
 def test_whole_gpus_must_have_the_memory_together() -> None:
     """The cheapest pair is passed over where it has too little memory."""
     gpus = [gpu(0, total=40, blocks=40), gpu(1, total=40, blocks=40), gpu(2), gpu(3)]
-    assert placed(GpuRequest(cores=200, blocks=0), gpus) == (0, 1)
-    assert placed(GpuRequest(cores=200, blocks=100), gpus) == (2, 3)
-    assert placed(GpuRequest(cores=300, blocks=200), gpus) == (0, 2, 3)
+    assert placed(Request(cores=200, blocks=0), gpus) == (0, 1)
+    assert placed(Request(cores=200, blocks=100), gpus) == (2, 3)
+    assert placed(Request(cores=300, blocks=200), gpus) == (0, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_hint_is_followed_if_it_fits_and_ignored_otherwise(
 ) -> None:
     """A tenant can write the annotation: wrong numbers, doubles and GPUs in use lose it its effect, nothing else."""
     answer = place(
-        GpuRequest(cores=cores, blocks=10, hint=hint), node(T4, shared={1: (10, 5)}), T4, share_policy="binpack"
+        Request(cores=cores, blocks=10, hint=hint), node(T4, shared={1: (10, 5)}), T4, share_policy="binpack"
     )
     assert isinstance(answer, Placed)
     assert (indexes_of(answer.gpus), answer.policy) == expected
@@ -162,12 +162,12 @@ def test_a_hint_is_followed_if_it_fits_and_ignored_otherwise(
 def test_a_hint_without_the_memory_is_ignored() -> None:
     """Two small GPUs do not hold what was asked."""
     gpus = [gpu(0, total=40, blocks=40), gpu(1, total=40, blocks=40), gpu(2), gpu(3)]
-    assert placed(GpuRequest(cores=200, blocks=100, hint=(0, 1)), gpus) == (2, 3)
+    assert placed(Request(cores=200, blocks=100, hint=(0, 1)), gpus) == (2, 3)
 
 
 def test_must_include_decides_the_gpu_of_a_share() -> None:
     """Even against the policy and the hint."""
-    request = GpuRequest(cores=20, blocks=10, hint=(1,), must_gpus=(uuid_of(3), uuid_of(3)))
+    request = Request(cores=20, blocks=10, hint=(1,), must_gpus=(uuid_of(3), uuid_of(3)))
     answer = place(request, node(T4, shared=SHARED), T4, share_policy="binpack")
     assert isinstance(answer, Placed)
     assert (indexes_of(answer.gpus), answer.policy) == ((3,), "must-include")
@@ -175,25 +175,25 @@ def test_must_include_decides_the_gpu_of_a_share() -> None:
 
 def test_must_include_is_part_of_the_whole_gpus() -> None:
     """The rest is the cheapest completion; a hint without the GPU is ignored, one with it is followed."""
-    assert placed(GpuRequest(cores=200, blocks=0, must_gpus=(uuid_of(3),)), node(T4)) == (2, 3)
-    assert placed(GpuRequest(cores=100, blocks=0, must_gpus=(uuid_of(1),)), node(T4)) == (1,)
-    assert placed(GpuRequest(cores=200, blocks=0, hint=(0, 1), must_gpus=(uuid_of(3),)), node(T4)) == (2, 3)
-    assert placed(GpuRequest(cores=200, blocks=0, hint=(0, 3), must_gpus=(uuid_of(3),)), node(T4)) == (0, 3)
-    assert placed(GpuRequest(cores=300, blocks=0, must_gpus=(uuid_of(3), uuid_of(4))), node(P40), P40) == (3, 4, 5)
+    assert placed(Request(cores=200, blocks=0, must_gpus=(uuid_of(3),)), node(T4)) == (2, 3)
+    assert placed(Request(cores=100, blocks=0, must_gpus=(uuid_of(1),)), node(T4)) == (1,)
+    assert placed(Request(cores=200, blocks=0, hint=(0, 1), must_gpus=(uuid_of(3),)), node(T4)) == (2, 3)
+    assert placed(Request(cores=200, blocks=0, hint=(0, 3), must_gpus=(uuid_of(3),)), node(T4)) == (0, 3)
+    assert placed(Request(cores=300, blocks=0, must_gpus=(uuid_of(3), uuid_of(4))), node(P40), P40) == (3, 4, 5)
 
 
 @pytest.mark.parametrize(
     "request_",
     [
-        GpuRequest(cores=20, blocks=10, must_gpus=(uuid_of(0),)),
-        GpuRequest(cores=20, blocks=10, must_gpus=(uuid_of(1),)),
-        GpuRequest(cores=20, blocks=10, must_gpus=(uuid_of(2), uuid_of(3))),
-        GpuRequest(cores=20, blocks=10, must_gpus=(uuid_of(77),)),
-        GpuRequest(cores=100, blocks=10, must_gpus=(uuid_of(0),)),
-        GpuRequest(cores=100, blocks=0, must_gpus=(uuid_of(2), uuid_of(3))),
+        Request(cores=20, blocks=10, must_gpus=(uuid_of(0),)),
+        Request(cores=20, blocks=10, must_gpus=(uuid_of(1),)),
+        Request(cores=20, blocks=10, must_gpus=(uuid_of(2), uuid_of(3))),
+        Request(cores=20, blocks=10, must_gpus=(uuid_of(77),)),
+        Request(cores=100, blocks=10, must_gpus=(uuid_of(0),)),
+        Request(cores=100, blocks=0, must_gpus=(uuid_of(2), uuid_of(3))),
     ],
 )
-def test_must_include_that_cannot_be_is_refused_as_wrong_gpus(request_: GpuRequest) -> None:
+def test_must_include_that_cannot_be_is_refused_as_wrong_gpus(request_: Request) -> None:
     """Full, unhealthy, unknown, or too many: the text names the GPUs insisted on."""
     gpus = [gpu(0, cores=10), gpu(1, healthy=False), gpu(2), gpu(3)]
     answer = refused(request_, gpus)
@@ -204,7 +204,7 @@ def test_must_include_that_cannot_be_is_refused_as_wrong_gpus(request_: GpuReque
 def test_too_few_free_gpus_around_an_init_containers_one_are_refused_as_such() -> None:
     """The kubelet is not at fault: to admit the pod again or restart the kubelet would not help."""
     answer = refused(
-        GpuRequest(cores=200, blocks=0, must_gpus=(uuid_of(2),)), [gpu(0, cores=60), gpu(1, cores=90), gpu(2)]
+        Request(cores=200, blocks=0, must_gpus=(uuid_of(2),)), [gpu(0, cores=60), gpu(1, cores=90), gpu(2)]
     )
     assert (answer.reason, "Wait for pods" in answer.detail) == (RefusalReason.FRAGMENTED, True)
 
@@ -212,14 +212,24 @@ def test_too_few_free_gpus_around_an_init_containers_one_are_refused_as_such() -
 @pytest.mark.parametrize(
     ("cores", "blocks", "reason", "texts"),
     [
-        (20, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["97 memory blocks (24.25 GiB)", "largest GPU", "GPU 1", "24 GiB"]),
-        (95, 4, RefusalReason.FRAGMENTED, ["130 cores", "best is GPU 1 with 70 cores and 8 memory blocks"]),
-        (20, 25, RefusalReason.FRAGMENTED, ["28 memory blocks (7 GiB) are free in all", "best is GPU 0"]),
-        (20, 40, RefusalReason.NOT_ENOUGH_MEMORY, ["only 28 memory blocks (7 GiB) are free on all GPUs together"]),
-        (300, 0, RefusalReason.NOT_ENOUGH_CORES, ["more than the 2 healthy GPUs", "at most 200 cores"]),
-        (100, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["the largest GPU of this node", "24 GiB"]),
-        (200, 0, RefusalReason.NOT_ENOUGH_CORES, ["2 wholly free GPUs are needed, 0 of 2 GPUs are wholly free"]),
-        (100, 0, RefusalReason.FRAGMENTED, ["130 cores are free in all, but only 0 of 2 GPUs are wholly free"]),
+        (20, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["97 memory blocks (24.25 GiB)", "the largest GPU has", "24 GiB"]),
+        (
+            95,
+            4,
+            RefusalReason.FRAGMENTED,
+            ["130 cores", "closest: 25 cores short, with 70 cores and 8 memory blocks"],
+        ),
+        (20, 25, RefusalReason.FRAGMENTED, ["28 memory blocks (7 GiB) are free on all", "GPU 0 comes closest"]),
+        (20, 40, RefusalReason.NOT_ENOUGH_MEMORY, ["28 memory blocks (7 GiB) are free on all GPUs together"]),
+        (
+            300,
+            0,
+            RefusalReason.NOT_ENOUGH_CORES,
+            ["3 whole GPUs wanted, the node has 2 healthy GPUs", "at most 200 cores"],
+        ),
+        (100, 97, RefusalReason.NOT_ENOUGH_MEMORY, ["the largest GPU has", "24 GiB"]),
+        (200, 0, RefusalReason.NOT_ENOUGH_CORES, ["2 wholly free GPUs wanted, 0 of 2 are"]),
+        (100, 0, RefusalReason.FRAGMENTED, ["1 wholly free GPU wanted, 0 of 2 are", "130 cores are free on all"]),
     ],
 )
 def test_a_refusal_says_what_was_asked_what_is_free_and_what_to_do(
@@ -227,7 +237,7 @@ def test_a_refusal_says_what_was_asked_what_is_free_and_what_to_do(
 ) -> None:
     """Fragmented means that the sum would do; the unhealthy and emptiest GPU counts for nothing."""
     gpus = [gpu(0, cores=60, blocks=20, total=40), gpu(1, cores=70, blocks=8), gpu(2, total=500, healthy=False)]
-    answer = refused(GpuRequest(cores=cores, blocks=blocks), gpus)
+    answer = refused(Request(cores=cores, blocks=blocks), gpus)
     assert answer.reason is reason
     assert answer.detail.startswith(f"no GPU for {cores} cores" + (f" with {blocks} memory blocks" if blocks else ": "))
     assert [text for text in texts if text not in answer.detail] == []
@@ -236,27 +246,27 @@ def test_a_refusal_says_what_was_asked_what_is_free_and_what_to_do(
 
 def test_not_enough_cores_counts_all_gpus_together() -> None:
     """Where even the sum is too little, waiting is the advice."""
-    answer = refused(GpuRequest(cores=50, blocks=4), [gpu(0, cores=20), gpu(1, cores=20)])
+    answer = refused(Request(cores=50, blocks=4), [gpu(0, cores=20), gpu(1, cores=20)])
     assert answer.reason is RefusalReason.NOT_ENOUGH_CORES
-    assert "only 40 cores are free on all GPUs together" in answer.detail
+    assert "40 cores and 192 memory blocks (48 GiB) are free on all GPUs together" in answer.detail
 
 
 def test_free_gpus_that_are_too_small_are_a_matter_of_memory() -> None:
     """The large GPUs exist but are in use."""
     gpus = [gpu(0, total=40, blocks=40), gpu(1, cores=50)]
-    answer = refused(GpuRequest(cores=100, blocks=60), gpus)
+    answer = refused(Request(cores=100, blocks=60), gpus)
     assert answer.reason is RefusalReason.NOT_ENOUGH_MEMORY
     assert "the largest free GPU has 40 memory blocks" in answer.detail
 
 
 def test_one_gpu_is_named_in_the_singular() -> None:
     """The text is what the user reads in the pod's status."""
-    answer = refused(GpuRequest(cores=100, blocks=0), [gpu(0, cores=50)])
-    assert "1 wholly free GPU is needed, 0 of 1 GPUs are wholly free" in answer.detail
+    answer = refused(Request(cores=100, blocks=0), [gpu(0, cores=50)])
+    assert "1 wholly free GPU wanted, 0 of 1 are." in answer.detail
 
 
 @pytest.mark.parametrize("gpus", [[], [gpu(0, healthy=False), gpu(1, healthy=False)]])
 @pytest.mark.parametrize("cores", [20, 100, 200])
 def test_without_a_healthy_gpu_nothing_is_placed(cores: int, gpus: list[GpuAccount]) -> None:
     """No GPU at all, or none that works."""
-    assert refused(GpuRequest(cores=cores, blocks=4), gpus).reason is RefusalReason.NO_HEALTHY_GPU
+    assert refused(Request(cores=cores, blocks=4), gpus).reason is RefusalReason.NO_HEALTHY_GPU

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.requests import Request
 from gpushare_agent.model.topology import Link, LinkKind, Topology
-from gpushare_agent.placement import GpuAccount, GpuRequest, Placed, place
+from gpushare_agent.placement import GpuAccount, Placed, place
 from gpushare_agent.placement.request import SharePolicy
 from gpushare_agent.placement.topology_tree import build_topology
 from tests.support_gpus import gpu, indexes_of, read_topology, set_cost, uuid_of
@@ -54,20 +55,21 @@ def nodes(draw: st.DrawFn) -> tuple[Topology, list[GpuAccount]]:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> GpuRequest:
-    return GpuRequest(
-        cores=draw(st.one_of(st.sampled_from([1, 10, 50, 99]), st.integers(1, 5).map(lambda count: count * 100))),
-        blocks=draw(st.sampled_from([0, 1, 4, 8, 9, 16, 20, 40])),
+def requests(draw: st.DrawFn) -> Request:
+    """Valid ones."""
+    cores = draw(st.one_of(st.sampled_from([1, 10, 50, 99]), st.integers(1, 5).map(lambda count: count * 100)))
+    blocks = [1, 4, 8, 9, 16, 20, 40]
+    return Request(
+        cores=cores,
+        blocks=draw(st.sampled_from(blocks if cores < 100 else [0, *blocks])),
         hint=draw(st.one_of(st.just(()), st.lists(st.integers(-1, 8), max_size=4).map(tuple))),
         must_gpus=draw(st.one_of(st.just(()), st.lists(st.integers(0, 8).map(uuid_of), max_size=2).map(tuple))),
     )
 
 
-def feasible_sets(request: GpuRequest, gpus: list[GpuAccount]) -> list[tuple[GpuAccount, ...]]:
+def feasible_sets(request: Request, gpus: list[GpuAccount]) -> list[tuple[GpuAccount, ...]]:
     """All sets of GPUs that could be given, written down straight from the rules."""
     if request.cores < 100:
-        if request.blocks == 0:
-            return []
         sets = [
             (c,) for c in gpus if c.is_healthy and c.free_cores >= request.cores and c.free_blocks >= request.blocks
         ]
@@ -84,7 +86,7 @@ def feasible_sets(request: GpuRequest, gpus: list[GpuAccount]) -> list[tuple[Gpu
 
 @given(nodes(), requests(), POLICIES)
 def test_what_is_placed_is_feasible_and_what_is_refused_is_not(
-    machine: tuple[Topology, list[GpuAccount]], request: GpuRequest, share_policy: SharePolicy
+    machine: tuple[Topology, list[GpuAccount]], request: Request, share_policy: SharePolicy
 ) -> None:
     """Never an unhealthy GPU, never more than is free, never a refusal while anything would fit."""
     topology, gpus = machine
@@ -98,7 +100,7 @@ def test_what_is_placed_is_feasible_and_what_is_refused_is_not(
 
 @given(nodes(), requests(), POLICIES, st.randoms(use_true_random=False))
 def test_the_order_of_the_gpus_changes_nothing(
-    machine: tuple[Topology, list[GpuAccount]], request: GpuRequest, share_policy: SharePolicy, choice: object
+    machine: tuple[Topology, list[GpuAccount]], request: Request, share_policy: SharePolicy, choice: object
 ) -> None:
     """The same GPUs in any order, asked twice, give the same answer to the letter."""
     topology, gpus = machine
@@ -111,7 +113,7 @@ def test_the_order_of_the_gpus_changes_nothing(
 
 @given(nodes(), requests())
 def test_several_whole_gpus_have_the_least_total_cost(
-    machine: tuple[Topology, list[GpuAccount]], request: GpuRequest
+    machine: tuple[Topology, list[GpuAccount]], request: Request
 ) -> None:
     """No feasible set is cheaper, and of the cheapest it is the one with the lowest indexes."""
     topology, gpus = machine
@@ -124,7 +126,7 @@ def test_several_whole_gpus_have_the_least_total_cost(
 
 @given(nodes(), requests(), POLICIES)
 def test_a_share_follows_its_policy(
-    machine: tuple[Topology, list[GpuAccount]], request: GpuRequest, share_policy: SharePolicy
+    machine: tuple[Topology, list[GpuAccount]], request: Request, share_policy: SharePolicy
 ) -> None:
     """Binpack leaves no fuller fitting GPU aside, spread no emptier one."""
     topology, gpus = machine
@@ -138,7 +140,7 @@ def test_a_share_follows_its_policy(
 
 @given(nodes(), requests())
 def test_a_hint_is_followed_exactly_when_it_is_feasible(
-    machine: tuple[Topology, list[GpuAccount]], request: GpuRequest
+    machine: tuple[Topology, list[GpuAccount]], request: Request
 ) -> None:
     """Feasible hints decide (must-include of a share decides before); others leave the answer as without any."""
     topology, gpus = machine
@@ -150,13 +152,13 @@ def test_a_hint_is_followed_exactly_when_it_is_feasible(
         assert isinstance(answer, Placed)
         assert indexes_of(answer.gpus) == tuple(sorted(request.hint))
     else:
-        plain = GpuRequest(cores=request.cores, blocks=request.blocks, must_gpus=request.must_gpus)
+        plain = Request(cores=request.cores, blocks=request.blocks, must_gpus=request.must_gpus)
         assert answer == place(plain, gpus, topology, share_policy="binpack")
 
 
 @given(nodes(), requests())
 def test_fragmented_is_said_only_where_the_sum_would_do(
-    machine: tuple[Topology, list[GpuAccount]], request: GpuRequest
+    machine: tuple[Topology, list[GpuAccount]], request: Request
 ) -> None:
     """A user who reads Fragmented knows that repacking would help."""
     topology, gpus = machine

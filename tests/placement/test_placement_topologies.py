@@ -7,14 +7,15 @@ from itertools import combinations
 
 import pytest
 
+from gpushare_agent.model.requests import Request
 from gpushare_agent.model.topology import Link, LinkKind, Topology
-from gpushare_agent.placement import GpuRequest, Placed, place
+from gpushare_agent.placement import Placed, place
 from gpushare_agent.placement.link import choose_linked, link_cost
 from tests.support_gpus import BLOCKS, TOPOLOGY_NAMES, gpu, indexes_of, node, read_topology, set_cost
 
 
 def whole(topology: Topology, cores: int, *, used: tuple[int, ...] = ()) -> tuple[int, ...]:
-    answer = place(GpuRequest(cores=cores, blocks=0), node(topology, used=used), topology, share_policy="binpack")
+    answer = place(Request(cores=cores, blocks=0), node(topology, used=used), topology, share_policy="binpack")
     assert isinstance(answer, Placed), answer
     return indexes_of(answer.gpus)
 

@@ -27,10 +27,12 @@ from gpushare_agent.admission.decisions.ledger import (
 from gpushare_agent.admission.decisions.reuse import effective_request
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, split_device_id
+from gpushare_agent.model.names import DeviceId, GpuUuid, split_device_id
+from gpushare_agent.model.requests import WHOLE_GPU, Request, request_of
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.placement import GpuAccount, GpuRequest, Placed, memory_share, place, validate_request
-from gpushare_agent.placement.request import describe_blocks
+from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
+from gpushare_agent.placement.gpu_account import capacity_of
+from gpushare_agent.placement.lack import Cause, Lack, describe_request
 
 _ABOUT_CAPACITY = frozenset(
     {
@@ -66,31 +68,32 @@ def plan(
 ) -> Plan | Refused:
     """Place the container on one of `gpus` (`offer_accounts`) and choose the IDs of the offered resource from `free`
     (`free_ids`)."""
-    if (refused := _unusable_request(target, policy.names)) is not None:
+    if (refused := _invalid(target, policy)) is not None:
         return refused
     if offer.kind is ResourceKind.GPU:
-        return _plan_units(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
-    if policy.names.wanted(target.container, ResourceKind.GPU_MEM):
-        return _plan_memory(target, offer, free=free, ledger=ledger, policy=policy, hint=hint, gpus=gpus)
-    if (refused := _invalid_share(target, policy)) is not None:
-        return refused
-    effective = effective_request(target.pod, target.container, policy.names)
+        found = units.plan_units(target, offer, free, ledger, policy, gpus)
+        if isinstance(found, Refused):
+            return _named(target, _with_unhealthy_gpus(found, ledger), policy.names)
+        placed, ids = found
+        return Plan(gpus=placed.gpus, ids=ids, placed=placed)
+    request = plan_request(target, offer, ledger, policy.names, hint)
+    if isinstance(request, Refused):
+        return request
+    outcome = place(request, gpus, ledger.inventory.topology, share_policy=policy.share_policy, names=policy.names)
+    if isinstance(outcome, Refused):
+        return _named(target, _with_unhealthy_gpus(outcome, ledger), policy.names)
+    return _prefer(target, offer, free, outcome)
+
+
+def plan_request(
+    target: Target, offer: Offer, ledger: Ledger, names: ResourceNames, hint: tuple[int, ...]
+) -> Request | Refused:
+    """What must be free where the container is placed, and which GPUs it cannot avoid."""
+    effective = effective_request(target.pod, target.container, names)
     if isinstance(effective, Refused):
         return effective
-    request = GpuRequest(
-        cores=effective.cores, blocks=effective.blocks, hint=hint, must_gpus=must_gpus(target, offer, ledger)
-    )
-    placed = place(
-        request,
-        gpus,
-        ledger.inventory.topology,
-        share_policy=policy.share_policy,
-        share_mode=policy.share_mode,
-        memory_block_mib=policy.names.memory_block_mib,
-    )
-    if isinstance(placed, Refused):
-        return _named(target, _with_absent_gpus(placed, gpus, ledger, policy), policy.names)
-    return _prefer(target, offer, free, placed)
+    binding = ResourceKind.GPU_MEM if effective.units else ResourceKind.VCORE
+    return effective._replace(hint=hint, must_gpus=must_gpus(target, offer, ledger, binding))
 
 
 def check(
@@ -100,127 +103,44 @@ def check(
 
     `planned` are the GPUs of the plan, needed where vmemory comes first and its IDs say nothing of the GPU.
     """
-    refused = _check_ids(target, kind, ids, ledger, policy) or _unusable_request(target, policy.names)
+    refused = _check_ids(target, kind, ids, ledger, policy) or _invalid(target, policy)
     if refused is not None:
         return refused
     if kind is ResourceKind.GPU:
         named = units.check_units(target, ids, ledger, policy)
         return _named(target, named, policy.names) if isinstance(named, Refused) else named
-    if policy.names.wanted(target.container, ResourceKind.GPU_MEM):
-        return _check_memory(target, _named_gpus(ids, ledger.inventory), ids, ledger, policy)
     own = ledger.allocations.get(target.key)
-    if kind is ResourceKind.VCORE:
+    if kind.binds_gpu:
         gpus = _named_gpus(ids, ledger.inventory)
     elif own is not None and own.vcore_ids:
         gpus = own.gpus
     else:
         gpus = planned
-    return _check_gpus(target, gpus, ledger, policy, has_ids=kind is ResourceKind.VCORE, ids=ids) or gpus
+    return _check_gpus(target, gpus, ledger, policy, has_ids=kind.binds_gpu, ids=ids) or gpus
 
 
-def _unusable_request(target: Target, names: ResourceNames) -> Refused | None:
-    problem = units.unusable_request(target.container, names)
-    return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{_who(target)}: {problem}.") if problem else None
-
-
-def _invalid_share(target: Target, policy: Policy) -> Refused | None:
+def _invalid(target: Target, policy: Policy) -> Refused | None:
+    """What is wrong with the container's limits whatever is free."""
     names = policy.names
-    cores, blocks = (names.wanted(target.container, kind) for kind in (ResourceKind.VCORE, ResourceKind.VMEMORY))
-    refused = validate_request(cores, blocks, share_mode=policy.share_mode, memory_block_mib=names.memory_block_mib)
+    if problem := units.unusable_request(target.container, names):
+        return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{_who(target)}: {problem}.")
+    if names.wanted(target.container, ResourceKind.GPU):
+        return None
+    refused = validate_request(request_of(target.container, names), names, share_mode=policy.share_mode)
     return _named(target, refused, names) if refused is not None else None
 
 
-def _with_absent_gpus(refused: Refused, gpus: Sequence[GpuAccount], ledger: Ledger, policy: Policy) -> Refused:
+def _with_unhealthy_gpus(refused: Refused, ledger: Ledger) -> Refused:
     """Adds which GPUs were not counted, and why."""
-    if refused.reason not in _ABOUT_CAPACITY:
+    unhealthy = sorted((gpu for gpu in ledger.inventory.gpus if not gpu.is_healthy), key=lambda gpu: gpu.index)
+    if refused.reason not in _ABOUT_CAPACITY or not unhealthy:
         return refused
-    reported = ""
-    full = sum(gpu.is_full for gpu in gpus)
-    if full:
-        reported += (
-            f" {full} GPUs count as full, for they have {policy.max_shares_of_gpu} sharing containers, the most "
-            "that one serves (setting mps.max_clients)."
-        )
-    unhealthy = [gpu for gpu in ledger.inventory.gpus if not gpu.is_healthy]
-    if unhealthy:
-        named = "; ".join(
-            f"GPU {gpu.label}: {gpu.unhealthy_reason[:_REASON_CHARS].rstrip('.') or 'no reason given'}"
-            for gpu in sorted(unhealthy, key=lambda gpu: gpu.index)[:_GPUS_NAMED]
-        )
-        more = f"; and {len(unhealthy) - _GPUS_NAMED} more" if len(unhealthy) > _GPUS_NAMED else ""
-        reported += f" Out of service, and not counted: {named}{more}."
-    return replace(refused, detail=refused.detail + reported) if reported else refused
-
-
-def _plan_units(
-    target: Target,
-    offer: Offer,
-    *,
-    free: Sequence[DeviceId],
-    ledger: Ledger,
-    policy: Policy,
-    gpus: Sequence[GpuAccount],
-) -> Plan | Refused:
-    found = units.plan_units(target, offer, free, ledger, policy, gpus)
-    if isinstance(found, Refused):
-        return _named(target, _with_absent_gpus(found, gpus, ledger, policy), policy.names)
-    placed, ids = found
-    return Plan(gpus=placed.gpus, ids=ids, placed=placed)
-
-
-def _plan_memory(
-    target: Target,
-    offer: Offer,
-    *,
-    free: Sequence[DeviceId],
-    ledger: Ledger,
-    policy: Policy,
-    hint: tuple[int, ...],
-    gpus: Sequence[GpuAccount],
-) -> Plan | Refused:
-    names = policy.names
-    refused = memory_share.validate(target.container, names, gpus, share_mode=policy.share_mode)
-    if refused is not None:
-        return _named(target, refused, names)
-    placed = memory_share.place_memory(
-        memory_share.effective_request(target.pod, target.container, names),
-        gpus,
-        names,
-        share_policy=policy.share_policy,
-        hint=hint,
-        must_gpus=must_gpus(target, offer, ledger, ResourceKind.GPU_MEM),
+    named = "; ".join(
+        f"GPU {gpu.label}: {gpu.unhealthy_reason[:_REASON_CHARS].rstrip('.') or 'no reason given'}"
+        for gpu in unhealthy[:_GPUS_NAMED]
     )
-    if isinstance(placed, Refused):
-        return _named(target, _with_absent_gpus(placed, gpus, ledger, policy), names)
-    gpu, why = placed
-    return _prefer(target, offer, free, Placed(gpus=(gpu,), policy="memory", explanation=why))
-
-
-def _check_memory(
-    target: Target, gpus: tuple[GpuUuid, ...], ids: Sequence[str], ledger: Ledger, policy: Policy
-) -> tuple[GpuUuid, ...] | Refused:
-    names = policy.names
-    accounts = gpu_accounts(target, ledger, policy)
-    refused = memory_share.validate(target.container, names, accounts, share_mode=policy.share_mode)
-    if refused is not None:
-        return _named(target, refused, names)
-    if len(gpus) != 1:
-        return Refused(
-            reason=RefusalReason.WRONG_GPUS,
-            detail=f"{_who(target)} asks for memory of one GPU, but the allocated IDs are on {len(gpus)}: {_spread(ids)}. "
-            "The kubelet did not follow the preferred allocation (a reused init container's devices or the topology "
-            "manager can cause this). Give init containers the same amount as the main container, or none.",
-        )
-    account = next(account for account in accounts if account.uuid == gpus[0])
-    if not account.is_healthy:
-        return _unhealthy(target, account)
-    if account.free_units < len(ids):
-        return Refused(
-            reason=RefusalReason.NOT_ENOUGH_MEMORY,
-            detail=f"{_who(target)} asks for {memory_share.describe(len(ids), names)}; GPU {account.label} has "
-            f"{memory_share.describe(account.free_units, names)} free. Ask for less, or wait until a pod on this node ends.",
-        )
-    return gpus
+    more = f"; and {len(unhealthy) - _GPUS_NAMED} more" if len(unhealthy) > _GPUS_NAMED else ""
+    return replace(refused, detail=f"{refused.detail} Out of service, and not counted: {named}{more}.")
 
 
 def _prefer(target: Target, offer: Offer, free: Sequence[DeviceId], placed: Placed) -> Plan | Refused:
@@ -307,72 +227,38 @@ def _check_gpus(
     has_ids: bool,
     ids: Sequence[str],
 ) -> Refused | None:
-    cores = policy.names.wanted(target.container, ResourceKind.VCORE)
-    blocks = policy.names.wanted(target.container, ResourceKind.VMEMORY)
-    if (refused := _invalid_share(target, policy)) is not None:
-        return refused
-    wanted_gpus = 1 if cores < CORES_PER_GPU else cores // CORES_PER_GPU
+    request = request_of(target.container, policy.names)
+    asks = f"{_who(target)} asks for {describe_request(request, policy.names)}"
+    wanted_gpus = max(1, request.whole_gpus)
     if has_ids and len(gpus) != wanted_gpus:
         return Refused(
             reason=RefusalReason.WRONG_GPUS,
-            detail=f"{_who(target)} asks for {cores} cores, which must come from {wanted_gpus} GPU(s), but the "
-            f"allocated IDs are on {len(gpus)}: {_spread(ids)}. The kubelet did not follow the preferred allocation "
-            "(a reused init container's devices or the topology manager can cause this). Give init containers the same "
-            "number of cores as the main container, or none.",
+            detail=f"{asks}, which must come from {wanted_gpus} GPU(s), but the allocated IDs are on {len(gpus)}: "
+            f"{_spread(ids)}. The kubelet did not follow the preferred allocation (a reused init container's devices or the "
+            "topology manager can cause this). Give init containers as much as the main container, or nothing.",
         )
-    accounts = {account.uuid: account for account in gpu_accounts(target, ledger, policy, only=gpus)}
-    if not gpus or not all(gpu in accounts for gpu in gpus):
+    accounts = gpu_accounts(target, ledger, policy, only=gpus)
+    if not gpus or {account.uuid for account in accounts} != set(gpus):
         return Refused(
             reason=RefusalReason.NOT_READY,
             detail=f"{_who(target)}: the GPUs changed during its admission. Create the pod again.",
         )
-    if cores >= CORES_PER_GPU:
-        return _check_whole(target, [accounts[gpu] for gpu in gpus], blocks)
-    return _check_share(target, accounts[gpus[0]], cores, blocks, policy)
-
-
-def _check_share(target: Target, account: GpuAccount, cores: int, blocks: int, policy: Policy) -> Refused | None:
-    if not account.is_healthy:
-        return _unhealthy(target, account)
-    if account.free_cores < cores or account.free_blocks < blocks:
-        block = policy.names.memory_block_mib
-        return Refused(
-            reason=RefusalReason.NOT_ENOUGH_MEMORY if account.free_cores >= cores else RefusalReason.NOT_ENOUGH_CORES,
-            detail=f"{_who(target)} asks for {cores} cores and {describe_blocks(blocks, block)}; GPU "
-            f"{account.label} has {account.free_cores} cores and {describe_blocks(account.free_blocks, block)} "
-            f"free. Ask for less, or wait until a pod on this node ends.",
-        )
-    return None
-
-
-def _check_whole(target: Target, accounts: list[GpuAccount], blocks: int) -> Refused | None:
     for account in accounts:
-        if not account.is_healthy:
-            return _unhealthy(target, account)
-        if not account.is_free:
-            use = "a MIG instance" if account.is_instance else "in use"
+        lack = account.lack(WHOLE_GPU if request.whole_gpus else request)
+        if lack is not None and lack.cause is Cause.UNHEALTHY:
             return Refused(
-                reason=RefusalReason.NOT_ENOUGH_CORES,
-                detail=f"{_who(target)} asks for whole GPUs, but GPU {account.label} is {use}: {account.free_cores} of "
-                f"{CORES_PER_GPU} cores and {account.free_blocks} of {account.total_blocks} memory blocks are free. "
-                "Wait until its shares end, or use a node with a free GPU.",
+                reason=lack.reason,
+                detail=f"{_who(target)}: GPU {account.label} ({account.uuid}) became unhealthy during the admission. Create "
+                "the pod again: it will be placed elsewhere.",
             )
-    total = sum(account.total_blocks for account in accounts)
-    if blocks > total:
-        return Refused(
-            reason=RefusalReason.NOT_ENOUGH_MEMORY,
-            detail=f"{_who(target)} asks for {blocks} memory blocks, but its {len(accounts)} GPU(s) have {total}. "
-            "Whole GPUs come with all their memory: leave the memory request out.",
-        )
-    return None
+        if lack is not None:
+            return _lacking(f"{asks}, which GPU {account.label} cannot serve: {lack.of_gpu_in_detail()}", lack)
+    lack = capacity_of(accounts).lack(request)  # the memory of whole GPUs together
+    return _lacking(f"{asks}: {lack.of_node()}", lack) if lack is not None else None
 
 
-def _unhealthy(target: Target, account: GpuAccount) -> Refused:
-    return Refused(
-        reason=RefusalReason.NO_HEALTHY_GPU,
-        detail=f"{_who(target)}: GPU {account.label} ({account.uuid}) became unhealthy during the admission. Create the "
-        "pod again: it will be placed elsewhere.",
-    )
+def _lacking(state: str, lack: Lack) -> Refused:
+    return Refused(reason=lack.reason, detail=f"{state}. {lack.cure}")
 
 
 def _named_gpus(ids: Sequence[str], inventory: GpuInventory) -> tuple[GpuUuid, ...]:

@@ -22,12 +22,14 @@ from enum import StrEnum
 
 from gpushare_agent.isolation import Isolation
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
+from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import CORES_PER_GPU, RESIZE_ANNOTATION
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.requests import NOTHING, Request
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.placement import GpuAccount, memory_share
-from gpushare_agent.placement.request import describe_blocks
+from gpushare_agent.placement import GpuAccount
+from gpushare_agent.placement.lack import describe_request
 
 MAX_CHARS = 1024
 MAX_ENTRIES = 32
@@ -196,7 +198,7 @@ def decide_resize(
         return None
     refused = _contradiction(allocation, wanted, target, policy) or _not_possible(before, target, isolation)
     booked = known.booked if known is not None else allocated
-    refused = refused or _lack(booked, target, allocation, account, policy)
+    refused = refused or _lack(booked, target, allocation, account)
     if refused is not None:
         return refused
     kind = ResourceKind.GPU_MEM if allocation.gpu_mem_ids else ResourceKind.VMEMORY
@@ -234,10 +236,10 @@ def enforced(share: ResizedShare, isolation: Isolation, instance: str, *, uses_n
 
 
 def describe(size: ShareSize, kind: ResourceKind, names: ResourceNames) -> str:
-    """`50 cores and 24 memory blocks (6 GiB)`."""
+    """`50 cores with 24 memory blocks (6 GiB)`."""
     if kind is ResourceKind.GPU_MEM:
-        return memory_share.describe(size.memory, names)
-    return f"{size.cores} cores and {describe_blocks(size.memory, names.memory_block_mib)}"
+        return describe_request(Request(units=size.memory), names)
+    return describe_request(Request(cores=size.cores, blocks=size.memory), names)
 
 
 def status_text(
@@ -313,31 +315,25 @@ def _not_possible(before: ShareSize, target: ShareSize, isolation: Isolation) ->
     return None
 
 
-def _lack(
-    booked: ShareSize, target: ShareSize, allocation: Allocation, account: GpuAccount, policy: ResizePolicy
-) -> ResizeRefused | None:
+def _lack(booked: ShareSize, target: ShareSize, allocation: Allocation, account: GpuAccount) -> ResizeRefused | None:
     """What the GPU lacks. What is booked for the share already needs no free capacity."""
-    if target.at_least(booked) == booked:
-        return None
-    if not account.is_healthy:
-        return ResizeRefused(
-            reason=ResizeReason.UNHEALTHY_GPU,
-            detail=f"GPU {account.label} is unhealthy: no share on it grows. It is tried again.",
-        )
-    if target.cores > booked.cores and account.free_cores < target.cores:
-        return _too_much(ResizeReason.NOT_ENOUGH_CORES, f"{target.cores} cores", account.free_cores, account)
+    memory = target.memory if target.memory > booked.memory else 0
     is_units = bool(allocation.gpu_mem_ids)
-    free, name = (account.free_units, policy.names.gpu_mem) if is_units else (account.free_blocks, "memory blocks")
-    if target.memory > booked.memory and free < target.memory:
-        return _too_much(ResizeReason.NOT_ENOUGH_MEMORY, f"{target.memory} {name}", free, account)
-    return None
-
-
-def _too_much(reason: ResizeReason, asked: str, free: int, account: GpuAccount) -> ResizeRefused:
+    request = Request(
+        cores=target.cores if target.cores > booked.cores else 0,
+        blocks=0 if is_units else memory,
+        units=memory if is_units else 0,
+    )
+    if request == NOTHING or (lack := account.lack(request)) is None:
+        return None
+    reason = {
+        RefusalReason.NO_HEALTHY_GPU: ResizeReason.UNHEALTHY_GPU,
+        RefusalReason.NOT_ENOUGH_CORES: ResizeReason.NOT_ENOUGH_CORES,
+    }.get(lack.reason, ResizeReason.NOT_ENOUGH_MEMORY)
     return ResizeRefused(
         reason=reason,
-        detail=f"it asks for {asked}, and GPU {account.label} has {free} that no other container has. A share cannot move to"
-        " another GPU. It is granted as soon as other shares there end or shrink; or ask for less.",
+        detail=f"GPU {account.label} cannot serve the size beside its other containers: {lack.of_gpu_in_detail()}. A share"
+        " cannot move to another GPU. It is granted as soon as the GPU has so much free; or ask for less.",
     )
 
 

@@ -8,48 +8,39 @@ which no placement can prevent: such a pod is refused before it starts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.requests import Request, request_of
+from gpushare_agent.model.resources import ResourceNames
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EffectiveRequest:
-    """The cores and blocks that must be free where the container is placed."""
-
-    cores: int
-    blocks: int
-
-
-def effective_request(pod: Pod, container: ContainerSpec, names: ResourceNames) -> EffectiveRequest | Refused:
+def effective_request(pod: Pod, container: ContainerSpec, names: ResourceNames) -> Request | Refused:
     """The container's own request, enlarged for an init container by what its successors need on the same GPU."""
-    cores = names.wanted(container, ResourceKind.VCORE)
-    blocks = names.wanted(container, ResourceKind.VMEMORY)
+    own = request_of(container, names)
     if container.kind is not ContainerKind.INIT:
-        return EffectiveRequest(cores=cores, blocks=blocks)
-    pool_cores, pool_blocks = cores, blocks
-    need_cores, need_blocks = cores, blocks
+        return own
+    pool = need = _amounts(own, own)
     for successor in pod.containers[pod.containers.index(container) + 1 :]:
-        successor_cores = names.wanted(successor, ResourceKind.VCORE)
-        successor_blocks = names.wanted(successor, ResourceKind.VMEMORY)
-        if not successor_cores or not pool_cores:
+        wanted = _amounts(request_of(successor, names), own)
+        if not wanted[0] or not pool[0]:
             continue
-        if cores > CORES_PER_GPU and successor_cores < cores:
-            return _scattered(pod, container, successor, cores, successor_cores)
-        need_cores += max(0, successor_cores - pool_cores)
-        need_blocks += max(0, successor_blocks - pool_blocks)
-        if successor.kind is ContainerKind.INIT:
-            pool_cores, pool_blocks = max(pool_cores, successor_cores), max(pool_blocks, successor_blocks)
-        else:
-            pool_cores, pool_blocks = max(0, pool_cores - successor_cores), max(0, pool_blocks - successor_blocks)
-    if need_cores > CORES_PER_GPU:
+        if own.cores > CORES_PER_GPU and wanted[0] < own.cores:
+            return _scattered(pod, container, successor, own.cores, wanted[0])
+        need = tuple(sum_ + max(0, more - had) for sum_, more, had in zip(need, wanted, pool, strict=True))
+        is_init = successor.kind is ContainerKind.INIT
+        pool = tuple(max(had, more) if is_init else max(0, had - more) for had, more in zip(pool, wanted, strict=True))
+    if own.units:
+        return own._replace(units=need[0])
+    if need[0] > CORES_PER_GPU:
         # The successor requests whole GPUs: this container's GPU becomes one of them; its own call checks the others.
-        need_cores = max(cores, CORES_PER_GPU)
-        need_blocks = blocks
-    return EffectiveRequest(cores=need_cores, blocks=need_blocks)
+        return own._replace(cores=max(own.cores, CORES_PER_GPU))
+    return own._replace(cores=need[0], blocks=need[1])
+
+
+def _amounts(request: Request, of: Request) -> tuple[int, ...]:
+    """What is handed on where a container asks by the resources of `of`: the one that binds the GPU, then its memory."""
+    return (request.units,) if of.units else (request.cores, request.blocks)
 
 
 def _scattered(

@@ -16,9 +16,10 @@ from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, gpu
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, gpu_of, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
+from gpushare_agent.model.requests import Request
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.units import ServedUnits, parts_of, terms_of
-from gpushare_agent.placement import GpuAccount, GpuRequest, Placed, place
+from gpushare_agent.placement import GpuAccount, Placed, place
 
 
 def unusable_request(container: ContainerSpec, names: ResourceNames) -> str:
@@ -84,18 +85,12 @@ def check_units(target: Target, ids: Sequence[str], ledger: Ledger, policy: Poli
     accounts = {account.uuid: account for account in gpu_accounts(target, ledger, policy)}
     parts = parts_of(devices)
     for uuid, part in parts.items():
-        account = accounts[uuid]
-        if not account.is_healthy:
+        lack = accounts[uuid].lack(Request(part=part))
+        if lack is not None:
             return Refused(
-                reason=RefusalReason.NO_HEALTHY_GPU,
-                detail=f"GPU {account.label} ({uuid}) became unhealthy during the admission. Create the pod again.",
-            )
-        if account.free_part < part or (part < 1 and account.is_full):
-            return Refused(
-                reason=RefusalReason.NOT_ENOUGH_CORES,
-                detail=f"GPU {account.label} has {_percent(account.free_part)} free, and {_percent(part)} of it are asked "
-                "for: shares, or units of other terms, have the rest. Create the pod again: what has no room is reported"
-                " to the kubelet as Unhealthy by now.",
+                reason=lack.reason,
+                detail=f"GPU {accounts[uuid].label} cannot serve what was allocated of it: {lack.of_gpu()}. Create the pod"
+                " again: what has no room is reported to the kubelet as Unhealthy by now.",
             )
     return tuple(sorted(parts, key=lambda uuid: accounts[uuid].index))
 
@@ -133,11 +128,11 @@ def _plan_whole(
 ) -> tuple[Placed, tuple[DeviceId, ...]] | Refused:
     having = {gpu_of(device) for device in chosen}
     placed = place(
-        GpuRequest(cores=CORES_PER_GPU * offer.size, blocks=0, must_gpus=must),
+        Request(cores=CORES_PER_GPU * offer.size, must_gpus=must),
         [gpu for gpu in gpus if by_gpu.get(gpu.uuid) or gpu.uuid in having],
         ledger.inventory.topology,
         share_policy=policy.share_policy,
-        memory_block_mib=policy.names.memory_block_mib,
+        names=policy.names,
     )
     if isinstance(placed, Refused):
         return placed
@@ -188,7 +183,3 @@ def _no_room(size: int, found: int, served: Mapping[GpuUuid, ServedUnits], gpus:
         detail=f"{size} units wanted, {found} have room ({free or 'no GPU is healthy'}): other containers have the rest of"
         " the GPUs. Wait for pods on this node to end.",
     )
-
-
-def _percent(part: Fraction) -> str:
-    return f"{float(part) * CORES_PER_GPU:.3g} %"

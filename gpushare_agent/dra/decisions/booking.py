@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
+from dataclasses import replace
 from itertools import islice
-from typing import Protocol
 
+from gpushare_agent.admission.decisions.ledger import Ledger, Policy, gpu_accounts
 from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult
-from gpushare_agent.model.allocations import Allocation, ClaimShare, ContainerKey
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, device_id
+from gpushare_agent.model.allocations import Allocation, ClaimShare
+from gpushare_agent.model.names import DeviceId, GpuUuid, device_id
 from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.model.requests import WHOLE_GPU, Request
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.placement.lack import describe_request
 
 FIRST_UNIT = 100_000
 """Claims' units of a GPU are numbered from here, so that they never equal the device plugins'."""
-
-
-class Ledger(Protocol):
-    def holders(self, kind: ResourceKind) -> Mapping[DeviceId, object]: ...
-    def used_cores(self) -> Mapping[GpuUuid, int]: ...
-    def used_blocks(self) -> Mapping[GpuUuid, int]: ...
-    def __iter__(self) -> Iterator[Allocation]: ...
 
 
 def allocations_of(claim: PreparedClaim, ledger: Ledger, names: ResourceNames, at: float) -> list[Allocation]:
@@ -30,8 +25,8 @@ def allocations_of(claim: PreparedClaim, ledger: Ledger, names: ResourceNames, a
     taken: set[DeviceId] = set()
     for one in claim.charged:
         blocks = 0 if one.is_whole else one.memory_mib // names.memory_block_mib
-        cores_ids = _free(one, one.cores, ledger.holders(ResourceKind.VCORE), taken)
-        block_ids = _free(one, blocks, ledger.holders(ResourceKind.VMEMORY), taken)
+        cores_ids = _free(one, one.cores, ledger.holders[ResourceKind.VCORE], taken)
+        block_ids = _free(one, blocks, ledger.holders[ResourceKind.VMEMORY], taken)
         taken |= cores_ids | block_ids
         made.append(
             Allocation(
@@ -64,34 +59,28 @@ def _free(
     return frozenset(islice((unit for unit in units if unit not in held and unit not in taken), count))
 
 
-def shortage(claim: PreparedClaim, ledger: Ledger, gpus: Mapping[GpuUuid, Gpu], names: ResourceNames) -> str:
+def shortage(claim: PreparedClaim, ledger: Ledger, names: ResourceNames) -> str:
     """Why the claim has no room, empty where it has: the scheduler counts a share as free when its pod is deleted by force,
     before its containers have ended."""
-    cores, blocks = dict(ledger.used_cores()), dict(ledger.used_blocks())
-    on_gpu: dict[GpuUuid, list[Allocation]] = {}
-    for allocation in ledger:
-        for uuid in allocation.gpus:
-            on_gpu.setdefault(uuid, []).append(allocation)
+    accounts = {account.uuid: account for account in gpu_accounts(None, ledger, Policy(names=names))}
     for one in claim.charged:
-        uuid = GpuUuid(one.gpu)
-        gpu, wanted = gpus[uuid], one.memory_mib // names.memory_block_mib
-        capacity = names.units(gpu, ResourceKind.VMEMORY)
-        others = on_gpu.get(uuid, [])
-        is_taken = any(other.is_whole for other in others) or (one.is_whole and bool(others))
-        has_room = cores.get(uuid, 0) + one.cores <= CORES_PER_GPU and blocks.get(uuid, 0) + wanted <= capacity
-        if is_taken or not has_room:
-            users = ", ".join(sorted({_user(other.key, other) for other in others})[:5])
+        # On a GPU that is not healthy too: its device has a taint, which the pod then tolerates.
+        account = replace(accounts[GpuUuid(one.gpu)], is_healthy=True)
+        request = WHOLE_GPU
+        if not one.is_whole:
+            request = Request(cores=one.cores, blocks=one.memory_mib // names.memory_block_mib, is_share=True)
+        if (lack := account.lack(request)) is not None:
+            others = [other for other in ledger.allocations.values() if account.uuid in other.gpus]
+            users = ", ".join(sorted({_user(other) for other in others})[:5])
             return (
-                f"GPU {gpu.index} still has {cores.get(uuid, 0)} cores and {blocks.get(uuid, 0)} memory blocks in use, by"
-                f" {users}: the claim needs {one.cores} and {wanted} of {CORES_PER_GPU} and {capacity}. It gets them when"
-                " their containers have ended"
+                f"GPU {account.label} cannot serve {describe_request(request, names)}: {lack.of_gpu_in_detail()}. It is"
+                f" still used by {users}; the claim gets its part when their containers have ended"
             )
-        cores[uuid] = cores.get(uuid, 0) + one.cores
-        blocks[uuid] = blocks.get(uuid, 0) + wanted
+        accounts[account.uuid] = account.allocate(request)
     return ""
 
 
-def _user(key: ContainerKey, allocation: Allocation) -> str:
+def _user(allocation: Allocation) -> str:
     if allocation.claim is not None:
         return f"claim {allocation.claim.ref.namespace}/{allocation.claim.ref.name}"
     return f"pod {allocation.namespace}/{allocation.pod_name}"

@@ -35,6 +35,7 @@ from gpushare_agent.model.names import (
     RESIZE_ANNOTATION,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.requests import request_of
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement import validate_request
 
@@ -139,18 +140,13 @@ def _template(container: ContainerSpec, annotations: Mapping[str, str], names: R
     if ISOLATION_ANNOTATION in annotations and isolation not in _ISOLATIONS:
         known = ", ".join(sorted(_ISOLATIONS))
         return _refused(f"the annotation {ISOLATION_ANNOTATION} is {isolation[:40]!r}. Name one of {known}")
-    cores = names.wanted(container, ResourceKind.VCORE)
-    blocks = names.wanted(container, ResourceKind.VMEMORY)
-    if names.wanted(container, ResourceKind.GPU_MEM):
-        if cores or blocks:
-            return _refused(
-                f"it asks for {names.gpu_mem}, which is memory alone, and for {names.vcore} or {names.vmemory}. Ask for"
-                " one or the other"
-            )
-        return Template(cores=0, memory_mib=_whole_blocks_mib(container, names), isolation=isolation)
-    refused = validate_request(cores, blocks, share_mode=True, memory_block_mib=names.memory_block_mib)
+    request = request_of(container, names)
+    refused = validate_request(request, names, share_mode=True)
     if refused is not None:
         return refused
+    cores, blocks = request.cores, request.blocks
+    if request.units:
+        return Template(cores=0, memory_mib=_whole_blocks_mib(container, names), isolation=isolation)
     if cores < CORES_PER_GPU:
         ceiling = core_limit(annotations, cores).percent
         memory_mib = blocks * names.memory_block_mib

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpushare_agent.cluster.decisions.node_annotations import Charge
-from gpushare_agent.extender.decisions.free_capacity import NodeCapacity, capacity_of
 from gpushare_agent.extender.values import ClusterNode, NodeGpu, Reservation
 from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
+from gpushare_agent.placement.gpu_account import capacity_of
+from gpushare_agent.placement.lack import Capacity
 
 
 class NodeLedger:
@@ -43,7 +44,7 @@ class NodeLedger:
         self._accounts: dict[int, GpuAccount] = {}
         """Of the GPUs that have not changed since it was computed, by index."""
         self._gpus: list[GpuAccount] | None = None
-        self._capacity: NodeCapacity | None = None
+        self._capacity: Capacity | None = None
 
     def add(self, reservation: Reservation) -> None:
         self.remove(reservation.pod_uid)
@@ -80,7 +81,7 @@ class NodeLedger:
         return self._gpus
 
     @property
-    def capacity(self) -> NodeCapacity:
+    def capacity(self) -> Capacity:
         if self._capacity is None:
             self._capacity = capacity_of(self.gpus)
         return self._capacity

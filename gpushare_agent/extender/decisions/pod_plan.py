@@ -16,9 +16,10 @@ from gpushare_agent.extender.values import ClusterPolicy, PlannedContainer, PodP
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.requests import NOTHING, Request, request_of
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Topology
-from gpushare_agent.placement import GpuAccount, GpuRequest, memory_share, place, validate_request
+from gpushare_agent.placement import GpuAccount, place, validate_request
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,17 +30,9 @@ class _Planning:
     topology: Topology
     policy: ClusterPolicy
 
-    def allocate(self, container: ContainerSpec, gpus: Sequence[int]) -> None:
-        for index in gpus:
-            self.gpus[index] = _allocate(self.gpus[index], container, self.policy.names)
-
-    def must_gpus(self, kind: ResourceKind) -> tuple[GpuUuid, ...]:
-        """The GPUs of which the kubelet hands on IDs of this resource: a container that asks for it cannot avoid them."""
-        is_units = kind is ResourceKind.GPU_MEM
-        return tuple(g.uuid for g in self.gpus.values() if (g.reusable_units if is_units else g.reusable_cores))
-
-    def indexes(self, uuids: Sequence[GpuUuid]) -> tuple[int, ...]:
-        return tuple(sorted(gpu.index for gpu in self.gpus.values() if gpu.uuid in uuids))
+    def must_gpus(self, request: Request) -> tuple[GpuUuid, ...]:
+        """The GPUs of which the kubelet hands on IDs of the same resource: the container cannot avoid them."""
+        return tuple(g.uuid for g in self.gpus.values() if (g.reusable_units if request.units else g.reusable_cores))
 
 
 def plan_pod(pod: Pod, gpus: Sequence[GpuAccount], topology: Topology, policy: ClusterPolicy) -> PodPlan | Refused:
@@ -50,7 +43,8 @@ def plan_pod(pod: Pod, gpus: Sequence[GpuAccount], topology: Topology, policy: C
         one = _plan_container(pod, container, planning)
         if isinstance(one, Refused):
             return Refused(reason=one.reason, detail=f"container {container.name}: {one.detail}")
-        planning.allocate(container, one.gpus)
+        for index in one.gpus:
+            planning.gpus[index] = _allocate(planning.gpus[index], container.kind, one.request)
         planned.append(one)
     charges = (_charge(before, planning.gpus[before.index]) for before in gpus)
     return PodPlan(
@@ -63,7 +57,7 @@ def charges_anywhere(pod: Pod, indexes: Sequence[int], names: ResourceNames) -> 
     """What a pod whose GPUs are not known may have of each GPU: all that it asks of one GPU, on every one."""
     before = after = GpuAccount(index=0, uuid=GpuUuid(""), memory_mib=0)
     for container in pod.containers:
-        after = _allocate(after, container, names)
+        after = _allocate(after, container.kind, request_of(container, names))
     charge = _charge(before, after)
     return tuple(replace(charge, index=index) for index in indexes) if charge is not None else ()
 
@@ -81,57 +75,33 @@ def plan_annotations(plan: PodPlan, prefix: str) -> Mapping[str, str]:
 
 
 def _plan_container(pod: Pod, container: ContainerSpec, planning: _Planning) -> PlannedContainer | Refused:
-    names, policy = planning.policy.names, planning.policy
-    blank = PlannedContainer(name=container.name, kind=container.kind, position=container.position, gpus=())
-    if names.wanted(container, ResourceKind.GPU_MEM):
-        return _plan_units(pod, container, blank, planning)
-    cores, blocks = names.wanted(container, ResourceKind.VCORE), names.wanted(container, ResourceKind.VMEMORY)
-    if not cores and not blocks:
-        return blank
-    refused = validate_request(cores, blocks, share_mode=True, memory_block_mib=names.memory_block_mib)
-    effective = refused or effective_request(pod, container, names)
+    names = planning.policy.names
+    own, gpus = request_of(container, names), list(planning.gpus.values())
+    if own == NOTHING:
+        return _planned(container, own)
+    effective = validate_request(own, names, share_mode=True) or effective_request(pod, container, names)
     if isinstance(effective, Refused):
         return effective
     placed = place(
-        GpuRequest(cores=effective.cores, blocks=effective.blocks, must_gpus=planning.must_gpus(ResourceKind.VCORE)),
-        list(planning.gpus.values()),
-        planning.topology,
-        share_policy=policy.share_policy,
-        memory_block_mib=names.memory_block_mib,
-    )
-    if isinstance(placed, Refused):
-        return placed
-    return replace(blank, gpus=planning.indexes(placed.gpus), cores=cores, blocks=blocks)
-
-
-def _plan_units(
-    pod: Pod, container: ContainerSpec, blank: PlannedContainer, planning: _Planning
-) -> PlannedContainer | Refused:
-    """GPUShare's resource: memory of one GPU, and nothing else."""
-    names, gpus = planning.policy.names, list(planning.gpus.values())
-    refused = memory_share.validate(container, names, gpus, share_mode=True)
-    if refused is not None:
-        return refused
-    placed = memory_share.place_memory(
-        memory_share.effective_request(pod, container, names),
+        effective._replace(must_gpus=planning.must_gpus(effective)),
         gpus,
-        names,
+        planning.topology,
         share_policy=planning.policy.share_policy,
-        hint=(),
-        must_gpus=planning.must_gpus(ResourceKind.GPU_MEM),
+        names=names,
     )
     if isinstance(placed, Refused):
         return placed
-    return replace(blank, gpus=planning.indexes(placed[:1]), units=names.wanted(container, ResourceKind.GPU_MEM))
+    return _planned(container, own, tuple(sorted(gpu.index for gpu in gpus if gpu.uuid in placed.gpus)))
 
 
-def _allocate(gpu: GpuAccount, container: ContainerSpec, names: ResourceNames) -> GpuAccount:
-    return gpu.allocate(
-        cores=names.wanted(container, ResourceKind.VCORE),
-        blocks=names.wanted(container, ResourceKind.VMEMORY),
-        units=names.wanted(container, ResourceKind.GPU_MEM),
-        is_reusable=container.kind is ContainerKind.INIT,
+def _planned(container: ContainerSpec, request: Request, gpus: tuple[int, ...] = ()) -> PlannedContainer:
+    return PlannedContainer(
+        name=container.name, kind=container.kind, position=container.position, request=request, gpus=gpus
     )
+
+
+def _allocate(gpu: GpuAccount, kind: ContainerKind, request: Request) -> GpuAccount:
+    return gpu.allocate(request, is_reusable=kind is ContainerKind.INIT)
 
 
 def _charge(before: GpuAccount, after: GpuAccount) -> Charge | None:
