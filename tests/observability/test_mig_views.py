@@ -17,14 +17,14 @@ from gpushare_agent.cli.render_top import heading, top_lines
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu, MigPlace
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
+from gpushare_agent.model.requests import Request
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.observability.display_document import graph_text
 from gpushare_agent.observability.http.node_api import decision_document
 from gpushare_agent.observability.metrics.node import gpu_series
 from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_document
-from gpushare_agent.placement import GpuRequest, place
+from gpushare_agent.placement import Placed, place
 from gpushare_agent.placement.gpu_account import account_of
-from gpushare_agent.placement.request import Placed
 from tests.support_cli import candidate, decision
 from tests.support_usage import UUIDS, inventory, snapshot
 
@@ -85,11 +85,11 @@ def test_every_view_has_nvidias_name_of_an_instance() -> None:
         assert "--GPU1:0 " in tree and "--GPU1:1 " in tree and "--GPU3" not in tree
     accounts = [account_of(gpu, node.names) for gpu in node.inventory.gpus]
     full = replace(accounts[0], used_cores=100)
-    placed = place(GpuRequest(cores=30, blocks=4), [full, accounts[2]], node.inventory.topology, share_policy="binpack")
+    placed = place(Request(cores=30, blocks=4), [full, accounts[2]], node.inventory.topology, share_policy="binpack")
     assert isinstance(placed, Placed) and placed.explanation == "GPU 1:1: the only GPU that fits"
-    refused = place(GpuRequest(cores=60, blocks=4), [replace(accounts[2], used_cores=70)], node.inventory.topology,
-                    share_policy="binpack")  # fmt: skip
-    assert isinstance(refused, Refused) and "the best is GPU 1:1 with 30 cores" in refused.detail
+    used = [replace(accounts[1], used_cores=70), replace(accounts[2], used_cores=50)]
+    refused = place(Request(cores=60, blocks=4), used, node.inventory.topology, share_policy="binpack")
+    assert isinstance(refused, Refused) and "GPU 1:1 comes closest" in refused.detail
     one = replace(candidate(3, is_chosen=True, verdict="chosen"), label="1:1")
     assert in_short([one], 100) == "GPU 1:1: chosen"
     raw_decision: Any = decision_document(decision(1, gpus=(3,), labels=("1:1",), candidates=(one,)))

@@ -13,7 +13,6 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.admission.decisions.annotations import pod_annotations
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
@@ -159,22 +158,14 @@ def test_what_is_used_and_free_is_the_same_for_agent_extender_and_sandbox(
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(found=nodes(), owners=pods_of(pods), seed=SEEDS)
 def test_inspect_of_all_nodes_counts_as_the_agent_does(found: GpuInventory, owners: tuple[Pod, ...], seed: int) -> None:
-    """From the annotations that the agent writes on the pods, for main containers: others have none of the agent's."""
+    """From the agent's report alone."""
     agent = Node(found, Policy(names=NAMES), seed)
-    admitted = []
-    for owner in owners:
-        mains = tuple(one for one in owner.containers if one.kind is ContainerKind.MAIN)
-        owner = replace(owner, containers=mains)
-        if not isinstance(agent.admit(owner), Refused):
-            admitted.append(replace(owner, annotations=pod_annotations(owner, agent.cache.view(), found, NAMES)))
-        text = gpus_annotation(found, cordoned=frozenset(), memory_block_mib=NAMES.memory_block_mib)
-        summaries = gpus_of_node({GPUS_ANNOTATION: text}, {}, NAMES)
-        assert summaries is not None
-        shown = [
-            (gpu.cores_allocated, gpu.memory_allocated_bytes // MIB)
-            for gpu in node_sums("node", summaries, admitted, NAMES).gpus
-        ]
-        assert shown == used(accounts(found, agent.cache))
+    admitted = {owner.uid: owner for owner in owners if not isinstance(agent.admit(owner), Refused)}
+    summaries = gpus_of_node(raw_node(agent, admitted, NAMES)["metadata"]["annotations"], {}, NAMES)
+    assert summaries is not None
+    sums = node_sums("node", summaries, list(admitted.values()), NAMES)
+    shown = [(gpu.cores_allocated, gpu.memory_allocated_bytes // MIB) for gpu in sums.gpus]
+    assert shown == used(accounts(found, agent.cache))
 
 
 SHAPES = st.sampled_from([Shape(10, 8), Shape(50, 16), Shape(70, 40), Shape(100, 0), Shape(200, 0), Shape(30, 64)])
