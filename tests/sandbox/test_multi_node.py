@@ -177,9 +177,7 @@ async def test_the_whole_command_with_two_nodes_and_the_extender() -> None:
         assert sorted(shown["node"] for shown in document["pods"]) == ["", "sandbox-0", "sandbox-0", "sandbox-1"]
         (waits,) = (shown for shown in document["pods"] if not shown["node"])
         assert (waits["phase"], waits["reason"]) == ("Pending", "Unschedulable")
-        assert (
-            f"1 Insufficient {CORE}." in waits["message"] and "no GPU has more than 40 cores free" in waits["message"]
-        )
+        assert f"1 Insufficient {CORE}" in waits["message"] and "no GPU has more than 40 cores free" in waits["message"]
         assert f"default/{waits['name']} is Pending: Unschedulable" in done.err
         assert not (folder / "s").exists()
     finally:
