@@ -85,12 +85,42 @@ def pids(index: int) -> list[list[int]]:
     return [sorted(process.pid for process in listed), sorted(sample.pid for sample in sampled)]
 
 
-def kernels(count: int) -> float:
+def kernels(count: int, blocks: int = 1) -> float:
     began = time.monotonic()
     for _ in range(count):
-        cuda.cuLaunchKernel(None, 1, 1, 1, 1, 1, 1, 0, None, None, None)
+        cuda.cuLaunchKernel(None, blocks, 1, 1, 1, 1, 1, 0, None, None, None)
     cuda.cuCtxSynchronize()
     return time.monotonic() - began
+
+
+def timed_ms(blocks: int) -> float:
+    """A kernel's time on the GPU, by two events."""
+    before, behind, took = Handle(), Handle(), ctypes.c_float()
+    for event in (before, behind):
+        cuda.cuEventCreate(ctypes.byref(event), 0)
+    cuda.cuEventRecord(before, None)
+    cuda.cuLaunchKernel(None, blocks, 1, 1, 1, 1, 1, 0, None, None, None)
+    cuda.cuEventRecord(behind, None)
+    cuda.cuEventSynchronize(behind)
+    cuda.cuEventElapsedTime(ctypes.byref(took), before, behind)
+    return took.value
+
+
+def mapped(size: int) -> int:
+    """Virtual memory whose handle is released while it is mapped."""
+    handle, on_gpu = Address(), OnGpu(1, 0, 1, 0)
+    return int(
+        cuda.cuMemCreate(ctypes.byref(handle), Size(size), ctypes.byref(on_gpu), Address(0))
+        or cuda.cuMemAddressReserve(ctypes.byref(taken), Size(size), Size(0), Address(0), Address(0))
+        or cuda.cuMemMap(taken, Size(size), Size(0), handle, Address(0))
+        or cuda.cuMemRelease(handle)
+    )
+
+
+def default_pool() -> Handle:
+    pool = Handle()
+    cuda.cuDeviceGetDefaultMemPool(ctypes.byref(pool), 0)
+    return pool
 
 
 def gpus() -> list[str]:
@@ -106,6 +136,11 @@ def answer(name: str, *arguments: int) -> object:
         "variant": variant,
         "pids": pids,
         "kernels": kernels,
+        "timed_ms": timed_ms,
+        "mapped": mapped,
+        "unmap": lambda size: int(cuda.cuMemUnmap(taken, Size(size))),
+        "keep": lambda size: int(cuda.cuMemPoolSetAttribute(default_pool(), 4, ctypes.byref(Address(size)))),
+        "trim": lambda: int(cuda.cuMemPoolTrimTo(default_pool(), Size(0))),
         "gpus": gpus,
         "free": lambda: int(getattr(cuda, free_last)(taken)),
         "pid": os.getpid,

@@ -92,6 +92,36 @@ def test_every_kind_of_memory_is_counted(driver: Path, state: Path, probes: list
         assert probe.ask("used", 0) == CONTEXT, kind
 
 
+def test_mapped_memory_outlives_its_handle(driver: Path, state: Path, probes: list[Probe]) -> None:
+    probes.append(Probe(driver, state))
+    probe = probes[0]
+    probe.ask("context", 0)
+    assert probe.ask("mapped", GIB) == 0
+    assert probe.ask("used", 0) == GIB + CONTEXT
+    assert probe.ask("unmap", GIB) == 0
+    assert probe.ask("used", 0) == CONTEXT
+
+
+def test_a_pool_keeps_what_it_has_reserved_until_it_is_trimmed(driver: Path, state: Path, probes: list[Probe]) -> None:
+    """Up to its threshold."""
+    probes.append(Probe(driver, state))
+    probe = probes[0]
+    probe.ask("context", 0)
+    assert probe.ask("keep", GIB) == probe.ask("async", 2 * GIB) == probe.ask("free") == 0
+    assert probe.ask("used", 0) == GIB + CONTEXT
+    assert probe.ask("async", GIB) == probe.ask("free") == 0
+    assert probe.ask("used", 0) == GIB + CONTEXT
+    assert probe.ask("trim") == 0
+    assert probe.ask("used", 0) == CONTEXT
+
+
+def test_a_kernel_takes_as_many_waves_as_its_grid_needs(driver: Path, state: Path, probes: list[Probe]) -> None:
+    """With block_us; less than a wave takes as long as one."""
+    probes.append(Probe(driver, state, sm_count=20, block_us=1000))
+    probes[0].ask("context", 0)
+    assert [round(probes[0].ask("timed_ms", blocks), 1) for blocks in (1, 160, 1600)] == [1, 1, 10]  # type: ignore[call-overload]
+
+
 def test_versions_choose_the_variant_of_a_function(driver: Path, state: Path, probes: list[Probe]) -> None:
     """cuGetProcAddress gives the newest variant that is not newer than asked for, and not newer than the driver."""
     probes.append(Probe(driver, state, cuda_version=12080))

@@ -3,17 +3,23 @@
  *
  *   gpu_program WAY VERSION ACTION...
  *
- * WAY: `link` (linked to libcuda.so.1, calls its symbols), `dlsym`, `cuGetProcAddress` (as CUDA 11's runtime), `cuGetProcAddress_v2` (as
- * CUDA 12's and 13's). VERSION is what the latter two ask for, 12080 for CUDA 12.8. `link` needs -DLINKED and -lcuda.
+ * WAY: `link` (linked to libcuda.so.1, calls its symbols), `dlsym`, `next` (dlsym of RTLD_NEXT), `deepbind` (dlopen with
+ * RTLD_DEEPBIND), `cuGetProcAddress` (as CUDA 11's runtime), `cuGetProcAddress_v2` (as CUDA 12's and 13's). VERSION is what the latter two ask for, 12080 for CUDA 12.8. `link` needs -DLINKED and -lcuda.
  *
  *   gpu:INDEX                 goes on with another GPU; a program begins with 0
  *   version                   calls cuDriverGetVersion once more
  *   info                      what cuMemGetInfo and cuDeviceTotalMem say
+ *   infonull                  calls cuMemGetInfo without a place for one answer, for the other, for both
+ *   nvml                      what NVML says of GPU 0: its memory, and how many processes
  *   alloc:KIND:MIB:COUNT      takes memory, COUNT times MIB or until it is refused; KIND: alloc, managed, pitch, async, pool, vmm,
- *                             array, array3d, mipmapped
+ *                             array, array3d, mipmapped, mapped (virtual memory whose handle is released while it is mapped), graphmem
+ *                             (of a graph's node), host, ipc (what another process has)
  *   free                      gives all of it back
  *   launch:KIND:SECONDS[:GRID]   launches one after the other, with GRID blocks of 256 threads (16384); KIND: kernel, ex, cooperative,
- *                             graph (ten kernels each)
+ *                             graph, captured (ten kernels each), sync (a kernel, waited for before the next one)
+ *   sleep:SECONDS
+ *   fork                      the child goes on as a new program, its parent ends after it
+ *   kill                      SIGKILL to itself
  *   wait                      until a line comes on standard input, or its end
  *   exit                      ends without giving anything back
  *
@@ -25,9 +31,11 @@
 #include <cuda.h>
 #include <cudaTypedefs.h>
 #include <dlfcn.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -67,7 +75,17 @@ enum { NOT_FOUND = -2, MOST_KEPT = 4096, GRAPH_KERNELS = 10, BLOCK = 256 };
     F(cuGraphCreate, cuGraphCreate, PFN_cuGraphCreate_v10000)                                                                   \
     F(cuGraphAddKernelNode, cuGraphAddKernelNode_v2, PFN_cuGraphAddKernelNode_v12000)                                           \
     F(cuGraphInstantiateWithFlags, cuGraphInstantiateWithFlags, PFN_cuGraphInstantiateWithFlags_v11040)                         \
-    F(cuGraphLaunch, cuGraphLaunch, PFN_cuGraphLaunch_v10000)
+    F(cuGraphLaunch, cuGraphLaunch, PFN_cuGraphLaunch_v10000)                                                                   \
+    F(cuGraphAddMemAllocNode, cuGraphAddMemAllocNode, PFN_cuGraphAddMemAllocNode_v11040)                                        \
+    F(cuStreamCreate, cuStreamCreate, PFN_cuStreamCreate_v2000)                                                                 \
+    F(cuStreamBeginCapture, cuStreamBeginCapture_v2, PFN_cuStreamBeginCapture_v10010)                                           \
+    F(cuStreamEndCapture, cuStreamEndCapture, PFN_cuStreamEndCapture_v10000)                                                    \
+    F(cuMemMap, cuMemMap, PFN_cuMemMap_v10020)                                                                                  \
+    F(cuMemUnmap, cuMemUnmap, PFN_cuMemUnmap_v10020)                                                                            \
+    F(cuMemAddressReserve, cuMemAddressReserve, PFN_cuMemAddressReserve_v10020)                                                 \
+    F(cuMemHostAlloc, cuMemHostAlloc, PFN_cuMemHostAlloc_v2020)                                                                 \
+    F(cuIpcGetMemHandle, cuIpcGetMemHandle, PFN_cuIpcGetMemHandle_v4010)                                                        \
+    F(cuIpcOpenMemHandle, cuIpcOpenMemHandle_v2, PFN_cuIpcOpenMemHandle_v11000)
 
 #define POINTER(name, symbol, type) static type p_##name;
 FUNCTIONS(POINTER)
@@ -110,9 +128,11 @@ static int find_functions(const char *way, int version)
 {
     (void)version;
     if (strcmp(way, "link") != 0) {
-        driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+        driver = dlopen("libcuda.so.1", RTLD_NOW | (strcmp(way, "deepbind") == 0 ? RTLD_DEEPBIND : RTLD_GLOBAL));
         if (!driver)
             return say_missing("libcuda.so.1");
+        if (strcmp(way, "next") == 0)
+            driver = RTLD_NEXT;
         if (strcmp(way, "cuGetProcAddress") == 0 && !(ask_v1 = (PFN_cuGetProcAddress_v11030)dlsym(driver, way)))
             return say_missing(way);
         if (strcmp(way, "cuGetProcAddress_v2") == 0 && !(ask_v2 = (PFN_cuGetProcAddress_v12000)dlsym(driver, way)))
@@ -126,7 +146,7 @@ static int find_functions(const char *way, int version)
 /* --- memory --- */
 
 static CUdevice device;
-static struct { char kind[16]; CUdeviceptr pointer; } kept[MOST_KEPT];
+static struct { char kind[16]; CUdeviceptr pointer; size_t bytes; } kept[MOST_KEPT];
 static int kept_count;
 
 static int take_from_pool(CUdeviceptr *pointer, size_t bytes)
@@ -136,6 +156,44 @@ static int take_from_pool(CUdeviceptr *pointer, size_t bytes)
                                  .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}};
     int result = pool ? 0 : CALL(cuMemPoolCreate, &pool, &properties);
     return result ? result : CALL(cuMemAllocFromPoolAsync, pointer, bytes, pool, NULL);
+}
+
+static int take_in_graph(CUdeviceptr *pointer, size_t bytes)
+{
+    CUgraph graph;
+    CUgraphNode node;
+    CUgraphExec executable;
+    CUDA_MEM_ALLOC_NODE_PARAMS memory = {.poolProps = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                                       .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}},
+                                         .bytesize = bytes};
+    int result = CALL(cuGraphCreate, &graph, 0);
+    if (result == 0)
+        result = CALL(cuGraphAddMemAllocNode, &node, graph, NULL, 0, &memory);
+    if (result == 0)
+        result = CALL(cuGraphInstantiateWithFlags, &executable, graph, 0);
+    *pointer = memory.dptr;
+    return result ? result : CALL(cuGraphLaunch, executable, NULL);
+}
+
+static int take_and_map(CUdeviceptr *pointer, size_t bytes, const CUmemAllocationProp *on_gpu)
+{
+    CUmemGenericAllocationHandle handle;
+    int result = CALL(cuMemCreate, &handle, bytes, on_gpu, 0);
+    if (result == 0)
+        result = CALL(cuMemAddressReserve, pointer, bytes, 0, 0, 0);
+    if (result == 0)
+        result = CALL(cuMemMap, *pointer, bytes, 0, handle, 0);
+    return result ? result : CALL(cuMemRelease, handle);
+}
+
+static int open_of_another(CUdeviceptr *pointer, size_t bytes)
+{
+    static CUdeviceptr exported;
+    CUipcMemHandle handle;
+    int result = exported ? 0 : CALL(cuMemAlloc, &exported, bytes);
+    if (result == 0)
+        result = CALL(cuIpcGetMemHandle, &handle, exported);
+    return result ? result : CALL(cuIpcOpenMemHandle, pointer, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
 }
 
 static int take(const char *kind, CUdeviceptr *pointer, size_t bytes)
@@ -165,15 +223,25 @@ static int take(const char *kind, CUdeviceptr *pointer, size_t bytes)
         return CALL(cuArray3DCreate, (CUarray *)pointer, &deep);
     if (strcmp(kind, "mipmapped") == 0)
         return CALL(cuMipmappedArrayCreate, (CUmipmappedArray *)pointer, &mips, 1);
+    if (strcmp(kind, "mapped") == 0)
+        return take_and_map(pointer, bytes, &on_gpu);
+    if (strcmp(kind, "graphmem") == 0)
+        return take_in_graph(pointer, bytes);
+    if (strcmp(kind, "host") == 0)
+        return CALL(cuMemHostAlloc, (void **)pointer, bytes, 0);
+    if (strcmp(kind, "ipc") == 0)
+        return open_of_another(pointer, bytes);
     return NOT_FOUND;
 }
 
-static int give(const char *kind, CUdeviceptr pointer)
+static int give(const char *kind, CUdeviceptr pointer, size_t bytes)
 {
     if (strcmp(kind, "async") == 0 || strcmp(kind, "pool") == 0)
         return CALL(cuMemFreeAsync, pointer, NULL);
     if (strcmp(kind, "vmm") == 0)
         return CALL(cuMemRelease, pointer);
+    if (strcmp(kind, "mapped") == 0)
+        return CALL(cuMemUnmap, pointer, bytes);
     if (strcmp(kind, "mipmapped") == 0)
         return CALL(cuMipmappedArrayDestroy, (CUmipmappedArray)pointer);
     if (strncmp(kind, "array", 5) == 0)
@@ -193,6 +261,7 @@ static void allocate(const char *arguments)
         if (result != 0)
             break;
         snprintf(kept[kept_count].kind, sizeof kept->kind, "%s", kind);
+        kept[kept_count].bytes = mib << 20;
         kept[kept_count++].pointer = pointer;
         short_pointers += pointer >> 32 == 0; /* what an allocation of 32 bits leaves; the driver's addresses are longer */
         blocks++;
@@ -207,7 +276,7 @@ static void free_all(void)
     int result = 0;
     while (kept_count > 0 && result == 0) {
         kept_count--;
-        result = give(kept[kept_count].kind, kept[kept_count].pointer);
+        result = give(kept[kept_count].kind, kept[kept_count].pointer, kept[kept_count].bytes);
     }
     printf("{\"action\": \"free\", \"result\": %d}\n", result);
 }
@@ -220,6 +289,37 @@ static void inform(void)
     printf("{\"action\": \"info\", \"result\": %d, \"free_mib\": %zu, \"total_mib\": %zu, \"device_result\": %d, "
            "\"device_total_mib\": %zu}\n",
            result, free_bytes >> 20, total >> 20, device_result, of_device >> 20);
+}
+
+static void inform_without_places(void)
+{
+    size_t total = 0, free_bytes = 0;
+    int first = CALL(cuMemGetInfo, NULL, &total), second = CALL(cuMemGetInfo, &free_bytes, NULL);
+    int both = CALL(cuMemGetInfo, NULL, NULL);
+    printf("{\"action\": \"infonull\", \"results\": [%d, %d, %d], \"free_mib\": %zu, \"total_mib\": %zu}\n", first, second, both,
+           free_bytes >> 20, total >> 20);
+}
+
+/* By functions alone, so that the program starts where there is no NVML. */
+static void ask_nvml(void)
+{
+    struct { unsigned long long total, free, used; } memory = {0};
+    struct { unsigned version; unsigned long long total, reserved, free, used; } newer = {.version = 0x02000028};
+    static char entries[24 * 256];
+    unsigned count = 256;
+    void *library = dlopen("libnvidia-ml.so.1", RTLD_NOW), *gpu = NULL;
+    if (!library)
+        return (void)say_missing("libnvidia-ml.so.1");
+    int (*init)(void) = (int (*)(void))dlsym(library, "nvmlInit_v2");
+    int (*by_index)(unsigned, void **) = (int (*)(unsigned, void **))dlsym(library, "nvmlDeviceGetHandleByIndex_v2");
+    int (*memory_of)(void *, void *) = (int (*)(void *, void *))dlsym(library, "nvmlDeviceGetMemoryInfo");
+    int (*newer_of)(void *, void *) = (int (*)(void *, void *))dlsym(library, "nvmlDeviceGetMemoryInfo_v2");
+    int (*list)(void *, unsigned *, void *) =
+        (int (*)(void *, unsigned *, void *))dlsym(library, "nvmlDeviceGetComputeRunningProcesses_v3");
+    int result = init() | by_index(0, &gpu) | memory_of(gpu, &memory) | newer_of(gpu, &newer) | list(gpu, &count, entries);
+    printf("{\"action\": \"nvml\", \"result\": %d, \"total_mib\": %llu, \"used_mib\": %llu, \"newer_total_mib\": %llu, "
+           "\"newer_used_mib\": %llu, \"processes\": %u}\n",
+           result, memory.total >> 20, memory.used >> 20, newer.total >> 20, newer.used >> 20, count);
 }
 
 /* --- launches --- */
@@ -248,6 +348,23 @@ static CUgraphExec ten_kernels(CUfunction function, int *result)
     return executable;
 }
 
+static CUgraphExec ten_captured(CUfunction function, int *result)
+{
+    CUgraph graph = NULL;
+    CUgraphExec executable = NULL;
+    CUstream stream = NULL;
+    *result = CALL(cuStreamCreate, &stream, 0);
+    if (*result == 0)
+        *result = CALL(cuStreamBeginCapture, stream, CU_STREAM_CAPTURE_MODE_GLOBAL);
+    for (int i = 0; i < GRAPH_KERNELS && *result == 0; i++)
+        *result = CALL(cuLaunchKernel, function, grid, 1, 1, BLOCK, 1, 1, 0, stream, NULL, NULL);
+    if (*result == 0)
+        *result = CALL(cuStreamEndCapture, stream, &graph);
+    if (*result == 0)
+        *result = CALL(cuGraphInstantiateWithFlags, &executable, graph, 0);
+    return executable;
+}
+
 static int launch_once(const char *kind, CUfunction function, CUgraphExec graph)
 {
     CUlaunchConfig launch = {.gridDimX = grid, .gridDimY = 1, .gridDimZ = 1, .blockDimX = BLOCK, .blockDimY = 1, .blockDimZ = 1};
@@ -257,8 +374,12 @@ static int launch_once(const char *kind, CUfunction function, CUgraphExec graph)
         return CALL(cuLaunchKernelEx, &launch, function, NULL, NULL);
     if (strcmp(kind, "cooperative") == 0)
         return CALL(cuLaunchCooperativeKernel, function, grid, 1, 1, BLOCK, 1, 1, 0, NULL, NULL);
-    if (strcmp(kind, "graph") == 0)
+    if (strcmp(kind, "graph") == 0 || strcmp(kind, "captured") == 0)
         return CALL(cuGraphLaunch, graph, NULL);
+    if (strcmp(kind, "sync") == 0) {
+        int result = CALL(cuLaunchKernel, function, grid, 1, 1, BLOCK, 1, 1, 0, NULL, NULL, NULL);
+        return result ? result : CALL(cuCtxSynchronize);
+    }
     return NOT_FOUND;
 }
 
@@ -274,9 +395,9 @@ static void launch(const char *arguments)
     int result = CALL(cuModuleLoadData, &module, "");
     if (result == 0)
         result = CALL(cuModuleGetFunction, &function, module, "kernel");
-    int is_graph = strcmp(kind, "graph") == 0;
+    int is_captured = strcmp(kind, "captured") == 0, is_graph = strcmp(kind, "graph") == 0 || is_captured;
     if (result == 0 && is_graph)
-        graph = ten_kernels(function, &result);
+        graph = is_captured ? ten_captured(function, &result) : ten_kernels(function, &result);
     for (began = now_s(); result == 0 && now_s() - began < seconds; launches += result == 0)
         result = launch_once(kind, function, graph);
     if (result == 0)
@@ -319,6 +440,19 @@ static void ask_version(void)
     printf("{\"action\": \"version\", \"result\": %d, \"version\": %d}\n", result, version);
 }
 
+/* The child of a program that uses a GPU has none of it, and begins anew, without exec. */
+static int go_on_in_child(void)
+{
+    pid_t child = fork();
+    if (child == 0) {
+        kept_count = 0;
+        return start();
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    _exit(WEXITSTATUS(status));
+}
+
 static void wait_for_line(void)
 {
     char line[64];
@@ -348,6 +482,16 @@ int main(int count, char **words)
             ask_version();
         else if (strncmp(word, "info", length) == 0)
             inform();
+        else if (strncmp(word, "infonull", length) == 0)
+            inform_without_places();
+        else if (strncmp(word, "nvml", length) == 0)
+            ask_nvml();
+        else if (strncmp(word, "sleep", length) == 0)
+            nanosleep(&(struct timespec){(time_t)atof(arguments), (long)((atof(arguments) - (double)(time_t)atof(arguments)) * 1e9)}, NULL);
+        else if (strncmp(word, "fork", length) == 0 && (code = go_on_in_child()) != 0)
+            return 12;
+        else if (strncmp(word, "kill", length) == 0)
+            kill(getpid(), SIGKILL);
         else if (strncmp(word, "alloc", length) == 0)
             allocate(arguments);
         else if (strncmp(word, "free", length) == 0)

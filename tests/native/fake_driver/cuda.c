@@ -17,6 +17,7 @@
 #define PER_THREAD(function) extern __typeof__(function) function##_ptsz __attribute__((alias(#function)))
 #define QUEUE_NS 100000000ull
 #define FIRST_ADDRESS 0x7f0000000000ull
+#define FOREIGN_ADDRESS (FIRST_ADDRESS + (1ull << 44)) /* what another process has exported */
 #define ALIGNMENT (2ull << 20)
 
 /* --- GPUs: an ordinal of this process is an index into `minors` --- */
@@ -132,7 +133,7 @@ CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, 
     switch ((int)attribute) {
     case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *value = 1024; break;
     case CU_DEVICE_ATTRIBUTE_WARP_SIZE: *value = 32; break;
-    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 132; break;
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = (int)config()->sm_count; break;
     case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR: *value = 2048; break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = 0; break;
@@ -298,11 +299,39 @@ CUresult CUDAAPI cuCtxGetFlags(unsigned int *flags) { return *flags = 0, CUDA_SU
 /* --- memory: what this process has, by address --- */
 
 typedef enum { PLAIN, OF_POOL, MANAGED } memory_kind;
-typedef struct { CUdeviceptr address; size_t bytes; CUdevice device; memory_kind kind; } allocation;
-static struct { pthread_mutex_t guard; allocation *all; size_t count, room; CUdeviceptr next; uint64_t pool_used[MAX_GPUS], pool_high[MAX_GPUS]; }
+/* What a pool has reserved stays its own after a free, up to its threshold, until it is trimmed. */
+typedef struct { CUdevice device; uint64_t used, reserved, used_high, reserved_high, threshold; } pool;
+/* `references`: of a handle of virtual memory those that are held and those that are mapped; of other memory one. */
+typedef struct { CUdeviceptr address; size_t bytes; CUdevice device; memory_kind kind; pool *of; unsigned references; } allocation;
+typedef struct { CUdeviceptr address, handle; } mapping;
+static struct { pthread_mutex_t guard; allocation *all; size_t count, room; CUdeviceptr next; mapping *mapped; size_t mappings; }
     memory = {.guard = PTHREAD_MUTEX_INITIALIZER, .next = FIRST_ADDRESS};
 
-static CUresult allocate(CUdeviceptr *address, size_t bytes, CUdevice device, memory_kind kind)
+static uint64_t higher(uint64_t one, uint64_t other) { return one > other ? one : other; }
+
+/* What a pool lacks for so many bytes; it has them afterwards, or nothing has changed. */
+static int reserve_in(pool *of, size_t bytes)
+{
+    uint64_t lacking = of->used + bytes > of->reserved ? of->used + bytes - of->reserved : 0;
+    if (lacking && !take_memory(minors[of->device], lacking, 0))
+        return 0;
+    of->used += bytes;
+    of->reserved += lacking;
+    of->used_high = higher(of->used_high, of->used);
+    of->reserved_high = higher(of->reserved_high, of->reserved);
+    return 1;
+}
+
+static void trim(pool *of, uint64_t least)
+{
+    uint64_t kept = higher(of->used, least);
+    if (of->reserved > kept) {
+        give_memory(minors[of->device], of->reserved - kept, 0);
+        of->reserved = kept;
+    }
+}
+
+static CUresult allocate_from(CUdeviceptr *address, size_t bytes, CUdevice device, memory_kind kind, pool *of)
 {
     if (device < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
@@ -310,51 +339,67 @@ static CUresult allocate(CUdeviceptr *address, size_t bytes, CUdevice device, me
         return CUDA_ERROR_INVALID_DEVICE;
     if (bytes == 0)
         return CUDA_ERROR_INVALID_VALUE;
-    if (!take_memory(minors[device], bytes, kind == MANAGED))
-        return CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&memory.guard);
-    if (memory.count == memory.room) {
-        memory.room = memory.room ? 2 * memory.room : 64;
-        memory.all = realloc(memory.all, memory.room * sizeof(allocation));
-    }
-    *address = memory.next;
-    memory.next += (bytes + ALIGNMENT - 1) & ~(ALIGNMENT - 1);
-    memory.all[memory.count++] = (allocation){*address, bytes, device, kind};
-    if (kind == OF_POOL && (memory.pool_used[device] += bytes) > memory.pool_high[device])
-        memory.pool_high[device] = memory.pool_used[device];
-    pthread_mutex_unlock(&memory.guard);
-    return CUDA_SUCCESS;
-}
-
-/* The allocation that an address lies in; with `removes` it is taken out of the list. */
-static int find_allocation(CUdeviceptr address, allocation *found, int removes)
-{
-    int is_found = 0;
-    pthread_mutex_lock(&memory.guard);
-    for (size_t i = memory.count; i-- > 0 && !is_found;) {
-        allocation *at = &memory.all[i];
-        is_found = removes ? at->address == address : address >= at->address && address < at->address + at->bytes;
-        if (is_found)
-            *found = *at;
-        if (is_found && removes) {
-            memory.pool_used[at->device] -= at->kind == OF_POOL ? at->bytes : 0;
-            *at = memory.all[--memory.count];
+    int is_taken = of ? reserve_in(of, bytes) : take_memory(minors[device], bytes, kind == MANAGED);
+    if (is_taken) {
+        if (memory.count == memory.room) {
+            memory.room = memory.room ? 2 * memory.room : 64;
+            memory.all = realloc(memory.all, memory.room * sizeof(allocation));
         }
+        *address = memory.next;
+        memory.next += (bytes + ALIGNMENT - 1) & ~(ALIGNMENT - 1);
+        memory.all[memory.count++] = (allocation){*address, bytes, device, kind, of, 1};
     }
     pthread_mutex_unlock(&memory.guard);
-    return is_found;
+    return is_taken ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-static CUresult free_allocation(CUdeviceptr address)
+static CUresult allocate(CUdeviceptr *address, size_t bytes, CUdevice device, memory_kind kind)
 {
-    allocation found;
-    if (!address)
-        return CUDA_SUCCESS;
-    if (!find_allocation(address, &found, 1))
-        return CUDA_ERROR_INVALID_VALUE;
-    give_memory(minors[found.device], found.bytes, found.kind == MANAGED);
-    return CUDA_SUCCESS;
+    return allocate_from(address, bytes, device, kind, NULL);
 }
+
+static allocation *allocation_at(CUdeviceptr address)
+{
+    for (size_t i = memory.count; i-- > 0;)
+        if (address >= memory.all[i].address && address < memory.all[i].address + memory.all[i].bytes)
+            return &memory.all[i];
+    return NULL;
+}
+
+/* The allocation that an address lies in. */
+static int find_allocation(CUdeviceptr address, allocation *found)
+{
+    pthread_mutex_lock(&memory.guard);
+    const allocation *at = allocation_at(address);
+    if (at)
+        *found = *at;
+    pthread_mutex_unlock(&memory.guard);
+    return at != NULL;
+}
+
+static CUresult change_references(CUdeviceptr address, int by)
+{
+    CUresult result = CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&memory.guard);
+    allocation *at = allocation_at(address);
+    if (at && at->address == address) {
+        at->references += (unsigned)by;
+        if (at->references == 0 && at->of) {
+            at->of->used -= at->bytes;
+            trim(at->of, at->of->threshold);
+        } else if (at->references == 0) {
+            give_memory(minors[at->device], at->bytes, at->kind == MANAGED);
+        }
+        if (at->references == 0)
+            *at = memory.all[--memory.count];
+        result = CUDA_SUCCESS;
+    }
+    pthread_mutex_unlock(&memory.guard);
+    return result;
+}
+
+static CUresult free_allocation(CUdeviceptr address) { return address ? change_references(address, -1) : CUDA_SUCCESS; }
 
 CUresult CUDAAPI cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
 {
@@ -396,8 +441,10 @@ CUresult CUDAAPI cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
     if (current < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
     memory_of_caller(minors[current], &all, &used);
-    *total = all;
-    *free_bytes = used < all ? all - used : 0;
+    if (total)
+        *total = all;
+    if (free_bytes)
+        *free_bytes = used < all ? all - used : 0;
     return CUDA_SUCCESS;
 }
 
@@ -413,7 +460,7 @@ CUresult CUDAAPI cuMemGetInfo(unsigned int *free_bytes, unsigned int *total)
 CUresult CUDAAPI cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdeviceptr address)
 {
     allocation found;
-    if (!find_allocation(address, &found, 0))
+    if (!find_allocation(address, &found))
         return CUDA_ERROR_INVALID_VALUE;
     if (base)
         *base = found.address;
@@ -425,7 +472,7 @@ CUresult CUDAAPI cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdevi
 CUresult CUDAAPI cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr address)
 {
     allocation found;
-    if (!find_allocation(address, &found, 0))
+    if (!find_allocation(address, &found))
         return CUDA_ERROR_INVALID_VALUE;
     switch ((int)attribute) {
     case CU_POINTER_ATTRIBUTE_CONTEXT: *(CUcontext *)value = context_of(found.device); break;
@@ -448,52 +495,93 @@ CUresult CUDAAPI cuMemHostAlloc(void **memory_of_host, size_t bytes, unsigned in
 CUresult CUDAAPI cuMemAllocHost_v2(void **memory_of_host, size_t bytes) { return cuMemHostAlloc(memory_of_host, bytes, 0); }
 CUresult CUDAAPI cuMemFreeHost(void *memory_of_host) { return free(memory_of_host), CUDA_SUCCESS; }
 
-/* Pools: a handle points to its GPU's number. All of a GPU's share what they have reserved. */
-static int pool_devices[MAX_GPUS];
+/* Pools: each GPU has one of its own; a program makes others. */
+static pool own_pools[MAX_GPUS];
 
-static CUresult pool_of(CUmemoryPool *pool, CUdevice device)
+CUresult CUDAAPI cuDeviceGetDefaultMemPool(CUmemoryPool *found, CUdevice device)
 {
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
-    pool_devices[device] = device;
-    *pool = (CUmemoryPool)&pool_devices[device];
+    own_pools[device].device = device;
+    return *found = (CUmemoryPool)&own_pools[device], CUDA_SUCCESS;
+}
+static pool *chosen_pools[MAX_GPUS]; /* by cuDeviceSetMemPool */
+CUresult CUDAAPI cuDeviceGetMemPool(CUmemoryPool *found, CUdevice device)
+{
+    CUresult result = cuDeviceGetDefaultMemPool(found, device);
+    if (result == CUDA_SUCCESS && chosen_pools[device])
+        *found = (CUmemoryPool)chosen_pools[device];
+    return result;
+}
+CUresult CUDAAPI cuDeviceSetMemPool(CUdevice device, CUmemoryPool chosen)
+{
+    return is_gpu(device) ? (chosen_pools[device] = (pool *)chosen, CUDA_SUCCESS) : CUDA_ERROR_INVALID_DEVICE;
+}
+
+CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *made, const CUmemPoolProps *properties)
+{
+    if (!is_gpu(properties->location.id))
+        return CUDA_ERROR_INVALID_DEVICE;
+    pool *fresh = calloc(1, sizeof *fresh);
+    fresh->device = properties->location.id;
+    return *made = (CUmemoryPool)fresh, CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool of)
+{
+    trim((pool *)of, 0);
+    for (unsigned i = 0; i < MAX_GPUS; i++)
+        if (chosen_pools[i] == (pool *)of)
+            chosen_pools[i] = NULL;
+    return CUDA_SUCCESS; /* what still lies in it is freed with its last address; so the pool stays */
+}
+
+CUresult CUDAAPI cuMemPoolTrimTo(CUmemoryPool of, size_t least)
+{
+    pthread_mutex_lock(&memory.guard);
+    trim((pool *)of, least);
+    pthread_mutex_unlock(&memory.guard);
     return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI cuDeviceGetDefaultMemPool(CUmemoryPool *pool, CUdevice device) { return pool_of(pool, device); }
-CUresult CUDAAPI cuDeviceGetMemPool(CUmemoryPool *pool, CUdevice device) { return pool_of(pool, device); }
-
-CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *properties)
+CUresult CUDAAPI cuMemPoolSetAttribute(CUmemoryPool of, CUmemPool_attribute attribute, void *value)
 {
-    return pool_of(pool, properties->location.id);
+    if (attribute == CU_MEMPOOL_ATTR_RELEASE_THRESHOLD)
+        ((pool *)of)->threshold = *(cuuint64_t *)value;
+    return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute, void *value)
+CUresult CUDAAPI cuMemPoolGetAttribute(CUmemoryPool of, CUmemPool_attribute attribute, void *value)
 {
-    int device = *(int *)pool;
+    const pool *asked = (pool *)of;
     switch ((int)attribute) {
-    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT:
-    case CU_MEMPOOL_ATTR_USED_MEM_CURRENT: *(cuuint64_t *)value = memory.pool_used[device]; break;
-    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH:
-    case CU_MEMPOOL_ATTR_USED_MEM_HIGH: *(cuuint64_t *)value = memory.pool_high[device]; break;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT: *(cuuint64_t *)value = asked->reserved; break;
+    case CU_MEMPOOL_ATTR_USED_MEM_CURRENT: *(cuuint64_t *)value = asked->used; break;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH: *(cuuint64_t *)value = asked->reserved_high; break;
+    case CU_MEMPOOL_ATTR_USED_MEM_HIGH: *(cuuint64_t *)value = asked->used_high; break;
+    case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD: *(cuuint64_t *)value = asked->threshold; break;
     default: *(int *)value = 0;
     }
     return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUmemoryPool pool, CUstream stream)
+CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUmemoryPool from, CUstream stream)
 {
     log_call("cuMemAllocFromPoolAsync");
     (void)stream;
-    return allocate(address, bytes, *(int *)pool, OF_POOL);
+    return allocate_from(address, bytes, ((pool *)from)->device, OF_POOL, (pool *)from);
 }
 PER_THREAD(cuMemAllocFromPoolAsync);
 
 CUresult CUDAAPI cuMemAllocAsync(CUdeviceptr *address, size_t bytes, CUstream stream)
 {
+    CUmemoryPool from = NULL;
     log_call("cuMemAllocAsync");
     (void)stream;
-    return allocate(address, bytes, current, OF_POOL);
+    if (current < 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    cuDeviceGetMemPool(&from, current);
+    return allocate_from(address, bytes, current, OF_POOL, (pool *)from);
 }
 PER_THREAD(cuMemAllocAsync);
 
@@ -526,7 +614,77 @@ CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
     return allocate(handle, bytes, properties->location.id, PLAIN);
 }
 
-CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) { return free_allocation(handle); }
+CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle)
+{
+    return handle >= FOREIGN_ADDRESS ? CUDA_SUCCESS : change_references(handle, -1);
+}
+
+/* Memory stays while it is mapped, though its handle is released. */
+CUresult CUDAAPI cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags)
+{
+    (void)bytes, (void)offset, (void)flags;
+    CUresult result = handle >= FOREIGN_ADDRESS ? CUDA_SUCCESS : change_references(handle, 1);
+    pthread_mutex_lock(&memory.guard);
+    memory.mapped = realloc(memory.mapped, (memory.mappings + 1) * sizeof(mapping));
+    memory.mapped[memory.mappings++] = (mapping){address, handle};
+    pthread_mutex_unlock(&memory.guard);
+    return result;
+}
+
+static CUdeviceptr handle_mapped_at(CUdeviceptr address, int removes)
+{
+    CUdeviceptr handle = 0;
+    pthread_mutex_lock(&memory.guard);
+    for (size_t i = 0; i < memory.mappings && !handle; i++)
+        if (memory.mapped[i].address == address) {
+            handle = memory.mapped[i].handle;
+            if (removes)
+                memory.mapped[i] = memory.mapped[--memory.mappings];
+        }
+    pthread_mutex_unlock(&memory.guard);
+    return handle;
+}
+
+CUresult CUDAAPI cuMemUnmap(CUdeviceptr address, size_t bytes)
+{
+    (void)bytes;
+    CUdeviceptr handle = handle_mapped_at(address, 1);
+    return handle ? cuMemRelease(handle) : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *address)
+{
+    *handle = handle_mapped_at((uintptr_t)address, 0);
+    return *handle ? change_references(*handle, 1) : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* Between processes: whatever is opened is another process's memory. */
+CUresult CUDAAPI cuMemExportToShareableHandle(void *shared, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
+                                              unsigned long long flags)
+{
+    (void)type, (void)flags;
+    return *(int *)shared = (int)(handle >> 21 & 0xffff), CUDA_SUCCESS;
+}
+CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shared, CUmemAllocationHandleType type)
+{
+    (void)shared, (void)type;
+    return *handle = FOREIGN_ADDRESS, CUDA_SUCCESS;
+}
+CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
+{
+    memset(handle, 0, sizeof *handle);
+    return memcpy(handle, &address, sizeof address), CUDA_SUCCESS;
+}
+CUresult CUDAAPI cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned int flags)
+{
+    (void)flags, (void)handle;
+    return *address = FOREIGN_ADDRESS, CUDA_SUCCESS;
+}
+CUresult CUDAAPI cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle handle, unsigned int flags)
+{
+    return cuIpcOpenMemHandle_v2(address, handle, flags);
+}
+CUresult CUDAAPI cuIpcCloseMemHandle(CUdeviceptr address) { return (void)address, CUDA_SUCCESS; }
 
 CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t alignment, CUdeviceptr near,
                                      unsigned long long flags)
@@ -591,7 +749,7 @@ CUresult CUDAAPI cuMipmappedArrayDestroy(CUmipmappedArray array) { return free_a
 
 /* --- modules and launches: a launch returns at once, until the GPU has QUEUE_NS of work before it --- */
 
-static int a_module, a_function, a_stream, an_event;
+static int a_module, a_function, a_stream;
 
 CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image)
 {
@@ -613,37 +771,71 @@ CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, cons
 
 CUresult CUDAAPI cuModuleGetLoadingMode(CUmoduleLoadingMode *mode) { return *mode = CU_MODULE_LAZY_LOADING, CUDA_SUCCESS; }
 
-/* Graphs: how many kernels they have. An executable one is a copy. While one is captured, launches only add to it. */
-typedef struct { unsigned kernels; } graph;
+/* Graphs: their nodes. An executable one is a copy, whose memory is taken at its first launch and stays with the GPU until it is
+   trimmed. While one is captured, launches only add to it. */
+enum { MAX_NODES = 64, PLACES_OF_SM = 8 };
+typedef struct { CUgraphNodeType type; CUDA_KERNEL_NODE_PARAMS kernel; size_t bytes; } graph_node;
+typedef struct { unsigned count; int is_backed; CUdevice device; graph_node nodes[MAX_NODES]; } graph;
 static graph *captured;
+static struct { uint64_t used, reserved; } graph_memory[MAX_GPUS];
 
-static CUresult run_kernels(unsigned count)
+static uint64_t duration_of(uint64_t blocks)
+{
+    uint64_t at_once = config()->sm_count * PLACES_OF_SM;
+    if (!config()->block_ns)
+        return config()->kernel_ns;
+    return higher(blocks, at_once) * config()->block_ns / at_once;
+}
+
+static uint64_t blocks_of(const CUDA_KERNEL_NODE_PARAMS *kernel)
+{
+    return (uint64_t)kernel->gridDimX * kernel->gridDimY * kernel->gridDimZ;
+}
+
+static CUresult run(uint64_t duration_ns)
 {
     if (current < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
-    if (captured)
-        return captured->kernels += count, CUDA_SUCCESS;
-    uint64_t done_at = run_on_gpu(minors[current], config()->kernel_ns * count);
+    uint64_t done_at = run_on_gpu(minors[current], duration_ns);
     busy_until[current] = done_at;
     if (done_at > now_ns() + QUEUE_NS)
         sleep_until(done_at - QUEUE_NS);
     return CUDA_SUCCESS;
 }
 
+static CUresult add_node(CUgraphNode *node, graph *to, graph_node made)
+{
+    if (to->count == MAX_NODES)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    to->nodes[to->count] = made;
+    *node = (CUgraphNode)&to->nodes[to->count++];
+    return CUDA_SUCCESS;
+}
+
+static CUresult run_kernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads)
+{
+    CUgraphNode unwanted;
+    CUDA_KERNEL_NODE_PARAMS kernel = {.func = function, .gridDimX = x, .gridDimY = y, .gridDimZ = z, .blockDimX = threads,
+                                      .blockDimY = 1, .blockDimZ = 1};
+    if (captured)
+        return add_node(&unwanted, captured, (graph_node){.type = CU_GRAPH_NODE_TYPE_KERNEL, .kernel = kernel});
+    return run(duration_of(blocks_of(&kernel)));
+}
+
 CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
                                 unsigned int block_x, unsigned int block_y, unsigned int block_z, unsigned int shared_bytes,
                                 CUstream stream, void **parameters, void **extra)
 {
-    (void)function, (void)grid_x, (void)grid_y, (void)grid_z, (void)block_x, (void)block_y, (void)block_z;
     (void)shared_bytes, (void)stream, (void)parameters, (void)extra;
-    return run_kernels(1);
+    return run_kernel(function, grid_x, grid_y, grid_z, block_x * block_y * block_z);
 }
 PER_THREAD(cuLaunchKernel);
 
 CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig *launch, CUfunction function, void **parameters, void **extra)
 {
-    (void)launch, (void)function, (void)parameters, (void)extra;
-    return run_kernels(1);
+    (void)parameters, (void)extra;
+    return run_kernel(function, launch->gridDimX, launch->gridDimY, launch->gridDimZ,
+                      launch->blockDimX * launch->blockDimY * launch->blockDimZ);
 }
 PER_THREAD(cuLaunchKernelEx);
 
@@ -651,9 +843,8 @@ CUresult CUDAAPI cuLaunchCooperativeKernel(CUfunction function, unsigned int gri
                                            unsigned int block_x, unsigned int block_y, unsigned int block_z,
                                            unsigned int shared_bytes, CUstream stream, void **parameters)
 {
-    (void)function, (void)grid_x, (void)grid_y, (void)grid_z, (void)block_x, (void)block_y, (void)block_z;
     (void)shared_bytes, (void)stream, (void)parameters;
-    return run_kernels(1);
+    return run_kernel(function, grid_x, grid_y, grid_z, block_x * block_y * block_z);
 }
 PER_THREAD(cuLaunchCooperativeKernel);
 
@@ -684,11 +875,43 @@ CUresult CUDAAPI cuStreamCreateWithPriority(CUstream *stream, unsigned int flags
     return cuStreamCreate(stream, flags);
 }
 
+/* An event: the time at which what was given to the GPU before it will be done. */
 CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned int flags)
 {
     (void)flags;
-    return *event = (CUevent)&an_event, CUDA_SUCCESS;
+    return (*event = calloc(1, sizeof(uint64_t))) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
+CUresult CUDAAPI cuEventDestroy_v2(CUevent event) { return free(event), CUDA_SUCCESS; }
+CUresult CUDAAPI cuEventDestroy(CUevent event) { return cuEventDestroy_v2(event); }
+
+CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream)
+{
+    (void)stream;
+    if (current < 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (captured) /* the real driver makes it a node of the graph */
+        return CUDA_SUCCESS;
+    *(uint64_t *)event = higher(busy_until[current], now_ns());
+    return CUDA_SUCCESS;
+}
+PER_THREAD(cuEventRecord);
+
+CUresult CUDAAPI cuEventQuery(CUevent event) { return *(uint64_t *)event <= now_ns() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY; }
+CUresult CUDAAPI cuEventSynchronize(CUevent event) { return sleep_until(*(uint64_t *)event), CUDA_SUCCESS; }
+CUresult CUDAAPI cuEventElapsedTime(float *ms, CUevent from, CUevent until)
+{
+    if (cuEventQuery(until) != CUDA_SUCCESS)
+        return CUDA_ERROR_NOT_READY;
+    return *ms = (float)((double)(*(uint64_t *)until - *(uint64_t *)from) / 1e6), CUDA_SUCCESS;
+}
+CUresult CUDAAPI cuEventElapsedTime_v2(float *ms, CUevent from, CUevent until) { return cuEventElapsedTime(ms, from, until); }
+
+CUresult CUDAAPI cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status)
+{
+    (void)stream;
+    return *status = captured ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE, CUDA_SUCCESS;
+}
+PER_THREAD(cuStreamIsCapturing);
 
 CUresult CUDAAPI cuCtxGetStreamPriorityRange(int *least, int *greatest)
 {
@@ -719,24 +942,86 @@ CUresult CUDAAPI cuStreamEndCapture(CUstream stream, CUgraph *made)
     return CUDA_SUCCESS;
 }
 
-static CUresult add_kernel(CUgraphNode *node, CUgraph to)
-{
-    ((graph *)to)->kernels++;
-    return *node = (CUgraphNode)to, CUDA_SUCCESS;
-}
-
 CUresult CUDAAPI cuGraphAddKernelNode_v2(CUgraphNode *node, CUgraph to, const CUgraphNode *after, size_t count,
                                          const CUDA_KERNEL_NODE_PARAMS *parameters)
 {
-    (void)after, (void)count, (void)parameters;
-    return add_kernel(node, to);
+    (void)after, (void)count;
+    return add_node(node, (graph *)to, (graph_node){.type = CU_GRAPH_NODE_TYPE_KERNEL, .kernel = *parameters});
 }
 
+/* The older struct begins like the newer one, up to what an older program does not have. */
 CUresult CUDAAPI cuGraphAddKernelNode(CUgraphNode *node, CUgraph to, const CUgraphNode *after, size_t count,
                                       const CUDA_KERNEL_NODE_PARAMS_v1 *parameters)
 {
-    (void)after, (void)count, (void)parameters;
-    return add_kernel(node, to);
+    CUDA_KERNEL_NODE_PARAMS newer = {0};
+    memcpy(&newer, parameters, sizeof *parameters);
+    return cuGraphAddKernelNode_v2(node, to, after, count, &newer);
+}
+
+CUresult CUDAAPI cuGraphAddMemAllocNode(CUgraphNode *node, CUgraph to, const CUgraphNode *after, size_t count,
+                                        CUDA_MEM_ALLOC_NODE_PARAMS *parameters)
+{
+    log_call("cuGraphAddMemAllocNode");
+    (void)after, (void)count;
+    parameters->dptr = FIRST_ADDRESS;
+    return add_node(node, (graph *)to, (graph_node){.type = CU_GRAPH_NODE_TYPE_MEM_ALLOC, .bytes = parameters->bytesize});
+}
+
+CUresult CUDAAPI cuGraphGetNodes(CUgraph of, CUgraphNode *nodes, size_t *count)
+{
+    graph *in = (graph *)of;
+    for (size_t i = 0; nodes && i < *count && i < in->count; i++)
+        nodes[i] = (CUgraphNode)&in->nodes[i];
+    return *count = in->count, CUDA_SUCCESS;
+}
+CUresult CUDAAPI cuGraphNodeGetType(CUgraphNode node, CUgraphNodeType *type)
+{
+    return *type = ((graph_node *)node)->type, CUDA_SUCCESS;
+}
+CUresult CUDAAPI cuGraphKernelNodeGetParams_v2(CUgraphNode node, CUDA_KERNEL_NODE_PARAMS *parameters)
+{
+    return *parameters = ((graph_node *)node)->kernel, CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGetGraphMemAttribute(CUdevice device, CUgraphMem_attribute attribute, void *value)
+{
+    if (!is_gpu(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    int is_reserved = attribute == CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT || attribute == CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH;
+    *(cuuint64_t *)value = is_reserved ? graph_memory[device].reserved : graph_memory[device].used;
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGraphMemTrim(CUdevice device)
+{
+    if (!is_gpu(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    give_memory(minors[device], graph_memory[device].reserved - graph_memory[device].used, 0);
+    graph_memory[device].reserved = graph_memory[device].used;
+    return CUDA_SUCCESS;
+}
+
+static uint64_t memory_of_graph(const graph *of)
+{
+    uint64_t bytes = 0;
+    for (const graph_node *node = of->nodes; node < of->nodes + of->count; node++)
+        bytes += node->type == CU_GRAPH_NODE_TYPE_MEM_ALLOC ? node->bytes : 0;
+    return bytes;
+}
+
+static CUresult back_graph(graph *of)
+{
+    uint64_t bytes = memory_of_graph(of);
+    if (of->is_backed || !bytes)
+        return CUDA_SUCCESS;
+    uint64_t used = graph_memory[current].used + bytes, reserved = graph_memory[current].reserved;
+    if (used > reserved && !take_memory(minors[current], used - reserved, 0))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    graph_memory[current].used = used;
+    graph_memory[current].reserved = higher(used, reserved);
+    of->device = current;
+    of->is_backed = 1;
+    return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuGraphInstantiateWithFlags(CUgraphExec *made, CUgraph from, unsigned long long flags)
@@ -752,13 +1037,24 @@ CUresult CUDAAPI cuGraphInstantiateWithFlags(CUgraphExec *made, CUgraph from, un
 
 CUresult CUDAAPI cuGraphLaunch(CUgraphExec from, CUstream stream)
 {
+    uint64_t duration = 0;
     (void)stream;
-    return run_kernels(((graph *)from)->kernels);
+    const graph *launched = (graph *)from;
+    CUresult result = current < 0 ? CUDA_ERROR_INVALID_CONTEXT : back_graph((graph *)from);
+    for (const graph_node *node = launched->nodes; node < launched->nodes + launched->count; node++)
+        duration += node->type == CU_GRAPH_NODE_TYPE_KERNEL ? duration_of(blocks_of(&node->kernel)) : 0;
+    return result == CUDA_SUCCESS ? run(duration) : result;
 }
 PER_THREAD(cuGraphLaunch);
 
 CUresult CUDAAPI cuGraphDestroy(CUgraph of) { return free(of), CUDA_SUCCESS; }
-CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec of) { return free(of), CUDA_SUCCESS; }
+CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec of)
+{
+    const graph *ended = (graph *)of;
+    if (ended->is_backed)
+        graph_memory[ended->device].used -= memory_of_graph(ended);
+    return free(of), CUDA_SUCCESS;
+}
 
 /* --- errors --- */
 

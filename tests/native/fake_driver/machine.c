@@ -23,7 +23,7 @@
 #define SECOND_NS 1000000000ull
 #define SLICE_NS 20000000ull
 #define LONGEST_QUEUE_NS (60 * SECOND_NS)
-enum { SLICES = 64, LOCK_BASE = 0x40000000 };
+enum { SLICES = 128, LOCK_BASE = 0x40000000 };
 
 typedef struct { uint64_t number, busy_ns; } slice;
 typedef struct {
@@ -50,7 +50,7 @@ typedef struct {
     cgroup_limit limits[MAX_LIMITS];
 } state;
 
-static const uint64_t LAYOUT = 0xfa4e000000000003ull + sizeof(state);
+static const uint64_t LAYOUT = 0xfa4e000000000004ull + sizeof(state);
 
 /* Of this process. A child of fork has none of it: its parent's GPUs are not its own, as with the real driver. */
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
@@ -115,7 +115,10 @@ static void read_settings(void)
     settings.memory = read_number(text, "memory_mib", "24576") << 20;
     settings.context = read_number(text, "context_mib", "300") << 20;
     settings.kernel_ns = read_number(text, "kernel_us", "1000") * 1000;
+    settings.block_ns = read_number(text, "block_us", "0") * 1000;
+    settings.sm_count = read_number(text, "sm_count", "132");
     settings.sample_ns = read_number(text, "sample_ms", "1000") * 1000000;
+    settings.lag_ns = read_number(text, "lag_ms", "0") * 1000000;
     settings.cuda_version = (int)read_number(text, "cuda_version", "13000");
     settings.logs = (int)read_number(text, "log", "0");
     read_setting(text, "driver_version", "580.95.05", settings.driver_version);
@@ -335,6 +338,15 @@ static process *own_entry(void)
     return own = entry;
 }
 
+/* Of a process's two libraries the one asks for what the other has taken. */
+static process *entry_of_caller(void)
+{
+    for (process *entry = machine->processes; entry < machine->processes + MAX_PROCESSES; entry++)
+        if (entry->is_used && is_own(entry))
+            return entry;
+    return own_entry();
+}
+
 /* --- memory --- */
 
 static uint64_t used_on(unsigned minor)
@@ -453,7 +465,7 @@ void memory_of_caller(unsigned minor, uint64_t *total, uint64_t *used)
 {
     begin();
     clear_dead();
-    view_of(minor, own_entry(), total, used);
+    view_of(minor, entry_of_caller(), total, used);
     end();
 }
 
@@ -545,7 +557,7 @@ static void note_busy(gpu_use *use, uint64_t from, uint64_t until)
 
 static unsigned busy_percent(const gpu_use *use)
 {
-    uint64_t current = now_ns() / SLICE_NS, shown = config()->sample_ns / SLICE_NS, busy = 0;
+    uint64_t current = (now_ns() - config()->lag_ns) / SLICE_NS, shown = config()->sample_ns / SLICE_NS, busy = 0;
     for (const slice *at = use->slices; at < use->slices + SLICES; at++)
         if (at->number < current && at->number + shown >= current)
             busy += at->busy_ns;

@@ -9,8 +9,11 @@
  *   gpus            8             how many the machine has
  *   memory_mib      24576         of each
  *   context_mib     300           what a process's context takes
- *   kernel_us       1000          how long a kernel keeps its GPU busy
+ *   kernel_us       1000          how long a kernel keeps its GPU busy, whatever its grid
+ *   block_us        0             not 0: how long one of its blocks keeps its place; a kernel takes as many waves as its grid needs
+ *   sm_count        132           multiprocessors of each, with places for 8 blocks
  *   sample_ms       1000          what utilisation is measured over: up to a second, by NVML's reference
+ *   lag_ms          0             how old what utilisation shows is
  *   driver_version  580.95.05
  *   cuda_version    13000         the newest CUDA of the driver
  *   name            NVIDIA H100 80GB HBM3
@@ -38,7 +41,7 @@ typedef enum { PIDS_HOST, PIDS_OPEN, PIDS_OPEN570 } pid_kind;
 
 typedef struct {
     unsigned gpus;
-    uint64_t memory, context, kernel_ns, sample_ns;
+    uint64_t memory, context, kernel_ns, block_ns, sm_count, sample_ns, lag_ns;
     char driver_version[TEXT], name[TEXT], uuid_prefix[TEXT], devices[TEXT], dies_in[TEXT], stops_in[TEXT];
     int cuda_version, logs;
     pid_kind pids;
