@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION
 from gpushare_agent.extender.cluster_page import ClusterPage

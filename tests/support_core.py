@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.identity import Known
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedContainer, ListedPod

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from gpushare_agent.gpus.decisions.health import HealthPolicy
 from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind

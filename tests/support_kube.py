@@ -30,16 +30,15 @@ NODE = "node-1"
 FAST = Backoff(base_s=0.005, cap_s=0.02)
 
 
-class NotedBackoff(Backoff):
+class NotedBackoff(Backoff, frozen=True, kw_only=True):
     """Notes for which number of failures it was asked, and waits next to nothing."""
 
-    def __init__(self, asked: list[int]) -> None:
-        super().__init__(base_s=0.0, cap_s=0.0)
-        object.__setattr__(self, "asked", asked)
+    base_s: float = 0.0
+    cap_s: float = 0.0
+    asked: list[int]
 
     def delay_s(self, failures: int) -> float:
-        asked: list[int] = self.asked  # type: ignore[attr-defined]  # the base is frozen, so set above
-        asked.append(failures)
+        self.asked.append(failures)
         return 0.001
 
 

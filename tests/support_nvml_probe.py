@@ -10,7 +10,6 @@ events so far, `close` nothing.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import sys
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from msgspec import to_builtins
 from structlog.testing import LogCapture
 
 from gpushare_agent.gpus.nvml.driver import NvmlDriver
@@ -55,7 +55,7 @@ async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:
 async def read(driver: NvmlDriver) -> dict[str, Any]:
     inventory = await driver.read()
     return {
-        "gpus": [dataclasses.asdict(gpu) for gpu in inventory.gpus],
+        "gpus": [to_builtins(gpu) for gpu in inventory.gpus],
         "divided": [gpu.uuid for gpu in inventory.divided],
         "links": [[f"{link.kind.name}{link.nvlinks or ''}" for link in row] for row in inventory.topology.links],
         "tree": render_tree(inventory.topology),
@@ -66,7 +66,7 @@ async def read(driver: NvmlDriver) -> dict[str, Any]:
 
 
 async def sample(driver: NvmlDriver) -> dict[str, Any]:
-    return dataclasses.asdict(await driver.sample())
+    return to_builtins(await driver.sample())
 
 
 async def sample_600(driver: NvmlDriver) -> dict[str, Any]:
@@ -85,12 +85,12 @@ async def limits(driver: NvmlDriver, words: list[str]) -> dict[str, Any] | None:
         [outcome] = await driver.keep_memory_limits([wanted], may_set=may_set)
     except (Rejected, Unavailable) as error:
         return {type(error).__name__.lower(): str(error)}
-    return dataclasses.asdict(outcome)
+    return to_builtins(outcome)
 
 
 async def events(driver: NvmlDriver) -> list[dict[str, Any]]:
     """Without the IDs of MIG instances where an event has none."""
-    found = [dataclasses.asdict(event) for event in await driver.events()]
+    found = [to_builtins(event) for event in await driver.events()]
     return [{key: value for key, value in event.items() if value is not None or key == "uuid"} for event in found]
 
 

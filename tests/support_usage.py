@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpushare_agent.gpus.decisions.health import HealthPolicy, why_not_offered
 from gpushare_agent.gpus.decisions.values import GpuHealth

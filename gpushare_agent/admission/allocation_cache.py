@@ -16,9 +16,10 @@ containers see: the greater of what is booked and of the IDs that the kubelet ha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.ledger import Ledger
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare

@@ -7,7 +7,8 @@ State owned: the records, in a ring. Written by admission/outcomes.py alone; rea
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpushare_agent.model.decision_records import DecisionRecord
 

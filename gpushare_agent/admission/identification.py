@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.admission.decisions.identity import (
     Call,
@@ -63,8 +63,7 @@ class KubeletFacts(Protocol):
         """Whether a List inside GetPreferredAllocation is safe on this kubelet. Raises Unavailable while unknown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
+class Timeouts(Struct, frozen=True, kw_only=True):
     """Seconds: for asking the API server about pods in all, for polling the kubelet again in doubt, between two polls."""
 
     lookup_s: float = 2.0
@@ -72,8 +71,7 @@ class Timeouts:
     poll_pause_s: float = 0.03
 
 
-@dataclass(slots=True, kw_only=True)
-class _Lookup:
+class _Lookup(Struct, kw_only=True):
     """How far the identification of one call is. `verified` are the pods fetched since the last List, `unanswered` is the
     refusal where the API server did not answer the last fetch. `unverifiable` are those that may be static pods of which the
     kubelet could not be asked, with the reason: what the pod store has by that name may be a former one."""
@@ -86,8 +84,7 @@ class _Lookup:
     is_first_poll: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class _Explained:
+class _Explained(Struct, frozen=True):
     """A listed pod that had everything of a resource, and what that was seen from: none of these values ever changes."""
 
     entry: ListedDevices

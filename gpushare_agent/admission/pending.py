@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.admission.decisions.explain import Explanation
 from gpushare_agent.admission.decisions.identity import Target
@@ -17,8 +18,7 @@ PLAN_LIFETIME_S = 15.0
 """An Allocate follows its GetPreferredAllocation within milliseconds; an older plan is of a kubelet that stopped."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingPlan:
+class PendingPlan(Struct, frozen=True, kw_only=True):
     """The outcome of a GetPreferredAllocation whose Allocate has not come yet. `target` is None where the container could
     not be identified; `outcome` then is the refusal."""
 

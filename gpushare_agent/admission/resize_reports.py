@@ -7,8 +7,9 @@ status.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec import Struct, field
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.resize import (
@@ -76,8 +77,7 @@ class ResizeReporter:
             self._annotations.resize_status(user, bounded_status(entries))
 
 
-@dataclass(slots=True)
-class ResizeRound:
+class ResizeRound(Struct):
     """What one round found: why shares keep their sizes, which are not enforced yet, and containers that annotations name
     and their pods do not have."""
 

@@ -19,10 +19,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
 import structlog
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
@@ -78,8 +79,7 @@ class Enforcement(Protocol):
         """Make the share's limits what they are to be. Why they are not (yet), empty where they are. Raises AgentError."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Enforced:
+class _Enforced(Struct, frozen=True, kw_only=True):
     """What the isolation enforces in which container, and since when, in seconds since the epoch."""
 
     target: ShareSize

@@ -16,11 +16,12 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 
 import structlog
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.agent.auto_isolation import NodeSettings, resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
@@ -55,8 +56,7 @@ class _End(IntEnum):
     STOP = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Next:
+class _Next(Struct, frozen=True, kw_only=True):
     """The next life. `is_newcomer`: it asks the agent that serves to hand over, instead of waiting until that one leaves."""
 
     settings: NodeSettings

@@ -7,10 +7,11 @@ isolation can be had.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import structlog
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.agent.gpu_side import NodeDriver, open_driver
 from gpushare_agent.agent.values import driver_volumes
@@ -35,8 +36,7 @@ T = TypeVar("T")
 FILES_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettings:
+class NodeSettings(Struct, frozen=True, kw_only=True):
     """Settings without `auto`. `isolation_reason` is why the isolation was chosen, empty where the operator chose it.
     `mig_profiles` are those of the node's MIG instances where resources are named after them."""
 

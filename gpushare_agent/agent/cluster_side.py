@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.admission.rejected_pods import RejectedPods
 from gpushare_agent.agent.state import NodeState
@@ -43,8 +43,7 @@ class _RunsOnApi(Protocol):
     async def run(self, api: Any) -> object: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSide:
+class ClusterSide(Struct, frozen=True, kw_only=True):
     """A writer is None where the settings switch it off."""
 
     settings: Settings

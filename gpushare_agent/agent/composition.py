@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decision_log import DecisionLog
@@ -47,8 +48,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeAgent:
+class NodeAgent(Struct, frozen=True, kw_only=True):
     """One life of the agent, between two reloads of its settings."""
 
     state: NodeState

@@ -7,11 +7,11 @@ import secrets
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.agent.isolation_side import IsolationSide
@@ -45,8 +45,7 @@ log = structlog.get_logger(__name__)
 LEAVE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraSide:
+class DraSide(Struct, frozen=True, kw_only=True):
     settings: Settings
     claims: Claims
     ready: asyncio.Event

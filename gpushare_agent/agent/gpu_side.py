@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.agent.state import NodeState
 from gpushare_agent.gpus.control_server import ControlServer
@@ -35,8 +35,7 @@ class NodeDriver(GpuDriver, MemoryLimiter, Protocol):
     in_use: Callable[[], Collection[GpuUuid]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuSide:
+class GpuSide(Struct, frozen=True, kw_only=True):
     """`control` is None where the setting names no socket."""
 
     settings: Settings

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.admission.decisions.container_edits import choose_isolation
 from gpushare_agent.agent.claim_pods import ClaimPods
@@ -38,8 +38,7 @@ from gpushare_agent.settings.settings import Settings
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IsolationSide:
+class IsolationSide(Struct, frozen=True, kw_only=True):
     """`cdi_watch` is None where nothing on this node needs it."""
 
     settings: Settings

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.admission.admission import Admission
 from gpushare_agent.admission.allocation_cache import AllocationCache
@@ -53,8 +53,7 @@ TAKE_OVER_S = 15.0
 """The agent that has handed over ends within seconds; a call of the kubelet may wait for five."""
 
 
-@dataclass(slots=True, kw_only=True)
-class KubeletSide:
+class KubeletSide(Struct, kw_only=True):
     settings: Settings
     names: ResourceNames
     store: PodStore

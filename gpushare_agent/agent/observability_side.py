@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.agent.isolation_side import IsolationSide
 from gpushare_agent.agent.state import NodeState
@@ -27,8 +28,7 @@ from gpushare_agent.runtime.process_owners import ProcessOwners
 from gpushare_agent.settings.settings import Settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObservabilitySide:
+class ObservabilitySide(Struct, frozen=True, kw_only=True):
     """`display` and `debug` are None where the settings switch them off."""
 
     usage: UsageSampling

@@ -6,7 +6,8 @@ Each has one owner, the only one to change it: docs/explanation/architecture.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decision_log import DecisionLog
@@ -20,8 +21,7 @@ from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.settings.settings import Settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeState:
+class NodeState(Struct, frozen=True, kw_only=True):
     settings: Settings
     isolation_reason: str
     """Why the isolation was chosen, empty where the setting names it."""

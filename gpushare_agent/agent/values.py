@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.isolation import ISOLATIONS, IsolationConfig, MpsConfig

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import ceil
+
+from msgspec.structs import replace
 
 from gpushare_agent import __version__
 from gpushare_agent.admission.decisions.annotations import pod_annotations

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.cli.agent_client import (
     AGENT_NAMESPACE,
@@ -32,8 +33,7 @@ _GET_TIMEOUT_S = 15.0
 _MOST_ASKED = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentTarget:
+class AgentTarget(Struct, frozen=True, kw_only=True):
     """Whose node is meant. `server` is the agent's URL, without a last slash. `node` is a node's name;
     `is_remote` without one means the node that the pod is on, or the only one with an agent. An empty `agent_namespace`
     means all."""
@@ -60,8 +60,7 @@ async def open_agent(
         yield ApiServerProxy(api, await find_agent(api, settings, node=node, namespace=target.agent_namespace))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentPod:
+class AgentPod(Struct, frozen=True, kw_only=True):
     """Where an agent runs."""
 
     namespace: str

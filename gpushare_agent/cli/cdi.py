@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict
 from typing import Any, Literal
+
+from msgspec import to_builtins
 
 from gpushare_agent.agent.values import cdi_specs
 from gpushare_agent.cli.check.local import read_inventory
@@ -39,7 +40,7 @@ async def run(settings: Settings, *, action: Literal["generate", "list"], check:
     if action == "list":
         print_report(form, _list_document(state), _list_as_text(state))
         return 1 if state.unnamed or _missing(state) else 0
-    document = asdict(state) | {"is_done": is_done, "named": dict(state.named)}
+    document = to_builtins(state) | {"is_done": is_done, "named": dict(state.named)}
     print_report(form, document, _as_text(state, is_done=is_done))
     return 1 if state.unnamed else 0
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cluster.kube.client import ALL_NODES, UNFINISHED, KubeApi, open_kube_api, pods
@@ -69,8 +70,7 @@ def cluster_names(settings: Settings) -> ResourceNames:
     return resource_names(settings.model_copy(update={"gpushare": enabled}))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Node:
+class _Node(Struct, frozen=True, kw_only=True):
     name: str
     gpus: GpuSummaries
 

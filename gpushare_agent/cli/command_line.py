@@ -17,9 +17,10 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from gpushare_agent import __version__
 from gpushare_agent.kit.log_writer import write_stderr
@@ -77,8 +78,7 @@ def add_hidden(parser: argparse._ActionsContainer, name: str, **fields: Any) -> 
     parser.add_argument(name, help=argparse.SUPPRESS, **{"default": argparse.SUPPRESS, **fields})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Invocation:
+class Invocation(Struct, frozen=True, kw_only=True):
     """One call of a command: its own options, the settings' flags, what `Command.split_rest` set apart, the environment."""
 
     options: argparse.Namespace
@@ -105,8 +105,7 @@ class Invocation:
         return loaded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class Command(Struct, frozen=True, kw_only=True):
     """One subcommand. `run` returns the exit code.
 
     `settings` names the sections (`web`) and keys (`control.socket`) that it reads, which its `--help` lists; the flags of
@@ -167,8 +166,7 @@ class Command:
         return "\n\n".join(parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandLine:
+class CommandLine(Struct, frozen=True, kw_only=True):
     """A program: its name, what it is for, its commands in the order in which its help lists them, a last line of help."""
 
     program: str

@@ -10,9 +10,10 @@ import argparse
 import http.client
 import json
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.cli.command_line import Form, add_output
 from gpushare_agent.cli.render_text import grid, print_as
@@ -25,8 +26,7 @@ MAX_ANSWER_BYTES = 1 << 20
 WRONG_NAME = (400, 404, 409)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(Struct, frozen=True, kw_only=True):
     status: int
     document: dict[str, Any]
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct, field, to_builtins
 
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.progress import Report, progress
@@ -29,8 +30,7 @@ from gpushare_agent.settings.settings import Settings
 USUAL_CONFIG = Path("/etc/gpu-manager/volume.conf")
 
 
-@dataclass(slots=True)
-class VolumeReport:
+class VolumeReport(Struct):
     """What was done for one volume. `state`: made, unchanged, would change (with --check), failed."""
 
     name: str
@@ -60,7 +60,10 @@ def run(settings: Settings, *, check: bool, prune: bool, form: Form) -> int:
             _volume_report(settings, volume, report, check=check, prune=prune)
             for volume in configured_volumes(settings)
         ]
-    document = {"errors": sum(bool(report.error) for report in reports), "volumes": [asdict(item) for item in reports]}
+    document = {
+        "errors": sum(bool(report.error) for report in reports),
+        "volumes": [to_builtins(item) for item in reports],
+    }
     print_report(form, document, _as_text(reports))
     return 1 if any(report.error for report in reports) else 0
 

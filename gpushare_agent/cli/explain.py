@@ -7,8 +7,8 @@ Exit codes: 0 with a decision, 1 without.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from msgspec import Struct
 from rich.console import RenderableType
 from rich.text import Text
 
@@ -25,8 +25,7 @@ SCHEMA = 1
 _SEARCHED_FOR_UNATTRIBUTED = 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodQuery:
+class PodQuery(Struct, frozen=True, kw_only=True):
     """Which pod: an empty namespace means any, an empty container means all."""
 
     pod: str

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from msgspec import Struct, field
 from rich.console import Group
 from rich.text import Text
 
@@ -59,8 +59,7 @@ SHORT_STATE_WIDTH = len("Unhealthy")
 REASON_INDENT = "    "
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(Struct, frozen=True, kw_only=True):
     """What of the node is shown, and in which order. `filter` is a part of NAMESPACE/POD/CONTAINER."""
 
     sort: Sort = "gpu"
@@ -69,8 +68,7 @@ class Choice:
     has_bars: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Line(Struct, frozen=True, kw_only=True):
     """One row, by column. A GPU's is bold; `style` is the state's colour; `loads` are ratios, for bars and colours. A row
     of the first column alone is as wide as all columns."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.node import running_task
@@ -15,8 +16,7 @@ from gpushare_agent.settings.settings import Settings
 _HOST = "127.0.0.1"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedExtender:
+class PlannedExtender(Struct, frozen=True, kw_only=True):
     """`url` is the prefix before the verbs."""
 
     url: str

@@ -11,8 +11,8 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
+from msgspec import Struct
 from rich.text import Text
 
 from gpushare_agent.cli.command_line import Form
@@ -64,8 +64,7 @@ class Notices:
                 self(line)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class Session(Struct, frozen=True, kw_only=True):
     """A running sandbox as its modes use it. `form` is that of the report."""
 
     controller: SandboxController

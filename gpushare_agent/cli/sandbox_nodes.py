@@ -11,7 +11,8 @@ import os
 import shlex
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.agent.gpu_side import health_policy, open_driver
 from gpushare_agent.agent.values import resource_names
@@ -39,8 +40,7 @@ NODE_NAME = "sandbox"
 _GPUS_INTERVAL_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningNode:
+class RunningNode(Struct, frozen=True, kw_only=True):
     """One node, and what runs for it."""
 
     controller: NodeController

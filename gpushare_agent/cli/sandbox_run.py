@@ -12,9 +12,10 @@ import shlex
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.cli.command_line import Form, runnable
 from gpushare_agent.cli.sandbox_extender import PlannedExtender, plan_extender, running_extender
@@ -44,8 +45,7 @@ _INTERRUPTED = 130
 _TIMES = KubeletTimes(status_interval_s=1.0, container_start_s=0.2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Struct, frozen=True, kw_only=True):
     """The run of the command line. `flags` go to the agents as they are, and behind them those of each node; `form` is
     that of the report."""
 

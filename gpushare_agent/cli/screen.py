@@ -14,8 +14,8 @@ import sys
 import termios
 import tty
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
+from msgspec import Struct
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.segment import Segment
@@ -28,8 +28,7 @@ _PAGE_KEYS = {" ": 1, "\x1b[6~": 1, "b": -1, "\x1b[5~": -1}
 MIN_BODY_LINES = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class View(Struct, frozen=True, kw_only=True):
     """What is shown. Head and foot are always there; the foot ends with how many lines of the body are not."""
 
     head: Sequence[Text]

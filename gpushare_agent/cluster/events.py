@@ -12,11 +12,11 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.kit.backoff import Backoff
@@ -123,8 +123,7 @@ class EventRecorder:
         log.warning("event_dropped", about=_about(raw_event), reason=raw_event["reason"], error=error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Queued:
+class _Queued(Struct, frozen=True):
     key: tuple[str, ...]
     raw_event: dict[str, Any]
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.cluster.kube.lists import KubeLists, Watched
 from gpushare_agent.cluster.kube.pods import resource_version
@@ -60,8 +60,7 @@ class CountsInforming(Protocol):
     def unreadable(self, kind: str) -> None: ...
 
 
-@dataclass(slots=True, kw_only=True)
-class _Cycle:
+class _Cycle(Struct, kw_only=True):
     """One list, where needed, and one watch."""
 
     began_at: float = float("inf")

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVar
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.cluster.decisions.node_facts import NodeFacts
 from gpushare_agent.cluster.decisions.node_patch import (
@@ -46,8 +46,7 @@ ROLE = "gpushare-agent-node-facts"
 CURE = f"give the agent's account the ClusterRole {ROLE} (manifests/base/rbac.yaml), or set facts.is_written: false"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFields(Generic[T]):
+class NodeFields(Struct, Generic[T], frozen=True, kw_only=True):
     """Fields that are written together. `name`, `lost` (what is missing while they cannot be written) and `cure` are for the
     log; after a patch none follows for `gap_s`.
 

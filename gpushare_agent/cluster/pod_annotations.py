@@ -16,10 +16,11 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
 import structlog
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.cluster.pod_store import PodStore
@@ -49,8 +50,7 @@ class CountsPatches(Protocol):
     def pod_annotated(self, outcome: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
+class _Given(Struct, frozen=True):
     """What a pod was last given, or refused: not sent again before the next comparison of all, then where it `is_due`."""
 
     annotations: Mapping[str, str | None]

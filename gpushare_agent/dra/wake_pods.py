@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim
@@ -51,8 +51,7 @@ class WakeApi(Protocol):
     ) -> dict[str, Any]: ...
 
 
-@dataclass(slots=True)
-class _Waiting:
+class _Waiting(Struct):
     due_at: float
     pause_s: float = FIRST_S
 

@@ -15,11 +15,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from msgspec import Struct
 from pydantic import ValidationError
 
 from gpushare_agent.agent.values import resource_names
@@ -65,8 +65,7 @@ DEFAULT_NAMESPACE = "kube-system"
 """Of the lease."""
 
 
-@dataclass(slots=True, kw_only=True)
-class ExtenderParts:
+class ExtenderParts(Struct, kw_only=True):
     """Everything that runs."""
 
     api: ClusterApi

@@ -10,10 +10,10 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.cluster.kube.session import MAX_RETRY_AFTER_S, Throttled
 from gpushare_agent.extender.cluster_state import ClusterState
@@ -36,8 +36,7 @@ MAX_STALE = 1024
 REPORT_POLL_S = 0.02
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BindTiming:
+class BindTiming(Struct, frozen=True, kw_only=True):
     """`bind_s` limits one bind, all its requests together; `assume_s` the time that a pod reserved by filter may stay
     unbound."""
 

@@ -12,10 +12,10 @@ import base64
 import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.cluster.kube.pods import mapping_or_empty
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
@@ -48,8 +48,7 @@ class TemplateApi(Protocol):
     async def create_claim_template(self, namespace: str, raw: Mapping[str, Any]) -> dict[str, Any]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Review:
+class Review(Struct, frozen=True, kw_only=True):
     """AdmissionRequest for a pod that is created."""
 
     uid: str

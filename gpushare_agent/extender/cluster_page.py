@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from gpushare_agent import __version__
 from gpushare_agent.cluster.informer import Informer

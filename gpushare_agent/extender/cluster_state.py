@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from msgspec import Struct, field
 
 from gpushare_agent.extender.decisions.free_capacity import Signature, lack_together, score, signature_of
 from gpushare_agent.extender.decisions.ledger import ClusterLedger
@@ -42,8 +43,7 @@ API server only then: pods are scheduled there meanwhile (measured: the report f
 _UNKNOWN = "the extender knows no GPUs of this node: does the agent run there?"
 
 
-@dataclass(slots=True, kw_only=True)
-class Filtered:
+class Filtered(Struct, kw_only=True):
     """Of the nodes that were asked about: those where the pod fits, in their order; for the others why not. Where nothing
     changes by the end of other pods, it is `unresolvable`. `error` is why the request could not be answered."""
 

@@ -30,11 +30,12 @@ import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import structlog
 from aiohttp import web
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent import __version__
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
@@ -84,8 +85,7 @@ class UnreadError(Exception):
         self.status = status
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListenConfig:
+class ListenConfig(Struct, frozen=True, kw_only=True):
     """Where to listen, for whom, and how much at most. `shutdown_s`: binds under way may end."""
 
     addr: str = "127.0.0.1"
@@ -98,8 +98,7 @@ class ListenConfig:
     """None: as for the agent's port, with the two above and IDLE_S."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
+class _Result(Struct, frozen=True):
     """What a verb answers: a body for status 200, or an error's text for another."""
 
     body: bytes
@@ -155,8 +154,7 @@ def _refused(error: Corrupt) -> _Result:
     return _Result(f"{error}\n".encode(errors="backslashreplace"), "bad", 400)
 
 
-@dataclass(slots=True)
-class _LongBodies:
+class _LongBodies(Struct):
     """Those above SHORT_BYTES that are being read."""
 
     at_once: int

@@ -16,11 +16,11 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.cluster.kube.cluster import ClusterApi
 from gpushare_agent.cluster.kube.pods import mapping_or_empty
@@ -42,8 +42,7 @@ def boot_time_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseTerms:
+class LeaseTerms(Struct, frozen=True, kw_only=True):
     """retry < renew deadline < duration, seconds."""
 
     namespace: str

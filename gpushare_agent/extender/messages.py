@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.cluster.kube.pods import mapping_or_empty
 from gpushare_agent.extender.cluster_state import Filtered
@@ -34,8 +35,7 @@ MAX_CONTAINERS = 256
 MAX_VIOLATIONS = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodesArgs:
+class NodesArgs(Struct, frozen=True, kw_only=True):
     """ExtenderArgs. `names` are the nodes in the order given; `raw_nodes` has their JSON by name where the scheduler sent
     whole nodes (nodeCacheCapable false), else None."""
 
@@ -44,8 +44,7 @@ class NodesArgs:
     raw_nodes: Mapping[str, str] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BindArgs:
+class BindArgs(Struct, frozen=True, kw_only=True):
     """ExtenderBindingArgs."""
 
     namespace: str
@@ -54,8 +53,7 @@ class BindArgs:
     node: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreemptArgs:
+class PreemptArgs(Struct, frozen=True, kw_only=True):
     """ExtenderPreemptionArgs: by node the UIDs of its victims, and how many disruption budgets that violates."""
 
     pod: Pod

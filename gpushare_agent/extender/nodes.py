@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.cluster.decisions.node_annotations import (
     ALLOCATIONS_ANNOTATION,
@@ -37,8 +38,7 @@ _TOPOLOGIES_KEPT = 256
 """Nodes of one build are alike: a cluster has few."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeReading:
+class NodeReading(Struct, frozen=True, kw_only=True):
     """`node` is None where it offers nothing of ours. `problem` is for the log: what cannot be read, and what is used
     instead; else empty."""
 

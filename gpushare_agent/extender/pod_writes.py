@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.cluster.kube.cluster import ClusterApi
 from gpushare_agent.cluster.kube.pods import mapping_or_empty, resource_version
@@ -40,8 +41,7 @@ FOREIGN_REMOVED = 64
 """Annotations in one patch. A pod can have thousands, and each patch names them all."""
 
 
-@dataclass(slots=True)
-class Bind:
+class Bind(Struct):
     """One bind. `is_open`: a bind was sent, and it is not known that it failed. `is_annotated`: a patch was sent."""
 
     reservation: Reservation

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.model.errors import StartupError
 
@@ -17,8 +17,7 @@ log = structlog.get_logger(__name__)
 CERTIFICATE_PERIOD_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tls:
+class Tls(Struct, frozen=True, kw_only=True):
     """PEM files. `client_ca` None: clients need no certificate."""
 
     cert: Path

@@ -7,8 +7,9 @@ which any tenant can write. GPUs are named by their index on the node.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from gpushare_agent.cluster.decisions.node_annotations import Charge
 from gpushare_agent.model.names import GpuUuid, PodUid
@@ -19,8 +20,7 @@ from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement.request import SharePolicy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeGpu:
+class NodeGpu(Struct, frozen=True, kw_only=True):
     """One GPU of a node, or one MIG instance; `instance` and `takes_shares` as GpuAccount has them. A cordoned GPU is not
     healthy. `name` and `cordoned` (why, empty if it is not) are for people."""
 
@@ -34,8 +34,7 @@ class NodeGpu:
     cordoned: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterNode:
+class ClusterNode(Struct, frozen=True, kw_only=True):
     """One node that offers our resources. `is_exact` is False where the agent has not reported its GPUs and the node's
     capacity is divided evenly. `allocated` is what each pod has of each GPU as the agent reports it, None without a
     report."""
@@ -49,8 +48,7 @@ class ClusterNode:
     allocated: Mapping[PodUid, tuple[Charge, ...]] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterPolicy:
+class ClusterPolicy(Struct, frozen=True, kw_only=True):
     """The settings on which the extender's decisions depend. `names` and `share_policy` must be those of the nodes' agents:
     else both choose different GPUs."""
 
@@ -59,8 +57,7 @@ class ClusterPolicy:
     node_policy: SharePolicy = "binpack"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedContainer:
+class PlannedContainer(Struct, frozen=True, kw_only=True):
     """One container's GPUs by index, and its request; no GPUs where it asks for nothing of ours."""
 
     name: str
@@ -70,8 +67,7 @@ class PlannedContainer:
     gpus: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodPlan:
+class PodPlan(Struct, frozen=True, kw_only=True):
     """Where a pod's containers go on one node, and what the pod has then of each GPU (sorted by index)."""
 
     containers: tuple[PlannedContainer, ...]
@@ -91,8 +87,7 @@ class Stage(StrEnum):
     """Bound by another scheduler, or before this process started, and not reported: charged on every GPU where it may be."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
+class Reservation(Struct, frozen=True, kw_only=True):
     """What is reserved for one pod. `at` is monotonic seconds."""
 
     pod_uid: PodUid

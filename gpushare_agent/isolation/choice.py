@@ -7,7 +7,8 @@ more of them where programs trust each other, vcuda those up to CUDA 11.5.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from gpushare_agent.isolation.hami_core.edits import hides_compute
 from gpushare_agent.model.gpus import KernelModule
@@ -22,8 +23,7 @@ _HAMI_CORE, _MPS, _VCUDA, _DRIVER = (
 _COMBINED = {_HAMI_CORE: IsolationName.HAMI_CORE_DRIVER, _MPS: IsolationName.MPS_DRIVER}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFindings:
+class NodeFindings(Struct, frozen=True, kw_only=True):
     """`problems` has, for each isolation that is no combination, why it cannot be had, empty where it can. `running` are
     those that keep containers of this moment, which a restart of the agent must not take away. `sets_driver_limits`:
     the agent sets the driver's limits, so they are there."""
@@ -35,8 +35,7 @@ class NodeFindings:
     sets_driver_limits: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(Struct, frozen=True, kw_only=True):
     """`reason` is for people: a sentence without its full stop."""
 
     isolation: IsolationName

@@ -7,7 +7,8 @@ in.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode, merged
 from gpushare_agent.model.gpus import Gpu
@@ -19,8 +20,7 @@ CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 VOLUME_MOUNT_ROOT = "/var/run/nvidia-container-devices"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeDevices:
+class NodeDevices(Struct, frozen=True, kw_only=True):
     """What the host has besides the GPUs: the control nodes that exist, and further nodes from the extra-config file.
 
     `has_gpu_nodes` is false for simulated GPUs on a real node, where /dev/nvidia0 does not exist and a container
@@ -32,8 +32,7 @@ class NodeDevices:
     has_gpu_nodes: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceListRequest:
+class DeviceListRequest(Struct, frozen=True, kw_only=True):
     """`gpus` in order of index. `unique` names the container among all of the node, in characters of a label's name."""
 
     gpus: tuple[Gpu, ...]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpushare_agent.isolation import ISOLATIONS, Isolation
 from gpushare_agent.isolation.part import IsolationPart

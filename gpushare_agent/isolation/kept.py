@@ -7,8 +7,10 @@ no security boundary under any isolation but the driver's: `BYPASS` says so wher
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.model.gpus import KernelModule
 
@@ -61,8 +63,7 @@ NOT_KEPT_TEXTS: Mapping[NotKept, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class Kept(Struct, frozen=True, kw_only=True):
     """`not_kept` is sorted."""
 
     memory_by: Keeper
@@ -91,8 +92,7 @@ _OF_COMPUTE = frozenset(
 """The other terms are of both."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Circumstances:
+class Circumstances(Struct, frozen=True, kw_only=True):
     """`module` is None where the node has no NVIDIA driver, or it is not known; `has_driver_limit` is False where the
     container was found to run without the driver's limit; `has_library` and `has_core_limit` where HAMi-core, or its limit
     of compute, was left out by the node or the pod."""

@@ -7,9 +7,10 @@ there (agent/isolation_side.py) and names no isolation.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+from msgspec import Struct, field
 
 from gpushare_agent.isolation.availability import PERIOD_S
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
@@ -65,8 +66,7 @@ class MemoryLimiter(Protocol):
         """Reads, sets what differs where `may_set`; one outcome for each of `wanted`. Raises Unavailable."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IsolationHost:
+class IsolationHost(Struct, frozen=True, kw_only=True):
     """The node, for the services of isolations. `uses` is whether a pod's isolation is the one of this name, or has it
     as a part; `warn` records an Event of a pod: its reason and its text. `module` is the driver's as it was at the agent's
     start: after an update of the driver the agent is restarted."""
@@ -93,8 +93,7 @@ async def _nothing_to_enforce(allocation: Allocation, pod: Pod) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IsolationPart:
+class IsolationPart(Struct, frozen=True, kw_only=True):
     """An isolation that needs nothing on the host has all of the defaults.
 
     `check` is bounded, and raises AgentError with what is missing on the node and the cure; `look` does the same without

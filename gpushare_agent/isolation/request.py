@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache, reduce
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpushare_agent.isolation.kept import WHOLE_GPU, Circumstances, Kept, with_memory_of
 from gpushare_agent.model.allocations import ContainerEdits, merged
@@ -17,8 +18,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MpsConfig:
+class MpsConfig(Struct, frozen=True, kw_only=True):
     """The daemon's directories on the host, and whether the GPUs are in compute mode EXCLUSIVE_PROCESS."""
 
     pipe_directory: Path
@@ -26,8 +26,7 @@ class MpsConfig:
     exclusive_process: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HamiCoreConfig:
+class HamiCoreConfig(Struct, frozen=True, kw_only=True):
     """The directory on the host; factors by which a share is multiplied; whether cores are limited (`disable`: no); and
     whether a pod's spec may lift limits."""
 
@@ -38,8 +37,7 @@ class HamiCoreConfig:
     is_opt_out_allowed: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IsolationConfig:
+class IsolationConfig(Struct, frozen=True, kw_only=True):
     """The node's settings that isolations need. Directories are the host's: of the virtual manager, and of the driver's
     files for shares and for whole GPUs (None: no driver directory is configured, and none is mounted)."""
 
@@ -52,8 +50,7 @@ class IsolationConfig:
     """Under isolation driver: else NVIDIA's container toolkit sets each container's limit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuShare:
+class GpuShare(Struct, frozen=True, kw_only=True):
     """What a container has of one GPU. `cores` are percent of it, 0 for a request for memory alone; `memory_mib` is 0 where
     it has the whole GPU and requested no memory."""
 
@@ -63,8 +60,7 @@ class GpuShare:
     is_whole: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IsolationRequest:
+class IsolationRequest(Struct, frozen=True, kw_only=True):
     """One container and its allocation, in order of the GPUs' index, as the container sees them.
 
     `core_limit` is the elastic ceiling or 0; `pod_memory_mib` what all main containers of its pod request. Of a
@@ -121,8 +117,7 @@ class Follows(Enum):
         return self is Follows.RUNNING_PROCESSES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Isolation:
+class Isolation(Struct, frozen=True, kw_only=True, eq=False):
     """`edit` is pure: the container's edits, or the refusal. `keeps` says what of a share is kept, and by whom.
     `cores_follow` and `memory_follows` are about a live resize."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import Gpu
@@ -15,8 +16,7 @@ from gpushare_agent.model.units import cores_of_part
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShareLimits:
+class ShareLimits(Struct, frozen=True, kw_only=True):
     """`core_limit` is 0 where the share is not elastic."""
 
     cores: int
@@ -25,8 +25,7 @@ class ShareLimits:
     is_limited: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoreLimit:
+class CoreLimit(Struct, frozen=True, kw_only=True):
     """The effective elastic ceiling; `problem` where the annotation is ignored, with the reason."""
 
     percent: int = 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backoff:
+class Backoff(Struct, frozen=True, kw_only=True):
     """Doubling delays with jitter, so that many nodes do not come back to one server in step.
 
     `random` gives numbers from 0 up to 1; it is a field so that a test can fix it.

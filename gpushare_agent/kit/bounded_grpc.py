@@ -21,13 +21,13 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import structlog
 from grpclib.config import Configuration
 from grpclib.protocol import H2Protocol
 from h2.settings import SettingCodes
+from msgspec import Struct
 
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.rate import TokenBucket
@@ -58,8 +58,7 @@ _LEAST_PAUSE_S = 0.05
 _WARNING_INTERVAL_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerLimits:
+class ServerLimits(Struct, frozen=True, kw_only=True):
     """Of one socket. `byte_burst` may be read at once, then `bytes_per_s`; the same for the time that it takes, where
     `busy_share` is a share of one processor."""
 

@@ -31,13 +31,13 @@ import socket
 import ssl
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, NoReturn, cast
 
 import structlog
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
+from msgspec import Struct
 
 from gpushare_agent.kit.rate import TokenBucket
 
@@ -57,8 +57,7 @@ _OF_PEER = (HttpProcessingError, web.RequestPayloadError, web.PayloadAccessError
 """Errors that a peer causes, and could cause as often as it likes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpLimits:
+class HttpLimits(Struct, frozen=True, kw_only=True):
     """See the table above. `shutdown_s` is how long requests under way may take when the server ends."""
 
     connections: int = 256

@@ -14,11 +14,11 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.kit.log_writer import WRITER, QueuedHandler, write_stderr
 from gpushare_agent.kit.rate import TokenBucket
@@ -128,8 +128,7 @@ class RepeatedLines(logging.Filter):
         return True
 
 
-@dataclass(slots=True)
-class _Kind:
+class _Kind(Struct):
     lines: TokenBucket
     left_out: int = 0
 

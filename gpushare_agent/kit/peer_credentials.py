@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _UCRED = struct.Struct("=iII")
 """struct ucred: pid_t, uid_t, gid_t."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerCredentials:
+class PeerCredentials(Struct, frozen=True, kw_only=True):
     """`pid` is 0 where the peer lives in a PID namespace that this process cannot see into."""
 
     pid: int

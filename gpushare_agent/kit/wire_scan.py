@@ -16,7 +16,8 @@ Formats: protos/deviceplugin.proto and protos/podresources.proto; the encoding i
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """More is refused unread. A List answer has about 95 bytes per device ID: this is room for 170,000 of them."""
@@ -42,8 +43,7 @@ class MalformedMessageError(ValueError):
     """The bytes are not the message that they should be."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreferredContainer:
+class PreferredContainer(Struct, frozen=True, kw_only=True):
     """One container request of GetPreferredAllocation. `size` counts the must-include IDs too."""
 
     available: list[str]
@@ -51,8 +51,7 @@ class PreferredContainer:
     size: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodEntry:
+class PodEntry(Struct, frozen=True, kw_only=True):
     """One pod of a List answer, its devices not decoded. `body` is the encoded PodResources message."""
 
     namespace: str

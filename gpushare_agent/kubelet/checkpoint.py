@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kubelet.device_ids import DeviceIds

@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.kit.wire_build import bytes_field, integer_field
 from gpushare_agent.kubelet.device_ids import DeviceIds
@@ -36,8 +38,7 @@ watch pods, and etcd takes objects up to 1.5 MiB (`--max-request-bytes`), beyond
 pod. A third of that leaves room for a second container and for what else a pod has."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceRow:
+class DeviceRow(Struct, frozen=True, kw_only=True):
     """One device ID as the kubelet sees it. `numa` is None where the host has no NUMA node for the GPU."""
 
     id: str

@@ -28,13 +28,13 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import structlog
 from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
+from msgspec import Struct
 
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.kit.sockets import connectable_path, file_identity, remove_socket
@@ -61,8 +61,7 @@ def instance_socket_name(name: str) -> str:
     return f"{name}-{secrets.token_hex(4)}.sock"
 
 
-@dataclass(frozen=True, slots=True)
-class StaleSockets:
+class StaleSockets(Struct, frozen=True):
     """Removes the sockets of agents that were killed, of those with such names in a directory. Those of live ones and of
     other programs stay. While it runs: an agent may be killed within STALE_AGE_S of its start, and one that was to take
     over, before it did.
@@ -182,8 +181,7 @@ class Handover:
             self._successors.remove(successor)
 
 
-@dataclass(frozen=True, slots=True)
-class _Served:
+class _Served(Struct, frozen=True):
     handler: AdmissionHandler
     pre_start: PreStart
 

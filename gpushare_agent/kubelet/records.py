@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.model.names import PodUid
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedContainer:
+class ListedContainer(Struct, frozen=True, kw_only=True):
     """`devices` maps resource name to the IDs, the several entries of one resource merged."""
 
     name: str
     devices: Mapping[str, frozenset[str]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedPod:
+class ListedPod(Struct, frozen=True, kw_only=True):
     """A pod in a PodResources answer. Ordinary init containers are never listed; sidecars are, from 1.30 on."""
 
     namespace: str
@@ -25,8 +24,7 @@ class ListedPod:
     containers: tuple[ListedContainer, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointEntry:
+class CheckpointEntry(Struct, frozen=True, kw_only=True):
     """One entry of kubelet_internal_checkpoint: it has the UID but not the name, and may be stale."""
 
     pod_uid: PodUid

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.model.isolation import IsolationName, Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid
@@ -20,8 +22,7 @@ class ContainerKey(NamedTuple):
     container: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShareSize:
+class ShareSize(Struct, frozen=True, kw_only=True):
     """How much of one GPU: cores (1/100 of it; 0 where they follow the memory) and memory, in units of the resource that the
     container asked for: memory blocks, or GPUShare's units."""
 
@@ -41,8 +42,7 @@ class ClaimRef(NamedTuple):
     uid: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimShare:
+class ClaimShare(Struct, frozen=True, kw_only=True):
     """Of which request of which claim an allocation is (`request` without the alternative that was chosen), and what the
     claim asked for beside the size: its isolation, and the elastic ceiling, 0 without one. `shown_as` is the claim's name in
     its pod, or its own where no template made it. `view` names the one of the claim's allocations under whose key the
@@ -56,8 +56,7 @@ class ClaimShare:
     view: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
+class Allocation(Struct, frozen=True, kw_only=True):
     """The devices of one container, or what one result of a ResourceClaim has of one GPU.
 
     The IDs of a resource are empty until the kubelet has allocated it; `gpu_ids` are units under one of NVIDIA's names,
@@ -156,8 +155,7 @@ class Allocation:
         return self.granted or self.allocated_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResizedShare:
+class ResizedShare(Struct, frozen=True, kw_only=True):
     """A share whose size is, or still is booked as, another than the kubelet allocated (`allocated`).
 
     `target` is what it is to be. `booked` is what its GPU is charged: at least `target`, and whatever more its processes may
@@ -179,22 +177,19 @@ class ResizedShare:
         return self.allocated == self.target == self.booked
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerMount:
+class ContainerMount(Struct, frozen=True, kw_only=True):
     host_path: str
     container_path: str
     read_only: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceNode:
+class DeviceNode(Struct, frozen=True, kw_only=True):
     host_path: str
     container_path: str
     permissions: str = "rwm"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerEdits:
+class ContainerEdits(Struct, frozen=True, kw_only=True):
     """What an Allocate answer changes in a container. Isolations and device-list strategies return these, merged."""
 
     env: tuple[tuple[str, str], ...] = ()

@@ -7,7 +7,8 @@ common runtime. A name is `<kind>=<device>`, a kind `<vendor>/<class>`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 OWN_SPEC_NAME = "gpushare-agent.json"
 """The agent's own file, in the last spec directory; no other program's may have this name there."""
@@ -24,8 +25,7 @@ def is_device_name(text: str) -> bool:
     return _DEVICE.fullmatch(text) is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecFile:
+class SpecFile(Struct, frozen=True, kw_only=True):
     """One file of a spec directory. `problem` is why a runtime ignores it (then kind and devices are empty)."""
 
     path: str

@@ -5,8 +5,9 @@ A record is a value; admission/decision_log.py keeps the last ones. Sizes are by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from gpushare_agent.model.names import GpuUuid, PodUid
 
@@ -19,8 +20,7 @@ class Outcome(StrEnum):
     REFUSED = "refused"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(Struct, frozen=True, kw_only=True):
     """One GPU as the container could have had it. `label` is its name for people, as Gpu has it; `verdict` is a short text:
     `chosen`, `fits`, or what it lacks."""
 
@@ -35,8 +35,7 @@ class Candidate:
     verdict: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Asked(Struct, frozen=True, kw_only=True):
     """What the container asks for, and what bound the choice: the scheduler's hint, GPUs that could not be avoided."""
 
     cores: int
@@ -45,8 +44,7 @@ class Asked:
     must_gpus: tuple[GpuUuid, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionRecord:
+class DecisionRecord(Struct, frozen=True, kw_only=True):
     """One container's decision. `number` grows by one with each. `pod_uid` and names are empty where the pod could not be
     identified. `policy` is share, fragment, link, hint, must-include, memory or scheduler, empty for a refusal.
     `container` is `claim:<name>` where it is about a ResourceClaim."""

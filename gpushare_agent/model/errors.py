@@ -5,8 +5,9 @@ A refusal that a decision reaches is a value (`Refused`), not an exception.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 
 class AgentError(Exception):
@@ -62,8 +63,7 @@ TRANSIENT_REASONS = frozenset(
 """Refusals that a retry may cure without any change of the pod (gRPC UNAVAILABLE)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class Refused(Struct, frozen=True, kw_only=True):
     """A refusal that a decision reached: the reason, and a text with what was requested, what is free, and what to do."""
 
     reason: RefusalReason

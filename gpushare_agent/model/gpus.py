@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
+
+from msgspec import Struct, field
 
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology import Topology
@@ -18,16 +19,14 @@ class Health(StrEnum):
     UNHEALTHY = "Unhealthy"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NvLink:
+class NvLink(Struct, frozen=True, kw_only=True):
     """One NVLink of a GPU. `remote_bus_id` is the PCI bus ID of the other end: a GPU's or an NVSwitch's."""
 
     number: int
     remote_bus_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MigAttributes:
+class MigAttributes(Struct, frozen=True, kw_only=True):
     """What a MIG instance has of its GPU (nvmlDeviceAttributes_t): counts, and memory in MiB."""
 
     memory_mib: int
@@ -41,8 +40,7 @@ class MigAttributes:
     ofa_engines: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MigPlace:
+class MigPlace(Struct, frozen=True, kw_only=True):
     """What a MIG instance is a part of. `profile` is as nvidia-smi has it, such as `1g.10gb` or `1g.10gb+me`; `number` is
     the driver's, the 1 of NVIDIA's name `0:1`, and changes when others are made or removed. `gi` and `ci` are the IDs of the
     GPU instance and the compute instance, `gi_cap` and `ci_cap` the n of their nodes `/dev/nvidia-caps/nvidia-cap<n>`, None
@@ -60,8 +58,7 @@ class MigPlace:
     is_gone: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class Gpu(Struct, frozen=True, kw_only=True):
     """One GPU, or one instance of a GPU that MIG divides: `mig` is None unless it is one. An instance has its parent's
     minor, bus ID and NUMA node, and memory and a UUID of its own.
 
@@ -115,8 +112,7 @@ class Gpu:
         return any(selector in own or fnmatchcase(self.name, selector) for selector in selectors)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelModule:
+class KernelModule(Struct, frozen=True, kw_only=True):
     """NVIDIA's kernel module: its version, such as 570.86.15, and whether it is the open one.
 
     The proprietary module reports the host's PIDs to every process. The open one reports PIDs of the asking process's PID
@@ -140,8 +136,7 @@ class KernelModule:
         return self.is_open and self.major >= 570
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuInventory:
+class GpuInventory(Struct, frozen=True, kw_only=True):
     """What one poll of the driver found: the GPUs by index and how they are connected.
 
     A GPU whose details could not be read is left in the list, Unhealthy, where its UUID is known; otherwise it is only

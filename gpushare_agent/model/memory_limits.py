@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpushare_agent.model.names import GpuUuid
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLimit:
+class MemoryLimit(Struct, frozen=True, kw_only=True):
     """What the processes in a cgroup and below may have of one GPU. `cgroup` is its directory, in cgroup v2."""
 
     gpu: GpuUuid
@@ -17,8 +17,7 @@ class MemoryLimit:
     limit_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitOutcome:
+class LimitOutcome(Struct, frozen=True, kw_only=True):
     """`problem` says why the limit is not in force and what to do, empty where it is. `is_gone`: the cgroup has ended.
     `has_no_controller`: the kernel's dmem controller is not enabled for this cgroup, so the driver takes no limit for it.
     `used_bytes` is what its processes have; a limit below it takes nothing from them."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+from msgspec import Struct, field
 
 from gpushare_agent.model.names import PodUid
 
@@ -25,8 +26,7 @@ class PodPhase(StrEnum):
     UNKNOWN = "Unknown"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerSpec:
+class ContainerSpec(Struct, frozen=True, kw_only=True):
     """One container. `position` counts within spec.containers resp. spec.initContainers.
 
     `requests` holds the limits of extended resources (limits equal requests for them), by resource name, whole numbers.
@@ -42,8 +42,7 @@ class ContainerSpec:
     claims: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pod:
+class Pod(Struct, frozen=True, kw_only=True):
     """One pod of this node. `containers` are in the order in which the kubelet admits them: init containers first.
 
     `uid` is the kubelet's and the runtime's, by which cgroups and directories are named. A static pod's object in the API

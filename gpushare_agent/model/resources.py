@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
@@ -28,8 +29,7 @@ class ResourceKind(StrEnum):
         return self is not ResourceKind.VMEMORY
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResourceNames:
+class ResourceNames(Struct, frozen=True, kw_only=True):
     """The names under which the kubelet knows the resources, and the sizes of their units. `gpu_mem` is empty where
     GPUShare's resource is not offered, and `gpu` where NVIDIA's are not; `nvidia` says which GPU serves which of `gpu`."""
 

@@ -6,8 +6,9 @@ a branch reach each other more cheaply than GPUs outside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
+
+from msgspec import Struct
 
 
 class LinkKind(IntEnum):
@@ -22,16 +23,14 @@ class LinkKind(IntEnum):
     SYS = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Link(Struct, frozen=True, kw_only=True):
     """The connection of two GPUs. `nvlinks` counts bonded NVLinks, 0 unless kind is NVLINK."""
 
     kind: LinkKind
     nvlinks: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Branch:
+class Branch(Struct, frozen=True, kw_only=True):
     """A node of the topology tree: the GPUs below it (sorted indexes) and its sub-branches (none: a leaf group)."""
 
     kind: LinkKind
@@ -39,8 +38,7 @@ class Branch:
     children: tuple[Branch, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
+class Topology(Struct, frozen=True, kw_only=True):
     """A symmetric matrix of links, `links[a][b]`, and the tree over GPUs 0..n-1."""
 
     links: tuple[tuple[Link, ...], ...]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import lru_cache
 from typing import Literal, NamedTuple
+
+from msgspec import Struct
 
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import Sharing
@@ -59,8 +60,7 @@ class ServedUnits(NamedTuple):
         return [unit_id(gpu, number, suffix) for number in range(self.terms.of)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NvidiaNames:
+class NvidiaNames(Struct, frozen=True, kw_only=True):
     """The settings that say which GPU serves which resource. Selectors as `Gpu.is_selected`; of pairs the first that matches
     counts."""
 

@@ -6,8 +6,9 @@ None means unknown: not supported by this GPU, or no value for this moment. It n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+from msgspec import Struct, field
 
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import GpuUuid
@@ -21,8 +22,7 @@ class ProcessKind(StrEnum):
     MPS = "mps"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSample:
+class ProcessSample(Struct, frozen=True, kw_only=True):
     """One process on one GPU, by its PID on the host. The ratios are of the whole GPU."""
 
     pid: int
@@ -35,8 +35,7 @@ class ProcessSample:
     decoder_ratio: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuSample:
+class GpuSample(Struct, frozen=True, kw_only=True):
     """One GPU. `processes` is None where the GPU could not list them, else sorted by PID, each PID once."""
 
     uuid: GpuUuid
@@ -63,8 +62,7 @@ class GpuSample:
     processes: tuple[ProcessSample, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverSample:
+class DriverSample(Struct, frozen=True, kw_only=True):
     """One poll of all GPUs that answer. `errors` counts the driver's errors by name (`gpu_is_lost`, `timeout`, …); what a
     GPU does not support is no error."""
 
@@ -72,8 +70,7 @@ class DriverSample:
     errors: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerUse:
+class ContainerUse(Struct, frozen=True, kw_only=True):
     """What one container uses of one GPU, the sum over its processes. A ratio is None where no process's is known."""
 
     key: ContainerKey
@@ -86,8 +83,7 @@ class ContainerUse:
     decoder_ratio: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsageRound:
+class UsageRound(Struct, frozen=True, kw_only=True):
     """One round of sampling, joined with the containers. `sampled_at` is seconds since the epoch.
 
     `unattributed` are the processes of no known container, by GPU: the MPS server, a program started on the node itself,

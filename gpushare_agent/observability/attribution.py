@@ -8,8 +8,9 @@ report is None.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
+
+from msgspec import Struct, field
 
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import GpuUuid, PodUid
@@ -22,8 +23,7 @@ RATIO_DIGITS = 6
 """More than any driver reports; further digits are rounding errors of the sum."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatedContainers:
+class AllocatedContainers(Struct, frozen=True, kw_only=True):
     """The containers that have GPUs allocated, with their GPUs, and the container of each known container ID.
 
     `by_id` has containers without a GPU too: a process in one of those is attributed to no other container.

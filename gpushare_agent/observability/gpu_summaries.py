@@ -8,8 +8,9 @@ still has its capacity: GPUs of equal size are derived from that. Pure.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.cluster.decisions.node_annotations import (
     ALLOCATIONS_ANNOTATION,
@@ -25,8 +26,7 @@ from gpushare_agent.model.names import CORES_PER_GPU, MIB, PodUid
 from gpushare_agent.model.resources import ResourceNames
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuSummary:
+class GpuSummary(Struct, frozen=True, kw_only=True):
     """One GPU, for display."""
 
     index: int
@@ -42,8 +42,7 @@ class GpuSummary:
     """The reason for the cordon; empty for a GPU that is not cordoned."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuSummaries:
+class GpuSummaries(Struct, frozen=True, kw_only=True):
     """The GPUs of one node by index, the size of its memory blocks, what each pod has of them (None where that is not
     known), and a note on what is missing here."""
 

@@ -7,8 +7,9 @@ read, for display: any tenant can write its annotations. Format of the report: d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypedDict
+
+from msgspec import Struct
 
 from gpushare_agent.cluster.decisions.node_annotations import Charge
 from gpushare_agent.model.names import MIB
@@ -17,8 +18,7 @@ from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.observability.gpu_summaries import GpuSummaries, GpuSummary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuSums:
+class GpuSums(Struct, frozen=True, kw_only=True):
     """One GPU and what of it is allocated. `health_reason` is what is wrong with the GPU itself, None where that is not
     known."""
 
@@ -28,8 +28,7 @@ class GpuSums:
     health_reason: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerSums:
+class ContainerSums(Struct, frozen=True, kw_only=True):
     """One container's part. `gpus` are those that it is charged to, none where it is unplaced; `remark` says why, or what
     a reader should know."""
 
@@ -42,8 +41,7 @@ class ContainerSums:
     remark: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSums:
+class NodeSums(Struct, frozen=True, kw_only=True):
     """One node. What unplaced containers ask for is in no GPU's sum."""
 
     node: str

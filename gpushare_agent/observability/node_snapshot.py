@@ -7,8 +7,9 @@ The format is docs/reference/api.md; SCHEMA grows when a reader of an older one 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS, Kept
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -24,12 +25,11 @@ SCHEMA = 1
 NO_REASON = "no reason given"
 """Of a cordon without one: an empty text would read as "not cordoned" in many languages."""
 _USAGE_FIELDS = tuple(
-    field.name for field in fields(GpuSample) if field.name not in ("uuid", "memory_total_bytes", "processes")
+    name for name in GpuSample.__struct_fields__ if name not in ("uuid", "memory_total_bytes", "processes")
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerFacts:
+class ContainerFacts(Struct, frozen=True, kw_only=True):
     """One container's allocation and its limits. `cores` and `memory_bytes` are its limits, on whole GPUs all of
     them; `core_limit` is the elastic ceiling, 0 without one. `allocated_cores` and `allocated_memory_bytes` are what the
     kubelet allocated, from which a live resize differs. Without a known pod `isolation` is empty and `kept` None."""
@@ -58,8 +58,7 @@ class ContainerFacts:
         return self.memory_bytes if part is None else int(part * gpu.memory_mib) * MIB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IsolationFacts:
+class IsolationFacts(Struct, frozen=True, kw_only=True):
     """An isolation in use: why its shares cannot be had now (empty where they can), and what of a share is kept."""
 
     name: str
@@ -67,8 +66,7 @@ class IsolationFacts:
     kept: Kept
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentFacts:
+class AgentFacts(Struct, frozen=True, kw_only=True):
     """About the agent itself. `not_ready` is empty when it is ready; times are seconds since the epoch."""
 
     version: str
@@ -82,8 +80,7 @@ class AgentFacts:
     """Why the agent chose it, empty where its setting names it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSnapshot:
+class NodeSnapshot(Struct, frozen=True, kw_only=True):
     """Everything that is shown, at one moment. `containers` are those that count (no init container that has run)."""
 
     node: str

@@ -14,8 +14,9 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import GpuUuid
@@ -130,8 +131,7 @@ class UsageHistory:
         self._owners = {key: owner for key, owner in self._owners.items() if key in self._containers}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Owner:
+class _Owner(Struct, frozen=True, kw_only=True):
     """The container of a curve. `gpus` are those of the last round."""
 
     namespace: str

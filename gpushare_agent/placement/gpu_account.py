@@ -9,10 +9,12 @@ scheduler waits for every answer about them. No state: a value is replaced, neve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
@@ -21,9 +23,7 @@ from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement.lack import Capacity, Cause, Lack
 
 
-# Not frozen, though never changed: the extender makes one for each GPU of a cluster, and a frozen one takes twice the time.
-@dataclass(slots=True, kw_only=True)
-class GpuAccount:
+class GpuAccount(Struct, kw_only=True):
     """One GPU as one container may use it.
 
     `index` is the GPU's row in the node's topology. Cores are 1/100 of a GPU. `reusable_…` is the part of `used_…` that the
@@ -57,7 +57,12 @@ class GpuAccount:
     """Cores that the kubelet can still hand out."""
     used_part: Fraction | None = None
     """Of units under NVIDIA's names, as part of the whole GPU; None for none."""
-    _free: tuple[int, int, int] | None = field(default=None, init=False, repr=False, compare=False)
+    free: tuple[int, int, int] = (0, 0, 0)
+    """Cores, blocks and units that a share can have, worked out from the rest whatever is given."""
+
+    def __post_init__(self) -> None:
+        # Once, and not when asked: placement asks again and again, and `replace` ends here too.
+        self.free = self._left_for_shares() if self.takes_shares else (0, 0, 0)
 
     @property
     def label(self) -> str:
@@ -110,14 +115,7 @@ class GpuAccount:
         """The GPU serves as many sharing containers as it can."""
         return self.max_shares is not None and self.shares >= self.max_shares
 
-    @property
-    def free(self) -> tuple[int, int, int]:
-        """Cores, blocks and units that a share can have. Worked out once: placement asks again and again."""
-        if self._free is not None:
-            return self._free
-        if not self.takes_shares:
-            self._free = 0, 0, 0
-            return self._free
+    def _left_for_shares(self) -> tuple[int, int, int]:
         cores, all_blocks = CORES_PER_GPU - self.used_cores + self.reusable_cores, self.memory_mib // self.block_mib
         all_units = self.memory_mib // self.unit_mib
         blocks, units = all_blocks - self.used_blocks + self.reusable_blocks, all_units
@@ -133,12 +131,11 @@ class GpuAccount:
         cores = min(cores, self.offered_cores)
         if self.max_shares is not None and self.is_full:
             cores = units = 0
-        self._free = (
+        return (
             cores if cores > 0 else 0,
             all_blocks if blocks > all_blocks else blocks if blocks > 0 else 0,
             units if units < all_units else all_units,
         )
-        return self._free
 
     @property
     def free_cores(self) -> int:

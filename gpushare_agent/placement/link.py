@@ -8,8 +8,9 @@ which is never worse than the greedy one it begins with.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
+
+from msgspec import Struct, field
 
 from gpushare_agent.model.topology import Link, LinkKind
 from gpushare_agent.placement.gpu_account import GpuAccount
@@ -31,8 +32,7 @@ NVLINK_COST = 1_800
 """1,800 / n stays strictly decreasing up to 41 links; a GPU has at most 36."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSet:
+class LinkSet(Struct, frozen=True, kw_only=True):
     """The chosen indexes, sorted, the sum of their links' costs, and how many sets the search touched."""
 
     gpus: tuple[int, ...]
@@ -77,8 +77,7 @@ def choose_linked(
     )
 
 
-@dataclass(slots=True, kw_only=True)
-class _Search:
+class _Search(Struct, kw_only=True):
     """Branch and bound over positions 0..n-1. Its state lives for one decision: the best set, its cost, the steps."""
 
     costs: tuple[tuple[int, ...], ...]

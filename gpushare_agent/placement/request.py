@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
@@ -19,8 +20,7 @@ _VALID_SHARING = f"{_VALID} (whole GPUs, memory optional)."
 _VALID_WHOLE = f"Ask for a multiple of {CORES_PER_GPU} cores (whole GPUs), or use a node that shares its GPUs."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class Placed(Struct, frozen=True, kw_only=True):
     """The chosen GPUs by index. `policy` is one of share, memory, fragment, link, hint, must-include."""
 
     gpus: tuple[GpuUuid, ...]

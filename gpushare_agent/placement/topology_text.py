@@ -9,7 +9,8 @@ pair of GPUs is connected is refused with the line at fault: a guessed topology 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.topology import Link, LinkKind
@@ -31,16 +32,14 @@ _KINDS = {
 _CURE = "Copy the whole output of `nvidia-smi topo -m` again."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedTopology:
+class ParsedTopology(Struct, frozen=True, kw_only=True):
     """`links[a][b]` for every two GPUs, and each GPU's NUMA node where the text names one."""
 
     links: tuple[tuple[Link, ...], ...]
     numa: tuple[int | None, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
+class _Line(Struct, frozen=True, kw_only=True):
     number: int
     text: str
 
@@ -52,8 +51,7 @@ class _Line:
         return Corrupt(f"topology text, line {self.number}: {what}. {_CURE}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Header:
+class _Header(Struct, frozen=True, kw_only=True):
     """The column names; a row's cell for `columns[i]` is its cell i + 1, after the row's own name."""
 
     line: _Line

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.model.names import PodUid
 
@@ -44,8 +45,7 @@ _MONITOR = "conmon"
 """`crio-conmon-<ID>.scope` is of the container's monitor, a process of the node and not of the container."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerIdentity:
+class PeerIdentity(Struct, frozen=True, kw_only=True):
     """Who a process is, as far as its cgroups show.
 
     A pod without a container is a process of the pod's own (a monitor); a container without a pod is one of the reader's
@@ -60,8 +60,7 @@ NOBODY = PeerIdentity(pod_uid=None, container_id=None)
 """A process that was read and is in no container."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(Struct, frozen=True):
     identity: PeerIdentity
     is_weak: bool = False
     """Counts only where no other line names anything."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_paths import container_id_of, pod_uid_of, split_joined
@@ -24,8 +25,7 @@ the kubelet names are followed."""
 MAX_DIRECTORIES = 20_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundDirectory:
+class FoundDirectory(Struct, frozen=True, kw_only=True):
     """The directory of a pod (then `container_id` is None), of a container of one, or of a container without a pod."""
 
     path: str
@@ -33,8 +33,7 @@ class FoundDirectory:
     container_id: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CgroupDir:
+class CgroupDir(Struct, frozen=True, kw_only=True):
     """The cgroup of one container. `pod_uid` is None where the path names no pod."""
 
     path: Path

@@ -15,7 +15,6 @@ import json
 import re
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +22,7 @@ from typing import TypeVar
 import betterproto2
 import structlog
 from grpclib import Status
+from msgspec import Struct
 
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.kit.wire_scan import MalformedMessageError
@@ -56,8 +56,7 @@ class RuntimeState(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeVersion:
+class RuntimeVersion(Struct, frozen=True, kw_only=True):
     """`endpoint` is the socket that answered."""
 
     name: str
@@ -65,8 +64,7 @@ class RuntimeVersion:
     endpoint: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeContainer:
+class RuntimeContainer(Struct, frozen=True, kw_only=True):
     """One container of a pod. `attempt` counts its restarts."""
 
     id: str
@@ -78,8 +76,7 @@ class RuntimeContainer:
     state: RuntimeState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeContainerStatus:
+class RuntimeContainerStatus(Struct, frozen=True, kw_only=True):
     """`pid` is the first process's on the host, None where it does not run or the runtime does not report it."""
 
     container: RuntimeContainer

@@ -13,8 +13,9 @@ import os
 import shutil
 import stat
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpushare_agent.kit.peer_credentials import peer_credentials
 from gpushare_agent.kit.pid_namespaces import is_host_pid_namespace
@@ -36,8 +37,7 @@ RUNTIME_SOCKETS = tuple(
 _MIN_FREE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WritableDirectory:
+class WritableDirectory(Struct, frozen=True, kw_only=True):
     """`directory` is where a file could be written: the asked one, or the parent in which it will be made."""
 
     directory: Path

@@ -6,13 +6,12 @@ measured on a real kubelet of it (docs/reference/sandbox.md, "What the embedded 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from gpushare_agent.model.errors import StartupError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KubeletBehaviour:
+class KubeletBehaviour(Struct, frozen=True, kw_only=True):
     version: str
     release: str
     """Reported by the API server's /version and in the Node object."""
@@ -46,8 +45,7 @@ def behaviour_of(version: str) -> KubeletBehaviour:
     raise StartupError(f"Kubernetes {version} cannot be embedded: known are {', '.join(KUBERNETES_VERSIONS)}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KubeletTimes:
+class KubeletTimes(Struct, frozen=True, kw_only=True):
     """The measured times of a real kubelet; tests use shorter ones."""
 
     admission_delay_s: float = 1.0

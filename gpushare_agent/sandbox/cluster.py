@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpushare_agent.sandbox.api.certificate import make_certificate
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
@@ -26,8 +27,7 @@ _HISTORY = 20_000
 """Changes that a watch may lag behind: with many nodes a moment has more of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedCluster:
+class EmbeddedCluster(Struct, frozen=True, kw_only=True):
     """Running nodes, in the order of their names as given. `paths` are those of the whole, not of a node."""
 
     paths: NodePaths

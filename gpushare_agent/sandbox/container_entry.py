@@ -6,7 +6,7 @@ exit code need no proxy. Not for the command: cli/sandbox_exec.py. No state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from gpushare_agent.model.errors import NotFound, Rejected
 from gpushare_agent.model.pods import ContainerKind
@@ -17,8 +17,7 @@ from gpushare_agent.sandbox.report.document import reason_and_message
 from gpushare_agent.sandbox.runtime.containers import Container
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(Struct, frozen=True, kw_only=True):
     """The container's environment variables, and what the person should know about the choice of the container."""
 
     environment: dict[str, str]

@@ -6,9 +6,10 @@ State owned: none but the running parts. The printing is the app's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.model.names import GpuUuid
@@ -26,8 +27,7 @@ _UNSCHEDULABLE = "Unschedulable"
 _Item = TypeVar("_Item")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeController:
+class NodeController(Struct, frozen=True, kw_only=True):
     """One node of it."""
 
     shown: ReportedNode
@@ -88,8 +88,7 @@ class NodeController:
             self.shown.node.api.signal.notify()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxController:
+class SandboxController(Struct, frozen=True, kw_only=True):
     """All nodes, which share one API server; the first of them speaks for it."""
 
     nodes: tuple[NodeController, ...]

@@ -6,8 +6,10 @@ in the file go when their GPU is healed. Format: gpus/simulated/faults.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.gpus.decisions.health import EventMeaning, HealthPolicy, meaning_of
 from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind
@@ -30,8 +32,7 @@ _KEPT = 1000
 _THE_GPU = GpuUuid("the GPU")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Healed:
+class Healed(Struct, frozen=True, kw_only=True):
     """`done` is what was done to the GPU, empty for nothing; `spared`: why some of its errors needed nothing."""
 
     done: str = ""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
+from msgspec import Struct
 
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.sandbox.api.field_validation import unknown_fields
@@ -31,8 +31,7 @@ class ManifestError(Rejected):
     """A file cannot be applied. Ends in exit code 2."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(Struct, frozen=True, kw_only=True):
     """A Pod, or an object of APPLIED_KINDS, as written; `origin` says where, for messages."""
 
     raw: RawObject

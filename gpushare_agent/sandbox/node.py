@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
@@ -18,8 +19,7 @@ from gpushare_agent.sandbox.runtime.cri_server import CriServer
 from gpushare_agent.sandbox.state_directory import NodePaths
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedNode:
+class EmbeddedNode(Struct, frozen=True, kw_only=True):
     """A running node. `api.signal` wakes up after every change of its API objects, kubelet and containers."""
 
     name: str

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.gpus.simulated.usage import RehearsedProcess
 from gpushare_agent.model.usage import ProcessSample
@@ -23,8 +25,7 @@ _FILLED_AFTER_S = 180.0
 _MOST_PIDS = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedContainer:
+class PlayedContainer(Struct, frozen=True, kw_only=True):
     """One running container with GPUs.
 
     `share` is the part of each GPU that it may use, 1 for whole ones; `memory_bytes` is its limit on each GPU. `load` is

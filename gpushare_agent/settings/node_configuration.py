@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
+from msgspec import Struct
 from pydantic import Field
 
 from gpushare_agent.settings.values import OptionalPath, Section
@@ -35,8 +35,7 @@ class NodeConfigurationSettings(Section):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedConfiguration:
+class NamedConfiguration(Struct, frozen=True, kw_only=True):
     """A configuration as it was read."""
 
     name: str

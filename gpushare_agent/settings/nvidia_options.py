@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+from msgspec import Struct
 
 MAX_NAME_CHARS = 63
 _PREFIX = "nvidia.com/"
@@ -23,8 +24,7 @@ _FALSE = frozenset({"0", "f", "F", "false", "FALSE", "False", "no", "No", "NO", 
 STRATEGIES = ("envvar", "volume-mounts", "cdi-annotations", "cdi-cri")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class Option(Struct, frozen=True, kw_only=True):
     """One of theirs. `name` is the file's dotted key, or the first flag's or variable's name where the file has none;
     `read` takes what a file, a variable or a flag has and raises ValueError with what is allowed.
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
+from msgspec import Struct
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -25,8 +25,7 @@ TEXTS = "a comma list"
 """What a list of texts takes; its validators say more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class Kind(Struct, frozen=True, kw_only=True):
     """What a setting takes: the help's placeholder, the sentence of errors and docs, and the words that shells complete."""
 
     placeholder: str
@@ -40,8 +39,7 @@ class Kind:
         return re.sub(r"([0-9]) to ([0-9])", "\\1\u2013\\2", brief)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class Key(Struct, frozen=True, kw_only=True):
     """One setting: `name` is dotted (`web.port`), `flag` and `aliases` lack the leading dashes, `section` is a title."""
 
     name: str

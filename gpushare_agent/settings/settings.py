@@ -7,10 +7,10 @@ and where each value came from, or every mistake as one line.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from msgspec import Struct
 from pydantic import ValidationError
 
 from gpushare_agent.model.errors import AgentError
@@ -44,8 +44,7 @@ class SettingsError(AgentError):
         self.problems = tuple(problems)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedSettings:
+class LoadedSettings(Struct, frozen=True, kw_only=True):
     """The tree, and for every dotted key where its value came from ("flag --driver", "default", …). `foreign` are the keys
     of NVIDIA's plugin and of gpu-manager that were found, with what became of them."""
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import Struct, field
 from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource, PydanticBaseSettingsSource
 
@@ -50,16 +50,14 @@ _FORMER_FLAGS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RawSetting:
+class RawSetting(Struct, frozen=True, kw_only=True):
     """A value as it was written, and where: "flag --web.port", "variable GPUSHARE_WEB__PORT", "file /etc/x.yaml"."""
 
     value: object
     source: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignKey:
+class ForeignKey(Struct, frozen=True, kw_only=True):
     """A key, variable or flag of NVIDIA's plugin or of gpu-manager, and what became of it.
 
     `settings` are ours that it gives a value, as text. Without any, `reason` says why it changes nothing; `is_lost` where it

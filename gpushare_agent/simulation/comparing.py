@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.simulation.meter import Meter, typical_shapes
@@ -19,8 +21,7 @@ SAMPLES = 240
 """Over the time that the workload would take if nobody had to wait."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class Rules(Struct, frozen=True, kw_only=True):
     """How it is replayed. `agents` has the resources' names and the share policy of the nodes' agents."""
 
     agents: ClusterPolicy

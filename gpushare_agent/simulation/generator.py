@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from random import Random
+
+from msgspec import Struct
 
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.simulation.machines import Machine, memory_of
@@ -32,8 +33,7 @@ SHARES = (
 """Cores, memory in MiB, and how many of a hundred shares ask so."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Durations:
+class Durations(Struct, frozen=True, kw_only=True):
     """Log-normal: half of the pods run shorter than the median; sigma is of the natural logarithm."""
 
     median_s: float

@@ -7,8 +7,9 @@ that is a code name stands at `UNKNOWN_MEMORY_MIB`, which is an assumption.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
+
+from msgspec import Struct
 
 from gpushare_agent.extender.values import ClusterNode, NodeGpu
 from gpushare_agent.model.names import GpuUuid
@@ -31,8 +32,7 @@ _MESHED = frozenset({"A100", "H100"})
 _NVLINKS = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(Struct, frozen=True, kw_only=True):
     """A kind of node."""
 
     model: str

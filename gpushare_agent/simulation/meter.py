@@ -12,7 +12,8 @@ capacity itself is in the scheduler's ledger.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.placement import GpuAccount
@@ -23,8 +24,7 @@ TYPICAL_SHAPES = 32
 _KNOWN_NODE_STATES = 200_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class Sample(Struct, frozen=True, kw_only=True):
     """The cluster at one moment. The parts are 0 to 1; `waiting` counts pods that have no
     node, and Jobs that make another pod soon."""
 
@@ -35,8 +35,7 @@ class Sample:
     waiting: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measured(Struct, frozen=True, kw_only=True):
     """Means over the time in which pods arrive."""
 
     cores_part: float

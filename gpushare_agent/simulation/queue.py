@@ -7,7 +7,8 @@ State owned: the waiting pods by shape.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.simulation.workload import Arrival, Shape
 
@@ -15,8 +16,7 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 10.0
 """kube-scheduler's podInitialBackoffSeconds and podMaxBackoffSeconds; it doubles with each try that failed."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Job:
+class Job(Struct, kw_only=True):
     """A pod of the workload on its way, with all pods that its controller makes anew after the agent refused it."""
 
     arrival: Arrival

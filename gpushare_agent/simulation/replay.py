@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import count
+
+from msgspec import Struct, field
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.simulation.meter import Meter
@@ -36,14 +37,12 @@ class _Kind(IntEnum):
     WAKE = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Running:
+class _Running(Struct, frozen=True, kw_only=True):
     job: Job
     placed: Placed
 
 
-@dataclass(slots=True, kw_only=True)
-class Tally:
+class Tally(Struct, kw_only=True):
     """What happened to the pods. `waited_s` is from a pod's arrival to its start."""
 
     waited_s: dict[Size, list[float]] = field(default_factory=lambda: {size: [] for size in Size})

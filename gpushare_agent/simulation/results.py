@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.simulation.meter import Measured
 from gpushare_agent.simulation.replay import Tally
@@ -19,8 +20,7 @@ SCHEMA = 1
 _DIGITS = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
+class Waits(Struct, frozen=True, kw_only=True):
     """Of the pods of one size that ran, seconds from arrival to start."""
 
     ran: int
@@ -32,8 +32,7 @@ class Waits:
     mean_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyResult:
+class PolicyResult(Struct, frozen=True, kw_only=True):
     policy: Policy
     measured: Measured
     tally: Tally

@@ -9,8 +9,9 @@ from __future__ import annotations
 import csv
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpushare_agent.model.errors import Corrupt, NotFound
 from gpushare_agent.model.names import CORES_PER_GPU
@@ -32,8 +33,7 @@ TRACE_POD_COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class _Row(Struct, frozen=True, kw_only=True):
     """One line of a file. Its methods raise Corrupt, with the file and the line."""
 
     path: Path

@@ -6,9 +6,11 @@ A pod here has one container. Times are seconds from the begin of the replay.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.names import CORES_PER_GPU, PodUid
@@ -54,8 +56,7 @@ class Arrival(NamedTuple):
     duration_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class Workload(Struct, frozen=True, kw_only=True):
     """Pods in the order of their arrival. `skipped` counts what the source has and the replay has not, by reason."""
 
     source: str
@@ -74,8 +75,7 @@ class Workload:
         return max(ends, default=0.0) - (self.arrivals[0].at_s if self.arrivals else 0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class Cluster(Struct, frozen=True, kw_only=True):
     """Nodes in order of name."""
 
     source: str

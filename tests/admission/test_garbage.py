@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.garbage import Evidence, Reconciliation, reconcile
 from gpushare_agent.admission.decisions.recovery import UNNAMED, Records, rebuild

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.admission.allocation_cache import AllocationCache

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.identity import Call, Target, Unresolved, identify, successor_of
 from gpushare_agent.model.names import VCORE_RESOURCE as CORE

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.recovery import UNNAMED, Records, adopt, rebuild
 from gpushare_agent.cluster.kube.pods import parse_pod

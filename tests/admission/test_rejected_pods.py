@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.admission.rejected_pods import RejectedPods, plan_deletions
 from gpushare_agent.cluster.pod_store import PodStore

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpushare_agent.model.gpus import Health
 from gpushare_agent.sandbox.node import EmbeddedNode

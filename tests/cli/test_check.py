@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.cli.check import local as node_check_local
 from gpushare_agent.cli.check.check import check_node, run

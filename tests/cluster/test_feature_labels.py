@@ -5,13 +5,13 @@ Golden values: worked out from internal/lm of k8s-device-plugin v0.20.0.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpushare_agent.cluster.decisions.feature_labels import feature_labels, sanitised
 from gpushare_agent.cluster.decisions.node_facts import is_label, node_facts

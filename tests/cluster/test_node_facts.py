@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.cluster.decisions.node_facts import NodeFacts
@@ -176,7 +176,7 @@ async def test_a_server_that_is_away_is_tried_again_with_growing_timeouts() -> N
     with capture_logs() as logs:
         async with (
             fake_api(others=script) as server,
-            running(server, Wanted(), backoff=NotedBackoff(asked), period_s=0.005),
+            running(server, Wanted(), backoff=NotedBackoff(asked=asked), period_s=0.005),
         ):
             await server.wait_for(lambda requests: len(requests) >= 6)
     assert asked == [1, 2, 3]

@@ -212,7 +212,7 @@ async def test_watches_without_an_event_wait_ever_longer(watch: Behaviour) -> No
     async with (
         fake_api(watches=[watch]) as server,
         opened(server.url) as api,
-        informing(api, backoff=NotedBackoff(waits)),
+        informing(api, backoff=NotedBackoff(asked=waits)),
     ):
         await server.wait_watches(5)
     assert waits[:4] == [1, 2, 3, 4]
@@ -225,7 +225,7 @@ async def test_a_server_that_is_back_is_asked_for_its_list_at_the_first_step_of_
     async with (
         fake_api(watches=watches) as server,
         opened(server.url) as api,
-        informing(api, backoff=NotedBackoff(waits)),
+        informing(api, backoff=NotedBackoff(asked=waits)),
     ):
         await server.wait_watches(5)
     assert waits == [1, 2, 3, 1]

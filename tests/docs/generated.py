@@ -13,13 +13,13 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from annotated_types import Ge, Le
+from msgspec.structs import replace
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -64,7 +64,7 @@ def full_metrics() -> str:
     metrics.show_mps(lambda: True)
     metrics.show_node_configuration(lambda: False)
     reported: dict[str, Any] = {
-        field.name: 1 for field in fields(GpuSample) if "|" in str(field.type) and field.name != "processes"
+        name: 1 for name, hint in get_type_hints(GpuSample).items() if "|" in str(hint) and name != "processes"
     }
     one = replace(process(10), encoder_ratio=0.0, decoder_ratio=0.0)
     sample = GpuSample(**{**reported, "uuid": UUIDS[0], "throttle_reasons": (), "processes": (one,)})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.dra.decisions.front_ends import FrontEnds, front_ends, plugins_devices, plugins_inventory
 from gpushare_agent.model.allocations import Allocation, ClaimShare

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from gpushare_agent.dra.plugin import DeviceHealth, DraPlugin
 from gpushare_agent.dra.registration import DraRegistration

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.dra import slices
 from gpushare_agent.dra.decisions.devices import DevicePolicy, link_groups, quantity, slice_devices

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.extender.cluster_state import ClusterState

@@ -6,12 +6,13 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.hints import hinted_gpus
 from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION

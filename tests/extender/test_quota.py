@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpushare_agent.extender.decisions.quota import QUOTA_KEY, NamespaceQuota, Quota, check_quota, parse_quota
 from gpushare_agent.extender.decisions.quota_use import QuotaUse as Use

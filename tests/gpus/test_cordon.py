@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.gpus.decisions.cordon import select_gpus
 from gpushare_agent.model.names import GpuUuid

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from gpushare_agent.gpus.decisions.health import EventMeaning, HealthPolicy
 from gpushare_agent.gpus.decisions.values import GpuHealth, HealthState, SavedHealth

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.gpus.decisions.health import HealthPolicy

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpushare_agent.isolation import ISOLATIONS, GpuShare, HamiCoreConfig, IsolationConfig, IsolationRequest
 from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH, edit_hami_core

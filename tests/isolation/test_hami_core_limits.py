@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.isolation import HamiCoreConfig

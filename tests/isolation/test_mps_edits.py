@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.isolation import GpuShare, IsolationConfig, IsolationRequest, MpsConfig
 from gpushare_agent.isolation.mps.edits import edit_mps

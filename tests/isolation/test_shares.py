@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.isolation.shares import core_limit, share_cores
 from gpushare_agent.isolation.vcuda.container_processes import reported_pids

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from grpclib import GRPCError, Status
+from msgspec.structs import replace
 
 from gpushare_agent.isolation.vcuda.format import VDeviceConfig, decode_config, decode_pids
 from gpushare_agent.model.allocations import ClaimShare, ContainerKey

@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from grpclib import GRPCError, Status
+from msgspec.structs import replace
 
 from gpushare_agent.gpus.control_server import is_served
 from gpushare_agent.isolation.container_ids import ContainerIds

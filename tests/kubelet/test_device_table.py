@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.offered_devices import offered_ids
 from gpushare_agent.kubelet.device_ids import DeviceIds

@@ -7,10 +7,10 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import structlog
+from msgspec.structs import replace
 
 from gpushare_agent.observability.http.debug_server import DebugServer
 from gpushare_agent.settings.observation import DebugSettings

@@ -9,7 +9,6 @@ import socket
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import structlog
 from aiohttp import ClientSession
+from msgspec.structs import replace
 
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.gpus import Health

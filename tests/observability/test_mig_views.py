@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.explain import in_short
 from gpushare_agent.cli.agent_documents import DecisionDocument, NodeDocument

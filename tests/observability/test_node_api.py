@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from bench.sample_node import SampleNode
 from gpushare_agent.observability.http import answers as web_answers
@@ -118,7 +119,7 @@ async def test_a_decision_is_reported_as_its_record_is() -> None:
     for refused in (True, False):
         record = SampleNode(gpus=2, containers=0).decision(1, refused=refused)
         published = {"gpus": "cards", "must_gpus": "must_cards"}
-        expected = {published.get(name, name): value for name, value in asdict(record).items()}
+        expected = {published.get(name, name): value for name, value in to_builtins(record).items()}
         expected["asked"] = {published.get(name, name): value for name, value in expected["asked"].items()}
         assert json.loads(json.dumps(decision_document(record))) == json.loads(json.dumps(expected))
     assert decision_document(replace(record, asked=None))["asked"] is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from gpushare_agent.model.names import unit_id
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage

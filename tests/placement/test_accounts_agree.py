@@ -6,12 +6,12 @@ The agent's admission is compared with the extender's own plan in tests/extender
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod

@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.model.errors import NotFound, StartupError, Unavailable

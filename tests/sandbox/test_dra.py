@@ -6,9 +6,11 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from gpushare_agent.dra.registration import DraRegistration
 from gpushare_agent.model.errors import NotFound

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpushare_agent.cluster.kube.pods import parse_pod
 from gpushare_agent.dra.decisions.devices import DevicePolicy, slice_devices

@@ -6,7 +6,8 @@ A claim is used by any container of any pod that names it, also of pods that cam
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.resize import ResizeRefused, parse_resize, unknown_containers
 from gpushare_agent.model.allocations import Allocation, ClaimRef, ContainerKey, ShareSize

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest
 from gpushare_agent.isolation.device_lists import DeviceListRequest, NodeDevices, device_edits
@@ -33,8 +34,7 @@ from gpushare_agent.model.units import GpuUnits, cores_of_part
 _SHOWN_CHARS = 40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EditPolicy:
+class EditPolicy(Struct, frozen=True, kw_only=True):
     """The node's settings that bear on what a container gets."""
 
     names: ResourceNames

@@ -7,7 +7,9 @@ differ from the decision. No state.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import (
@@ -33,8 +35,7 @@ CHOSEN = "chosen"
 _NEVER = (RefusalReason.INVALID_REQUEST, RefusalReason.SHARING_DISABLED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class Explanation(Struct, frozen=True, kw_only=True):
     """What a plan was made from. `policy` and `why` are empty for a refusal, whose own text says it."""
 
     asked: Asked

@@ -8,8 +8,9 @@ allocation: an ID released too early goes to two containers, one released late c
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
+
+from msgspec import Struct
 
 from gpushare_agent.admission.decisions.recovery import UNNAMED
 from gpushare_agent.kubelet.records import ListedPod
@@ -18,8 +19,7 @@ from gpushare_agent.model.names import DeviceId, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class Evidence(Struct, frozen=True, kw_only=True):
     """One poll of the kubelet.
 
     `rebuilt` is what its records show (admission/decisions/recovery.py). `pods` is None while the pod store has not listed.
@@ -48,8 +48,7 @@ class CorrectionKind(StrEnum):
     """The IDs were right, only the pod's name or the container's kind was unknown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
+class Correction(Struct, frozen=True, kw_only=True):
     """One difference. `allocation` is what the container has by the kubelet, None where it has nothing."""
 
     kind: CorrectionKind
@@ -57,8 +56,7 @@ class Correction:
     allocation: Allocation | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reconciliation:
+class Reconciliation(Struct, frozen=True, kw_only=True):
     """Corrections in order of container, the containers missing now, and deleted pods whose processes may still run."""
 
     corrections: tuple[Correction, ...]

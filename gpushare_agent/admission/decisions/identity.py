@@ -12,8 +12,9 @@ Ordinary init containers are never listed; the allocation cache has theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import DeviceId, PodUid
@@ -35,8 +36,7 @@ class ListedDevices(Protocol):
         """IDs of the resource by container."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(Struct, frozen=True, kw_only=True):
     """The container that a call is for."""
 
     pod: Pod
@@ -47,8 +47,7 @@ class Target:
         return ContainerKey(self.pod.uid, self.container.name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unresolved:
+class Unresolved(Struct, frozen=True, kw_only=True):
     """No container, or several. `unknown` are listed pods to fetch first; `suspects` those to fetch again."""
 
     candidates: tuple[Target, ...] = ()
@@ -56,8 +55,7 @@ class Unresolved:
     suspects: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(Struct, frozen=True, kw_only=True):
     """A GetPreferredAllocation: which resource, how many IDs in all, and those that must be among them."""
 
     resource: str
@@ -66,8 +64,7 @@ class Call:
     must_include: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class Known(Struct, frozen=True, kw_only=True):
     """What the agent knows when it decides: pods by (namespace, name), the cache, pods that it has refused.
 
     `verified` are the names that were fetched from the API server since the call came: what the pod store has of the

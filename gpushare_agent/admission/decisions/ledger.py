@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import cast
+
+from msgspec import Struct, field
 
 from gpushare_agent.admission.decisions.identity import Target, initial_allocations, initial_ids
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -23,8 +24,7 @@ from gpushare_agent.placement.gpu_account import GpuAccount, account_of
 from gpushare_agent.placement.request import SharePolicy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class Policy(Struct, frozen=True, kw_only=True):
     """The settings that bear on placement."""
 
     names: ResourceNames
@@ -34,8 +34,7 @@ class Policy:
     """Sharing containers that one GPU can serve: MPS has a bound on its clients."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class Ledger(Struct, frozen=True, kw_only=True):
     """What is allocated, as seen by one container: by others on each GPU, and the containers that have each ID."""
 
     inventory: GpuInventory
@@ -48,8 +47,7 @@ class Ledger:
     allocations: Mapping[ContainerKey, Allocation]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class Offer(Struct, frozen=True, kw_only=True):
     """What the kubelet offers in one GetPreferredAllocation. `available` is checked against the ledger."""
 
     kind: ResourceKind

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions import units
 from gpushare_agent.admission.decisions.identity import Target
@@ -47,8 +49,7 @@ _REASON_CHARS = 160
 """Of a driver's text: the kubelet shows the text in the pod's status."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Struct, frozen=True, kw_only=True):
     """Where the container goes, and the IDs to prefer for the resource that was asked about."""
 
     gpus: tuple[GpuUuid, ...]

@@ -12,7 +12,8 @@ The three are joined here; what cannot be decided yet stays provisional until th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -35,8 +36,7 @@ UNNAMED = "unnamed:"
 """Prefix of the provisional UID of a pod that PodResources lists and whose UID is not known yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Records:
+class Records(Struct, frozen=True, kw_only=True):
     """What is on record at one moment. `pods` is None while the pod store has not listed."""
 
     listed: Sequence[ListedPod]
@@ -44,8 +44,7 @@ class Records:
     pods: Sequence[Pod] | None
 
 
-@dataclass(slots=True)
-class _Recorded:
+class _Recorded(Struct):
     """One container's allocation by the records."""
 
     ids: dict[ResourceKind, frozenset[DeviceId]] = field(default_factory=dict)

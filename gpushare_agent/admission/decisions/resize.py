@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from gpushare_agent.isolation import Isolation
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
@@ -52,24 +53,21 @@ class ResizeReason(StrEnum):
     TOO_MANY = "TooManyResized"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResizeRefused:
+class ResizeRefused(Struct, frozen=True, kw_only=True):
     """`detail` has what was asked, what is free, and what to do."""
 
     reason: ResizeReason
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WantedSize:
+class WantedSize(Struct, frozen=True, kw_only=True):
     """Of one container. None: as the kubelet allocated it."""
 
     cores: int | None = None
     memory: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResizePolicy:
+class ResizePolicy(Struct, frozen=True, kw_only=True):
     """The node's settings that bear on it."""
 
     names: ResourceNames

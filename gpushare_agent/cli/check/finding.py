@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
+
+from msgspec import Struct, to_builtins
 
 
 class Level(StrEnum):
@@ -16,8 +17,7 @@ class Level(StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(Struct, frozen=True, kw_only=True):
     """`what` is the subject, `detail` the observation, `cure` what to do (empty when ok)."""
 
     level: Level
@@ -59,7 +59,7 @@ def report_document(node_name: str, findings: Sequence[Finding]) -> dict[str, An
         "node": node_name,
         "errors": _count(findings, Level.ERROR),
         "warnings": _count(findings, Level.WARNING),
-        "findings": [asdict(finding) for finding in findings],
+        "findings": [to_builtins(finding) for finding in findings],
     }
 
 

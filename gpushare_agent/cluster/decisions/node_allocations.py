@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+
+from msgspec import Struct
 
 from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_SCHEMA, MAX_PODS
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -27,8 +28,7 @@ MAX_CHARS = 200 * 1024
 Extras = Mapping[ResourceKind, Mapping[ContainerKey, int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatedTo:
+class AllocatedTo(Struct, frozen=True, kw_only=True):
     """What one pod has of each GPU, by index: cores, blocks, units and 1 for a whole GPU, trailing zeros left out."""
 
     pod_uid: PodUid

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeGuard
+
+from msgspec import Struct
 
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import CORES_PER_GPU, PodUid
@@ -36,8 +37,7 @@ _COUNTS = 4
 """Of a pod on a GPU: cores, blocks, units, and 1 for a whole GPU."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportedMig:
+class ReportedMig(Struct, frozen=True, kw_only=True):
     """What a MIG instance is: NVIDIA's name of it, such as `0:1`, and whether it takes shares by vcuda's names."""
 
     label: str
@@ -45,8 +45,7 @@ class ReportedMig:
     takes_shares: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportedGpu:
+class ReportedGpu(Struct, frozen=True, kw_only=True):
     """One GPU as the annotation has it. `mig` is None unless it is a MIG instance. `cordoned` is why an operator took it
     out of service, empty where nobody did; `links` has nvidia-smi's abbreviation for each GPU of the list, and is empty
     where that cannot be read."""
@@ -62,16 +61,14 @@ class ReportedGpu:
     mig: ReportedMig | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportedGpus:
+class ReportedGpus(Struct, frozen=True, kw_only=True):
     """The GPUs in the annotation's order, no index twice. `memory_block_mib` is None where it is absent."""
 
     gpus: tuple[ReportedGpu, ...]
     memory_block_mib: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Charge:
+class Charge(Struct, frozen=True, kw_only=True):
     """What a pod has of one GPU, all its containers together."""
 
     index: int
@@ -81,8 +78,7 @@ class Charge:
     is_whole: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportedAllocations:
+class ReportedAllocations(Struct, frozen=True, kw_only=True):
     """What each pod has, of each GPU by index. `is_truncated` is True where the agent had no room for all pods."""
 
     of_pod: Mapping[PodUid, tuple[Charge, ...]]

@@ -10,8 +10,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION, GPUS_SCHEMA, OWN_PREFIX
 from gpushare_agent.model.gpus import Gpu, GpuInventory
@@ -30,8 +31,7 @@ LABEL_NAME = re.compile(
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFacts:
+class NodeFacts(Struct, frozen=True, kw_only=True):
     """What the node should have. `owned` are label names that are the agent's whoever wrote them last; `unusable` those of
     the setting node_labels that Kubernetes would refuse, and with them the whole patch. While the driver names none of the
     node's GPUs, `are_gpus_named` is false: labels of before stay. `features` are the labels of GPU Feature Discovery."""

@@ -7,8 +7,9 @@ not ours is left. node_fields.py reads and patches; docs/reference/node-facts.md
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from gpushare_agent.cluster.decisions.feature_labels import PREFIX as FEATURES_PREFIX
 from gpushare_agent.cluster.decisions.feature_labels import TIMESTAMP_LABEL
@@ -28,8 +29,7 @@ _KUBERNETES_DOMAINS = ("kubernetes.io", "k8s.io")
 """With all below them. A kubelet is kept from changing labels of these (NodeRestriction), others it may change anyway."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeObject:
+class NodeObject(Struct, frozen=True, kw_only=True):
     """What the node's object has of the fields that are written here. Values that are no text are left out."""
 
     labels: Mapping[str, str]
@@ -37,8 +37,7 @@ class NodeObject:
     capacity: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodePatch:
+class NodePatch(Struct, frozen=True, kw_only=True):
     """What has to change; None removes. `foreign` are labels to which somebody else gave other values, left as they are;
     `unusable` those of the settings that Kubernetes would refuse."""
 

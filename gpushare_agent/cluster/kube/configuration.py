@@ -12,9 +12,10 @@ import asyncio
 import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.cluster.kube.library import KubeLibrary, load_library
 from gpushare_agent.model.errors import StartupError, Unavailable
@@ -24,8 +25,7 @@ LOAD_TIMEOUT_S = 30.0
 """An exec credential plugin may ask a cloud's service; longer than this is a hang."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigurationSource:
+class ConfigurationSource(Struct, frozen=True, kw_only=True):
     """`kubeconfig` is a path list as in $KUBECONFIG; empty means the pod's service account. `context`: empty means the
     current one of the kubeconfig."""
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
 from typing import Any
 
 import structlog
+from msgspec import Struct
 
 log = structlog.get_logger(__name__)
 
@@ -31,8 +31,7 @@ _OFFERED = {"Configuration": f"{_LIBRARY}.client.configuration", "ApiClient": f"
 _lock = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KubeLibrary:
+class KubeLibrary(Struct, frozen=True, kw_only=True):
     """The modules `client`, `config` and `config.kube_config`. Of `client` only Configuration and ApiClient are there."""
 
     client: Any

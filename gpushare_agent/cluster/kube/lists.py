@@ -12,8 +12,10 @@ import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.cluster.kube.session import KubeSession, Request, TooLong, error_for_status, excerpt, renamed
 from gpushare_agent.model.errors import Conflict, Corrupt, Unavailable
@@ -30,8 +32,7 @@ MAX_LINE_BYTES = 2 << 20
 """One watch event is one line: an object of at most 1.5 MiB and its frame."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KubeTimeouts:
+class KubeTimeouts(Struct, frozen=True, kw_only=True):
     """`watch_s` is what the server is asked for; `watch_idle_s` ends a watch on which not even a bookmark (one a minute)
     came, for a half-open connection looks exactly like that."""
 
@@ -42,8 +43,7 @@ class KubeTimeouts:
     watch_idle_s: float = 120.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListLimits:
+class ListLimits(Struct, frozen=True, kw_only=True):
     """A list of the watch cache that is longer than `list_bytes` is read in pages of at most `page_bytes`.
 
     Reading an answer takes about four times its size for a moment. 250 pods of 20 KiB, which is much, are 5 MiB.
@@ -54,8 +54,7 @@ class ListLimits:
     page_sizes: tuple[int, ...] = PAGE_SIZES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
+class Watched(Struct, frozen=True, kw_only=True):
     """A kind of objects, or some of them. `what` completes "list …" and "watch …"; `fields` and `labels` are selectors.
 
     Lists are consistent reads in pages. With `from_cache` the list is the watch cache's, which may lag and answers whole:

@@ -12,10 +12,10 @@ import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.cluster.kube.configuration import ConfigurationSource, open_api_client
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, Unavailable
@@ -45,8 +45,7 @@ class Throttled(Unavailable):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Struct, frozen=True, kw_only=True):
     """`what` completes the sentence "cannot …" and names the thing. `query` is in the order sent."""
 
     what: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from itertools import islice
+
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.ledger import Ledger, Policy, gpu_accounts
 from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult

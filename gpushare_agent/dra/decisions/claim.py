@@ -13,8 +13,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpushare_agent.cluster.kube.pods import EXTENDED_CLAIM
 from gpushare_agent.cluster.kube.quantities import whole_number
@@ -38,16 +40,14 @@ _REQUEST = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(/[a-z0-9]([a-z0-9-]{0
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShareConfig:
+class ShareConfig(Struct, frozen=True, kw_only=True):
     """What a claim or its class asks for beyond numbers; empty and 0 stand for the node's settings."""
 
     isolation: str = ""
     core_limit: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimResult:
+class ClaimResult(Struct, frozen=True, kw_only=True):
     """One device of a claim. `request` as in the claim, `a` or `a/b` of a list of alternatives. `index` is the GPU's.
     `cores` are percent of it, 0 where the claim asks for memory alone; `memory_mib` is rounded to the slice's step by the
     scheduler. `is_admin`: by admin access, all of the GPU beside whoever has it; nothing is charged, so both are 0."""
@@ -62,8 +62,7 @@ class ClaimResult:
     is_admin: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatedClaim:
+class AllocatedClaim(Struct, frozen=True, kw_only=True):
     """A claim with the results that are this driver's on this node, in the claim's order. `shown_as` is its name in the
     pod that it was made for, else its own. `users` are the pods for which it is reserved, name and UID; `owner` is the
     pod that it was made for, None where it is no pod's own."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
@@ -25,8 +26,7 @@ _ARCHITECTURES_BY_MINOR = {(7, 5): "Turing", (8, 9): "Ada Lovelace"}
 _NOT_IN_A_VALUE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DevicePolicy:
+class DevicePolicy(Struct, frozen=True, kw_only=True):
     """What of the settings bears on the slice. `isolation` is the node's own, `limited_by` what limits memory and compute
     under it (isolation/kept.py)."""
 

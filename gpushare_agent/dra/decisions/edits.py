@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, ClaimResult
@@ -36,8 +38,7 @@ MAX_CONTAINER_NAME = 63
 """Characters of a container's name, and of a request's; paths and annotations have names of that form."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedResult:
+class PreparedResult(Struct, frozen=True, kw_only=True):
     """One result as it was prepared. `gpu` is a UUID; `cdi_devices` are what the kubelet hands to the runtime; `view` names
     the result under whose key the isolation keeps the files of the view. `is_admin`: it is in no account."""
 
@@ -55,8 +56,7 @@ class PreparedResult:
     is_admin: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedClaim:
+class PreparedClaim(Struct, frozen=True, kw_only=True):
     """A claim as it was prepared; it stays so until it is unprepared, whatever the settings become. `pod` is the name of the
     first that it is reserved for, `users` are the UIDs of all that it was reserved for then. `spec` is the CDI document."""
 

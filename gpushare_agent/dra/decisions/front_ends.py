@@ -7,15 +7,16 @@ front end's scheduler knows its own allocations alone.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrontEnds:
+class FrontEnds(Struct, frozen=True, kw_only=True):
     """By UUID: the GPUs that claims can have now, and those that no device plugin offers, with the reason."""
 
     claimable: frozenset[GpuUuid] = frozenset()

@@ -18,8 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.cluster.kube.pods import PREDICATE_PREFIX, mapping_or_empty, parse_pod
 from gpushare_agent.dra.decisions.claim import CONFIG_API_VERSION, CONFIG_KIND, DRIVER, MAX_RESULTS
@@ -44,8 +45,7 @@ REQUEST = "gpu"
 _ISOLATIONS = frozenset(IsolationName) - {IsolationName.AUTO}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
+class Template(Struct, frozen=True, kw_only=True):
     """What one container asks for: `count` GPUs, of each `cores` percent and `memory_mib`, or whole where `cores` is None.
     Then `memory_mib` is the least that each has, 0 for any."""
 
@@ -83,8 +83,7 @@ class Template:
         return {"devices": devices}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
+class Conversion(Struct, frozen=True, kw_only=True):
     """`patch` is a JSON Patch of the pod, empty where it stays as it is; `templates` are those that it then names."""
 
     patch: Sequence[Mapping[str, Any]] = ()

@@ -10,8 +10,9 @@ all that it may have.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from gpushare_agent.cluster.decisions.node_annotations import Charge
 from gpushare_agent.extender.decisions.node_ledger import NodeLedger

@@ -8,7 +8,9 @@ its GPUs bind them. admission/decisions/ledger.py does the same on IDs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.reuse import effective_request
 from gpushare_agent.cluster.decisions.node_annotations import Charge
@@ -22,8 +24,7 @@ from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement import GpuAccount, place, validate_request
 
 
-@dataclass(slots=True, kw_only=True)
-class _Planning:
+class _Planning(Struct, kw_only=True):
     """One planning: its state lives as long as the call. `gpus` changes with each container, by index."""
 
     gpus: dict[int, GpuAccount]

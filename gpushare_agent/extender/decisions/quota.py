@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from gpushare_agent.extender.decisions.quota_use import QuotaUse
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
@@ -34,8 +35,7 @@ _FIELDS = ("pool", "quota", "vcore", "vmemory")
 _CURE = "Wait until pods of the namespace end, ask for less, or have its quota raised."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamespaceQuota:
+class NamespaceQuota(Struct, frozen=True, kw_only=True):
     """What one namespace may use. No pools: every pool. `gpus` is by model, in 1/100 GPU; a model that it does not name
     may not be used at all, and None limits no model. A total that is None limits nothing."""
 
@@ -45,8 +45,7 @@ class NamespaceQuota:
     vmemory: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quota:
+class Quota(Struct, frozen=True, kw_only=True):
     """By namespace. One that is not named may use everything."""
 
     namespaces: Mapping[str, NamespaceQuota] = field(default_factory=dict)
@@ -115,8 +114,7 @@ def _listed(names: Sequence[str]) -> str:
 # --- reading ---
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
+class _Written(Struct, frozen=True):
     """A number with a point or an exponent, as it stands in the text: a float would round it."""
 
     text: str

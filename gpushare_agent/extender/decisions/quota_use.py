@@ -6,7 +6,7 @@ GPUs are counted in 1/100, as vcore is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
@@ -14,8 +14,7 @@ from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement.gpu_account import blocks_of_units
 
 
-@dataclass(frozen=True, slots=True)
-class QuotaUse:
+class QuotaUse(Struct, frozen=True):
     """What a pod takes of its namespace's quota, or all its pods together: 1/100 GPUs, vcore, blocks of memory."""
 
     gpus: int = 0

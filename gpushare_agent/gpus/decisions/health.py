@@ -9,9 +9,11 @@ Numbers and names of Xid errors: NVIDIA's catalogue of Xid errors (docs/explanat
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import assert_never
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind, GpuHealth, HealthState, SavedHealth
 from gpushare_agent.model.gpus import Gpu, Health
@@ -67,8 +69,7 @@ XID_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthPolicy:
+class HealthPolicy(Struct, frozen=True, kw_only=True):
     """The settings of the same names (`health.…`)."""
 
     ignored_xids: frozenset[int] = frozenset()

@@ -6,8 +6,9 @@ The transitions are in health.py; the owner is gpus/inventory.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid
@@ -18,8 +19,7 @@ class GpuEventKind(StrEnum):
     DOUBLE_BIT_ECC = "double-bit-ecc"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuEvent:
+class GpuEvent(Struct, frozen=True, kw_only=True):
     """`uuid` is None where the driver does not name the GPU. `xid` is the number in NVIDIA's catalogue of Xid errors, 0 for
     events of another kind. `gi` and `ci` are the MIG instance's IDs, None where it is of the whole GPU."""
 
@@ -45,8 +45,7 @@ class HealthState(StrEnum):
     NEEDS_RESET = "needs-reset"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuHealth:
+class GpuHealth(Struct, frozen=True, kw_only=True):
     """`cause` is the error that made it unhealthy, empty while healthy. Times are of the monotonic clock, in seconds.
 
     `passes` counts consecutive polls that found the GPU usable; a poll counts from `probe_at` on. `relapses` counts
@@ -62,8 +61,7 @@ class GpuHealth:
     cordon: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedHealth:
+class SavedHealth(Struct, frozen=True, kw_only=True):
     """Saved over a restart of the agent: cordons with their reasons, and GPUs that wait for a reset, with the cause."""
 
     cordons: Mapping[GpuUuid, str]

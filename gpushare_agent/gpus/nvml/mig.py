@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.gpus.nvml.session import NvmlSession
 from gpushare_agent.gpus.nvml.topology import text_of
@@ -42,8 +43,7 @@ CapMinors = Mapping[tuple[int, int, int | None], int]
 """By the parent's minor, the GPU instance and the compute instance (None: the GPU instance's own)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundInstance:
+class FoundInstance(Struct, frozen=True, kw_only=True):
     """`number` is its place in the driver's list of its GPU's instances."""
 
     number: int

@@ -14,9 +14,10 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.gpus.nvml.calls import NvmlCaller, Verdict
 from gpushare_agent.model.usage import ProcessKind, ProcessSample
@@ -35,16 +36,14 @@ _ROUNDS_KEPT = 1
 """A busy process without a new sample keeps its last use for so long: our round may fall between two of the driver's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Use:
+class _Use(Struct, frozen=True, kw_only=True):
     sm_ratio: float | None = None
     memory_ratio: float | None = None
     encoder_ratio: float | None = None
     decoder_ratio: float | None = None
 
 
-@dataclass(slots=True)
-class _LastUse:
+class _LastUse(Struct):
     use: _Use
     rounds_ago: int = 0
 
@@ -53,8 +52,7 @@ _UNKNOWN = _Use()
 _IDLE = _Use(sm_ratio=0.0, memory_ratio=0.0, encoder_ratio=0.0, decoder_ratio=0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Listed:
+class _Listed(Struct, frozen=True, kw_only=True):
     kind: ProcessKind = ProcessKind.COMPUTE
     memory_bytes: int | None = None
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable
 from ctypes import byref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID
+
+from msgspec.structs import replace
 
 from gpushare_agent.gpus.nvml.mig import (
     CapMinors,

@@ -9,8 +9,9 @@ pynvml is imported when first needed: it costs 30 ms, and a node with simulated 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.gpus.nvml.topology import text_of
 from gpushare_agent.model.errors import Unavailable
@@ -29,8 +30,7 @@ class DriverLostError(Exception):
     """NVML as a whole does not answer any more: it has to be opened again. Its cause is NVML's error."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundGpu:
+class FoundGpu(Struct, frozen=True, kw_only=True):
     """A GPU that has a handle and a UUID; whether it answers further calls is not known yet."""
 
     nvml_index: int
@@ -38,8 +38,7 @@ class FoundGpu:
     handle: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnnamedGpu:
+class UnnamedGpu(Struct, frozen=True, kw_only=True):
     """Why the GPU at an NVML index could not even be named."""
 
     nvml_index: int

@@ -7,8 +7,10 @@ again whenever NVML was opened anew. A lost GPU thereby keeps its place in the t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.model.gpus import Gpu, NvLink
 from gpushare_agent.model.names import GpuUuid
@@ -42,8 +44,7 @@ def kernel_bus_id(bus_id: str) -> str:
     return f"{domain.lstrip('0'):0>4}:{rest}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GpuLinks:
+class _GpuLinks(Struct, frozen=True, kw_only=True):
     """Active NVLinks of a GPU: to known ends by bus ID, and how many of them go into an NVSwitch."""
 
     links: tuple[NvLink, ...] = ()

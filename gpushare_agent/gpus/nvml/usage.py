@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from gpushare_agent.gpus.nvml.calls import GpuLostError, NvmlCaller, UnsupportedCalls
 from gpushare_agent.gpus.nvml.mig import find_instances, mig_mode
@@ -49,8 +50,7 @@ Values = dict[str, Any]
 """Fields of GpuSample."""
 
 
-@dataclass(slots=True)
-class _GpuMemory:
+class _GpuMemory(Struct):
     """What one round leaves for the next."""
 
     processes: GpuProcesses = field(default_factory=GpuProcesses)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from gpushare_agent.gpus.decisions.values import GpuEvent
 from gpushare_agent.gpus.simulated.faults import Faults, parse_faults

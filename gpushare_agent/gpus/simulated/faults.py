@@ -9,8 +9,9 @@ have `"kind": "double-bit-ecc"` instead of an xid, and no GPU, as where a driver
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from gpushare_agent.gpus.decisions.values import GpuEventKind
 from gpushare_agent.gpus.simulated.input import entries, whole_number
@@ -22,8 +23,7 @@ _MAX_XID = 100_000
 _MAX_ID = 2**53
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RehearsedEvent:
+class RehearsedEvent(Struct, frozen=True, kw_only=True):
     """`gpu` is None where the driver is not to name it."""
 
     id: int
@@ -32,16 +32,14 @@ class RehearsedEvent:
     xid: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RehearsedReset:
+class RehearsedReset(Struct, frozen=True, kw_only=True):
     """The GPU is lost at the next poll, and back at the one after it."""
 
     id: int
     gpu: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Faults:
+class Faults(Struct, frozen=True, kw_only=True):
     """`lost` maps GPU index to reason; an empty `all_lost` means the driver answers. Events and resets by ID."""
 
     lost: dict[int, str] = field(default_factory=dict)

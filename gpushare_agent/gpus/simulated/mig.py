@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, MigAttributes, MigPlace
 from gpushare_agent.model.names import GpuUuid

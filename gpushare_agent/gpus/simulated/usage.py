@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.gpus.simulated.input import entries, ratio, whole_number
 from gpushare_agent.model.gpus import Gpu
@@ -33,8 +34,7 @@ _MEMORY_PER_SM = 0.6
 _CAPPED_FROM = 0.97
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RehearsedProcess:
+class RehearsedProcess(Struct, frozen=True, kw_only=True):
     gpu: int
     sample: ProcessSample
 

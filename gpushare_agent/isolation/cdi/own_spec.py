@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.model.cdi import SpecFile
 from gpushare_agent.model.gpus import Gpu
@@ -26,8 +27,7 @@ _VOID = f"{ENV_VISIBLE_DEVICES}=void"
 """So that NVIDIA's runtime does not add the GPU a second time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecNodes:
+class SpecNodes(Struct, frozen=True, kw_only=True):
     """What the host has: the control nodes that exist; whether GPUs have nodes at all (simulated ones may not). Where
     `driver_directory` is given, every container with a GPU of ours gets it at /usr/local/nvidia. `absent` are paths that
     the spec would have and the host lacks."""
@@ -38,8 +38,7 @@ class SpecNodes:
     absent: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Naming:
+class Naming(Struct, frozen=True, kw_only=True):
     """Which file names which requested device: the one that counts, or those that make the name ambiguous."""
 
     named: Mapping[str, str]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.isolation.cdi.own_spec import SpecNodes, build_spec, encode_spec, gpus_to_name, naming
 from gpushare_agent.kit.daemon_thread import DaemonThread
@@ -42,8 +42,7 @@ class SpecChange(StrEnum):
     REMOVED = "removed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CdiState:
+class CdiState(Struct, frozen=True, kw_only=True):
     """Who names which GPU, by UUID: the file that the runtime uses once `change` is made. `spec` is the agent's own, None
     where it needs none; `own_names` are those that its file has before `change`. `troubles` are GPUs without a usable name,
     each with the remedy; `passed_over` files that are no specs; `left_out` paths that the spec lacks because the host has

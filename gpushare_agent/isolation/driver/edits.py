@@ -12,7 +12,8 @@ equal here, for what a container has above its request MPS may take back by endi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.isolation.kept import NOTHING_KEPT, Circumstances, Keeper, Kept, NotKept
 from gpushare_agent.isolation.request import Follows, Isolation, IsolationRequest
@@ -66,8 +67,7 @@ ISOLATION = Isolation(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryShare:
+class MemoryShare(Struct, frozen=True, kw_only=True):
     """What a container has of one GPU under this isolation. An init container's ends before the pod's others begin. `key` is
     its allocation's: the container's own, or of a claim, which several containers have."""
 

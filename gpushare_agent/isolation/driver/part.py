@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.driver.edits import MemoryShare, memory_shares

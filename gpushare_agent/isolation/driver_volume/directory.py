@@ -22,10 +22,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.isolation.driver_volume.plan import driver_version, driver_version_text
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName, VolumePlan
@@ -53,8 +53,7 @@ _LOCK_PAUSE_S = 0.1
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Installed:
+class Installed(Struct, frozen=True, kw_only=True):
     """The version in force. `taken` is what this run linked and copied: nothing where the version existed already."""
 
     version: Path

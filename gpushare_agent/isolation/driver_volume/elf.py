@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,6 +25,7 @@ from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
 from elftools.elf.sections import SymbolTableSection
 from elftools.elf.segments import InterpSegment
+from msgspec import Struct
 
 from gpushare_agent.isolation.driver_volume.values import ElfClass
 from gpushare_agent.model.errors import Corrupt, NotFound
@@ -48,8 +48,7 @@ _DAMAGED = (ELFError, ConstructError, struct.error, OSError, ValueError, LookupE
             OverflowError, AssertionError, RecursionError)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ElfFile:
+class ElfFile(Struct, frozen=True, kw_only=True):
     """`machine` is ELF's name, such as EM_X86_64; `interpreter` the dynamic loader that a program asks for. It and `soname`
     are empty where the file has none."""
 
@@ -99,8 +98,7 @@ def _read_elf(file: IO[bytes]) -> ElfFile:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interface:
+class Interface(Struct, frozen=True, kw_only=True):
     """`glibc` is the highest version that the file needs of the C library, such as (2, 17), empty where it names none;
     `defined` are the names of its dynamic symbols that others can use."""
 
@@ -136,8 +134,7 @@ def _read_interface(elf: ELFFile) -> Interface:
     return Interface(glibc=glibc, defined=defined)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheEntry:
+class CacheEntry(Struct, frozen=True, kw_only=True):
     """`name` is a soname (or a file name, where a library has none), `path` absolute on the host."""
 
     name: str

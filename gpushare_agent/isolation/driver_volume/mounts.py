@@ -6,15 +6,15 @@ Covers the processes of this PID namespace: the host's containers only where it 
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 _ROOT_FIELD = 3
 """mountinfo's fourth field: the mounted directory as a path in its own file system (proc(5))."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MountedDirectories:
+class MountedDirectories(Struct, frozen=True, kw_only=True):
     """`roots` are paths within their file systems, octal escapes as the kernel writes them."""
 
     roots: frozenset[str]

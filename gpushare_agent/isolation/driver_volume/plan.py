@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from gpushare_agent.isolation.driver_volume.values import (
     CONTROL_LIBRARY_NAME,
@@ -193,8 +194,7 @@ def _mixed_versions(targets: Iterable[str]) -> list[str]:
     ]
 
 
-@dataclass(slots=True)
-class _Layout:
+class _Layout(Struct):
     """A volume while it is being planned. A target that is taken is never given away again."""
 
     files: dict[str, Path] = field(default_factory=dict)

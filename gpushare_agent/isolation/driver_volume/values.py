@@ -5,10 +5,11 @@ Paths are values here; nothing in this module touches a file. Format of volume.c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct
 
 DIRECTORY_OF_CLASS = {32: "lib", 64: "lib64"}
 """ELF class -> the directory of a volume that holds such libraries."""
@@ -26,8 +27,7 @@ class VolumeName(StrEnum):
     ORIGIN = "origin"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverVolume:
+class DriverVolume(Struct, frozen=True, kw_only=True):
     """One entry of volume.conf: `binaries` are file names, `libraries` beginnings of sonames."""
 
     name: VolumeName
@@ -41,8 +41,7 @@ class DriverVolume:
         return self.base / self.name.value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundLibrary:
+class FoundLibrary(Struct, frozen=True, kw_only=True):
     """A shared object of the host. `path` is the file itself, `found_as` the name that led to it, `soname` may be empty.
 
     `is_baseline` is False for a build that only some processors can run.
@@ -65,8 +64,7 @@ class FoundLibrary:
         return self.soname or self.path.name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundProgram:
+class FoundProgram(Struct, frozen=True, kw_only=True):
     """`interpreter` is the dynamic loader that it needs, empty where it is static."""
 
     path: Path
@@ -75,8 +73,7 @@ class FoundProgram:
     interpreter: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
+class Control(Struct, frozen=True, kw_only=True):
     """What comes with the agent and limits shares: the library that stands before the driver's, and the program that it runs
     at each start of a CUDA program. Without either no such program runs within limits."""
 
@@ -84,8 +81,7 @@ class Control:
     client: FoundProgram
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostDriver:
+class HostDriver(Struct, frozen=True, kw_only=True):
     """What was found for one volume, and where it was searched."""
 
     libraries: tuple[FoundLibrary, ...]
@@ -95,24 +91,21 @@ class HostDriver:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedFile:
+class PlannedFile(Struct, frozen=True, kw_only=True):
     """`target` is relative to the volume, such as lib64/libcuda.so.535.104.05."""
 
     target: str
     source: Path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedLink:
+class PlannedLink(Struct, frozen=True, kw_only=True):
     """`points_to` is a name in the same directory."""
 
     target: str
     points_to: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VolumePlan:
+class VolumePlan(Struct, frozen=True, kw_only=True):
     """All of a volume's content, sorted by target. `driver_version` is None where libcuda's name has none."""
 
     name: VolumeName
@@ -122,8 +115,7 @@ class VolumePlan:
     warnings: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VolumeRefused:
+class VolumeRefused(Struct, frozen=True, kw_only=True):
     """Why a volume cannot be made, as text for the operator."""
 
     detail: str

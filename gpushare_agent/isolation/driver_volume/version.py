@@ -11,8 +11,9 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpushare_agent.isolation.driver_volume.values import DIRECTORY_OF_CLASS, PlannedFile, VolumePlan
 from gpushare_agent.model.errors import StartupError
@@ -26,8 +27,7 @@ _COPY_INSTEAD = frozenset(
 )  # another device or mount, immutable, too many links, a file system without them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
+class Content(Struct, frozen=True, kw_only=True):
     """A file's content and the state in which it was read."""
 
     file: PlannedFile
@@ -37,8 +37,7 @@ class Content:
     stamp: tuple[int, int, int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class Taken(Struct, frozen=True, kw_only=True):
     """Targets, sorted: how each file got into a version."""
 
     hard_linked: tuple[str, ...] = ()

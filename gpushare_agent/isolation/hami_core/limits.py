@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import NoReturn, Protocol
 
 import structlog
+from msgspec.structs import replace
 
 from gpushare_agent.isolation.hami_core.edits import live_limits
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles

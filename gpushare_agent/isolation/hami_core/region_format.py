@@ -25,7 +25,8 @@ begins with uint32 value, uint32 waiters.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.model.errors import Corrupt
 
@@ -64,16 +65,14 @@ _SLOT = struct.Struct(f"<ii{MAX_GPUS * _USED}{_BEFORE_SEQLOCK}xQ{_AFTER_SEQLOCK}
 _SLOT_PIDS = struct.Struct(f"<ii{SLOT_BYTES - 2 * _COUNT.size}x")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lock:
+class Lock(Struct, frozen=True, kw_only=True):
     """A semaphore of value 1. `waiters` counts also those that were killed while they waited."""
 
     value: int
     waiters: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class Slot(Struct, frozen=True, kw_only=True):
     """A process that has called cuInit; PIDs as it and the driver reported them."""
 
     pid: int
@@ -82,8 +81,7 @@ class Slot:
     used_bytes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionHead:
+class RegionHead(Struct, frozen=True, kw_only=True):
     """The limits by the GPU's ordinal in the container, and who holds the lock of the slots."""
 
     owner_pid: int
@@ -92,8 +90,7 @@ class RegionHead:
     core_limits: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionTail:
+class RegionTail(Struct, frozen=True, kw_only=True):
     """What follows the slots. `slots` is within the array, whatever the file says."""
 
     slots: int

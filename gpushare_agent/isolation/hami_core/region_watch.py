@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import structlog
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.hami_core.region_format import MAX_PROCESSES, free_lock_edit, host_pid_edit
@@ -53,8 +54,7 @@ class Pods(Protocol):
     def get(self, uid: PodUid) -> Pod | None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
+class _Seen(Struct, frozen=True, kw_only=True):
     """One region at one poll."""
 
     held: Mapping[LockName, Held]

@@ -22,8 +22,10 @@ in src/utils.c, `utilization_watcher` and `update_host_pid` in src/multiprocess.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.isolation.hami_core.region_format import RegionHead, RegionTail, Slot
 from gpushare_agent.model.gpus import KernelModule
@@ -43,8 +45,7 @@ class LockName(StrEnum):
     POSTINIT = "postinit"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Held(Struct, frozen=True, kw_only=True):
     """A lock that was taken at each poll since `since`, seconds, while `sign` did not change: no process got on. `suspects`
     are the PIDs, in the container, that were in cuInit at the first of these polls: the holder is among them. `in_init` are
     those that are there now, `waiters` how many say that they wait for the lock."""

@@ -17,11 +17,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NoReturn
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.isolation.mps.daemon import MpsDaemonProcess
@@ -45,8 +45,7 @@ class Condition(StrEnum):
     STOPPED = "stopped"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
+class Timeouts(Struct, frozen=True, kw_only=True):
     """`start_s` bounds a start, `most_bad_starts` in a row end the supervisor; `drain_s` is for clients, `end_s` for the
     daemon after the command quit."""
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.vcuda.format import MAX_PIDS
@@ -41,8 +41,7 @@ LONG_UNKNOWN_S = 5.0
 """After a restart of the agent a container's existing list is better than its whole pod's, but only for so long."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Instance:
+class _Instance(Struct, kw_only=True):
     """From one start of a container to the next. `former`: the ID of the instance before, which sources may still report."""
 
     number: int = field(default_factory=itertools.count().__next__)
@@ -57,8 +56,7 @@ class _Instance:
     """By host PID, of the processes of the last read: a process keeps them, so they are read once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Processes:
+class Processes(Struct, frozen=True, kw_only=True):
     """PIDs as the driver reports them, with the instance of which they were read."""
 
     pids: tuple[int, ...]

@@ -21,7 +21,8 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.isolation.names import is_container_name, is_pod_uid
 from gpushare_agent.model.errors import Corrupt
@@ -46,8 +47,7 @@ _DOCKER_NAME = re.compile(
 MAX_DOCKER_NAME_BYTES = 512
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VDeviceConfig:
+class VDeviceConfig(Struct, frozen=True, kw_only=True):
     """The fields of vcuda.config. `limit` and `utilization` are percent of one GPU."""
 
     pod_uid: str

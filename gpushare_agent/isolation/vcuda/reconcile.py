@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import structlog
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses, Processes
@@ -38,8 +39,7 @@ _REPORTED_FAILURES = 4096
 """More than the containers of a node."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class Written(Struct, frozen=True, kw_only=True):
     """What the agent wrote last, and the files' identities then. `pids` None: a list of an earlier agent."""
 
     config: bytes
@@ -47,8 +47,7 @@ class Written:
     stamps: Stamps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DesiredDirectory:
+class DesiredDirectory(Struct, frozen=True, kw_only=True):
     """`is_config_known`: the pod's annotations are known. `pids` None: not known now. `socket`: of the running server."""
 
     key: ContainerKey
@@ -71,8 +70,7 @@ class DesiredDirectory:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(Struct, frozen=True, kw_only=True):
     """`written` None where it failed. `has_socket`: the running server's socket is in place."""
 
     key: ContainerKey

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+
+from msgspec import Struct, to_builtins
 
 from gpushare_agent.isolation.vcuda.format import VDeviceConfig
 from gpushare_agent.model.names import MIB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VDevice:
+class VDevice(Struct, frozen=True, kw_only=True):
     """A container's limits, and the PIDs of its processes as the driver reports them."""
 
     config: VDeviceConfig
@@ -21,7 +21,7 @@ class VDevice:
 def as_json(found: VDevice, *, own_pid: int | None, is_registered: bool | None) -> str:
     """One line. `own_pid` is null where it cannot be known; `registered` is absent where it was not tried."""
     document = {
-        **asdict(found.config),
+        **to_builtins(found.config),
         "pids": found.pids,
         "own_pid": own_pid,
         "own_pid_listed": None if own_pid is None else own_pid in found.pids,

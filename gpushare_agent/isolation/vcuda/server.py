@@ -24,7 +24,6 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -32,6 +31,7 @@ import structlog
 from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 from grpclib.server import Stream
+from msgspec import Struct, field
 
 from gpushare_agent.isolation.names import is_pod_uid
 from gpushare_agent.isolation.part import CountsRegistrations
@@ -76,8 +76,7 @@ class RunsBlocking(Protocol):
     async def __call__(self, blocking: Callable[[], T], what: str) -> T: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VDeviceLimits:
+class VDeviceLimits(Struct, frozen=True, kw_only=True):
     """Of one container. `call_s` is the time for one whole call, its request's arrival included."""
 
     server: ServerLimits = field(default_factory=ServerLimits)
@@ -300,8 +299,7 @@ class VDeviceServer:
             self._log.warning(event, **({"pid": pid} if pid else {}), **fields)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
+class _Answer(Struct, frozen=True, kw_only=True):
     """What the runtime answered about a container ID, and until when that is not asked again."""
 
     container_id: str
@@ -378,8 +376,7 @@ class InvalidClaim(Exception):  # noqa: N818 - a fault of the peer, answered INV
     """A field is invalid; the text names it and the valid form."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Claim(Struct, frozen=True, kw_only=True):
     """`pod_uids`: the field's, and the one inside a dockershim name. At least one of the two names is there."""
 
     pod_uids: frozenset[str]

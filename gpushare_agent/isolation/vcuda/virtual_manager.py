@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.isolation.names import is_nameable
 from gpushare_agent.isolation.part import CountsRegistrations
@@ -56,8 +56,7 @@ FILES_TIMEOUT_S = 5.0
 """One poll of all containers, or the preparation of one pod's; the kubelet waits 30 s for PreStartContainer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Intervals:
+class Intervals(Struct, frozen=True, kw_only=True):
     """Seconds between two comparisons of the processes: where the last one found others, where not, and of a container
     prepared less than `recent_for_s` ago; between two refreshes of a container whose programs register; between two reads of
     container IDs while one is unknown; and between two removals of stale directories. Of so many comparisons one is a poll
@@ -393,8 +392,7 @@ def _has_directory(allocation: Allocation) -> bool:
     return bool(allocation.bound_ids)
 
 
-@dataclass(slots=True)
-class _Refreshes:
+class _Refreshes(Struct):
     """Of one container: the lock of the one under way, when the last one began, whether it succeeded, and for which ID."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -13,8 +13,9 @@ import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -68,8 +69,7 @@ class BadQueryError(Exception):
     """The query cannot be used. The text is for the client."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Number:
+class Number(Struct, frozen=True, kw_only=True):
     """A whole number in a query, between two bounds."""
 
     default: int
@@ -77,8 +77,7 @@ class Number:
     most: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
+class Word(Struct, frozen=True, kw_only=True):
     """A text in a query; `choices` where only some are known. Empty where it is not given."""
 
     most_characters: int

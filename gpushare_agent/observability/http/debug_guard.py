@@ -18,11 +18,11 @@ import hmac
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.report_once import ReportOnce
@@ -56,8 +56,7 @@ def check_debug_settings(settings: DebugSettings) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Denied:
+class Denied(Struct, frozen=True, kw_only=True):
     """The HTTP status of a refusal and its text."""
 
     status: int

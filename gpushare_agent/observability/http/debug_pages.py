@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.names import split_device_id
@@ -36,8 +37,7 @@ _PLAIN_FUTURES = ("FutureIter", "Future")
 """Every wait ends in one of these."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DebugSources:
+class DebugSources(Struct, frozen=True, kw_only=True):
     """Where the pages read. `now` is the monotonic clock of `Allocation.allocated_at`."""
 
     settings: Settings

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpushare_agent.model.decision_records import Candidate, DecisionRecord
@@ -36,7 +35,7 @@ DECISIONS_UNLESS_ASKED = 50
 MOST_NUMBER = 10**15
 MOST_KEPT_BYTES = 4 * 1024 * 1024
 """A longer history is encoded anew for each request."""
-_CANDIDATE_FIELDS = tuple(field.name for field in fields(Candidate))
+_CANDIDATE_FIELDS = Candidate.__struct_fields__
 _NODE: Mapping[str, Number | Word] = {}
 _HISTORY: Mapping[str, Number | Word] = {"only": Word(most_characters=10, choices=("cards", "containers"))}
 _DECISIONS: Mapping[str, Number | Word] = {

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from gpushare_agent.observability.http.answers import GZIP_FROM_BYTES, accepts_gzip
 
@@ -31,8 +32,7 @@ CONTENT_TYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageFile:
+class PageFile(Struct, frozen=True, kw_only=True):
     """One file as it is sent. `packed` is empty where packing gains nothing."""
 
     content: bytes

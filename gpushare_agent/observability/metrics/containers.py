@@ -7,9 +7,10 @@ Names and labels kept from gpu-manager: docs/reference/formats.md, section 8. Wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.gpus import Gpu

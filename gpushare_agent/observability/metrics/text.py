@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
+from msgspec import Struct, field
 from prometheus_client import Metric
 
 MAX_LABEL = 253
@@ -27,8 +27,7 @@ Labels = str
 """`a="1",b="2"`, escaped, by label name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+class Series(Struct, frozen=True):
     """One metric with its rows. A counter's `name` is that of its samples, with `_total`."""
 
     name: str

@@ -7,12 +7,12 @@ State owned: where the server and the log of each are.
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
+from msgspec import Struct
 
 from gpushare_agent.sandbox.api.responses import bad_request
 from gpushare_agent.sandbox.pod_manifest import MIRROR_ANNOTATION, RawObject, timestamp
@@ -28,8 +28,7 @@ _CHUNK = 64 * 1024
 _NOT_PASSED_ON = frozenset({"authorization", "host", "connection", "cookie"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentServer:
+class AgentServer(Struct, frozen=True, kw_only=True):
     """Of one agent: the URL of its web server, and its log file."""
 
     url: str

@@ -8,8 +8,9 @@ from __future__ import annotations
 import shutil
 import ssl
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpushare_agent.model.errors import StartupError
 
@@ -32,8 +33,7 @@ _DAYS = 365
 _TIMEOUT_S = 20.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerCertificate:
+class ServerCertificate(Struct, frozen=True, kw_only=True):
     """Two PEM files. The certificate is its own authority, and what clients are to trust."""
 
     certificate: Path

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
+
+from msgspec import Struct
 
 from gpushare_agent.model.errors import Conflict, NotFound
 from gpushare_agent.sandbox.change_signal import ChangeSignal
@@ -53,8 +54,7 @@ class Expired(Conflict):
     """The history no longer reaches back that far (HTTP 410)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(Struct, frozen=True, kw_only=True):
     """One step of the history. `before` is None for a creation, `after` for a removal."""
 
     version: int

@@ -6,17 +6,17 @@ Source of columns and words: pkg/printers/internalversion of Kubernetes 1.36.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.sandbox.pod_manifest import RawObject
 
 NONE, UNKNOWN = "<none>", "<unknown>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class Column(Struct, frozen=True, kw_only=True):
     """One with `is_wide` is shown by `-o wide` alone."""
 
     name: str

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from gpushare_agent.model.errors import Unavailable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallSubject:
+class CallSubject(Struct, frozen=True, kw_only=True):
     """For whom a call is made. Never sent: the device-plugin API names no pod."""
 
     pod_uid: str
@@ -20,8 +20,7 @@ class CallSubject:
     resource: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PluginCall:
+class PluginCall(Struct, frozen=True, kw_only=True):
     """One finished call to a device plugin.
 
     `device_ids` are the IDs asked for (Allocate, PreStartContainer) or the available ones (GetPreferredAllocation);
@@ -52,16 +51,14 @@ class PluginCall:
         return self.subject.container
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenCall:
+class OpenCall(Struct, frozen=True, kw_only=True):
     """A call to a plugin that has not been answered yet."""
 
     method: str
     subject: CallSubject
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodResourcesCall:
+class PodResourcesCall(Struct, frozen=True, kw_only=True):
     """One call of the PodResources API. `inside` are the plugin calls open at that moment."""
 
     method: str
@@ -71,8 +68,7 @@ class PodResourcesCall:
     at: float = field(default_factory=time.monotonic)
 
 
-@dataclass(slots=True, kw_only=True)
-class CallLog:
+class CallLog(Struct, kw_only=True):
     """Everything that passed since the node was opened, over all starts of its kubelet."""
 
     calls: list[PluginCall] = field(default_factory=list)
@@ -119,8 +115,7 @@ class CallLog:
         return [c for c in self.calls if c.method == method and pod_uid in ("", c.pod_uid)]
 
 
-@dataclass(slots=True)
-class CallAnswer:
+class CallAnswer(Struct):
     """Filled in by the caller before its block ends."""
 
     raw: bytes = b""

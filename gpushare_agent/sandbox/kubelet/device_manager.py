@@ -14,10 +14,10 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.kit.wire_build import string_list
 from gpushare_agent.model.errors import Rejected
@@ -36,15 +36,13 @@ class AllocationFailed(Rejected):
     """A container cannot get its devices; the text is what the kubelet puts after "Allocate failed due to"."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodIdentity:
+class PodIdentity(Struct, frozen=True, kw_only=True):
     uid: str
     namespace: str
     name: str
 
 
-@dataclass(slots=True)
-class _Resource:
+class _Resource(Struct):
     """What is known of one resource. Without an endpoint it is only remembered from the checkpoint."""
 
     endpoint: PluginEndpoint | None = None

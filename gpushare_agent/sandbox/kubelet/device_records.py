@@ -12,10 +12,10 @@ import json
 import random
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.kit.wire_build import bytes_field
 from gpushare_agent.sandbox.kubelet import wire_frames
@@ -27,8 +27,7 @@ NO_NODE = -1
 """The kubelet's key for devices without topology."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceRecord:
+class DeviceRecord(Struct, frozen=True, kw_only=True):
     """The IDs of one resource of one container, by NUMA node, with the plugin's raw answer.
 
     `listed` holds one ContainerDevices entry per ID as a ready field 2 of ContainerResources; `entry_json` is the

@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import structlog
 from grpclib import Status
+from msgspec import Struct, field
 
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.kit.sockets import file_identity
@@ -51,8 +51,7 @@ class PrepareFailed(Rejected):
     """The text is that of the pod's Event FailedPrepareDynamicResources."""
 
 
-@dataclass(slots=True, kw_only=True)
-class ClaimRecord:
+class ClaimRecord(Struct, kw_only=True):
     """`cdi` holds for each driver the request names and CDI IDs of each device. `pods` are those that use the claim."""
 
     namespace: str
@@ -71,8 +70,7 @@ DraCalls = deque[tuple[str, tuple[str, ...]]]
 MAX_DRA_CALLS = 1000
 
 
-@dataclass(slots=True, kw_only=True)
-class _Driver:
+class _Driver(Struct, kw_only=True):
     socket: Path
     identity: object
     name: str

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import structlog
 from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
+from msgspec import Struct
 
 from gpushare_agent.kit.grpc_client import MessageTooLargeError, RpcFailed, UnixChannel
 from gpushare_agent.kit.wire_build import bytes_field, integer_field, string_list
@@ -48,8 +48,7 @@ class PluginCallError(Unavailable):
     """A plugin failed a call, or could not be reached."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PluginDevice:
+class PluginDevice(Struct, frozen=True, kw_only=True):
     """A device as the plugin reports it. `frame` is its ID as a repeated string field 1, ready to send."""
 
     id: str

@@ -10,10 +10,10 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
@@ -51,8 +51,7 @@ class PodState(Enum):
 ACTIVE_STATES = frozenset({PodState.ADMITTING, PodState.ADMITTED, PodState.STOPPING})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Delay:
+class _Delay(Struct, frozen=True, kw_only=True):
     """When the run `container_id`, which has ended, may be followed by the next; `ends` counts the ends in a row."""
 
     container_id: str
@@ -60,8 +59,7 @@ class _Delay:
     due_at: float
 
 
-@dataclass(slots=True, kw_only=True)
-class KnownPod:
+class KnownPod(Struct, kw_only=True):
     """A pod that the kubelet has taken up from the API server."""
 
     raw: RawObject

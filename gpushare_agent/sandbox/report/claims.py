@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.model.gpus import Gpu
@@ -18,8 +19,7 @@ from gpushare_agent.sandbox.scheduler.claims import claim_names
 _DEVICE = "gpu-"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimedShare:
+class ClaimedShare(Struct, frozen=True, kw_only=True):
     """One result of a claim: its part of one GPU."""
 
     claim: str

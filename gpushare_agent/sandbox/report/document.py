@@ -8,13 +8,14 @@ asked. Memory is charged to the GPU that the container's vcore IDs name, as the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct, field
 
 from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION, parse_gpus
 from gpushare_agent.isolation.vcuda.edits import VDEVICE_DIRECTORY
@@ -44,8 +45,7 @@ UNKNOWN = "Unknown"
 _ANSWERS_KEPT = 2048
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportedNode:
+class ReportedNode(Struct, frozen=True, kw_only=True):
     """A node, the GPUs of its agent, and the agent's two resources. `fault_reasons` holds, per GPU, why it fails; who
     polls the driver fills it in."""
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from msgspec import Struct
 
 from gpushare_agent.model.errors import Rejected
 
@@ -26,8 +26,7 @@ _DEVICE_KEYS = frozenset({"name", "annotations", "containerEdits"})
 _EDIT_KEYS = frozenset({"env", "deviceNodes", "netDevices", "mounts", "hooks", "intelRdt", "additionalGids"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedEdits:
+class ResolvedEdits(Struct, frozen=True, kw_only=True):
     """What the names bring: variables, device nodes by their path in the container, mounts (host path, container path)."""
 
     env: tuple[tuple[str, str], ...] = ()
@@ -35,8 +34,7 @@ class ResolvedEdits:
     mounts: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Device:
+class _Device(Struct, frozen=True, kw_only=True):
     path: Path
     edits: Mapping[str, Any]
     common: Mapping[str, Any]

@@ -17,12 +17,12 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.sandbox.change_signal import ChangeSignal
@@ -39,8 +39,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.001, 0.05
 _CLOSE_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerConfig:
+class ContainerConfig(Struct, frozen=True, kw_only=True):
     """What to start. Without a command it sleeps, and ends with code 0 after `run_s`, None for never.
 
     `ignore_term_s` is how long it does not get its TERM.
@@ -56,8 +55,7 @@ class ContainerConfig:
     ignore_term_s: float = 0.0
 
 
-@dataclass(slots=True, kw_only=True)
-class Container:
+class Container(Struct, kw_only=True):
     """One run of one container. `exit_code` is None while it runs; `pid` is the first process's, 0 where it has none."""
 
     id: str

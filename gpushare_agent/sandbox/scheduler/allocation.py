@@ -9,8 +9,9 @@ choice leaves nothing for a later request the next is tried. Source: resource.k8
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from gpushare_agent.sandbox.scheduler.selectors import DeviceView
 
@@ -20,8 +21,7 @@ Used = Mapping[DeviceKey, Mapping[str, int]]
 """What is consumed of each device that is allocated."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capacity:
+class Capacity(Struct, frozen=True, kw_only=True):
     """Whole numbers. `steps` are (least, most, step) of what can be asked, None for anything."""
 
     value: int
@@ -41,8 +41,7 @@ class Capacity:
         return rounded if rounded <= most else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class Device(Struct, frozen=True, kw_only=True):
     """Names of attributes and capacities have their domain: `gpushare-agent/uuid`."""
 
     key: DeviceKey
@@ -51,8 +50,7 @@ class Device:
     taints: tuple[Mapping[str, Any], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class Option(Struct, frozen=True, kw_only=True):
     """One way to serve a request; `name` is `request` or `request/alternative`. `count` None: all that are selected.
     `asked` names capacities, those of the device's own driver without its domain."""
 
@@ -63,8 +61,7 @@ class Option:
     tolerations: tuple[Mapping[str, Any], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constraint:
+class Constraint(Struct, frozen=True, kw_only=True):
     """`attribute` has its domain; `requests` empty: all of the claim."""
 
     attribute: str
@@ -75,16 +72,14 @@ class Constraint:
         return not self.requests or bool({name, name.partition("/")[0]} & self.requests)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Wanted(Struct, frozen=True, kw_only=True):
     """What a claim asks for: of each request its options, the first that can be had."""
 
     requests: tuple[tuple[Option, ...], ...]
     constraints: tuple[Constraint, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Share(Struct, frozen=True, kw_only=True):
     """A result: what it consumes of each capacity of the device."""
 
     request: str

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.sandbox.pod_manifest import RawObject
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilterAnswer:
+class FilterAnswer(Struct, frozen=True, kw_only=True):
     """Where the pod fits, and why it does not elsewhere, by node."""
 
     names: tuple[str, ...]

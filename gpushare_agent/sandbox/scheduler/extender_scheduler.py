@@ -14,9 +14,9 @@ import random
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
@@ -31,16 +31,14 @@ SCHEDULER_ERROR = "SchedulerError"
 BINDS_AT_ONCE = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerTimes:
+class SchedulerTimes(Struct, frozen=True, kw_only=True):
     """Those of kube-scheduler. A real one retries a pod without any change after five minutes only."""
 
     first_backoff_s: float = 1.0
     last_backoff_s: float = 10.0
 
 
-@dataclass(slots=True, kw_only=True)
-class _Waiting:
+class _Waiting(Struct, kw_only=True):
     """A pod that was tried in vain: `epoch` is what had changed until then."""
 
     attempts: int

@@ -13,9 +13,10 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
+
+from msgspec import Struct
 
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.model.errors import Corrupt, Rejected
@@ -32,13 +33,11 @@ _OPERATORS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Version:
+class Version(Struct, frozen=True, order=True):
     numbers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceView:
+class DeviceView(Struct, frozen=True, kw_only=True):
     """Names with their domain: `gpushare-agent/uuid`. Capacities are Fractions."""
 
     driver: str
