@@ -25,6 +25,7 @@ from gpushare_agent.gpus.simulated.driver import simulated_uuid
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
+from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.model.usage import DriverSample, GpuSample, ProcessSample
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.usage_history import UsageHistory
@@ -194,7 +195,7 @@ class _World:
                 pod_name=f"pod-{number:03d}",
                 kind=ContainerKind.MAIN,
                 gpus=(uuids[number % GPUS],),
-                vcore_ids=frozenset(device_id(uuids[number % GPUS], n) for n in range(_CORES)),
+                ids={ResourceKind.VCORE: frozenset(device_id(uuids[number % GPUS], n) for n in range(_CORES))},
             )
             for number, uid in enumerate(uids)
         }

@@ -16,7 +16,7 @@ from gpushare_agent.model.decision_records import Asked, Candidate, DecisionReco
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import MIB, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
 from gpushare_agent.observability.node_snapshot import AgentFacts, ContainerFacts, NodeSnapshot
@@ -153,7 +153,7 @@ class SampleNode:
                 pod_name=name,
                 kind=ContainerKind.MAIN,
                 gpus=(gpu,),
-                vcore_ids=frozenset(DeviceId(f"{gpu}::{first + n}") for n in range(SHARE_CORES)),
+                ids={ResourceKind.VCORE: frozenset(DeviceId(f"{gpu}::{first + n}") for n in range(SHARE_CORES))},
             ),
             pod=Pod(
                 uid=uid,

@@ -28,7 +28,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement.topology_tree import build_topology
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.wire.vcuda import VDeviceRequest
@@ -203,8 +203,10 @@ class _World:
         self.allocations = {
             (key := ContainerKey(uid, CONTAINER)): Allocation(
                 key=key, namespace=NAMESPACE, pod_name=uid, kind=ContainerKind.MAIN, gpus=(gpu,),
-                vcore_ids=frozenset(DeviceId(f"{gpu}::{n}") for n in range(POD_CORES)),
-                vmemory_ids=frozenset(DeviceId(f"{gpu}::{n}") for n in range(POD_BLOCKS)),
+                ids={
+                    ResourceKind.VCORE: frozenset(DeviceId(f"{gpu}::{n}") for n in range(POD_CORES)),
+                    ResourceKind.VMEMORY: frozenset(DeviceId(f"{gpu}::{n}") for n in range(POD_BLOCKS)),
+                },
             )
             for uid in uids
         }  # fmt: skip

@@ -50,8 +50,8 @@ class InnerAgent:
         ids = DeviceIds(gpu.uuid for gpu in self.parts.state.gpus().gpus)
         return {
             (a.key.pod_uid, a.key.container): (
-                frozenset(map(ids.write, a.vcore_ids)),
-                frozenset(map(ids.write, a.vmemory_ids)),
+                frozenset(map(ids.write, a.ids_of(ResourceKind.VCORE))),
+                frozenset(map(ids.write, a.ids_of(ResourceKind.VMEMORY))),
             )
             for a in self.parts.state.cache
         }

@@ -13,7 +13,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerEdits, Contain
 from gpushare_agent.model.gpus import Gpu, GpuInventory, MigPlace
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind
 from gpushare_agent.placement.topology_tree import build_topology
 
@@ -85,8 +85,7 @@ def allocation(
         pod_name=owner.name,
         kind=kind,
         gpus=tuple(sorted({GpuUuid(i.split("::")[0]) for i in cores})),
-        vcore_ids=frozenset(cores),  # type: ignore[arg-type]
-        vmemory_ids=frozenset(memory),  # type: ignore[arg-type]
+        ids={ResourceKind.VCORE: frozenset(cores), ResourceKind.VMEMORY: frozenset(memory)},  # type: ignore[arg-type]
         is_whole=len(cores) >= 100,
     )
 

@@ -77,7 +77,7 @@ class Node:
                     return refused
             allocation = self.cache.get(target.key)
             for kind in kinds:
-                ids = set(allocation.ids(kind)) if allocation is not None else set()
+                ids = set(allocation.ids_of(kind)) if allocation is not None else set()
                 if one.kind is ContainerKind.INIT:
                     reusable.setdefault(kind, set()).update(ids)
                 else:
@@ -92,7 +92,7 @@ class Node:
         """The pod has ended, for the kubelet and for the agent."""
         for allocation in self.cache.release_pod(owner.uid):
             for kind, ids in self._taken.items():
-                ids -= allocation.ids(kind)
+                ids -= allocation.ids_of(kind)
 
     def _every(self, target: Target, kind: ResourceKind) -> list[DeviceId]:
         names = self.policy.names
@@ -138,14 +138,12 @@ class Node:
                 pod_name=target.pod.name,
                 kind=target.container.kind,
                 gpus=gpus,
-                vcore_ids=old.vcore_ids if old is not None else frozenset(),
-                vmemory_ids=old.vmemory_ids if old is not None else frozenset(),
-                gpu_mem_ids=old.gpu_mem_ids if old is not None else frozenset(),
+                ids={**(old.ids if old is not None else {}), kind: frozenset(chosen)},  # type: ignore[arg-type]
                 is_whole=self.policy.names.wanted(target.container, ResourceKind.VCORE) >= CORES_PER_GPU
                 if kind is not ResourceKind.GPU
                 else all(terms_of(device).is_whole for device in chosen),
                 gpu_resource=self.policy.names.name_in(target.container, kind),
-            ).with_ids(kind, frozenset(chosen))  # type: ignore[arg-type]
+            )
         )
         return None
 

@@ -16,7 +16,7 @@ from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import MIB, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.usage import DriverSample, GpuSample, ProcessSample, UsageRound
 from gpushare_agent.observability.node_snapshot import AgentFacts, ContainerFacts, NodeSnapshot
 from gpushare_agent.placement.topology_tree import build_topology
@@ -57,8 +57,10 @@ def allocation(
         pod_name=pod,
         kind=kind,
         gpus=uuids,
-        vcore_ids=frozenset(device_id(uuid, n) for uuid in uuids for n in range(cores // len(uuids))),
-        vmemory_ids=frozenset(device_id(uuids[0], n) for n in range(blocks)),
+        ids={
+            ResourceKind.VCORE: frozenset(device_id(uuid, n) for uuid in uuids for n in range(cores // len(uuids))),
+            ResourceKind.VMEMORY: frozenset(device_id(uuids[0], n) for n in range(blocks)),
+        },
         is_whole=cores >= 100,
     )
 

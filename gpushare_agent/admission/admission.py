@@ -168,7 +168,7 @@ class Admission:
         names = self._policy.names
         has = {container.name: self._cache.get(ContainerKey(pod.uid, container.name)) for container in pod.containers}
         return any(
-            names.wanted(container, kind) and ((found := has[container.name]) is None or not found.ids(kind))
+            names.wanted(container, kind) and ((found := has[container.name]) is None or not found.ids_of(kind))
             for container in pod.containers
             for kind in names.kinds
         )
@@ -276,14 +276,13 @@ class Admission:
             pod_name=target.pod.name,
             kind=target.container.kind,
             gpus=gpus,
-            vcore_ids=old.vcore_ids if old is not None else frozenset(),
-            vmemory_ids=old.vmemory_ids if old is not None else frozenset(),
+            ids={**(old.ids if old is not None else {}), kind: frozenset(DeviceId(device) for device in ids)},
             is_whole=self._policy.names.wanted(target.container, ResourceKind.VCORE) >= CORES_PER_GPU
             if kind is not ResourceKind.GPU
             else all(terms_of(device).is_whole for device in ids),
             allocated_at=self._clock(),
             gpu_resource=self._policy.names.name_in(target.container, kind) if kind is ResourceKind.GPU else "",
-        ).with_ids(kind, frozenset(DeviceId(device) for device in ids))
+        )
 
     def _edits(
         self, target: Target, gpus: Sequence[GpuUuid], ids: Sequence[str], known: Mapping[GpuUuid, Gpu]
@@ -318,7 +317,7 @@ class Admission:
         wanted = frozenset(DeviceId(device) for device in ids)
         keys = self._cache.holders(kind).get(next(iter(wanted)), frozenset()) if wanted else frozenset()
         allocation = self._cache.get(next(iter(keys))) if len(keys) == 1 else None
-        if allocation is None or allocation.ids(kind) != wanted:
+        if allocation is None or allocation.ids_of(kind) != wanted:
             return None
         pod = self._pods.get(allocation.key.pod_uid)
         container = pod.container(allocation.key.container) if pod is not None else None

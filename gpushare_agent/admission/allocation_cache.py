@@ -87,7 +87,7 @@ class AllocationCache:
         self._allocations[allocation.key] = allocation
         self._pods.setdefault(allocation.key.pod_uid, {})[allocation.key] = None
         own = frozenset({allocation.key})
-        for kind, ids in _ids(allocation):
+        for kind, ids in allocation.ids.items():
             holders = self._holders[kind]
             self._count(kind, [device for device in ids if device not in holders], 1)
             for device in ids:
@@ -156,7 +156,7 @@ class AllocationCache:
     def _id_counts(self, kind: ResourceKind, without: ContainerKey | None) -> dict[GpuUuid, int]:
         used = dict(self._on_gpu[kind])
         left_out = self._allocations.get(without) if without is not None else None
-        for device in left_out.ids(kind) if left_out is not None else ():
+        for device in left_out.ids_of(kind) if left_out is not None else ():
             if len(self._holders[kind][device]) == 1:
                 _add(used, gpu_of(device), -1)
         return used
@@ -170,7 +170,7 @@ class AllocationCache:
         left_out = self._allocations.get(without) if without is not None else None
         if left_out is not None and (gpu := _charged_gpu(left_out)) is not None:
             charges = self._charges[gpu]
-            _add(used, gpu, -sum(charges[device] == 1 for device in left_out.vmemory_ids))
+            _add(used, gpu, -sum(charges[device] == 1 for device in left_out.ids_of(ResourceKind.VMEMORY)))
         return used
 
     def ledger(self, inventory: GpuInventory, *, without: ContainerKey | None = None) -> Ledger:
@@ -203,10 +203,12 @@ class AllocationCache:
         gpu = _charged_gpu(allocation)
         charges = self._charges[gpu] if gpu is not None else {}
         alone = {
-            kind: sum(len(self._holders[kind][device]) == 1 for device in allocation.ids(kind))
+            kind: sum(len(self._holders[kind][device]) == 1 for device in allocation.ids_of(kind))
             for kind in (ResourceKind.VCORE, ResourceKind.GPU_MEM)
         }
-        alone[ResourceKind.VMEMORY] = sum(charges.get(device) == 1 for device in allocation.vmemory_ids)
+        alone[ResourceKind.VMEMORY] = sum(
+            charges.get(device) == 1 for device in allocation.ids_of(ResourceKind.VMEMORY)
+        )
         return alone if share is None else {kind: count + self._extra(share, kind) for kind, count in alone.items()}
 
     def _with_lent(
@@ -241,7 +243,7 @@ class AllocationCache:
         allocation = self._allocations.get(share.key)
         if allocation is None:
             return max(0, booked - allocated)
-        own = allocation.ids(kind)
+        own = allocation.ids_of(kind)
         if booked < len(own):
             booked = max(booked, sum(len(self._holders[kind][device]) > 1 for device in own))
         return booked - len(own)
@@ -271,7 +273,7 @@ class AllocationCache:
         """Of each GPU that units under NVIDIA's names have, less what only `without` has."""
         used = dict(self._parts)
         left_out = self._allocations.get(without) if without is not None else None
-        own = left_out.gpu_ids if left_out is not None else ()
+        own = left_out.unit_ids if left_out is not None else ()
         for gpu, part in parts_of(d for d in own if len(self._holders[ResourceKind.GPU][d]) == 1).items():
             used[gpu] -= part
         return {gpu: part for gpu, part in used.items() if part}
@@ -281,7 +283,7 @@ class AllocationCache:
         if gpu is None:
             return
         charges = self._charges.setdefault(gpu, {})
-        for device in allocation.vmemory_ids:
+        for device in allocation.ids_of(ResourceKind.VMEMORY):
             _add(charges, device, by)
         if not charges:
             del self._charges[gpu]
@@ -294,7 +296,7 @@ class AllocationCache:
         del keys[key]
         if not keys:
             del self._pods[key.pod_uid]
-        for kind, ids in _ids(old):
+        for kind, ids in old.ids.items():
             holders = self._holders[kind]
             for device in ids:
                 left = holders[device] - {key}
@@ -312,10 +314,6 @@ class AllocationCache:
             callback(old, new)
 
 
-def _ids(allocation: Allocation) -> tuple[tuple[ResourceKind, frozenset[DeviceId]], ...]:
-    return tuple((kind, allocation.ids(kind)) for kind in ResourceKind)
-
-
 def _is_of(share: ResizedShare, allocation: Allocation) -> bool:
     """The share is of these devices, or of a part of them: the kubelet allocates one resource after the other."""
     return not allocation.is_whole and allocation.gpus[:1] in ((), (share.gpu,))
@@ -329,7 +327,7 @@ def _sum(counts: dict[GpuUuid, int], more: Mapping[GpuUuid, int]) -> dict[GpuUui
 
 def _charged_gpu(allocation: Allocation) -> GpuUuid | None:
     """The GPU to which its memory is charged block by block; None for whole GPUs, which come with all of it."""
-    has_charge = allocation.gpus and allocation.vmemory_ids and not allocation.is_whole
+    has_charge = allocation.gpus and allocation.memory_blocks and not allocation.is_whole
     return allocation.gpus[0] if has_charge else None
 
 

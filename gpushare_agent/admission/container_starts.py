@@ -82,7 +82,7 @@ class ContainerStarts:
         if not ids:
             return []
         keys = self._cache.holders(kind).get(next(iter(ids)), frozenset())
-        return sorted(key for key in keys if (found := self._cache.get(key)) is not None and found.ids(kind) == ids)
+        return sorted(key for key in keys if (found := self._cache.get(key)) is not None and found.ids_of(kind) == ids)
 
     def _last_target(self, keys: Sequence[ContainerKey]) -> Target | None:
         pod = self._pods.get(keys[-1].pod_uid) if keys else None

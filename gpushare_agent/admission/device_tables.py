@@ -68,8 +68,8 @@ class DeviceTables:
         NVIDIA's names (also where this agent offers none), for shares that have grown, and for containers that hold IDs as
         an earlier agent named them."""
         depends = self._names.gpu_mem or self._cache.resized or self._has_lent or self._has_earlier_ids
-        is_of_units = self._names.gpu or any(one is not None and one.gpu_ids for one in (old, new))
-        has_texts = new is not None and any(has_kubelet_text(new.ids(kind)) for kind in self._names.kinds)
+        is_of_units = self._names.gpu or any(one is not None and one.unit_ids for one in (old, new))
+        has_texts = new is not None and any(map(has_kubelet_text, new.ids.values()))
         if depends or is_of_units or has_texts:
             self._is_behind.set()
 
@@ -122,10 +122,8 @@ class DeviceTables:
     def _read_again(self, inventory: GpuInventory) -> None:
         """Containers may hold IDs of GPUs that were not there when the kubelet's records were read."""
         for allocation in list(self._cache):
-            found = allocation
-            for kind in ResourceKind:
-                texts = [self._ids.write(device) for device in allocation.ids(kind)]
-                found = found.with_ids(kind, frozenset(self._ids.read(texts)))
+            texts = {kind: [self._ids.write(device) for device in ids] for kind, ids in allocation.ids.items()}
+            found = replace(allocation, ids={kind: frozenset(self._ids.read(own)) for kind, own in texts.items()})
             if found != allocation:
                 gpus = gpus_of(found.bound_ids, inventory)
                 self._cache.put(replace(found, gpus=gpus or allocation.gpus))

@@ -342,9 +342,8 @@ class GarbageCollection:
                 container=old.key.container,
                 gpus=list(old.gpus),
                 resources={
-                    (old.gpu_resource if kind is ResourceKind.GPU else self._names.name(kind)) or kind.value: len(found)
-                    for kind in ResourceKind
-                    if (found := old.ids(kind))
+                    (old.gpu_resource if kind is ResourceKind.GPU else self._names.name(kind)) or kind.value: len(ids)
+                    for kind, ids in sorted(old.ids.items())
                 },
             )
 

@@ -302,7 +302,9 @@ class _Unlisted:
         found = {c.name: self._known.allocations.get(ContainerKey(self._pod.uid, c.name)) for c in self._pod.containers}
         asks = {c.name for c in self._pod.containers if c.requests.get(resource)}
         return {
-            name: len(a.ids(kind)) for name, a in found.items() if a is not None and kind is not None and name in asks
+            name: len(a.ids_of(kind))
+            for name, a in found.items()
+            if a is not None and kind is not None and name in asks
         }
 
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU, MIB, GpuUuid
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.units import cores_of_part
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
@@ -60,11 +60,10 @@ def share_limits(
     if allocation.is_whole:
         memory_mib = sum(gpus[uuid].memory_mib for uuid in allocation.gpus if uuid in gpus)
         return ShareLimits(cores=allocation.cores, memory_bytes=memory_mib * MIB, core_limit=0, is_limited=False)
-    if allocation.gpu_ids:
+    if allocation.unit_ids:
         return _replica_share(allocation, gpus)
     cores = share_cores(allocation, gpus, names)
-    unit_mib = names.gpu_mem_unit_mib if allocation.gpu_mem_ids else names.memory_block_mib
-    memory_mib = allocation.size.memory * unit_mib
+    memory_mib = allocation.size.memory * names.unit_mib(allocation.memory_kind)
     return ShareLimits(
         cores=cores,
         memory_bytes=memory_mib * MIB,
@@ -86,12 +85,12 @@ def _replica_share(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> Share
 
 def share_cores(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], names: ResourceNames) -> int:
     """Percent of the GPU's compute. A request for memory alone, GPUShare's or a claim's, gets the same part of both."""
-    if allocation.gpu_ids:
+    if allocation.unit_ids:
         return allocation.cores
-    is_memory_alone = bool(allocation.gpu_mem_ids) or (allocation.claim is not None and not allocation.size.cores)
+    is_memory_alone = allocation.claim is not None and not allocation.size.cores
+    is_memory_alone = is_memory_alone or allocation.memory_kind is ResourceKind.GPU_MEM
     gpu = gpus.get(allocation.gpus[0]) if is_memory_alone and allocation.gpus else None
     if gpu is None or gpu.memory_mib < 1:  # a GPU of which the driver reports the UUID alone
         return allocation.size.cores
-    unit_mib = names.gpu_mem_unit_mib if allocation.gpu_mem_ids else names.memory_block_mib
-    cores = CORES_PER_GPU * allocation.size.memory * unit_mib // gpu.memory_mib
+    cores = CORES_PER_GPU * allocation.size.memory * names.unit_mib(allocation.memory_kind) // gpu.memory_mib
     return min(CORES_PER_GPU, max(1, cores))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from gpushare_agent.model.isolation import IsolationName, Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.model.units import parts_of, terms_of
+
+NO_IDS: frozenset[DeviceId] = frozenset()
 
 
 class ContainerKey(NamedTuple):
@@ -59,9 +62,9 @@ class ClaimShare(Struct, frozen=True, kw_only=True):
 class Allocation(Struct, frozen=True, kw_only=True):
     """The devices of one container, or what one result of a ResourceClaim has of one GPU.
 
-    The IDs of a resource are empty until the kubelet has allocated it; `gpu_ids` are units under one of NVIDIA's names,
-    `gpu_resource`. `gpus` are the GPUs that the vcore, gpu-mem or NVIDIA's IDs name, else the planned ones, in order of
-    index; the memory is charged to them. `is_whole` means whole GPUs: their whole memory is the container's. `allocated_at`
+    `ids` has a resource once the kubelet has allocated it; of NVIDIA's names `gpu_resource` is the one. `gpus` are the GPUs
+    that the IDs of the resource name that binds them, else the planned ones, in order of index; the memory is charged to
+    them. `is_whole` means whole GPUs: their whole memory is the container's. `allocated_at`
     is seconds on the monotonic clock. `granted` is the size to which a running share was changed, None where it has what the
     kubelet allocated.
 
@@ -74,10 +77,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
     pod_name: str
     kind: ContainerKind
     gpus: tuple[GpuUuid, ...]
-    vcore_ids: frozenset[DeviceId] = frozenset()
-    vmemory_ids: frozenset[DeviceId] = frozenset()
-    gpu_mem_ids: frozenset[DeviceId] = frozenset()
-    gpu_ids: frozenset[DeviceId] = frozenset()
+    ids: Mapping[ResourceKind, frozenset[DeviceId]] = {}
     gpu_resource: str = ""
     is_whole: bool = False
     allocated_at: float = 0.0
@@ -89,45 +89,42 @@ class Allocation(Struct, frozen=True, kw_only=True):
         """For people: of a claim's result `claim:<claim>/<result>`, after the names in a pod's allocatedResourcesStatus."""
         return self.key.container if self.claim is None else f"claim:{self.claim.shown_as}/{self.key.container}"
 
-    def ids(self, kind: ResourceKind) -> frozenset[DeviceId]:
-        """Of one resource."""
-        match kind:
-            case ResourceKind.VCORE:
-                return self.vcore_ids
-            case ResourceKind.VMEMORY:
-                return self.vmemory_ids
-            case ResourceKind.GPU_MEM:
-                return self.gpu_mem_ids
-            case ResourceKind.GPU:
-                return self.gpu_ids
+    def __post_init__(self) -> None:
+        if not all(self.ids.values()):  # so that two with the same IDs are equal
+            force_setattr(self, "ids", {kind: ids for kind, ids in self.ids.items() if ids})
+
+    def ids_of(self, kind: ResourceKind) -> frozenset[DeviceId]:
+        return self.ids.get(kind, NO_IDS)
 
     def with_ids(self, kind: ResourceKind, ids: frozenset[DeviceId]) -> Allocation:
-        match kind:
-            case ResourceKind.VCORE:
-                return replace(self, vcore_ids=ids)
-            case ResourceKind.VMEMORY:
-                return replace(self, vmemory_ids=ids)
-            case ResourceKind.GPU_MEM:
-                return replace(self, gpu_mem_ids=ids)
-            case ResourceKind.GPU:
-                return replace(self, gpu_ids=ids)
+        return replace(self, ids={**self.ids, kind: ids})
 
     @property
     def bound_ids(self) -> frozenset[DeviceId]:
         """Of the resource that binds its GPUs."""
-        return self.vcore_ids or self.gpu_mem_ids or self.gpu_ids
+        return next((ids for kind, ids in self.ids.items() if kind.binds_gpu), NO_IDS)
+
+    @property
+    def unit_ids(self) -> frozenset[DeviceId]:
+        """Units of GPUs under NVIDIA's names."""
+        return self.ids.get(ResourceKind.GPU, NO_IDS)
+
+    @property
+    def memory_kind(self) -> ResourceKind:
+        """The resource that its memory counts."""
+        return ResourceKind.GPU_MEM if ResourceKind.GPU_MEM in self.ids else ResourceKind.VMEMORY
 
     @property
     def parts(self) -> dict[GpuUuid, Fraction]:
         """Of replicas, how much of each GPU."""
-        return parts_of(self.gpu_ids)
+        return parts_of(self.unit_ids)
 
     @property
     def sharing(self) -> Sharing | None:
         """Of replicas, what limits them; else None."""
-        if self.is_whole or not self.gpu_ids:
+        if self.is_whole or not self.unit_ids:
             return None
-        return terms_of(min(self.gpu_ids)).sharing
+        return terms_of(min(self.unit_ids)).sharing
 
     @property
     def is_limited(self) -> bool:
@@ -136,18 +133,18 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     @property
     def cores(self) -> int:
-        if self.gpu_ids:
+        if self.unit_ids:
             return int(sum(self.parts.values()) * CORES_PER_GPU)
-        return len(self.vcore_ids)
+        return len(self.ids_of(ResourceKind.VCORE))
 
     @property
     def memory_blocks(self) -> int:
-        return len(self.vmemory_ids)
+        return len(self.ids_of(ResourceKind.VMEMORY))
 
     @property
     def allocated_size(self) -> ShareSize:
         """By the kubelet's device IDs."""
-        return ShareSize(cores=len(self.vcore_ids), memory=len(self.gpu_mem_ids or self.vmemory_ids))
+        return ShareSize(cores=len(self.ids_of(ResourceKind.VCORE)), memory=len(self.ids_of(self.memory_kind)))
 
     @property
     def size(self) -> ShareSize:

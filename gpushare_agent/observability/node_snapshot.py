@@ -223,12 +223,12 @@ def _claim(allocation: Allocation) -> dict[str, str] | None:
 
 def _units(allocation: Allocation) -> dict[str, Any] | None:
     """None for a container that has its GPUs by another resource than NVIDIA's."""
-    if not allocation.gpu_ids:
+    if not allocation.unit_ids:
         return None
     sharing = allocation.sharing
     return {
         "resource": allocation.gpu_resource,
-        "count": len(allocation.gpu_ids),
+        "count": len(allocation.unit_ids),
         "sharing": sharing.value if sharing is not None else None,
     }
 

@@ -28,6 +28,7 @@ from gpushare_agent.model.names import VCORE_RESOURCE as CORE
 from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.resources import ResourceKind
 from tests.support_core import NAMES, container, ids, inventory, known, pod, written
 
 
@@ -184,8 +185,10 @@ async def test_a_chain_of_init_sidecar_and_main_is_followed_without_being_asked(
     await agent.admit(owner, "i", MEMORY)
     allocation = agent.cache.get(ContainerKey(owner.uid, "i"))
     assert allocation is not None
-    assert isinstance(await agent.admission.allocate(MEMORY, sorted(allocation.vmemory_ids)), ContainerEdits)
-    edits = await agent.admission.allocate(CORE, sorted(allocation.vcore_ids))
+    assert isinstance(
+        await agent.admission.allocate(MEMORY, sorted(allocation.ids_of(ResourceKind.VMEMORY))), ContainerEdits
+    )
+    edits = await agent.admission.allocate(CORE, sorted(allocation.ids_of(ResourceKind.VCORE)))
     assert isinstance(edits, ContainerEdits) and edits.env
     await agent.admit(owner, "m", CORE)
     # The sidecar has taken the five IDs for good: offering them again counts as a fault of the kubelet.
@@ -201,11 +204,11 @@ async def test_the_same_allocate_again_gets_the_same_answer() -> None:
     first = await agent.admit(owner, "main", CORE)
     (allocation,) = agent.cache
     assert isinstance(first, ContainerEdits) and [m.container_path for m in first.mounts] == ["/etc/vcuda"]
-    assert await agent.admission.allocate(CORE, sorted(allocation.vcore_ids)) == first and list(agent.cache) == [
-        allocation
-    ]
+    assert await agent.admission.allocate(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) == first and list(
+        agent.cache
+    ) == [allocation]
     agent.pods[owner.uid] = replace(owner, running=frozenset({"main"}))
-    assert isinstance(await agent.admission.allocate(CORE, sorted(allocation.vcore_ids)), Refused)
+    assert isinstance(await agent.admission.allocate(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))), Refused)
 
 
 async def test_an_allocate_without_a_plan_is_refused() -> None:
@@ -287,7 +290,7 @@ async def test_a_container_starts_with_the_ids_of_the_cache_or_of_the_checkpoint
     agent = Scripted(owner)
     await agent.admit(owner, "main", CORE)
     (allocation,) = agent.cache
-    assert await agent.starts.pre_start(CORE, sorted(allocation.vcore_ids)) is None
+    assert await agent.starts.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) is None
     lost = ids(1, range(20))
     assert isinstance(await agent.starts.pre_start(CORE, lost), Refused)
     agent.checkpoint = written("u9", "main", lost, ids(1, range(3)))
@@ -313,7 +316,9 @@ async def test_a_stale_plan_does_not_claim_the_ids_of_a_successor_container() ->
     await agent.admission.preferred(CORE, ids(1, range(100)), (), 5)
     allocation = agent.cache.get(ContainerKey(owner.uid, "i"))
     assert allocation is not None
-    assert isinstance(await agent.admission.allocate(CORE, sorted(allocation.vcore_ids)), ContainerEdits)
+    assert isinstance(
+        await agent.admission.allocate(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))), ContainerEdits
+    )
     assert agent.outcomes[-1] == "chain/s vcore"
 
 
@@ -328,11 +333,11 @@ async def test_what_the_isolation_needs_is_prepared_before_a_container_starts() 
     await agent.admit(owner, "i", CORE)
     allocation = agent.cache.get(ContainerKey(owner.uid, "i"))
     assert allocation is not None
-    await agent.admission.allocate(CORE, sorted(allocation.vcore_ids))
-    assert await agent.starts.pre_start(CORE, sorted(allocation.vcore_ids)) is None
+    await agent.admission.allocate(CORE, sorted(allocation.ids_of(ResourceKind.VCORE)))
+    assert await agent.starts.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) is None
     assert agent.prepared == [ContainerKey(owner.uid, "i"), ContainerKey(owner.uid, "s")]
     agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="no space")
-    assert await agent.starts.pre_start(CORE, sorted(allocation.vcore_ids)) == agent.not_prepared
+    assert await agent.starts.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) == agent.not_prepared
 
 
 async def test_one_container_is_explained_once() -> None:
@@ -363,5 +368,5 @@ async def test_a_start_that_is_refused_names_the_container() -> None:
     await agent.admit(owner, "main", CORE)
     agent.not_prepared = Refused(reason=RefusalReason.NOT_READY, detail="the disk is full")
     (allocation,) = agent.cache
-    assert await agent.starts.pre_start(CORE, sorted(allocation.vcore_ids)) is agent.not_prepared
+    assert await agent.starts.pre_start(CORE, sorted(allocation.ids_of(ResourceKind.VCORE))) is agent.not_prepared
     assert agent.outcomes[-1] == "start refused a NotReady"

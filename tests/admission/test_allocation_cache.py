@@ -81,7 +81,7 @@ def test_the_indexes_always_say_what_the_allocations_say(
         else:
             made = allocation(pod(name), inner, [f"GPU-0::{n}" for n in cores], [f"GPU-0::{n}" for n in memory])
             cache.put(made)
-            model[key] = (made.vcore_ids, made.vmemory_ids)
+            model[key] = (made.ids_of(ResourceKind.VCORE), made.ids_of(ResourceKind.VMEMORY))
     for position, kind in enumerate((ResourceKind.VCORE, ResourceKind.VMEMORY)):
         expected: dict[str, set[ContainerKey]] = {}
         for key, held in model.items():

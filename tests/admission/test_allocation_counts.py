@@ -9,6 +9,7 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.model.resources import ResourceKind
 
 GPUS = [GpuUuid("GPU-0"), GpuUuid("GPU-1")]
 KEYS = [ContainerKey(PodUid(f"uid-{pod}"), name) for pod in range(2) for name in ("first", "second")]
@@ -20,22 +21,26 @@ ALLOCATIONS = st.builds(
     pod_name=st.just("pod"),
     kind=st.just(ContainerKind.MAIN),
     gpus=st.lists(st.sampled_from(GPUS), max_size=2, unique=True).map(tuple),
-    vcore_ids=DEVICES,
-    vmemory_ids=DEVICES,
+    ids=st.fixed_dictionaries({ResourceKind.VCORE: DEVICES, ResourceKind.VMEMORY: DEVICES}),
     is_whole=st.booleans(),
 )
 CHANGES = st.lists(ALLOCATIONS | st.sampled_from(KEYS))
 
 
 def _cores(cache: AllocationCache, without: ContainerKey | None) -> dict[GpuUuid, int]:
-    held = {device for a in cache if a.key != without for device in a.vcore_ids}
+    held = {device for a in cache if a.key != without for device in a.ids_of(ResourceKind.VCORE)}
     counts = {gpu: sum(device.startswith(f"{gpu}::") for device in held) for gpu in GPUS}
     return {gpu: count for gpu, count in counts.items() if count}
 
 
 def _blocks(cache: AllocationCache, without: ContainerKey | None) -> dict[GpuUuid, int]:
     charged = {
-        gpu: {d for a in cache if a.key != without and not a.is_whole and a.gpus[:1] == (gpu,) for d in a.vmemory_ids}
+        gpu: {
+            d
+            for a in cache
+            if a.key != without and not a.is_whole and a.gpus[:1] == (gpu,)
+            for d in a.ids_of(ResourceKind.VMEMORY)
+        }
         for gpu in GPUS
     }
     return {gpu: len(ids) for gpu, ids in charged.items() if ids}

@@ -8,7 +8,7 @@ from gpushare_agent.admission.decisions.annotations import pod_annotations
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.names import GpuUuid, device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
 ASSIGNED = "tencent.com/gpu-assigned"
@@ -64,7 +64,9 @@ def _asks_memory(*units: int, annotations: dict[str, str] | None = None) -> Pod:
 
 def _has_memory(one: Pod, container_name: str, gpu: int, units: int) -> Allocation:
     found = frozenset(device_id(GpuUuid(f"GPU-{gpu}"), number) for number in range(units))
-    return replace(allocation(one, container_name, [], []), gpus=(GpuUuid(f"GPU-{gpu}"),), gpu_mem_ids=found)
+    return replace(
+        allocation(one, container_name, [], []), gpus=(GpuUuid(f"GPU-{gpu}"),), ids={ResourceKind.GPU_MEM: found}
+    )
 
 
 def test_gpushares_memory_has_gpushares_annotations_and_gpu_managers() -> None:

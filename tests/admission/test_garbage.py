@@ -6,9 +6,11 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.garbage import Evidence, Reconciliation, reconcile
 from gpushare_agent.admission.decisions.recovery import UNNAMED, Records, rebuild
-from gpushare_agent.kubelet.records import ListedPod
+from gpushare_agent.kubelet.records import ListedContainer, ListedPod
 from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
+from gpushare_agent.model.names import GpuUuid, unit_id
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from tests.support_core import NAMES, allocation, container, ids, inventory, listed, pod
 
 ONE = pod("one", container(cores=10, blocks=4))
@@ -103,7 +105,7 @@ def test_other_ids_than_ours_replace_ours() -> None:
     result = poll((ours,), [OTHER], [OTHER_POD])
     assert [c.kind for c in result.corrections] == ["changed"]
     assert result.corrections[0].allocation is not None
-    assert result.corrections[0].allocation.vcore_ids == frozenset(ids(1, range(5)))
+    assert result.corrections[0].allocation.ids_of(ResourceKind.VCORE) == frozenset(ids(1, range(5)))
 
 
 def test_a_provisional_uid_ends_when_the_name_is_known() -> None:
@@ -137,3 +139,19 @@ def test_a_name_that_becomes_known_is_no_correction_of_the_ledger() -> None:
     result = poll((unnamed,), [OTHER], [OTHER_POD])
     assert [c.kind for c in result.corrections] == ["named"]
     assert result.corrections[0].allocation is not None and result.corrections[0].allocation.pod_name == "other"
+
+
+def test_units_on_other_gpus_than_ours_replace_ours() -> None:
+    """They count as device IDs as those of every other resource do."""
+    names = ResourceNames(gpu=("nvidia.com/gpu",))
+    owner = pod("one", ContainerSpec(name="main", kind=ContainerKind.MAIN, position=0, requests={"nvidia.com/gpu": 1}))
+    first, second = (frozenset({unit_id(GpuUuid(f"GPU-{n}"), 0, "1")}) for n in (0, 1))
+    ours = allocation(owner, "main", [], []).with_ids(ResourceKind.GPU, first)
+    units = ListedContainer(name="main", devices={"nvidia.com/gpu": second})
+    shown = [ListedPod(namespace="default", name="one", containers=(units,))]
+    found = rebuild(Records(listed=shown, checkpoint=[], pods=[owner]), names, inventory(), 0.0)
+    evidence = Evidence(
+        listed=shown, rebuilt=found, pods={owner.uid: owner}, scope=None, is_trusted=True, missing_before=()
+    )
+    assert [c.kind for c in reconcile({ours.key: ours}, evidence).corrections] == ["changed"]
+    assert reconcile({one.key: one for one in found}, evidence).corrections == ()

@@ -16,6 +16,7 @@ from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.model.names import GpuUuid, PodUid, unit_id
 from gpushare_agent.model.pods import Pod, PodPhase
+from gpushare_agent.model.resources import ResourceKind
 from tests.support_core import NAMES, allocation, container, ids, inventory, listed, pod
 
 
@@ -176,7 +177,7 @@ async def test_what_is_freed_is_named_by_the_resource_that_the_pod_asked_for() -
     node.cache.release_pod(owner.uid)
     unit = replace(
         allocation(owner, "main", [], []),
-        gpu_ids=frozenset({unit_id(GpuUuid("GPU-1"), 0, "1")}),
+        ids={ResourceKind.GPU: frozenset({unit_id(GpuUuid("GPU-1"), 0, "1")})},
         gpus=(GpuUuid("GPU-1"),),
         gpu_resource="nvidia.com/gpu",
         is_whole=True,

@@ -43,7 +43,7 @@ def holds(
         pod_name=owner.name,
         kind=kind,
         gpus=(GpuUuid(f"GPU-{gpu}"),),
-        gpu_mem_ids=units_of(gpu, numbers),
+        ids={ResourceKind.GPU_MEM: units_of(gpu, numbers)},
     )
 
 
@@ -155,8 +155,12 @@ def test_an_init_containers_units_go_on_to_the_containers_after_it() -> None:
     first = planned(owner, "init", ledger_of(other))
     assert isinstance(first, Plan) and first.gpus == ("GPU-0",)
     given = holds(owner, 0, range(4), "init", ContainerKind.INIT)
-    successor = planned(owner, "main", ledger_of(other, given), must=sorted(given.gpu_mem_ids))
-    assert isinstance(successor, Plan) and successor.gpus == ("GPU-0",) and given.gpu_mem_ids <= set(successor.ids)
+    successor = planned(owner, "main", ledger_of(other, given), must=sorted(given.ids_of(ResourceKind.GPU_MEM)))
+    assert (
+        isinstance(successor, Plan)
+        and successor.gpus == ("GPU-0",)
+        and given.ids_of(ResourceKind.GPU_MEM) <= set(successor.ids)
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,7 +208,7 @@ def kept_back(kind: ResourceKind, *held: Allocation, no_shares: bool = False) ->
     gpus = gpu_accounts(None, ledger, POLICY)
     offered = offered_ids({gpu.uuid: NAMES.units(gpu, kind) for gpu in GPUS.gpus}, ledger.holders[kind])
     found = withheld(kind, gpus, offered, ledger.holders, NAMES, no_shares=no_shares, lent={})
-    assert no_shares or not any(found & one.ids(kind) for one in held)
+    assert no_shares or not any(found & one.ids_of(kind) for one in held)
     counts: dict[str, int] = {}
     for device in found:
         counts[device.partition("::")[0]] = counts.get(device.partition("::")[0], 0) + 1

@@ -23,6 +23,7 @@ from gpushare_agent.model.names import (
     split_device_id,
     unit_id,
 )
+from gpushare_agent.model.resources import ResourceKind
 from tests.support_core import NAMES, allocation, container, inventory, pod
 from tests.support_sandbox import key_of
 
@@ -60,7 +61,8 @@ async def test_the_table_takes_the_new_text_when_the_container_ends() -> None:
     cache.subscribe(tables.allocation_changed)
     tables.refresh()
     old = ids.read([f"{uuid}::{n}" for n in range(3)])
-    share = replace(allocation(pod("old", container(cores=3)), "main", [], []), vcore_ids=frozenset(old), gpus=(uuid,))
+    share = allocation(pod("old", container(cores=3)), "main", [], [])
+    share = replace(share.with_ids(ResourceKind.VCORE, frozenset(old)), gpus=(uuid,))
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(tables.run())
         cache.put(share)
@@ -81,7 +83,7 @@ async def test_cores_come_back_when_a_unit_ends_whose_resource_is_no_longer_offe
     cache.subscribe(tables.allocation_changed)
     whole = replace(
         allocation(pod("old", container(cores=0)), "main", [], []),
-        gpu_ids=frozenset({unit_id(uuid, 0, "1")}),
+        ids={ResourceKind.GPU: frozenset({unit_id(uuid, 0, "1")})},
         gpus=(uuid,),
     )
     cache.put(whole)
@@ -120,7 +122,7 @@ def test_what_containers_hold_of_a_gpu_is_charged_to_it_once_the_driver_shows_it
     share = allocation(
         pod("a", container(cores=30, blocks=4)), "main", [], [f"{away.gpus[0].uuid}::{n}" for n in range(4)]
     )
-    cache.put(replace(share, vcore_ids=frozenset(devices), gpus=(GpuUuid(key_of(uuid)),)))
+    cache.put(replace(share.with_ids(ResourceKind.VCORE, frozenset(devices)), gpus=(GpuUuid(key_of(uuid)),)))
     shown.append(both)
     tables.refresh()
     assert (cache.used_cores(), cache.used_blocks()) == ({uuid: 30}, {uuid: 4})

@@ -136,7 +136,7 @@ def test_only_whole_allocations_of_shares_are_resizable() -> None:
     """Whole GPUs, init containers, and containers whose second resource is not allocated yet are not."""
     main = container("main", cores=30, blocks=8)
     assert is_resizable(MAIN, main, NAMES)
-    assert not is_resizable(replace(MAIN, vmemory_ids=frozenset()), main, NAMES)
+    assert not is_resizable(MAIN.with_ids(ResourceKind.VMEMORY, frozenset()), main, NAMES)
     assert not is_resizable(replace(MAIN, kind=ContainerKind.INIT), main, NAMES)
     assert not is_resizable(replace(MAIN, is_whole=True), main, NAMES)
 
@@ -230,7 +230,7 @@ def test_the_compute_of_a_memory_share_follows_its_memory() -> None:
         pod_name="web",
         kind=ContainerKind.MAIN,
         gpus=(GpuUuid("GPU-0"),),
-        gpu_mem_ids=frozenset(ids(0, range(4))),  # type: ignore[arg-type]
+        ids={ResourceKind.GPU_MEM: frozenset(ids(0, range(4)))},  # type: ignore[arg-type]
     )
     policy = ResizePolicy(names=names, mode=ResizeMode.FREE_CAPACITY)
     grown = decide_resize(units, WantedSize(memory=20), None, account(), HAMI, policy)

@@ -365,7 +365,7 @@ def assert_no_gpu_is_over(world: Node) -> None:
         assert cores <= CORES_PER_GPU and mib <= gpu.memory_mib
         on_gpu = [one for one in world.cache if gpu.uuid in one.gpus and one.kind is not ContainerKind.INIT]
         assert gpu.uuid not in whole or len(on_gpu) <= 1
-        assert gpu.mig is None or not any(one.is_whole and one.vcore_ids for one in on_gpu)
+        assert gpu.mig is None or not any(one.is_whole and one.ids_of(ResourceKind.VCORE) for one in on_gpu)
 
 
 @settings(max_examples=150, deadline=None)

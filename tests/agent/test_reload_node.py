@@ -13,6 +13,7 @@ from gpushare_agent.agent.agent import live
 from gpushare_agent.agent.composition import build
 from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.kit.supervision import stop_task
+from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
 from tests.support_agent import (
@@ -153,7 +154,9 @@ async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_set
             task = group.create_task(live(second))
             await wait_running(node, "between")
             (allocation,) = second.state.cache
-            assert len(allocation.vmemory_ids) == 20 and second.state.cache.used_cores() == {allocation.gpus[0]: 50}
+            assert len(allocation.ids_of(ResourceKind.VMEMORY)) == 20 and second.state.cache.used_cores() == {
+                allocation.gpus[0]: 50
+            }
             await wait_until(node, lambda: node.kubelet.capacity()[MEMORY][1] == BLOCKS, "blocks of 512 MiB")
             assert not [call for call in node.kubelet.log.calls if call.error]
             await stop_task(task)

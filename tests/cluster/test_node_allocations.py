@@ -22,7 +22,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from tests.support_kube import (
     DEADLINE_S,
     FAST,
@@ -54,6 +54,8 @@ def ids(*gpus: int, first: int = 0, count: int = 100) -> frozenset[DeviceId]:
 def allocation(
     name: str = "main", gpus: tuple[int, ...] = (0,), *, uid: PodUid = UID, at: float = 0.0, **more: Any
 ) -> Allocation:
+    kinds = {"cores": ResourceKind.VCORE, "blocks": ResourceKind.VMEMORY, "units": ResourceKind.GPU_MEM}
+    found = {kind: more.pop(name) for name, kind in kinds.items() if name in more}
     return Allocation(
         key=ContainerKey(uid, name),
         namespace="default",
@@ -61,6 +63,7 @@ def allocation(
         kind=more.pop("kind", ContainerKind.MAIN),
         gpus=tuple(GpuUuid(f"GPU-{one}") for one in gpus),
         allocated_at=at,
+        ids=found,
         **more,
     )
 
@@ -87,47 +90,47 @@ def counts_of(*allocations: Allocation, known: Pod | None = None) -> dict[str, d
 
 def test_a_share_is_its_cores_and_its_blocks_on_its_gpu() -> None:
     """The memory is charged to the GPU of the cores, whatever GPU its IDs name."""
-    share = allocation(gpus=(1,), vcore_ids=ids(1, count=30), vmemory_ids=ids(3, count=4))
+    share = allocation(gpus=(1,), cores=ids(1, count=30), blocks=ids(3, count=4))
     assert counts_of(share) == {UID: {1: (30, 4)}}
 
 
 def test_whole_gpus_are_said_to_be_whole_and_their_memory_is_not_counted() -> None:
     """All of it is theirs."""
-    whole = allocation(gpus=(0, 2), vcore_ids=ids(0, 2), vmemory_ids=ids(0, count=8), is_whole=True)
+    whole = allocation(gpus=(0, 2), cores=ids(0, 2), blocks=ids(0, count=8), is_whole=True)
     assert counts_of(whole) == {UID: {0: (100, 0, 0, 1), 2: (100, 0, 0, 1)}}
 
 
 def test_ids_that_containers_of_one_pod_share_count_once() -> None:
     """The kubelet hands an init container's IDs to those after it."""
-    first = allocation("init", vcore_ids=ids(0, count=50), vmemory_ids=ids(0, count=5), kind=ContainerKind.INIT)
-    then = allocation("main", vcore_ids=ids(0, first=20, count=40), vmemory_ids=ids(0, first=3, count=4))
+    first = allocation("init", cores=ids(0, count=50), blocks=ids(0, count=5), kind=ContainerKind.INIT)
+    then = allocation("main", cores=ids(0, first=20, count=40), blocks=ids(0, first=3, count=4))
     assert counts_of(first, then) == {UID: {0: (60, 7)}}
 
 
 def test_units_of_gpu_memory_stand_in_the_third_place() -> None:
     """Zeros before them stay, zeros behind are left out."""
-    assert counts_of(allocation(gpu_mem_ids=ids(0, count=6))) == {UID: {0: (0, 0, 6)}}
+    assert counts_of(allocation(units=ids(0, count=6))) == {UID: {0: (0, 0, 6)}}
 
 
 @pytest.mark.parametrize(
     "missing",
     [
         pytest.param((), id="the second container"),
-        pytest.param((allocation("second", (0,), vcore_ids=ids(0, first=30, count=10)),), id="its memory"),
+        pytest.param((allocation("second", (0,), cores=ids(0, first=30, count=10)),), id="its memory"),
     ],
 )
 def test_a_pod_whose_admission_is_under_way_is_not_named(missing: tuple[Allocation, ...]) -> None:
     """The extender would take half a pod for all of it, and give the other half away."""
-    first = allocation("first", vcore_ids=ids(0, count=30), vmemory_ids=ids(0, count=4))
+    first = allocation("first", cores=ids(0, count=30), blocks=ids(0, count=4))
     known = pod(spec("first", 30, 4), spec("plain"), spec("second", 10, 2))
     assert counts_of(first, *missing, known=known) == {}
-    second = allocation("second", vcore_ids=ids(0, first=30, count=10), vmemory_ids=ids(0, first=4, count=2))
+    second = allocation("second", cores=ids(0, first=30, count=10), blocks=ids(0, first=4, count=2))
     assert counts_of(first, second, known=known) == {UID: {0: (40, 6)}}
 
 
 def test_a_pod_that_has_started_is_named_with_what_it_has() -> None:
     """Its init container's IDs may be gone from the kubelet's list; nothing more is to come."""
-    main = allocation("main", vcore_ids=ids(0, count=30), vmemory_ids=ids(0, count=4))
+    main = allocation("main", cores=ids(0, count=30), blocks=ids(0, count=4))
     known = pod(spec("init", 50, 4, ContainerKind.INIT), spec("main", 30, 4), started=True)
     assert counts_of(main, known=known) == {UID: {0: (30, 4)}}
 
@@ -154,15 +157,18 @@ def test_the_sums_are_those_of_the_allocation_cache(rows: list[tuple[str, int, i
                 f"c{number}",
                 (index,),
                 uid=PodUid(f"{uid}{index}"),
-                vcore_ids=ids(index, first=first, count=cores),
-                vmemory_ids=frozenset(DeviceId(f"GPU-0::{uid}{index}{n}") for n in range(blocks)),
+                cores=ids(index, first=first, count=cores),
+                blocks=frozenset(DeviceId(f"GPU-0::{uid}{index}{n}") for n in range(blocks)),
             )
         )
     found = allocations_by_pod(cache, GPUS, lambda uid: None, NAMES)
     for one in GPUS:
         counts = [(*pod_gpus.gpus.get(one.index, ()), 0, 0)[:2] for pod_gpus in found]
         by_pod = {f"{uid}{one.index}" for uid in "ab"}
-        cores = [len({d for a in cache if a.key.pod_uid == uid for d in a.vcore_ids}) for uid in sorted(by_pod)]
+        cores = [
+            len({d for a in cache if a.key.pod_uid == uid for d in a.ids_of(ResourceKind.VCORE)})
+            for uid in sorted(by_pod)
+        ]
         assert sum(count[0] for count in counts) == sum(cores)
         assert sum(count[1] for count in counts) == cache.used_blocks().get(one.uuid, 0)
 

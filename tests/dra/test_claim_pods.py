@@ -16,6 +16,7 @@ from gpushare_agent.model.allocations import Allocation, ClaimShare, ContainerKe
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.settings.settings import load_settings
 from tests.support_claims import ref_of, uid_of, using
 from tests.support_core import pod
@@ -80,7 +81,11 @@ def test_a_view_of_two_requests_is_one_share() -> None:
         made = booked(key, 0)
         assert made.claim is not None
         units = frozenset(device_id(GpuUuid("GPU-0"), 1000 * cores + number) for number in range(cores))
-        cache.put(replace(made, vcore_ids=units, claim=replace(made.claim, view="a", core_limit=cores + 20)))
+        cache.put(
+            replace(
+                made.with_ids(ResourceKind.VCORE, units), claim=replace(made.claim, view="a", core_limit=cores + 20)
+            )
+        )
     (share,) = ClaimPods(PodStore(), cache).shares().values()
     assert (share.key, share.size.cores, share.gpus) == (KEY_A, 50, (GpuUuid("GPU-0"),))
     assert share.claim is not None and share.claim.core_limit == 50

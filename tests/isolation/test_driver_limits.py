@@ -17,7 +17,7 @@ from gpushare_agent.model.errors import Refused, Rejected, Unavailable
 from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
 from gpushare_agent.model.names import GIB, GpuUuid, PodUid, unit_id
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.runtime.cgroups import Cgroups
 from tests.support_agent import poll_until
 from tests.support_core import inventory
@@ -281,7 +281,7 @@ def test_replicas_on_several_gpus_have_a_limit_on_each() -> None:
         pod_name="p",
         kind=ContainerKind.MAIN,
         gpus=(GpuUuid("GPU-0"), GpuUuid("GPU-1"), GpuUuid("GPU-lost")),
-        gpu_ids=frozenset(unit_id(GpuUuid(f"GPU-{name}"), 0, "4s") for name in (0, 1, "lost")),
+        ids={ResourceKind.GPU: frozenset(unit_id(GpuUuid(f"GPU-{name}"), 0, "4s") for name in (0, 1, "lost"))},
     )
     found = memory_shares(replicas, {}, inventory(2, 16 * 1024).by_uuid(), ResourceNames(), [MAIN])
     assert pod_memory(found) == {"GPU-0": 4 * GIB, "GPU-1": 4 * GIB}

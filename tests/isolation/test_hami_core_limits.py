@@ -171,13 +171,13 @@ async def test_nothing_is_written_while_the_driver_does_not_report_the_gpus_memo
     assert world.cache.read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["vcore_ids", "vmemory_ids"])
-async def test_nothing_is_written_between_the_allocates_of_two_resources(world: World, name: str) -> None:
+@pytest.mark.parametrize("kind", [ResourceKind.VCORE, ResourceKind.VMEMORY])
+async def test_nothing_is_written_between_the_allocates_of_two_resources(world: World, kind: ResourceKind) -> None:
     """A container that is admitted again has the region of before, and for a moment one resource alone."""
     world.start_program()
     await world.limits.enforce(SHARE, POD)
     before = world.cache.read_bytes()
-    half = replace(SHARE, **{name: frozenset()})  # type: ignore[arg-type]
+    half = SHARE.with_ids(kind, frozenset())
     assert "not wholly allocated" in await world.limits.enforce(half, POD)
     assert world.cache.read_bytes() == before
 

@@ -14,6 +14,7 @@ from gpushare_agent.isolation.shares import core_limit, share_cores
 from gpushare_agent.isolation.vcuda.container_processes import reported_pids
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
+from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.runtime.cgroups import Cgroups, parse_namespace_pids
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
@@ -117,7 +118,9 @@ def descendants(pid: int) -> list[str]:
 @pytest.mark.parametrize(("memory_mib", "cores"), [(24 * 1024, 16), (0, 0)])
 def test_memory_alone_gets_the_same_part_of_compute_where_the_gpus_memory_is_known(memory_mib: int, cores: int) -> None:
     """An unhealthy GPU of which the driver reports the UUID alone has 0 MiB."""
-    share = replace(allocation(pod("share", container()), "main", (), ()), gpu_mem_ids=frozenset(ids(0, range(4))))
+    share = allocation(pod("share", container()), "main", (), ()).with_ids(
+        ResourceKind.GPU_MEM, frozenset(ids(0, range(4)))
+    )
     gpus = inventory(memory_mib=memory_mib).by_uuid()
     share = replace(share, gpus=(next(iter(gpus)),))
     assert share_cores(share, gpus, NAMES) == cores

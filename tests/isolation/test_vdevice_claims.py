@@ -15,6 +15,7 @@ from gpushare_agent.isolation.vcuda.format import VDeviceConfig, decode_config, 
 from gpushare_agent.model.allocations import ClaimShare, ContainerKey
 from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.resources import ResourceKind
 from tests.isolation.test_virtual_manager import Running, World
 from tests.support_claims import ref_of, uid_of
 from tests.support_core import ids
@@ -171,7 +172,7 @@ async def test_memory_alone_is_compute_in_proportion(short_dir: Path) -> None:
     """As the other isolations have it: 0 percent would be no share."""
     world = ClaimWorld(short_dir)
     share = world.allocations[CLAIM]
-    world.allocations[CLAIM] = replace(share, vcore_ids=frozenset(), vmemory_ids=frozenset(ids(0, range(24))))
+    world.allocations[CLAIM] = replace(share, ids={ResourceKind.VMEMORY: frozenset(ids(0, range(24)))})
     async with Running(world) as manager:
         await manager.prepare([CLAIM])
         assert (world.config.utilization, world.config.memory_bytes) == (25, 6 << 30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from gpushare_agent.model.names import unit_id
+from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.observability.metrics.containers import container_series
 from gpushare_agent.observability.node_snapshot import node_document
@@ -15,9 +16,9 @@ def test_units_have_their_resource_and_what_limits_them() -> None:
     """Two of four replicas by MPS, and a whole GPU; a share has none."""
     share = allocation(key_of(1), (0,))
     uuid = share.gpus[0]
-    without_ids = replace(share, vcore_ids=frozenset(), vmemory_ids=frozenset(), gpu_resource="nvidia.com/gpu")
-    replicas = replace(without_ids, gpu_ids=frozenset({unit_id(uuid, 0, "4m"), unit_id(uuid, 2, "4m")}))
-    whole = replace(without_ids, gpu_ids=frozenset({unit_id(uuid, 0, "1")}), is_whole=True)
+    without_ids = replace(share, ids={}, gpu_resource="nvidia.com/gpu")
+    replicas = without_ids.with_ids(ResourceKind.GPU, frozenset({unit_id(uuid, 0, "4m"), unit_id(uuid, 2, "4m")}))
+    whole = replace(without_ids, ids={ResourceKind.GPU: frozenset({unit_id(uuid, 0, "1")})}, is_whole=True)
     found = [node_document(snapshot(facts(one)))["containers"][0]["units"] for one in (replicas, whole, share)]
     assert found == [
         {"resource": "nvidia.com/gpu", "count": 2, "sharing": "mps"},
@@ -30,9 +31,7 @@ def test_replicas_on_two_gpus_have_their_part_of_each() -> None:
     """A quarter of GPU 0 and two of GPU 1; what a GPU has of the container is never the sum."""
     both = allocation(key_of(1), (0, 1), cores=200, blocks=0)
     ids = {unit_id(both.gpus[0], 0, "4"), unit_id(both.gpus[1], 1, "4"), unit_id(both.gpus[1], 2, "4")}
-    replicas = replace(
-        both, vcore_ids=frozenset(), gpu_resource="nvidia.com/gpu", gpu_ids=frozenset(ids), is_whole=False
-    )
+    replicas = replace(both, ids={ResourceKind.GPU: frozenset(ids)}, gpu_resource="nvidia.com/gpu", is_whole=False)
     shown = snapshot(facts(replicas))
     (container,) = node_document(shown)["containers"]
     parts = {gpu.index: gpu.memory_mib << 18 for gpu in shown.inventory.gpus}

@@ -71,11 +71,11 @@ class Kubelet:
     def active_records(self) -> list[DeviceRecord]:
         return [
             make_record(
-                tuple(key), self._names.name(kind), {self._ids.write(one): (0,) for one in found.ids(kind)}, b""
+                tuple(key), self._names.name(kind), {self._ids.write(one): (0,) for one in found.ids_of(kind)}, b""
             )
             for key, found in self._agent.cache.view().items()
             for kind in self._names.kinds
-            if found.ids(kind)
+            if found.ids_of(kind)
         ]
 
     def devices(self, resource: str) -> dict[str, bool]:

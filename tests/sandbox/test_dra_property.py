@@ -210,7 +210,9 @@ class World:
             if cache.used_cores().get(gpu.uuid, 0) + cores <= CORES_PER_GPU:
                 name = f"q{next(self.numbers)}"
                 first = cache.used_cores().get(gpu.uuid, 0)
-                while any(set(ids(gpu.index, range(first, first + cores))) & one.vcore_ids for one in cache):
+                while any(
+                    set(ids(gpu.index, range(first, first + cores))) & one.ids_of(ResourceKind.VCORE) for one in cache
+                ):
                     first += CORES_PER_GPU
                 self.plugins[name] = allocation(core_pod(name), "c", ids(gpu.index, range(first, first + cores)), [])
                 cache.put(self.plugins[name])

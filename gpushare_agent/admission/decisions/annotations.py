@@ -34,14 +34,14 @@ def pod_annotations(
         and (names.wanted(container, ResourceKind.VCORE) or names.wanted(container, ResourceKind.GPU_MEM))
     ]
     found = {c.position: a for c in wanting if (a := allocations.get(ContainerKey(pod.uid, c.name))) is not None}
-    if not wanting or len(found) < len(wanting) or not all(a.vcore_ids or a.gpu_mem_ids for a in found.values()):
+    if not wanting or len(found) < len(wanting) or not all(a.bound_ids for a in found.values()):
         return {}
     wanted = {GPU_ASSIGNED_ANNOTATION: "true"}
     for position, allocation in found.items():
         if all(gpu in index for gpu in allocation.gpus):
             numbers = sorted(index[gpu] for gpu in allocation.gpus)
             wanted[f"{PREDICATE_GPU_INDEX_PREFIX}{position}"] = ",".join(map(str, numbers))
-    return wanted | _gpushare_annotations({n: a for n, a in found.items() if a.gpu_mem_ids}, index)
+    return wanted | _gpushare_annotations({n: a for n, a in found.items() if ResourceKind.GPU_MEM in a.ids}, index)
 
 
 def _gpushare_annotations(found: Mapping[int, Allocation], index: Mapping[GpuUuid, int]) -> dict[str, str]:
@@ -55,6 +55,6 @@ def _gpushare_annotations(found: Mapping[int, Allocation], index: Mapping[GpuUui
         return wanted
     if len(gpus) == 1:
         return wanted | {GPUSHARE_INDEX_ANNOTATION: str(index[gpus.pop()])}
-    units = {str(n): {str(index[a.gpus[0]]): len(a.gpu_mem_ids)} for n, a in sorted(found.items())}
+    units = {str(n): {str(index[a.gpus[0]]): len(a.ids_of(ResourceKind.GPU_MEM))} for n, a in sorted(found.items())}
     text = json.dumps(units, separators=(",", ":"))
     return wanted | ({GPUSHARE_ALLOCATION_ANNOTATION: text} if len(text) <= MAX_ANNOTATION_CHARS else {})

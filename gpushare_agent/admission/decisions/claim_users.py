@@ -66,12 +66,12 @@ def by_view(allocations: Mapping[ContainerKey, Allocation]) -> Mapping[Container
 def _joined(parts: Sequence[Allocation]) -> Allocation:
     sizes = [one.size for one in parts]
     claims = [one.claim for one in parts if one.claim is not None]
+    kinds = dict.fromkeys(kind for one in parts for kind in one.ids)
     return replace(
         parts[0],
         claim=replace(claims[0], core_limit=max(claim.core_limit for claim in claims)),
         gpus=tuple(dict.fromkeys(gpu for one in parts for gpu in one.gpus)),
-        vcore_ids=frozenset().union(*(one.vcore_ids for one in parts)),
-        vmemory_ids=frozenset().union(*(one.vmemory_ids for one in parts)),
+        ids={kind: frozenset().union(*(one.ids_of(kind) for one in parts)) for kind in kinds},
         is_whole=all(one.is_whole for one in parts),
         granted=ShareSize(cores=sum(size.cores for size in sizes), memory=sum(size.memory for size in sizes)),
     )

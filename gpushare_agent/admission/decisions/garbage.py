@@ -15,7 +15,7 @@ from msgspec import Struct
 from gpushare_agent.admission.decisions.recovery import UNNAMED
 from gpushare_agent.kubelet.records import ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.names import DeviceId, PodUid
+from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 
 
@@ -124,10 +124,10 @@ def _compare(present: Mapping[ContainerKey, Allocation], found: Allocation, evid
     if known is None:
         if is_init and not _is_live(found.key.pod_uid, evidence):
             return None
-        if found.key.pod_uid.startswith(UNNAMED) and any(_ids(a) == _ids(found) for a in present.values()):
+        if found.key.pod_uid.startswith(UNNAMED) and any(a.ids == found.ids for a in present.values()):
             return None
         return Correction(kind=CorrectionKind.ADOPTED, key=found.key, allocation=found)
-    if _ids(known) == _ids(found):
+    if known.ids == found.ids:
         is_named = (known.pod_name or not found.pod_name) and known.kind is found.kind
         return None if is_named else Correction(kind=CorrectionKind.NAMED, key=found.key, allocation=found)
     return None if is_init else Correction(kind=CorrectionKind.CHANGED, key=found.key, allocation=found)
@@ -166,10 +166,6 @@ def _verdict(
     if not evidence.listed and evidence.scope is None:
         return _Verdict.KEPT
     return _Verdict.UNLISTED if key in evidence.missing_before else _Verdict.MISSING
-
-
-def _ids(allocation: Allocation) -> tuple[frozenset[DeviceId], ...]:
-    return allocation.vcore_ids, allocation.vmemory_ids, allocation.gpu_mem_ids
 
 
 def _is_live(uid: PodUid, evidence: Evidence) -> bool:

@@ -132,7 +132,7 @@ def lacks(pod: Pod, container: ContainerSpec, resource: str, kind: ResourceKind,
     if not container.requests.get(resource):
         return False
     allocation = known.allocations.get(ContainerKey(pod.uid, container.name))
-    return allocation is None or not allocation.ids(kind)
+    return allocation is None or not allocation.ids_of(kind)
 
 
 def successor_of(
@@ -147,7 +147,7 @@ def successor_of(
     owners = {
         key.pod_uid
         for key, allocation in known.allocations.items()
-        if allocation.kind is ContainerKind.INIT and wanted & allocation.ids(kind)
+        if allocation.kind is ContainerKind.INIT and wanted & allocation.ids_of(kind)
     }
     if len(owners) != 1:
         return None
@@ -162,7 +162,9 @@ def successor_of(
 
 def initial_ids(pod: Pod, kind: ResourceKind, allocations: Mapping[ContainerKey, Allocation]) -> frozenset[DeviceId]:
     """The IDs allocated to the pod's ordinary init containers: the kubelet passes them on to its later containers."""
-    return frozenset(device for allocation in initial_allocations(pod, allocations) for device in allocation.ids(kind))
+    return frozenset(
+        device for allocation in initial_allocations(pod, allocations) for device in allocation.ids_of(kind)
+    )
 
 
 def initial_allocations(pod: Pod, allocations: Mapping[ContainerKey, Allocation]) -> list[Allocation]:
@@ -185,7 +187,7 @@ def is_explained(pod: Pod, entry: ListedDevices, resource: str, call: Call, know
             continue
         is_wanted = True
         allocation = known.allocations.get(ContainerKey(pod.uid, container.name))
-        count = 0 if allocation is None else len(allocation.ids(call.kind))
+        count = 0 if allocation is None else len(allocation.ids_of(call.kind))
         if not count:
             return False
         if container.kind is not ContainerKind.INIT:

@@ -80,7 +80,7 @@ def gpu_accounts(
     whole_of_others: set[GpuUuid] = set()
     own_key = target.key if target is not None else None
     for key, allocation in ledger.allocations.items():  # once: every admission call of the node does this
-        if allocation.gpu_ids:  # in `parts`
+        if allocation.unit_ids:  # in `parts`
             is_sharing = allocation.sharing in (Sharing.MPS, Sharing.SHARES)
             if is_sharing and allocation.kind is not ContainerKind.INIT and key != own_key:
                 shares.update(allocation.gpus)
@@ -158,7 +158,7 @@ def must_gpus(
         ids.update(offer.must_include)
     own = ledger.allocations.get(target.key)
     if own is not None:
-        ids |= own.ids(kind)
+        ids |= own.ids_of(kind)
     if not ids and target.container.kind is not ContainerKind.INIT:
         holders = ledger.holders[kind]
         ids |= {
@@ -193,7 +193,7 @@ def _reusable_blocks(target: Target | None, ledger: Ledger) -> Counter[GpuUuid]:
     for allocation in initial_allocations(target.pod, ledger.allocations):
         if allocation.key == target.key:
             continue
-        for device in allocation.vmemory_ids if allocation.gpus and not allocation.is_whole else ():
+        for device in allocation.ids_of(ResourceKind.VMEMORY) if allocation.gpus and not allocation.is_whole else ():
             if may_take_over(target, ledger.holders[ResourceKind.VMEMORY].get(device, frozenset()), ledger):
                 found.setdefault(allocation.gpus[0], set()).add(device)
     return Counter({gpu: len(ids) for gpu, ids in found.items()})

@@ -113,7 +113,7 @@ def check(
     own = ledger.allocations.get(target.key)
     if kind.binds_gpu:
         gpus = _named_gpus(ids, ledger.inventory)
-    elif own is not None and own.vcore_ids:
+    elif own is not None and own.bound_ids:
         gpus = own.gpus
     else:
         gpus = planned

@@ -119,7 +119,7 @@ def adopt(
             "kubelet's checkpoint. The kubelet tries again; if it persists, delete the pod.",
         )
     others = sorted(
-        k for k, a in present.items() if a.ids(kind) & ids and k.pod_uid not in {key.pod_uid for key in keys}
+        k for k, a in present.items() if a.ids_of(kind) & ids and k.pod_uid not in {key.pod_uid for key in keys}
     )
     if others:
         return Refused(
@@ -222,8 +222,8 @@ def _allocation(
     resources: Mapping[DeviceId, str],
 ) -> Allocation:
     vcore_ids = recorded.ids.get(ResourceKind.VCORE, frozenset())
-    gpu_ids = recorded.ids.get(ResourceKind.GPU, frozenset())
-    gpu_mem_ids = recorded.ids.get(ResourceKind.GPU_MEM, frozenset())
+    unit_ids = recorded.ids.get(ResourceKind.GPU, frozenset())
+    bound_ids = next((ids for kind, ids in recorded.ids.items() if kind.binds_gpu), frozenset())
     spec = pod.container(key.container) if pod is not None else None
     assumed = ContainerKind.MAIN if recorded.is_listed else ContainerKind.INIT
     return Allocation(
@@ -231,14 +231,11 @@ def _allocation(
         namespace=pod.namespace if pod is not None else recorded.namespace,
         pod_name=pod.name if pod is not None else recorded.pod_name,
         kind=spec.kind if spec is not None else assumed,
-        gpus=gpus_of(vcore_ids or gpu_mem_ids or gpu_ids, inventory),
-        vcore_ids=vcore_ids,
-        gpu_mem_ids=gpu_mem_ids,
-        gpu_ids=gpu_ids,
-        gpu_resource=resources[min(gpu_ids)] if gpu_ids else "",
-        vmemory_ids=recorded.ids.get(ResourceKind.VMEMORY, frozenset()),
-        is_whole=all(terms_of(device).is_whole for device in gpu_ids)
-        if gpu_ids
+        gpus=gpus_of(bound_ids, inventory),
+        ids=recorded.ids,
+        gpu_resource=resources[min(unit_ids)] if unit_ids else "",
+        is_whole=all(terms_of(device).is_whole for device in unit_ids)
+        if unit_ids
         else bool(vcore_ids) and len(vcore_ids) % CORES_PER_GPU == 0,
         allocated_at=now,
     )

@@ -104,11 +104,11 @@ def unknown_containers(pod: Pod, wanted: Mapping[str, WantedSize]) -> tuple[str,
 def is_resizable(allocation: Allocation, container: ContainerSpec, names: ResourceNames) -> bool:
     """A share all of whose devices the kubelet has allocated; a claim's has them at once. A replica of a GPU has the size
     that its resource says."""
-    if allocation.is_whole or allocation.gpu_ids or allocation.kind is ContainerKind.INIT or not allocation.gpus:
+    if allocation.is_whole or allocation.unit_ids or allocation.kind is ContainerKind.INIT or not allocation.gpus:
         return False
     if allocation.claim is not None:
         return True
-    return all(len(allocation.ids(kind)) == names.wanted(container, kind) for kind in names.kinds)
+    return all(len(allocation.ids_of(kind)) == names.wanted(container, kind) for kind in names.kinds)
 
 
 def target_of(allocation: Allocation, wanted: WantedSize) -> ShareSize:
@@ -199,11 +199,10 @@ def decide_resize(
     refused = refused or _lack(booked, target, allocation, account)
     if refused is not None:
         return refused
-    kind = ResourceKind.GPU_MEM if allocation.gpu_mem_ids else ResourceKind.VMEMORY
     return ResizedShare(
         key=allocation.key,
         gpu=allocation.gpus[0],
-        kind=kind,
+        kind=allocation.memory_kind,
         allocated=allocated,
         target=target,
         booked=booked.at_least(target),
@@ -284,7 +283,7 @@ def _contradiction(
     allocation: Allocation, wanted: WantedSize, target: ShareSize, policy: ResizePolicy
 ) -> ResizeRefused | None:
     """What no node could do."""
-    if allocation.gpu_mem_ids and wanted.cores is not None:
+    if allocation.memory_kind is ResourceKind.GPU_MEM and wanted.cores is not None:
         return ResizeRefused(
             reason=ResizeReason.INVALID_REQUEST,
             detail=f"it asked for {policy.names.gpu_mem}, whose compute follows the memory: leave cores out.",
@@ -316,7 +315,7 @@ def _not_possible(before: ShareSize, target: ShareSize, isolation: Isolation) ->
 def _lack(booked: ShareSize, target: ShareSize, allocation: Allocation, account: GpuAccount) -> ResizeRefused | None:
     """What the GPU lacks. What is booked for the share already needs no free capacity."""
     memory = target.memory if target.memory > booked.memory else 0
-    is_units = bool(allocation.gpu_mem_ids)
+    is_units = allocation.memory_kind is ResourceKind.GPU_MEM
     request = Request(
         cores=target.cores if target.cores > booked.cores else 0,
         blocks=0 if is_units else memory,

@@ -92,7 +92,7 @@ def _is_admitted(pod: Pod | None, own: Sequence[Allocation], names: ResourceName
     for container in pod.containers:
         for kind in names.kinds:
             wanted = names.wanted(container, kind)
-            if wanted and (one := by_name.get(container.name)) is not None and len(one.ids(kind)) >= wanted:
+            if wanted and (one := by_name.get(container.name)) is not None and len(one.ids_of(kind)) >= wanted:
                 continue
             if wanted:
                 return False
@@ -121,14 +121,14 @@ def _allocated(
     block_mib: int,
     extras: Mapping[ResourceKind, Mapping[ContainerKey, int]],
 ) -> dict[int, tuple[int, ...]]:
-    cores = _by_gpu((one.gpus, one.vcore_ids) for one in own)
-    units = _by_gpu((one.gpus, one.gpu_mem_ids) for one in own)
+    cores = _by_gpu((one.gpus, one.ids_of(ResourceKind.VCORE)) for one in own)
+    units = _by_gpu((one.gpus, one.ids_of(ResourceKind.GPU_MEM)) for one in own)
     blocks: dict[GpuUuid, set[DeviceId]] = {}
     for one in own:
         if one.gpus and not one.is_whole:
-            blocks.setdefault(one.gpus[0], set()).update(one.vmemory_ids)
+            blocks.setdefault(one.gpus[0], set()).update(one.ids_of(ResourceKind.VMEMORY))
     whole = {gpu for one in own if one.is_whole for gpu in one.gpus}
-    parts = parts_of({device for one in own for device in one.gpu_ids})
+    parts = parts_of({device for one in own for device in one.unit_ids})
 
     def more(kind: ResourceKind, gpu: GpuUuid) -> int:
         return sum(extras.get(kind, {}).get(one.key, 0) for one in own if one.gpus[:1] == (gpu,))

@@ -36,8 +36,7 @@ def allocations_of(claim: PreparedClaim, ledger: Ledger, names: ResourceNames, a
                 pod_name=claim.pod,
                 kind=ContainerKind.MAIN,
                 gpus=(GpuUuid(one.gpu),),
-                vcore_ids=cores_ids,
-                vmemory_ids=block_ids,
+                ids={ResourceKind.VCORE: cores_ids, ResourceKind.VMEMORY: block_ids},
                 is_whole=one.is_whole,
                 allocated_at=at,
                 claim=ClaimShare(

@@ -86,7 +86,7 @@ def memory_shares(
 ) -> list[MemoryShare]:
     """What each of the `users` of an allocation has. A claim that was made for one pod, and that other pods name all the
     same, is not given to each of them. A GPU that is not in `gpus` has no limit to set."""
-    if allocation.gpu_ids:
+    if allocation.unit_ids:
         limits = {
             uuid: int(part * gpus[uuid].memory_mib) * MIB for uuid, part in allocation.parts.items() if uuid in gpus
         }

@@ -101,7 +101,7 @@ class RegionLimits:
         key, pod = allocation.key, self._pods.get(allocation.key.pod_uid)
         if pod is None or not allocation.is_limited or allocation.claim is not None or not self._is_in_use(pod):
             return
-        if CORE_LIMIT_ANNOTATION in pod.annotations and not allocation.gpu_ids:
+        if CORE_LIMIT_ANNOTATION in pod.annotations and not allocation.unit_ids:
             self._elastic.add(key)
         elif key not in self._elastic:
             return

@@ -57,7 +57,7 @@ class VDeviceConfigs:
         if allocation.claim is not None:
             annotations = {CORE_LIMIT_ANNOTATION: str(allocation.claim.core_limit)}
         share = share_limits(allocation, annotations, self._inventory().by_uuid(), self._names)
-        is_pods = pod is not None and not allocation.is_whole and allocation.claim is None and not allocation.gpu_ids
+        is_pods = pod is not None and not allocation.is_whole and allocation.claim is None and not allocation.unit_ids
         if pod is not None and is_pods and (problem := core_limit(annotations, share.cores).problem):
             self._on_problem(pod, problem)
         config = VDeviceConfig(

@@ -17,7 +17,6 @@ from msgspec import Struct
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.names import split_device_id
 from gpushare_agent.model.pods import ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.observability.node_snapshot import NodeSnapshot, topology_document
 from gpushare_agent.settings.reference import all_keys, text_of
 from gpushare_agent.settings.settings import Settings
@@ -62,7 +61,7 @@ def _allocation(allocation: Allocation, now: float) -> dict[str, Any]:
         "kind": allocation.kind.value,
         "is_whole": allocation.is_whole,
         "cards": list(allocation.gpus),
-        "devices": {kind.value: device_ranges(allocation.ids(kind)) for kind in ResourceKind if allocation.ids(kind)},
+        "devices": {kind.value: device_ranges(ids) for kind, ids in sorted(allocation.ids.items())},
         "age_seconds": round(now - allocation.allocated_at, 3),
     }
 
