@@ -19,7 +19,6 @@ from gpushare_agent.isolation import HamiCoreConfig, IsolationConfig, MpsConfig
 from gpushare_agent.model.allocations import ClaimRef, ContainerKey
 from gpushare_agent.model.errors import NotFound, Refused
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from tests.support_core import NAMES, inventory, pod
@@ -83,7 +82,7 @@ def using(name: str, *claims: tuple[str, str]) -> ContainerSpec:
     return ContainerSpec(name=name, kind=ContainerKind.MAIN, position=0, claims=claims)
 
 
-def edit_policy(isolation: IsolationName = IsolationName.HAMI_CORE, *allowed: IsolationName) -> EditPolicy:
+def edit_policy(isolation: str = "hami-core", *allowed: str) -> EditPolicy:
     return EditPolicy(
         names=NAMES,
         config=IsolationConfig(
@@ -177,7 +176,7 @@ class Driver:
     def records(self) -> list[str]:
         return sorted(path.name for path in (self.directory / "records").glob("*"))
 
-    async def _prepare_host(self, keys: Collection[ContainerKey], name: IsolationName) -> Refused | None:
+    async def _prepare_host(self, keys: Collection[ContainerKey], name: str) -> Refused | None:
         self.prepared_keys += keys
         await asyncio.sleep(0)
         return self.refusal

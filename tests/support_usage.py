@@ -13,7 +13,6 @@ from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import MIB, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
@@ -121,7 +120,7 @@ def facts(allocated: Allocation, *, core_limit: int = 0, pod: Pod | None = None)
         allocated_cores=allocated.cores,
         allocated_memory_bytes=memory_mib * MIB,
         isolation="vcuda",
-        kept=ISOLATIONS[IsolationName.VCUDA].kept(Circumstances(), is_whole=allocated.is_whole),
+        kept=ISOLATIONS["vcuda"].kept(Circumstances(), is_whole=allocated.is_whole),
     )
 
 

@@ -31,7 +31,7 @@ from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
-from gpushare_agent.model.isolation import IsolationName, Sharing
+from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind
@@ -78,7 +78,7 @@ class Admission:
         observer: OutcomeReporter,
         wait_for_release: Callable[[], Awaitable[bool]],
         prepare_ahead: Callable[[ContainerKey], None] = lambda _: None,
-        isolation_unavailable_reason: Callable[[IsolationName], str] = lambda _: "",
+        isolation_unavailable_reason: Callable[[str], str] = lambda _: "",
         clock: Callable[[], float],
     ) -> None:
         self._gate = gate

@@ -6,32 +6,23 @@ isolation can be had.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.agent.gpu_side import NodeDriver, open_driver
-from gpushare_agent.agent.values import driver_volumes
 from gpushare_agent.isolation.choice import NodeFindings, choose
-from gpushare_agent.isolation.driver.limits import check_driver_limits
-from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
-from gpushare_agent.isolation.driver_volume.values import VolumeName
-from gpushare_agent.isolation.hami_core.part import hami_core_files
-from gpushare_agent.isolation.mps.part import mps_control
-from gpushare_agent.isolation.vcuda.files import VDeviceFiles
+from gpushare_agent.isolation.part import NodeProbe, build_probes
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import AgentError
-from gpushare_agent.model.isolation import IsolationName
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.isolation import AUTO
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.kernel_module import read_kernel_module
 from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
-T = TypeVar("T")
 
 FILES_TIMEOUT_S = 5.0
 
@@ -53,19 +44,19 @@ class NodeSettings(Struct, frozen=True, kw_only=True):
 async def resolve_isolation(settings: Settings) -> NodeSettings:
     """Each look at the node is bounded, and what does not answer cannot be had. Raises StartupError for wrong settings."""
     node = NodeSettings(settings=settings)
-    if settings.isolation is not IsolationName.AUTO and not node.follows_mig:
+    if settings.isolation != AUTO and not node.follows_mig:
         return node
     driver = open_driver(settings)
     try:
         if node.follows_mig:
             node = replace(node, mig_profiles=await _mig_profiles(driver))
-        if settings.isolation is not IsolationName.AUTO:
+        if settings.isolation != AUTO:
             return node
         found = await _find(settings, driver)
     finally:
         await driver.close()
     choice = choose(found)
-    log.info("isolation_chosen", isolation=choice.isolation.value, reason=choice.reason)
+    log.info("isolation_chosen", isolation=choice.isolation, reason=choice.reason)
     chosen = settings.model_copy(update={"isolation": choice.isolation})
     return replace(node, settings=chosen, isolation_reason=choice.reason)
 
@@ -79,21 +70,13 @@ async def _mig_profiles(driver: NodeDriver) -> frozenset[str]:
 
 
 async def _find(settings: Settings, driver: NodeDriver) -> NodeFindings:
-    files, is_real = hami_core_files(settings), settings.driver == "nvml"
-    cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
-    may_set = settings.driver_limits.set_by_agent
-    checks: dict[IsolationName, Callable[[], Awaitable[object]]] = {
-        IsolationName.HAMI_CORE: lambda: _bounded(files.check_library),
-        IsolationName.MPS: mps_control(settings).check,
-        IsolationName.VCUDA: SharedVolumeCheck(driver_volumes(settings).get(VolumeName.SHARED)).check,
-        IsolationName.DRIVER: lambda: check_driver_limits(driver, cgroups, may_set=may_set),
-    }
+    probes = build_probes(settings, driver)
     return NodeFindings(
-        problems={name: await _problem(check) for name, check in checks.items()},
-        running=await _running(settings, cgroups),
+        problems={name: await _problem(probe.check) for name, probe in probes.items()},
+        running=await _running(settings, probes),
         is_exclusive_process=await _is_exclusive_process(driver),
-        module=read_kernel_module(settings.runtime.proc_root) if is_real else None,
-        sets_driver_limits=may_set,
+        module=read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None,
+        sets_driver_limits=settings.driver_limits.set_by_agent,
     )
 
 
@@ -112,23 +95,16 @@ async def _is_exclusive_process(driver: NodeDriver) -> bool:
         return False  # the agent itself reports a driver that does not answer
 
 
-async def _running(settings: Settings, cgroups: Cgroups) -> frozenset[IsolationName]:
+async def _running(settings: Settings, probes: Mapping[str, NodeProbe]) -> frozenset[str]:
     """Whose files containers have mounted: of the pods with a directory, those that still have a cgroup."""
-    places: dict[IsolationName, Callable[[], tuple[PodUid, ...]]] = {
-        IsolationName.HAMI_CORE: hami_core_files(settings).list_pods,
-        IsolationName.VCUDA: VDeviceFiles(settings.virtual_manager.path).pod_names,
-    }
+    cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
+    thread = DaemonThread("isolation-files", advice="Check the disks of the isolations' directories.")
     found = set()
-    for name, list_pods in places.items():
+    for name, list_pods in ((name, probe.pods) for name, probe in probes.items() if probe.pods is not None):
         try:
-            uids = await _bounded(list_pods)
+            uids = await thread.call(list_pods, "looking for what isolations need", FILES_TIMEOUT_S)
             if uids and await cgroups.find_pod_directories_in_thread(uids):
                 found.add(name)
         except AgentError as e:
-            log.warning("running_shares_unknown", isolation=name.value, error=str(e))
+            log.warning("running_shares_unknown", isolation=name, error=str(e))
     return frozenset(found)
-
-
-async def _bounded(blocking: Callable[[], T]) -> T:
-    thread = DaemonThread("isolation-files", advice="Check the disks of the isolations' directories.")
-    return await thread.call(blocking, "looking for what isolations need", FILES_TIMEOUT_S)

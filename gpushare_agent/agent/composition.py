@@ -36,7 +36,6 @@ from gpushare_agent.kubelet.device_table import status_bytes
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.runtime.node_probes import connect_to_socket
@@ -195,8 +194,6 @@ class _Subscriptions:
         for watch in self._isolation.watches.values():
             watch.subscribe(self._kubelet.tables.request_refresh)
             watch.subscribe(shown.expire)
-        if (mps := self._isolation.watches.get(IsolationName.MPS)) is not None:
-            metrics.show_mps(lambda: not mps.unavailable_reason)
         metrics.know_resources(state.names.names)
         metrics.show_node(shown.metrics_page)
         metrics.show_pod_event_age(lambda: _age(self._cluster.informer.last_message_at))

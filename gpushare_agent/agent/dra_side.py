@@ -37,7 +37,6 @@ from gpushare_agent.kubelet.handover import ServingLock, StaleSockets
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Refused, StartupError
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -149,7 +148,7 @@ def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
 
     mine = _MyGpus(state)
 
-    async def prepare_host(keys: Collection[ContainerKey], name: IsolationName) -> Refused | None:
+    async def prepare_host(keys: Collection[ContainerKey], name: str) -> Refused | None:
         return await isolation.prepare(keys) if isolation.prepares(name) else None
 
     claims = Claims(
@@ -213,7 +212,7 @@ def _devices(state: NodeState, isolation: IsolationSide, gpus: list[Gpu]) -> lis
         block_mib=state.names.memory_block_mib,
         order=settings.dra.order,
         taint_effect=settings.dra.taint_effect,
-        isolation=settings.isolation.value,
+        isolation=settings.isolation,
         memory_by=keeps.memory_by.value,
         compute_by=keeps.compute_by.value,
     )

@@ -12,21 +12,22 @@ from gpushare_agent.admission.decisions.container_edits import choose_isolation
 from gpushare_agent.agent.claim_pods import ClaimPods
 from gpushare_agent.agent.share_readiness import Look
 from gpushare_agent.agent.state import NodeState
-from gpushare_agent.agent.values import cdi_specs, driver_volumes, runtime_client
+from gpushare_agent.agent.values import cdi_specs, runtime_client
 from gpushare_agent.cluster.events import PodEvents
-from gpushare_agent.isolation import ISOLATIONS, build_part
+from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.availability import AvailabilityWatch
 from gpushare_agent.isolation.cdi.specs import CdiWatch
 from gpushare_agent.isolation.device_lists import strategy_warnings
+from gpushare_agent.isolation.driver_volume.config import driver_volumes
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.enforcement import ShareEnforcement
 from gpushare_agent.isolation.kept import Circumstances, Kept
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, MemoryLimiter
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, MemoryLimiter, build_part
 from gpushare_agent.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName, Sharing
+from gpushare_agent.model.isolation import DeviceListStrategy, Sharing, isolation_parts
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.observability.node_snapshot import IsolationFacts
@@ -47,9 +48,9 @@ class IsolationSide(Struct, frozen=True, kw_only=True):
     volumes: Mapping[VolumeName, DriverVolume]
     kernel_module: KernelModule | None
     """As it was at the agent's start: after an update of the driver the agent is restarted."""
-    parts: Mapping[IsolationName, IsolationPart]
+    parts: Mapping[str, IsolationPart]
     """Of those in use, combinations by their parts."""
-    watches: Mapping[IsolationName, AvailabilityWatch]
+    watches: Mapping[str, AvailabilityWatch]
     """Of those in use that need something on the host."""
     cdi_watch: CdiWatch | None
 
@@ -82,7 +83,7 @@ class IsolationSide(Struct, frozen=True, kw_only=True):
         """What of the device lists contradicts itself or does nothing, once, in the log."""
         settings = self.settings
         has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
-        mounts_driver = settings.isolation is IsolationName.VCUDA and bool(self.volumes)
+        mounts_driver = ISOLATIONS[settings.isolation].mounts_driver and bool(self.volumes)
         strategies = settings.device_list_strategy
         for text in strategy_warnings(strategies, mounts_driver=mounts_driver, has_gpu_nodes=has_nodes):
             log.warning("device_list_strategy", detail=text)
@@ -104,30 +105,25 @@ class IsolationSide(Struct, frozen=True, kw_only=True):
             if part.prepare_ahead is not None:
                 part.prepare_ahead(key)
 
-    def prepares(self, isolation: IsolationName) -> bool:
+    def prepares(self, isolation: str) -> bool:
         """Whether a container under it needs something on the host before it starts."""
-        found = [self.parts.get(part) for part in isolation.parts]
+        found = [self.parts.get(part) for part in isolation_parts(isolation)]
         return any(part is not None and part.prepare is not None for part in found)
 
-    def _needs(self, key: ContainerKey, part: IsolationName) -> bool:
+    def _needs(self, key: ContainerKey, part: str) -> bool:
         pod = self.store.get(key.pod_uid)
         chosen = _chosen(self.settings, pod.annotations if pod is not None else {})
-        return chosen is not None and part in chosen.parts
+        return chosen is not None and part in isolation_parts(chosen)
 
-    def chosen(self, uid: PodUid) -> IsolationName | None:
+    def chosen(self, uid: PodUid) -> str | None:
         """The pod's isolation; None where the pod is not known, or its annotation names none that the node allows."""
         pod = self.store.get(uid)
         return _chosen(self.settings, pod.annotations) if pod is not None else None
 
-    def isolation_of(self, allocation: Allocation) -> IsolationName | None:
+    def isolation_of(self, allocation: Allocation) -> str | None:
         """The pod's; of replicas of GPUs under NVIDIA's names by what limits those."""
-        match allocation.sharing:
-            case Sharing.TIME_SLICING:
-                return IsolationName.NONE
-            case Sharing.MPS:
-                return IsolationName.MPS
-            case _:
-                return self.chosen(allocation.key.pod_uid)
+        sharing = allocation.sharing
+        return (sharing.isolation if sharing is not None else "") or self.chosen(allocation.key.pod_uid)
 
     def kept(self, allocation: Allocation) -> Kept | None:
         """What of the container's share is kept, and by whom; None where its isolation is not known."""
@@ -140,10 +136,10 @@ class IsolationSide(Struct, frozen=True, kw_only=True):
         return ISOLATIONS[chosen].kept(found, is_whole=allocation.is_whole)
 
     def _circumstances(
-        self, isolation: IsolationName, allocation: Allocation | None = None, container: ContainerSpec | None = None
+        self, isolation: str, allocation: Allocation | None = None, container: ContainerSpec | None = None
     ) -> Circumstances:
         found = Circumstances(module=self.kernel_module)
-        for name in isolation.parts:
+        for name in isolation_parts(isolation):
             # An allocation from before a change of the settings may be under one that is no longer in use.
             if (part := self.parts.get(name)) is not None:
                 found = part.circumstances(found, allocation, container)
@@ -157,7 +153,7 @@ class IsolationSide(Struct, frozen=True, kw_only=True):
         """Of each isolation in use, what a share under it has."""
         return tuple(
             IsolationFacts(
-                name=name.value,
+                name=name,
                 unavailable_reason=self.unavailable_reason(name),
                 kept=ISOLATIONS[name].kept(self._circumstances(name)),
             )
@@ -170,10 +166,12 @@ class IsolationSide(Struct, frozen=True, kw_only=True):
             if part.changed is not None:
                 part.changed()
 
-    def unavailable_reason(self, isolation: IsolationName) -> str:
+    def unavailable_reason(self, isolation: str) -> str:
         """Why no share of this isolation can be had now, and the cure; empty where it can."""
         reasons = [
-            watch.unavailable_reason for part in isolation.parts if (watch := self.watches.get(part)) is not None
+            watch.unavailable_reason
+            for part in isolation_parts(isolation)
+            if (watch := self.watches.get(part)) is not None
         ]
         return "; ".join(reason for reason in reasons if reason)
 
@@ -193,14 +191,11 @@ class IsolationSide(Struct, frozen=True, kw_only=True):
 
     def has_no_replicas(self) -> bool:
         """What limits replicas under NVIDIA's names cannot be had."""
-        match self.settings.nvidia.sharing:
-            case Sharing.TIME_SLICING:
-                return False
-            case Sharing.MPS:
-                watch = self.watches.get(IsolationName.MPS)
-                return watch is not None and watch.is_checked and bool(watch.unavailable_reason)
-            case Sharing.SHARES:
-                return self.has_no_shares()
+        sharing = self.settings.nvidia.sharing
+        if sharing is Sharing.SHARES:
+            return self.has_no_shares()
+        watch = self.watches.get(sharing.isolation)
+        return watch is not None and watch.is_checked and bool(watch.unavailable_reason)
 
 
 def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimiter) -> IsolationSide:
@@ -226,6 +221,14 @@ def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimi
         volumes=volumes,
     )
     parts = {name: build_part(name, host) for name in ISOLATIONS if name in settings.isolation_parts_in_use}
+    watches = {
+        name: AvailabilityWatch(name, part.check, look=part.look, period_s=part.check_period_s)
+        for name, part in parts.items()
+        if part.check is not None
+    }
+    for name, watch in watches.items():
+        if (show := parts[name].show_availability) is not None:
+            show(watch.is_available)
     return IsolationSide(
         settings=settings,
         store=state.claim_pods,
@@ -233,11 +236,7 @@ def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimi
         volumes=volumes,
         kernel_module=module,
         parts=parts,
-        watches={
-            name: AvailabilityWatch(name, part.check, look=part.look, period_s=part.check_period_s)
-            for name, part in parts.items()
-            if part.check is not None
-        },
+        watches=watches,
         cdi_watch=_cdi_watch(state),
     )
 
@@ -249,12 +248,12 @@ def _cdi_watch(state: NodeState) -> CdiWatch | None:
     return CdiWatch(cdi_specs(state.settings), lambda: state.gpus().gpus)
 
 
-def _chosen(settings: Settings, annotations: Mapping[str, str]) -> IsolationName | None:
+def _chosen(settings: Settings, annotations: Mapping[str, str]) -> str | None:
     """None where the pod's annotation names none that the node allows."""
     chosen = choose_isolation(annotations, settings.isolation, settings.isolations_allowed)
     return None if isinstance(chosen, Refused) else chosen
 
 
-def _uses(settings: Settings, pod: Pod, part: IsolationName) -> bool:
+def _uses(settings: Settings, pod: Pod, part: str) -> bool:
     chosen = _chosen(settings, pod.annotations)
-    return chosen is not None and part in chosen.parts
+    return chosen is not None and part in isolation_parts(chosen)

@@ -14,19 +14,17 @@ from gpushare_agent.isolation.cdi.own_spec import SPEC_CONTROL_NODES, SpecNodes
 from gpushare_agent.isolation.cdi.specs import CdiSpecs
 from gpushare_agent.isolation.device_lists import CONTROL_NODES, NodeDevices
 from gpushare_agent.isolation.device_nodes import ControlNodes, read_extra_devices
-from gpushare_agent.isolation.driver_volume.config import read_volume_config
+from gpushare_agent.isolation.driver_volume.config import untouched_driver_directory
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.hami_core.part import hami_core_config
 from gpushare_agent.model.errors import Rejected, StartupError
 from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.isolation import AUTO
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.units import NvidiaNames
 from gpushare_agent.runtime.cri import RuntimeClient, runtime_endpoints
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.settings.settings import Settings
-
-USUAL_VOLUME_CONFIG = Path("/etc/gpu-manager/volume.conf")
 
 
 def resource_names(settings: Settings, mig_profiles: Collection[str] = ()) -> ResourceNames:
@@ -40,8 +38,7 @@ def resource_names(settings: Settings, mig_profiles: Collection[str] = ()) -> Re
         gpu_mem_unit_mib=1024 if gpushare.unit == "GiB" else 1,
         gpu=nvidia.resources(mig_profiles) if settings.nvidia.enabled else (),
         nvidia=nvidia,
-        shares_in_mig=settings.isolation is not IsolationName.AUTO
-        and not ISOLATIONS[settings.isolation].why_not_in_mig,
+        shares_in_mig=settings.isolation != AUTO and not ISOLATIONS[settings.isolation].why_not_in_mig,
     )
 
 
@@ -68,16 +65,6 @@ def runtime_client(settings: Settings) -> RuntimeClient:
     except Rejected as e:
         raise StartupError(str(e)) from e
     return RuntimeClient(endpoints, timeout_s=settings.runtime.request_timeout_s)
-
-
-def driver_volumes(settings: Settings) -> Mapping[VolumeName, DriverVolume]:
-    """The driver volumes of volume.conf, at its usual place without the setting; none where there is none there, and none
-    are mounted then."""
-    if not {IsolationName.VCUDA, IsolationName.AUTO} & settings.isolations_in_use:
-        return {}
-    if settings.volume_config is None and (settings.driver != "nvml" or not USUAL_VOLUME_CONFIG.exists()):
-        return {}
-    return {volume.name: volume for volume in read_volume_config(settings.volume_config or USUAL_VOLUME_CONFIG)}
 
 
 def edit_policy(
@@ -127,7 +114,7 @@ def cdi_specs(settings: Settings) -> CdiSpecs:
         StartupError: volume.conf is wrong.
     """
     is_real = settings.driver == "nvml"
-    directory = _driver_directory(settings)
+    directory = untouched_driver_directory(settings)
     control = SPEC_CONTROL_NODES if is_real else CONTROL_NODES
 
     def nodes() -> SpecNodes:
@@ -141,14 +128,3 @@ def cdi_specs(settings: Settings) -> CdiSpecs:
         )
 
     return CdiSpecs(CdiFiles(settings.cdi.spec_directories), kind=settings.cdi.kind, nodes=nodes)
-
-
-def _driver_directory(settings: Settings) -> Path | None:
-    """Of the untouched driver, where no isolation mounts a directory of its own choice.
-
-    CDI's mount would take the place of the isolation's: a share under vcuda would get the libraries without limits.
-    """
-    if settings.volume_config is None or IsolationName.VCUDA in settings.isolations_in_use:
-        return None
-    volumes = read_volume_config(settings.volume_config)
-    return next((volume.directory for volume in volumes if volume.name is VolumeName.ORIGIN), None)

@@ -69,7 +69,7 @@ def node_snapshot(
             version=__version__,
             started_at=started_at,
             not_ready=tuple(not_ready),
-            isolation=settings.isolation.value,
+            isolation=settings.isolation,
             driver=settings.driver,
             sample_period_s=settings.sample_period_s,
             isolations=isolation.facts(),
@@ -179,6 +179,6 @@ def _container(
         core_limit=share.core_limit,
         allocated_cores=allocated.cores,
         allocated_memory_bytes=allocated.memory_bytes,
-        isolation=chosen.value if chosen is not None else "",
+        isolation=chosen or "",
         kept=isolation.kept(allocation),
     )

@@ -17,7 +17,7 @@ from msgspec import Struct, field, to_builtins
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.progress import Report, progress
 from gpushare_agent.cli.render_text import print_report
-from gpushare_agent.isolation.driver_volume.config import read_volume_config
+from gpushare_agent.isolation.driver_volume.config import USUAL_CONFIG, read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
 from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control
 from gpushare_agent.isolation.driver_volume.mounts import read_mounted_directories
@@ -26,8 +26,6 @@ from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeNa
 from gpushare_agent.model.errors import AgentError, StartupError
 from gpushare_agent.model.names import MIB
 from gpushare_agent.settings.settings import Settings
-
-USUAL_CONFIG = Path("/etc/gpu-manager/volume.conf")
 
 
 class VolumeReport(Struct):

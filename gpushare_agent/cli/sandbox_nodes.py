@@ -14,17 +14,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from msgspec import Struct
 
-from gpushare_agent.agent.gpu_side import health_policy, open_driver
+from gpushare_agent.agent.gpu_side import NodeDriver, health_policy, open_driver
 from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cli.agent_client import local_url
 from gpushare_agent.cli.command_line import runnable
 from gpushare_agent.cli.sandbox_extender import free_port
 from gpushare_agent.gpus.watch import GpuDriver
-from gpushare_agent.isolation.hami_core.part import hami_core_files
-from gpushare_agent.isolation.mps.part import mps_control
+from gpushare_agent.isolation.mps.edits import ISOLATION as MPS
+from gpushare_agent.isolation.part import build_probes
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.isolation import isolation_parts
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.api.agent_pods import AgentServer
 from gpushare_agent.sandbox.controller import NodeController
@@ -57,7 +57,7 @@ def node_names(loaded: LoadedSettings, count: int) -> list[str]:
     return [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
 
 
-def check_driver(name: str, paths: NodePaths, flags: Sequence[str]) -> GpuDriver:
+def check_driver(name: str, paths: NodePaths, flags: Sequence[str]) -> NodeDriver:
     """The GPUs as the node's agent will see them. Raises SettingsError for a topology file that cannot be used: a mistake
     of the command line, as any other setting."""
     arguments = ("--driver=simulated", f"--simulated.faults={paths.faults}", *flags, f"--node-name={name}")
@@ -70,7 +70,7 @@ def check_driver(name: str, paths: NodePaths, flags: Sequence[str]) -> GpuDriver
 async def build_node(
     node: EmbeddedNode,
     flags: Sequence[str],
-    driver: GpuDriver,
+    driver: NodeDriver,
     notify: Callable[[str], None],
     *,
     is_first: bool = True,
@@ -83,7 +83,7 @@ async def build_node(
         own.append(f"--web.port={free_port()}")  # can be printed, and stays over restarts of the agent
     arguments = [*node.agent_arguments(), *named_isolation(flags), *flags, *own]
     settings = load_settings(arguments, os.environ).settings
-    await _check_isolation(settings, node.paths)
+    await _check_isolation(settings, node.paths, driver)
     inventory = await driver.read()
     resources, names = settings.resources, resource_names(settings, inventory.mig_profiles)
     shown = ReportedNode(
@@ -103,14 +103,13 @@ async def build_node(
     return RunningNode(controller=controller, settings=settings, driver=driver, player=_player(shown, settings))
 
 
-async def _check_isolation(settings: Settings, paths: NodePaths) -> None:
+async def _check_isolation(settings: Settings, paths: NodePaths, driver: NodeDriver) -> None:
     """Its agent would wait for a library or a daemon that nobody brings. Raises StartupError."""
-    parts = settings.isolation.parts
+    probes = build_probes(settings, driver)
     try:
-        if IsolationName.HAMI_CORE in parts:
-            await asyncio.to_thread(hami_core_files(settings).check_library)
-        if IsolationName.MPS in parts and settings.mps.pipe_directory != paths.mps_pipe:
-            await mps_control(settings).check()
+        for name in isolation_parts(settings.isolation):
+            if name in probes and probes[name].is_for_sandbox and not _has_fake_mps(name, settings, paths):
+                await probes[name].check()
     except (StartupError, Unavailable) as error:
         raise StartupError(
             f"no share could be given under isolation {settings.isolation}: {error}. Without a setting of the isolation the"
@@ -184,12 +183,15 @@ async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
                 await asyncio.wait(agents)
 
 
+def _has_fake_mps(isolation: str, settings: Settings, paths: NodePaths) -> bool:
+    return isolation == MPS.name and settings.mps.pipe_directory == paths.mps_pipe
+
+
 @asynccontextmanager
 async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
     """A daemon for isolation mps, unless a person has named the directory of one."""
     settings, paths = node.settings, node.controller.shown.node.paths
-    is_used = IsolationName.MPS in settings.isolation_parts_in_use
-    if not is_used or settings.mps.pipe_directory != paths.mps_pipe:
+    if not any(_has_fake_mps(name, settings, paths) for name in settings.isolation_parts_in_use):
         yield
         return
     async with open_fake_mps(paths.mps_pipe, paths.mps_logs, paths.mps_control):

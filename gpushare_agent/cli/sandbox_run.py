@@ -29,9 +29,9 @@ from gpushare_agent.cli.sandbox_nodes import (
     node_names,
     running,
 )
+from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.cluster import EmbeddedCluster, open_embedded_cluster, paths_of_node
 from gpushare_agent.sandbox.control import open_control
@@ -157,8 +157,8 @@ def _agents_text(nodes: Sequence[RunningNode]) -> str:
 
 def _isolation_text(settings: Settings, flags: Sequence[str]) -> str:
     """Where a share is not limited, and where the sandbox chose another isolation than an agent would."""
-    if settings.isolation == IsolationName.NONE:
-        return "\nisolation none: shares are allocated and not enforced; containers get no limit"
+    if settings.isolation in ISOLATIONS and not ISOLATIONS[settings.isolation].limits:
+        return f"\nisolation {settings.isolation}: shares are allocated and not enforced; containers get no limit"
     if named_isolation(flags):
         return ""
     return (

@@ -19,10 +19,10 @@ import structlog
 
 from gpushare_agent.dra.decisions.claim import is_claim_uid
 from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult, distinct_names, encode_spec
+from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.kit.directories import DIRECTORY, opened, read_content, replace_file
 from gpushare_agent.model.allocations import ClaimRef, ContainerKey
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import PodUid
 
 log = structlog.get_logger(__name__)
@@ -110,7 +110,7 @@ def _document(claim: PreparedClaim) -> dict[str, Any]:
         "shown_as": claim.shown_as,
         "pod": claim.pod,
         "users": list(claim.users),
-        "isolation": claim.isolation.value,
+        "isolation": claim.isolation,
         "results": [
             {
                 "key": one.key.container,
@@ -161,7 +161,7 @@ def _parsed(raw: Mapping[str, Any]) -> PreparedClaim:
         ref=ref,
         shown_as=str(raw.get("shown_as", ref.name)),
         pod=str(raw["pod"]),
-        isolation=IsolationName(raw["isolation"]),
+        isolation=ISOLATIONS[raw["isolation"]].name,
         results=results,
         spec=spec,
         users=tuple(PodUid(str(uid)) for uid in raw.get("users", ())),

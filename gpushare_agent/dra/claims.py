@@ -31,7 +31,6 @@ from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import ClaimRef, ContainerKey
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
@@ -70,8 +69,8 @@ class Claims:
         policy: Callable[[], EditPolicy],
         names: ResourceNames,
         files: ClaimFiles,
-        prepare_host: Callable[[Collection[ContainerKey], IsolationName], Awaitable[Refused | None]],
-        unavailable_reason: Callable[[IsolationName], str],
+        prepare_host: Callable[[Collection[ContainerKey], str], Awaitable[Refused | None]],
+        unavailable_reason: Callable[[str], str],
         outcomes: ClaimOutcomes,
         clock: Callable[[], float],
         wait_s: float,

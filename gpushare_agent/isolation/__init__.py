@@ -1,9 +1,9 @@
 """What enforces a container's share: one pure function per isolation, and the services that prepare the host for it.
 
-An isolation is one package here, named like its line in model/isolation.py (CONTRIBUTING.md has the steps): its `edits`
-turn a container's allocation and the node's settings into container edits, and say what of a share is kept. What it does on
-the host is its `part` (part.py): services such as `VirtualManager`, `PrivateCaches`, `DriverLimits`, and a check of what the
-deployer supplies, which `AvailabilityWatch` repeats.
+An isolation is one package here with a module `edits` (CONTRIBUTING.md has the steps): its `ISOLATION` turns a container's
+allocation and the node's settings into container edits, and says what of a share is kept. What it does on the host is its
+module `part` (part.py): services such as `VirtualManager`, `PrivateCaches`, `DriverLimits`, and a check of what the deployer
+supplies, which `AvailabilityWatch` repeats. The package's name, `_` as `-`, is what settings and annotations say.
 
 State owned: `VirtualManager`, `DirectoryReconciler`, `ContainerProcesses` (vDevice directories and sockets, the processes in
 them), `CdiWatch` (the CDI spec), `AvailabilityWatch` (why an isolation cannot be had), `MpsSupervision` (the MPS daemon),
@@ -14,18 +14,21 @@ Who removes vDevice directories: `VirtualManager.remove_stale` in vcuda/virtual_
 Others import: availability, cdi.files, cdi.own_spec, cdi.specs, choice, container_ids, device_lists, device_nodes,
 driver.limits, driver_volume.check, driver_volume.config, driver_volume.directory, driver_volume.elf,
 driver_volume.libraries, driver_volume.mounts, driver_volume.plan, driver_volume.values, enforcement, hami_core.edits,
-hami_core.part, kept, mps.daemon, mps.part, mps.supervision, part, shares, vcuda.client, vcuda.edits, vcuda.files,
+hami_core.part, kept, mps.daemon, mps.edits, mps.part, mps.supervision, part, shares, vcuda.client, vcuda.edits,
 vcuda.format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gpushare_agent.isolation.request import (
+    ClaimUse,
     GpuShare,
     HamiCoreConfig,
     Isolation,
@@ -34,45 +37,64 @@ from gpushare_agent.isolation.request import (
     MpsConfig,
     combined,
 )
-from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.isolation import AUTO, isolation_parts
+from gpushare_agent.settings.isolation_names import isolation_names
 
-if TYPE_CHECKING:  # the services' imports are for the agent alone
-    from gpushare_agent.isolation.part import IsolationHost, IsolationPart
-
-
-def _package(name: IsolationName) -> str:
-    return f"{__name__}.{name.replace('-', '_')}"
+if TYPE_CHECKING:  # it takes pydantic
+    from gpushare_agent.settings.settings import Settings
 
 
-def _load(name: IsolationName) -> Isolation:
-    if len(name.parts) > 1:
-        return combined(name, [_load(part) for part in name.parts])
-    found: Isolation = import_module(_package(name)).ISOLATION
+class _Isolations(Mapping[str, Isolation]):
+    """By name, combinations too. A package is imported when it is asked for: a node uses one or two."""
+
+    def __getitem__(self, name: str) -> Isolation:
+        if name not in isolation_names():
+            raise KeyError(name)
+        return _load(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(isolation_names())
+
+    def __len__(self) -> int:
+        return len(isolation_names())
+
+
+@cache
+def _load(name: str) -> Isolation:
+    parts = isolation_parts(name)
+    if len(parts) > 1:
+        return combined(name, [_load(part) for part in parts])
+    found: Isolation = import_module(f"{_package(name)}.edits").ISOLATION
     return found
 
 
-def build_part(name: IsolationName, host: IsolationHost) -> IsolationPart:
-    """What an isolation that is no combination does on the node; without a module `part` it needs nothing there."""
-    module = f"{_package(name)}.part"
-    if find_spec(module) is None:
-        from gpushare_agent.isolation.part import IsolationPart
-
-        return IsolationPart()
-    part: IsolationPart = import_module(module).build(host)
-    return part
+def _package(name: str) -> str:
+    return f"{__name__}.{name.replace('-', '_')}"
 
 
-ISOLATIONS: Mapping[IsolationName, Isolation] = {
-    name: _load(name) for name in IsolationName if name is not IsolationName.AUTO
-}
+def module_of(name: str, module: str) -> ModuleType | None:
+    """A further module of the package of an isolation that is no combination; None where it has none."""
+    full = f"{_package(name)}.{module}"
+    return import_module(full) if find_spec(full) is not None else None
+
+
+ISOLATIONS: Mapping[str, Isolation] = _Isolations()
+
+
+def isolations_in_use(settings: Settings) -> tuple[Isolation, ...]:
+    """Of the node and its pods; without auto, which is none yet."""
+    return tuple(ISOLATIONS[name] for name in sorted(settings.isolations_in_use) if name != AUTO)
+
 
 __all__ = [
     "ISOLATIONS",
+    "ClaimUse",
     "GpuShare",
     "HamiCoreConfig",
     "Isolation",
     "IsolationConfig",
     "IsolationRequest",
     "MpsConfig",
-    "build_part",
+    "isolations_in_use",
+    "module_of",
 ]

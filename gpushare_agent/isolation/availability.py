@@ -15,7 +15,6 @@ from typing import NoReturn
 import structlog
 
 from gpushare_agent.model.errors import AgentError
-from gpushare_agent.model.isolation import IsolationName
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +28,7 @@ class AvailabilityWatch:
 
     def __init__(
         self,
-        isolation: IsolationName,
+        isolation: str,
         check: Callable[[], Awaitable[object]],
         *,
         look: Callable[[], Awaitable[object]] | None = None,
@@ -47,6 +46,9 @@ class AvailabilityWatch:
     def unavailable_reason(self) -> str:
         """Why no share can be had now, and the cure; empty when it can."""
         return self._unavailable_reason
+
+    def is_available(self) -> bool:
+        return not self._unavailable_reason
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """`callback` is called after each change of `unavailable_reason`."""
@@ -69,11 +71,11 @@ class AvailabilityWatch:
         if reason == before:
             return
         if not reason:
-            log.info("isolation_available", isolation=self._isolation.value, then="its shares are allocated")
+            log.info("isolation_available", isolation=self._isolation, then="its shares are allocated")
         else:
             log.error(
                 "isolation_unavailable",
-                isolation=self._isolation.value,
+                isolation=self._isolation,
                 reason=reason,
                 then="no share of it is allocated; checked again",
                 period_s=self._period_s,

@@ -12,15 +12,9 @@ from msgspec import Struct, field
 
 from gpushare_agent.isolation.hami_core.edits import hides_compute
 from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.isolation import IsolationName
 
-_HAMI_CORE, _MPS, _VCUDA, _DRIVER = (
-    IsolationName.HAMI_CORE,
-    IsolationName.MPS,
-    IsolationName.VCUDA,
-    IsolationName.DRIVER,
-)
-_COMBINED = {_HAMI_CORE: IsolationName.HAMI_CORE_DRIVER, _MPS: IsolationName.MPS_DRIVER}
+_HAMI_CORE, _MPS, _VCUDA, _DRIVER = "hami-core", "mps", "vcuda", "driver"
+_COMBINED = {_HAMI_CORE: "hami-core+driver", _MPS: "mps+driver"}
 
 
 class NodeFindings(Struct, frozen=True, kw_only=True):
@@ -28,8 +22,8 @@ class NodeFindings(Struct, frozen=True, kw_only=True):
     those that keep containers of this moment, which a restart of the agent must not take away. `sets_driver_limits`:
     the agent sets the driver's limits, so they are there."""
 
-    problems: Mapping[IsolationName, str]
-    running: Set[IsolationName] = field(default_factory=frozenset)
+    problems: Mapping[str, str]
+    running: Set[str] = field(default_factory=frozenset)
     is_exclusive_process: bool = False
     module: KernelModule | None = None
     sets_driver_limits: bool = False
@@ -38,7 +32,7 @@ class NodeFindings(Struct, frozen=True, kw_only=True):
 class Choice(Struct, frozen=True, kw_only=True):
     """`reason` is for people: a sentence without its full stop."""
 
-    isolation: IsolationName
+    isolation: str
     reason: str
 
 

@@ -1,7 +1,8 @@
 """What an isolation in use does on a node besides its edits, as one value, and what its services are made from.
 
 A package with something on the host has a module `part` with `build(host) -> IsolationPart`; the agent joins what it finds
-there (agent/isolation_side.py) and names no isolation.
+there (agent/isolation_side.py) and names no isolation. One that the setting `auto` may choose, or that needs what a sandbox
+does not bring, has there `probe(settings, driver) -> NodeProbe` too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol
 
 from msgspec import Struct, field
 
+from gpushare_agent.isolation import ISOLATIONS, module_of
 from gpushare_agent.isolation.availability import PERIOD_S
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.kept import Circumstances
@@ -19,7 +21,7 @@ from gpushare_agent.kit.supervision import Runs
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory, KernelModule
-from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.isolation import isolation_parts
 from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec, Pod
@@ -56,6 +58,10 @@ class CountsRegistrations(Protocol):
     def vdevice_registered(self, code: str) -> None: ...
 
 
+class IsolationMetrics(CountsRegistrations, Protocol):
+    def show_mps(self, is_serving: Callable[[], bool]) -> None: ...
+
+
 class MemoryLimiter(Protocol):
     """The GPUs' driver."""
 
@@ -78,9 +84,9 @@ class IsolationHost(Struct, frozen=True, kw_only=True):
     resized: Callable[[], Mapping[ContainerKey, ResizedShare]]
     pods: Pods
     claim_pods: ClaimPods
-    uses: Callable[[Pod, IsolationName], bool]
+    uses: Callable[[Pod, str], bool]
     warn: Callable[[Pod, str, str], None]
-    metrics: CountsRegistrations
+    metrics: IsolationMetrics
     driver: MemoryLimiter
     runtime: RuntimeClient
     cgroups: Cgroups
@@ -122,3 +128,29 @@ class IsolationPart(Struct, frozen=True, kw_only=True):
     )
     log_contradictions: Callable[[], Awaitable[None]] | None = None
     """Where the node contradicts the settings, once, in the log."""
+    show_availability: Callable[[Callable[[], bool]], None] | None = None
+    """As a metric of its own: it is handed whether the last check found all that is needed."""
+
+
+def build_part(name: str, host: IsolationHost) -> IsolationPart:
+    """Of an isolation that is no combination; without a module `part` it needs nothing on the host."""
+    module = module_of(name, "part")
+    found: IsolationPart = module.build(host) if module is not None else IsolationPart()
+    return found
+
+
+class NodeProbe(Struct, frozen=True, kw_only=True):
+    """Whether an isolation can be had on a node where its part does not run: `check` is bounded, and raises AgentError with
+    the cure. `pods` are those with files of it, for it must stay theirs while they run; bounded by the caller.
+    `is_for_sandbox`: simulated GPUs need the same."""
+
+    check: Check
+    pods: Callable[[], Sequence[PodUid]] | None = None
+    is_for_sandbox: bool = False
+
+
+def build_probes(settings: Settings, driver: MemoryLimiter) -> dict[str, NodeProbe]:
+    """Of every isolation that has one, by name."""
+    single = [name for name in ISOLATIONS if len(isolation_parts(name)) == 1]
+    makers = {name: getattr(module_of(name, "part"), "probe", None) for name in single}
+    return {name: make(settings, driver) for name, make in makers.items() if make is not None}

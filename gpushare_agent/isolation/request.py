@@ -9,11 +9,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gpushare_agent.isolation.kept import WHOLE_GPU, Circumstances, Kept, with_memory_of
+from gpushare_agent.isolation.kept import NOTHING_KEPT, WHOLE_GPU, Circumstances, Kept, with_memory_of
 from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.isolation import CorePolicy, IsolationName
+from gpushare_agent.model.gpus import Gpu, KernelModule
+from gpushare_agent.model.isolation import CorePolicy
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec
 
@@ -100,6 +100,22 @@ class IsolationRequest(Struct, frozen=True, kw_only=True):
         return bool(self.shares) and all(share.is_whole for share in self.shares)
 
 
+class ClaimUse(Struct, frozen=True, kw_only=True):
+    """Who uses one share of a ResourceClaim. `together` are the containers of one pod that do at the same time; `who` names
+    them, or several pods; `cure` is another choice of the isolation. `owner` is the pod for which alone the claim was made,
+    None also where another one uses it; `is_owner_known` whether its containers are known."""
+
+    isolation: str
+    together: tuple[str, ...]
+    is_shared: bool
+    who: str
+    owner: str | None
+    is_owner_known: bool
+    cure: str
+    config: IsolationConfig
+    module: KernelModule | None
+
+
 class Follows(Enum):
     """Who follows a change of a share's limit after its container was created; in the order of how many do."""
 
@@ -119,21 +135,31 @@ class Follows(Enum):
 
 class Isolation(Struct, frozen=True, kw_only=True, eq=False):
     """`edit` is pure: the container's edits, or the refusal. `keeps` says what of a share is kept, and by whom.
-    `cores_follow` and `memory_follows` are about a live resize."""
+    `cores_follow` and `memory_follows` are about a live resize; `not_shared` is why those who use a claim's share together
+    cannot have it."""
 
-    name: IsolationName
+    name: str
     edit: Callable[[IsolationRequest], ContainerEdits | Refused]
     keeps: Callable[[Circumstances], Kept]
+    not_shared: Callable[[ClaimUse], Refused | None] = lambda _: None
     cores_follow: Follows = Follows.NOBODY
     memory_follows: Follows = Follows.NOBODY
     why_not_in_mig: str = ""
     """Why it cannot keep a share of a MIG instance, empty where it can. A whole instance needs nothing kept."""
+    mounts_driver: bool = False
+    """Containers get the driver's libraries from the driver directory."""
+    follows_processes: bool = False
+    """The agent has to find the processes of containers: by their IDs, from the container runtime."""
 
     @lru_cache(maxsize=64)  # noqa: B019 - the few isolations live as long as the process; asked of every share at each scrape
-    @lru_cache(maxsize=64)  # noqa: B019 - the few isolations live as long as the process; asked of every share
     def kept(self, found: Circumstances, *, is_whole: bool = False) -> Kept:
         """What a container under this isolation has."""
         return WHOLE_GPU if is_whole else self.keeps(found)
+
+    @property
+    def limits(self) -> bool:
+        """Whether it keeps anything of a share at all."""
+        return self.kept(Circumstances()) != NOTHING_KEPT
 
     def edits(self, request: IsolationRequest) -> ContainerEdits | Refused:
         """As `edit`, and refused for a share of a MIG instance that it cannot keep."""
@@ -150,7 +176,7 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
         )
 
 
-def combined(name: IsolationName, parts: Sequence[Isolation]) -> Isolation:
+def combined(name: str, parts: Sequence[Isolation]) -> Isolation:
     """What all of them add; refused where one refuses. The first limits compute, every one memory."""
 
     def edit(request: IsolationRequest) -> ContainerEdits | Refused:
@@ -165,11 +191,17 @@ def combined(name: IsolationName, parts: Sequence[Isolation]) -> Isolation:
     def keeps(found: Circumstances) -> Kept:
         return reduce(with_memory_of, (part.keeps(found) for part in parts))
 
+    def not_shared(use: ClaimUse) -> Refused | None:
+        return next((refused for part in parts if (refused := part.not_shared(use)) is not None), None)
+
     return Isolation(
         name=name,
         edit=edit,
         keeps=keeps,
+        not_shared=not_shared,
         cores_follow=parts[0].cores_follow,
         why_not_in_mig=next((part.why_not_in_mig for part in parts if part.why_not_in_mig), ""),
+        mounts_driver=any(part.mounts_driver for part in parts),
+        follows_processes=any(part.follows_processes for part in parts),
         memory_follows=min((part.memory_follows for part in parts), key=lambda follows: follows.value),
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
-from gpushare_agent.model.isolation import IsolationName, Sharing
+from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
@@ -54,7 +54,7 @@ class ClaimShare(Struct, frozen=True, kw_only=True):
     ref: ClaimRef
     shown_as: str
     request: str
-    isolation: IsolationName
+    isolation: str
     core_limit: int = 0
     view: str = ""
 

@@ -1,6 +1,6 @@
-"""The isolations and device-list strategies by name, as settings and annotations spell them.
+"""The names of isolations as settings and annotations spell them, and the device-list strategies.
 
-What each does is in isolation/<name>/ and isolation/device_lists.py. A new isolation is a package there and a line here.
+What each does is in isolation/<name>/ and isolation/device_lists.py; settings/isolation_names.py has which there are.
 """
 
 from __future__ import annotations
@@ -8,24 +8,13 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
+AUTO = "auto"
+"""A value of the node's setting alone: the agent puts an isolation in its place at its start."""
 
-class IsolationName(StrEnum):
-    """What makes a share real inside a container. `A+driver` is A for compute, with the driver's own limit of memory."""
 
-    VCUDA = "vcuda"
-    MPS = "mps"
-    HAMI_CORE = "hami-core"
-    DRIVER = "driver"
-    HAMI_CORE_DRIVER = "hami-core+driver"
-    MPS_DRIVER = "mps+driver"
-    NONE = "none"
-    AUTO = "auto"
-    """A value of the node's setting alone: the agent puts another one in its place at its start."""
-
-    @property
-    def parts(self) -> tuple[IsolationName, ...]:
-        """The two of a combination, else itself alone."""
-        return tuple(map(IsolationName, self.value.split("+")))
+def isolation_parts(name: str) -> tuple[str, ...]:
+    """The two of a combination, which is spelled `A+B`, else itself alone."""
+    return tuple(name.split("+"))
 
 
 class DeviceListStrategy(StrEnum):
@@ -44,6 +33,11 @@ class Sharing(StrEnum):
     TIME_SLICING = "time-slicing"
     MPS = "mps"
     SHARES = "shares"
+
+    @property
+    def isolation(self) -> str:
+        """What limits such a replica; empty where it is the node's isolation, or the pod's."""
+        return {Sharing.TIME_SLICING: "none", Sharing.MPS: "mps"}.get(self, "")
 
 
 CorePolicy = Literal["default", "force", "disable"]

@@ -10,15 +10,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import structlog
 
 from gpushare_agent.admission.decisions.container_edits import choose_isolation
 from gpushare_agent.gpus.simulated.usage import RehearsedProcess, encode_usage
+from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, RawObject, annotation_number, containers_of
 from gpushare_agent.sandbox.report.claims import ClaimedShare, shares_of_container
@@ -40,13 +39,14 @@ class WorkloadPlayer:
         shown: ReportedNode,
         path: Path,
         *,
-        isolation: IsolationName = IsolationName.VCUDA,
-        allowed: Iterable[IsolationName] = (),
+        isolation: str = "vcuda",
+        allowed: Iterable[str] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._shown = shown
         self._path = path
         self._isolation = isolation
+        self._without_limits = {name for name, one in ISOLATIONS.items() if not one.limits}
         self._allowed = tuple(allowed)
         self._clock = clock
         self._unwritable = ReportOnce()
@@ -103,7 +103,7 @@ class WorkloadPlayer:
             return None
         wanted = next((spec.requests for spec in containers_of(pod) if spec.name == run.name), {})
         share, memory_bytes = self._claimed(pod, claims) if claims else self._share(wanted, gpus, ids)
-        annotations: dict[str, Any] = pod["metadata"].get("annotations") or {}
+        chosen = choose_isolation(pod["metadata"].get("annotations") or {}, self._isolation, self._allowed)
         return PlayedContainer(
             name=f"{run.pod_namespace}/{run.pod_name}/{run.name}",
             gpus=tuple(gpu.index for gpu in gpus),
@@ -111,7 +111,7 @@ class WorkloadPlayer:
             share=share,
             memory_bytes=memory_bytes,
             age_s=now_s - run.created_at,
-            is_limited=choose_isolation(annotations, self._isolation, self._allowed) is not IsolationName.NONE,
+            is_limited=chosen not in self._without_limits,
             load=annotation_number(pod, LOAD_ANNOTATION),
         )
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gpushare_agent.settings.tree import ALIASES, ENVIRONMENT_PREFIX, Settings
+from gpushare_agent.settings.values import OneOf
 
 _ROOT_TITLE = "The node."
 TEXTS = "a comma list"
@@ -113,7 +114,7 @@ def select_keys(names: Sequence[str]) -> tuple[Key, ...]:
 
 
 def _kind(annotation: Any, metadata: Sequence[Any], *, is_duration: bool) -> Kind:
-    if words := _words(annotation):
+    if words := _words(annotation, metadata):
         shown = ", ".join(word or repr(word) for word in words)
         choices = tuple(filter(None, words))
         return Kind(placeholder="|".join(choices), allowed=f"one of {shown}", choices=choices)
@@ -139,7 +140,7 @@ def _kind(annotation: Any, metadata: Sequence[Any], *, is_duration: bool) -> Kin
 def _list_kind(item: Any) -> Kind:
     """Of a comma list, by the type of its items."""
     plain, *metadata = get_args(item) if get_origin(item) is Annotated else (item,)
-    if words := _words(plain):
+    if words := _words(plain, metadata):
         return Kind(placeholder="NAME[,NAME…]", allowed=f"a comma list of {', '.join(words)}", choices=words)
     if plain is Path:
         return Kind(placeholder="PATH[,PATH…]", allowed="a path, or a comma list of them")
@@ -149,8 +150,10 @@ def _list_kind(item: Any) -> Kind:
     return Kind(placeholder="N[,N…]", allowed=f"a whole number{_bounds(bounds)}, or a comma list of them")
 
 
-def _words(annotation: Any) -> tuple[str, ...]:
-    """The values of an enumeration or a Literal; empty for any other type."""
+def _words(annotation: Any, metadata: Sequence[Any]) -> tuple[str, ...]:
+    """The values of an enumeration, a Literal or `OneOf`; empty for any other type."""
+    if found := next((one.words() for one in metadata if isinstance(one, OneOf)), ()):
+        return found
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     is_enumeration = isinstance(annotation, type) and issubclass(annotation, StrEnum)

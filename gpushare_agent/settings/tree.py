@@ -14,16 +14,18 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName, Sharing
+from gpushare_agent.model.isolation import DeviceListStrategy, Sharing, isolation_parts
 from gpushare_agent.settings.admission import AllocationSettings, PlacementSettings, ResizeSettings
 from gpushare_agent.settings.dra import DraSettings
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.isolation import (
+    AllowedIsolation,
     CdiSettings,
     DriverLimitsSettings,
     DriverVolumeSettings,
     HamiCoreSettings,
     MpsSettings,
+    NodeIsolation,
     VirtualManagerSettings,
 )
 from gpushare_agent.settings.kubelet import KubeletSettings, RuntimeSettings
@@ -90,12 +92,12 @@ class Settings(BaseSettings):
         default="nvml",
         description="Source of the GPUs: NVML (also named nvidia), or simulated GPUs.",
     )
-    isolation: IsolationName = Field(
-        default=IsolationName.HAMI_CORE,
+    isolation: NodeIsolation = Field(
+        default="hami-core",
         description="What limits a container to its share (docs/explanation/isolation.md). auto: the agent chooses at its"
         " start.",
     )
-    isolations_allowed: Annotated[tuple[IsolationName, ...], BeforeValidator(comma_list)] = Field(
+    isolations_allowed: Annotated[tuple[AllowedIsolation, ...], BeforeValidator(comma_list)] = Field(
         default=(),
         description="Further isolations that a pod may choose by the annotation tencent.com/gpu-isolation, without auto.",
     )
@@ -174,22 +176,15 @@ class Settings(BaseSettings):
         return tuple(arguments.init_kwargs.get(SOURCES, (arguments,)))
 
     @property
-    def isolations_in_use(self) -> frozenset[IsolationName]:
+    def isolations_in_use(self) -> frozenset[str]:
         """The node's own, those that pods may choose, and MPS where it limits replicas of GPUs."""
         by_mps = self.nvidia.enabled and self.nvidia.replicas and self.nvidia.sharing is Sharing.MPS
-        return frozenset({self.isolation, *self.isolations_allowed, *([IsolationName.MPS] if by_mps else [])})
+        return frozenset({self.isolation, *self.isolations_allowed, *([Sharing.MPS.isolation] if by_mps else [])})
 
     @property
-    def isolation_parts_in_use(self) -> frozenset[IsolationName]:
+    def isolation_parts_in_use(self) -> frozenset[str]:
         """The same, with the parts in the place of combinations."""
-        return frozenset(part for name in self.isolations_in_use for part in name.parts)
-
-    @field_validator("isolations_allowed")
-    @classmethod
-    def _pods_choose_themselves(cls, value: tuple[IsolationName, ...]) -> tuple[IsolationName, ...]:
-        if IsolationName.AUTO in value:
-            raise ValueError("may not have auto, which is for the setting isolation alone")
-        return value
+        return frozenset(part for name in self.isolations_in_use for part in isolation_parts(name))
 
     @model_validator(mode="after")
     def _resources_differ(self) -> Self:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 
 class Section(BaseModel):
@@ -27,6 +29,21 @@ _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0,
 _PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _MAX_DURATION_CHARS = 40
 """Of hundreds of digits the sum overflows."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Of a text: one of the words that there are when it is read. An enumeration has those of the import."""
+
+    words: Callable[[], tuple[str, ...]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: str) -> str:
+        if value not in self.words():
+            raise ValueError(f"is none of {', '.join(self.words())}")
+        return value
 
 
 def parse_duration(value: object) -> object:

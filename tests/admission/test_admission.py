@@ -23,7 +23,6 @@ from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
 from gpushare_agent.kubelet.records import CheckpointEntry
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused, Unavailable
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import VCORE_RESOURCE as CORE
 from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
 from gpushare_agent.model.names import PodUid
@@ -49,7 +48,7 @@ class Scripted:
         self.on_wait = lambda: False
         self.gpus = inventory()
         config = IsolationConfig(virtual_manager=Path("/vm"))
-        self.edits = EditPolicy(names=NAMES, config=config, isolation=IsolationName.NONE)
+        self.edits = EditPolicy(names=NAMES, config=config, isolation="none")
         gate = PodResourcesGate(self, clock=time.monotonic)
         self.admission = Admission(
             gate=gate,
@@ -200,7 +199,7 @@ async def test_the_same_allocate_again_gets_the_same_answer() -> None:
     """Isolation included, and the cache unchanged; once the container runs it is refused."""
     owner = pod("a", container(cores=10, blocks=1))
     agent = Scripted(owner)
-    agent.edits = replace(agent.edits, isolation=IsolationName.VCUDA)
+    agent.edits = replace(agent.edits, isolation="vcuda")
     first = await agent.admit(owner, "main", CORE)
     (allocation,) = agent.cache
     assert isinstance(first, ContainerEdits) and [m.container_path for m in first.mounts] == ["/etc/vcuda"]

@@ -12,13 +12,13 @@ from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.isolation.device_lists import NodeDevices
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.model.pods import ContainerSpec
 from tests.support_core import NAMES, container, inventory, pod
 
 GPUS = tuple(replace(gpu, minor=gpu.index + 4) for gpu in inventory().gpus)
-POLICY = EditPolicy(names=NAMES, config=IsolationConfig(virtual_manager=Path("/vm")), isolation=IsolationName.NONE)
+POLICY = EditPolicy(names=NAMES, config=IsolationConfig(virtual_manager=Path("/vm")), isolation="none")
 
 
 def edits_of(wanted: ContainerSpec, gpus: int = 1, policy: EditPolicy = POLICY, **annotations: str) -> ContainerEdits:
@@ -52,14 +52,14 @@ def test_whole_gpus_are_listed_in_order_of_index() -> None:
 def test_the_search_path_is_set_where_the_driver_directory_is_mounted_and_nowhere_else() -> None:
     """It takes the place of the image's own. 32-bit programs, requested by the variable compat32, get theirs too."""
     config = IsolationConfig(virtual_manager=Path("/vm"), shared_driver=Path("/vdriver/nvidia"))
-    vcuda = replace(POLICY, config=config, isolation=IsolationName.VCUDA)
+    vcuda = replace(POLICY, config=config, isolation="vcuda")
     share = container(cores=30, blocks=1)
     assert dict(edits_of(share, 1, vcuda).env)["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
     both = edits_of(replace(share, env={"compat32": "true"}), 1, vcuda)
     assert dict(both.env)["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64:/usr/local/nvidia/lib"
     without = replace(vcuda, config=replace(config, shared_driver=None))
     assert "LD_LIBRARY_PATH" not in dict(edits_of(share, 1, without).env)
-    assert "LD_LIBRARY_PATH" not in dict(edits_of(share, 1, replace(vcuda, isolation=IsolationName.NONE)).env)
+    assert "LD_LIBRARY_PATH" not in dict(edits_of(share, 1, replace(vcuda, isolation="none")).env)
 
 
 def test_simulated_gpus_have_no_device_nodes_on_a_real_node() -> None:
@@ -71,7 +71,7 @@ def test_simulated_gpus_have_no_device_nodes_on_a_real_node() -> None:
 def test_a_pod_may_choose_an_isolation_that_the_node_allows() -> None:
     """And is refused, with the names that it may choose, where it names another."""
     wanted = container(cores=30, blocks=1)
-    policy = replace(POLICY, isolation=IsolationName.VCUDA, allowed=(IsolationName.NONE,))
+    policy = replace(POLICY, isolation="vcuda", allowed=("none",))
     assert edits_of(wanted, 1, policy).mounts
     assert not edits_of(wanted, 1, policy, **{ISOLATION_ANNOTATION: "none"}).mounts
     for text in ("mps", "VCUDA", "", "x" * 5000, "none\nnone"):

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.gpus import MigPlace
-from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName, Sharing
+from gpushare_agent.model.isolation import DeviceListStrategy, Sharing
 from gpushare_agent.model.names import NVIDIA_GPU_RESOURCE, GpuUuid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.units import NvidiaNames, ServedUnits, UnitTerms, units_of
@@ -60,7 +60,7 @@ def ours(case: str, strategies: str, ids: str) -> dict[str, Any]:
     policy = EditPolicy(
         names=ResourceNames(gpu=(NVIDIA_GPU_RESOURCE,), nvidia=NvidiaNames(sharing=terms.sharing)),
         config=CONFIG,
-        isolation=IsolationName.HAMI_CORE,
+        isolation="hami-core",
         strategies=tuple(map(DeviceListStrategy, strategies.split("+"))),
         is_named_by_index=ids == "index",
     )
@@ -127,7 +127,7 @@ def test_replicas_that_are_shares_are_limited_to_their_part() -> None:
     devices = [*served.ids(GPUS[0].uuid)[:2], served.ids(GPUS[1].uuid)[3]]
     spec = replace(container("cuda"), requests={NVIDIA_GPU_RESOURCE: 3})
     names = ResourceNames(gpu=(NVIDIA_GPU_RESOURCE,), nvidia=NvidiaNames(sharing=Sharing.SHARES))
-    policy = EditPolicy(names=names, config=CONFIG, isolation=IsolationName.HAMI_CORE)
+    policy = EditPolicy(names=names, config=CONFIG, isolation="hami-core")
     edits = edits_for(pod("p", spec, uid=UID), spec, GPUS, policy, units_of(devices))
     assert isinstance(edits, ContainerEdits)
     env = dict(edits.env)

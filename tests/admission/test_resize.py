@@ -23,14 +23,14 @@ from gpushare_agent.admission.decisions.resize import (
 )
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.allocations import Allocation, ResizedShare, ShareSize
-from gpushare_agent.model.isolation import IsolationName, ResizeMode
+from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement import GpuAccount
 from tests.support_core import NAMES, allocation, container, ids, pod
 
-HAMI, VCUDA, MPS = (ISOLATIONS[n] for n in (IsolationName.HAMI_CORE, IsolationName.VCUDA, IsolationName.MPS))
+HAMI, VCUDA, MPS = (ISOLATIONS[n] for n in ("hami-core", "vcuda", "mps"))
 POD = pod("web", container("main", cores=30, blocks=8), container("side", cores=10, blocks=4))
 MAIN = allocation(POD, "main", ids(0, range(30)), ids(0, range(8)))
 FREE = ResizePolicy(names=NAMES, mode=ResizeMode.FREE_CAPACITY)

@@ -15,7 +15,7 @@ from gpushare_agent.admission.resizing import BookedAccounts
 from gpushare_agent.cluster.decisions.node_allocations import allocations_by_pod
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
-from gpushare_agent.model.isolation import IsolationName, ResizeMode
+from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
@@ -110,7 +110,7 @@ class Node(RuleBasedStateMachine):
             assert account is not None
             assert (account.used_cores, account.used_blocks) == booked_for_others(self.cache, key)
             wanted = WantedSize(cores=cores, memory=memory)
-            outcome = decide_resize(own, wanted, known, account, ISOLATIONS[IsolationName.HAMI_CORE], FREE)
+            outcome = decide_resize(own, wanted, known, account, ISOLATIONS["hami-core"], FREE)
             if isinstance(outcome, ResizedShare):
                 decided.book(outcome)
 
@@ -134,7 +134,7 @@ class Node(RuleBasedStateMachine):
         if share is None or own.granted != share.target:
             return
         instance = str(self.instances[key])
-        new = enforced(share, ISOLATIONS[IsolationName.HAMI_CORE], instance, uses_no_more=uses_no_more)
+        new = enforced(share, ISOLATIONS["hami-core"], instance, uses_no_more=uses_no_more)
         if new.is_over:
             self.cache.forget_resized(key)
         else:

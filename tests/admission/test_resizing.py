@@ -13,7 +13,7 @@ from gpushare_agent.admission.resizing import ShareResizing
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import ISOLATIONS, Isolation
 from gpushare_agent.model.allocations import Allocation, ShareSize
-from gpushare_agent.model.isolation import IsolationName, ResizeMode
+from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import RESIZE_ANNOTATION
 from gpushare_agent.model.pods import Pod
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
@@ -52,7 +52,7 @@ class World:
         )
 
     def isolation_of(self, pod: Pod) -> Isolation | None:
-        return ISOLATIONS[IsolationName.VCUDA]
+        return ISOLATIONS["vcuda"]
 
     async def enforce(self, allocation: Allocation, pod: Pod) -> str:
         return ""

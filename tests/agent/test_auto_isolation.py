@@ -11,7 +11,6 @@ from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.cli.check.check import check_node
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.observability.node_snapshot import node_document
 from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
@@ -51,7 +50,7 @@ async def test_a_library_that_is_there_is_used(short_dir: Path) -> None:
     fake_library(settings.hami_core.library)
     with capture_logs() as lines:
         found = await resolve_isolation(settings)
-    assert found.settings == settings.model_copy(update={"isolation": IsolationName.HAMI_CORE})
+    assert found.settings == settings.model_copy(update={"isolation": "hami-core"})
     (line,) = [line for line in lines if line["event"] == "isolation_chosen"]
     assert (line["isolation"], line["reason"]) == ("hami-core", found.isolation_reason)
 
@@ -59,14 +58,14 @@ async def test_a_library_that_is_there_is_used(short_dir: Path) -> None:
 async def test_with_nothing_on_the_node_shares_will_be_refused(short_dir: Path) -> None:
     """By the isolation that is chosen all the same; the reason has the missing path."""
     found = await resolve_isolation(settings_of(short_dir))
-    assert found.settings.isolation is IsolationName.HAMI_CORE
+    assert found.settings.isolation == "hami-core"
     assert "no isolation can be had" in found.isolation_reason and "libvgpu.so" in found.isolation_reason
 
 
 async def test_the_driver_limits_memory_beside_it_where_the_agent_sets_that(short_dir: Path) -> None:
     settings = settings_of(short_dir, "--driver-limits.set-by-agent=true")
     fake_library(settings.hami_core.library)
-    assert (await resolve_isolation(settings)).settings.isolation is IsolationName.HAMI_CORE_DRIVER
+    assert (await resolve_isolation(settings)).settings.isolation == "hami-core+driver"
 
 
 async def test_containers_that_run_keep_their_library(short_dir: Path) -> None:
@@ -74,10 +73,10 @@ async def test_containers_that_run_keep_their_library(short_dir: Path) -> None:
     settings = settings_of(short_dir)
     fake_library(settings.hami_core.library)
     VDeviceFiles(settings.virtual_manager.path).prepare(ContainerKey(UID, "cuda"))
-    assert (await resolve_isolation(settings)).settings.isolation is IsolationName.HAMI_CORE
+    assert (await resolve_isolation(settings)).settings.isolation == "hami-core"
     (settings.runtime.cgroup_root / "kubepods" / f"pod{UID}").mkdir(parents=True)
     found = await resolve_isolation(settings)
-    assert found.settings.isolation is IsolationName.VCUDA and "containers run" in found.isolation_reason
+    assert found.settings.isolation == "vcuda" and "containers run" in found.isolation_reason
 
 
 async def test_document_and_check_have_the_choice_and_its_reason(short_dir: Path) -> None:

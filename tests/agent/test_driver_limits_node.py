@@ -13,7 +13,6 @@ import pytest
 from gpushare_agent.isolation.driver.limits import DriverLimits
 from gpushare_agent.isolation.kept import Keeper
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.memory_limits import MemoryLimit
 from gpushare_agent.model.names import ISOLATION_ANNOTATION, PodUid
 from gpushare_agent.runtime.cgroups import CgroupVersion, cgroup_version
@@ -50,7 +49,7 @@ async def has_limit(node: EmbeddedNode, agent: InnerAgent, name: str, mib: int) 
 
 
 async def wait_limit(node: EmbeddedNode, agent: InnerAgent, name: str, mib: int) -> None:
-    limits = agent.parts.isolation.parts[IsolationName.DRIVER].services["driver limits"]
+    limits = agent.parts.isolation.parts["driver"].services["driver limits"]
     assert isinstance(limits, DriverLimits)
     await limits.reconcile()
     assert await has_limit(node, agent, name, mib)
@@ -82,7 +81,7 @@ async def test_a_container_without_its_limit_is_kept_by_nobody_and_its_pod_hears
         async with open_agent(node, "--isolation=driver") as agent:
             node.api.create_pod(share("bare"))
             await wait_running(node, "bare")
-            limits = agent.parts.isolation.parts[IsolationName.DRIVER].services["driver limits"]
+            limits = agent.parts.isolation.parts["driver"].services["driver limits"]
             assert isinstance(limits, DriverLimits)
             await poll_until(lambda: limits.problem(key_of(node, "bare")), "a container without its limit")
             kept = agent.parts.isolation.kept(agent.parts.state.cache.view()[key_of(node, "bare")])

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (
     InnerAgent,
@@ -185,7 +184,7 @@ async def test_an_agent_is_not_ready_before_shares_can_be_given_and_ready_from_t
         fake_library(library)
         await poll_until(lambda: not readiness.not_ready(), "it is Ready")
         library.unlink()
-        watch = agent.parts.isolation.watches[IsolationName.HAMI_CORE]
+        watch = agent.parts.isolation.watches["hami-core"]
         await watch.poll()
         assert watch.unavailable_reason
         assert not readiness.not_ready() and await readiness.look()

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
@@ -271,7 +270,7 @@ async def test_without_its_library_only_shares_of_hami_core_are_refused() -> Non
             node.api.create_pod(pod("other", running(cores=30, blocks=8)))
             await wait_running(node, "whole", "other")
             fake_library(host.library)
-            await agent.parts.isolation.watches[IsolationName.HAMI_CORE].poll()
+            await agent.parts.isolation.watches["hami-core"].poll()
             node.api.create_pod(pod("late", running(cores=30, blocks=8), annotations=chooses))
             await wait_running(node, "late")
             assert (host.hami / "ld.so.preload").is_file()
@@ -287,7 +286,7 @@ async def test_where_every_share_needs_the_library_the_kubelet_sees_no_memory() 
             await wait_until(node, lambda: node.kubelet.capacity().get(CORE, (0, 0))[1] > 0, "cores")
             await wait_until(node, lambda: node.kubelet.capacity()[MEMORY][1] == 0, "no memory without the library")
             fake_library(host.library)
-            await agent.parts.isolation.watches[IsolationName.HAMI_CORE].poll()
+            await agent.parts.isolation.watches["hami-core"].poll()
             await wait_until(node, lambda: node.kubelet.capacity()[MEMORY][1] > 0, "memory once the library is there")
 
 

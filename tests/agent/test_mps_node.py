@@ -10,7 +10,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
@@ -71,7 +70,7 @@ def healthy(node: EmbeddedNode, resource: str) -> int:
 async def wait_shares(node: EmbeddedNode, agent: InnerAgent, *, served: bool) -> None:
     """The kubelet has heard whether memory, and with it shares, can be had."""
     await wait_until(node, lambda: bool(healthy(node, MEMORY)) is served, f"memory healthy: {served}")
-    assert bool(agent.parts.isolation.unavailable_reason(IsolationName.MPS)) is not served
+    assert bool(agent.parts.isolation.unavailable_reason("mps")) is not served
 
 
 async def test_a_share_finds_the_deployers_daemon_and_its_own_limits_inside_its_process(short_dir: Path) -> None:
@@ -153,7 +152,7 @@ async def test_while_the_daemon_is_down_shares_are_refused_and_whole_gpus_go(sho
         (place.pipe / "control").rename(away)
         place.program.rename(program_away)
         await wait_shares(node, agent, served=False)
-        watch = agent.parts.isolation.watches[IsolationName.MPS]
+        watch = agent.parts.isolation.watches["mps"]
         # A poll between the two renames says what the program says; the next one finds both away.
         await poll_until(lambda: "there is no MPS control socket" in watch.unavailable_reason, "missing socket seen")
         node.api.create_pod(share("whole", cores=100, blocks=0))
@@ -179,7 +178,7 @@ async def test_a_share_without_a_daemon_is_refused_with_the_reason(short_dir: Pa
         open_agent(node, *flags(place), "--isolation=none", "--isolations-allowed=mps") as agent,
     ):
         # Where mps is only one of those that a pod may choose, the memory stays healthy: others need no daemon.
-        watch = agent.parts.isolation.watches[IsolationName.MPS]
+        watch = agent.parts.isolation.watches["mps"]
         place.program.write_text("#!/bin/sh\necho the daemon is gone; exit 1\n")
         await poll_until(lambda: watch.unavailable_reason, "failure seen")
         chooses = share("chooses")

@@ -17,7 +17,6 @@ from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
 from gpushare_agent.gpus.simulated.driver import simulated_uuid
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import RESIZE_ANNOTATION, GpuUuid
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
@@ -54,7 +53,7 @@ def record_claim(node: EmbeddedNode) -> None:
     """As an earlier agent left it: 40 cores of the first GPU."""
     gpu = replace(inventory(1).gpus[0], uuid=GpuUuid(simulated_uuid(node.name, 0)))
     claim = read_claim(raw_claim(result()), driver=DRIVER, pool=NODE)
-    made = prepare_claim(claim, {0: gpu}, (), edit_policy(IsolationName.NONE), 256)
+    made = prepare_claim(claim, {0: gpu}, (), edit_policy("none"), 256)
     assert isinstance(made, PreparedClaim)
     ClaimFiles(node.paths.claim_records, node.paths.cdi).save(made)
 

@@ -41,7 +41,6 @@ from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import NotFound, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.pods import Pod, PodPhase
 from gpushare_agent.wire import v1beta1
@@ -189,7 +188,7 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         clock=time.monotonic,
         timeouts=Timeouts(poll_again_s=0.0),
     )
-    edits = EditPolicy(names=NAMES, config=IsolationConfig(virtual_manager=directory), isolation=IsolationName.NONE)
+    edits = EditPolicy(names=NAMES, config=IsolationConfig(virtual_manager=directory), isolation="none")
     admission = Admission(
         gate=gate,
         identification=identification,

@@ -17,7 +17,6 @@ from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS
 from gpushare_agent.model.allocations import ClaimRef, ClaimShare
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.gpus import MigPlace
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.observability.node_snapshot import node_document
 from gpushare_agent.settings.settings import Settings
@@ -68,7 +67,7 @@ def test_every_flag_that_a_document_names_exists(document: str) -> None:
 def test_the_api_document_names_every_field() -> None:
     """Of a node with a MIG instance and a share of a claim; a reader meets no field that the page does not explain."""
     ref = ClaimRef(namespace="n", name="c", uid="u")
-    claim = ClaimShare(ref=ref, shown_as="c", request="r", isolation=IsolationName.NONE)
+    claim = ClaimShare(ref=ref, shown_as="c", request="r", isolation="none")
     share = replace(allocation(key_of(1)), claim=claim)
     shown = snapshot(facts(share))
     gpu, *others = shown.inventory.gpus

@@ -13,7 +13,6 @@ from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation.kept import Keeper
 from gpushare_agent.model.allocations import Allocation, ClaimShare, ContainerKey
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
@@ -25,7 +24,7 @@ KEY_A, KEY_B = ContainerKey(PodUid(uid_of(1)), "a"), ContainerKey(PodUid(uid_of(
 
 
 def booked(key: ContainerKey, gpu: int) -> Allocation:
-    share = ClaimShare(ref=ref_of(), shown_as="g", request=key.container, isolation=IsolationName.MPS, core_limit=80)
+    share = ClaimShare(ref=ref_of(), shown_as="g", request=key.container, isolation="mps", core_limit=80)
     return Allocation(
         key=key,
         namespace="default",
@@ -108,7 +107,7 @@ async def test_what_hami_core_keeps_ends_where_a_second_container_runs_on_the_cl
     state = (agent := build(settings, open_driver(settings))).state
     one = booked(KEY_A, 0)
     assert one.claim is not None
-    state.cache.put(replace(one, claim=replace(one.claim, isolation=IsolationName.HAMI_CORE)))
+    state.cache.put(replace(one, claim=replace(one.claim, isolation="hami-core")))
     keepers = []
     for name in ("one", "two"):
         ids = {"x": name[0].encode().hex()[0] * 64}

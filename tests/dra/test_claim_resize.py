@@ -17,7 +17,7 @@ from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
 from gpushare_agent.isolation import ISOLATIONS, Isolation
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ShareSize
-from gpushare_agent.model.isolation import IsolationName, ResizeMode
+from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
 from tests.support_claims import DRIVER, NODE, RawClaim, edit_policy, raw_claim, result, uid_of, using
@@ -37,7 +37,7 @@ class World:
         self.pods = ClaimPods(self.store, self.cache)
         gpus = {gpu.index: gpu for gpu in inventory(2).gpus}
         claim = read_claim(raw, driver=DRIVER, pool=NODE)
-        made = prepare_claim(claim, gpus, users, edit_policy(IsolationName.VCUDA), 256)
+        made = prepare_claim(claim, gpus, users, edit_policy("vcuda"), 256)
         assert isinstance(made, PreparedClaim)
         for allocation in allocations_of(made, self.cache.ledger(inventory(2)), NAMES, 0.0):
             self.cache.put(allocation)
@@ -67,7 +67,7 @@ class World:
     # As Enforcement, PodAnnotations and PodEvents:
 
     def isolation_of(self, pod: Pod) -> Isolation | None:
-        return ISOLATIONS[IsolationName.VCUDA]
+        return ISOLATIONS["vcuda"]
 
     async def enforce(self, allocation: Allocation, pod: Pod) -> str:
         self.enforced.append((allocation.key, allocation.size))

@@ -13,7 +13,6 @@ import pytest
 from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import GpuUuid, PodUid
 from tests.support_claims import Driver, admin, edit_policy, raw_claim, ref_of, result, uid_of, using, whole
 from tests.support_extender import eventually
@@ -338,7 +337,7 @@ async def test_two_claims_of_one_container_are_compared_by_the_requests_that_it_
 
 async def test_a_pod_that_never_comes_holds_up_no_other(tmp_path: Path) -> None:
     driver = Driver(tmp_path, raw_claim(result(), users=("p", "q")))
-    driver.policy = edit_policy(IsolationName.NONE)
+    driver.policy = edit_policy("none")
     driver.store.remove(PodUid("uid-q"))
     await prepared(driver)
     driver = Driver(tmp_path / "other", raw_claim(result()))
@@ -363,9 +362,9 @@ async def test_pods_that_use_the_claim_decide_its_views(tmp_path: Path) -> None:
     assert sorted(visible) == [["NVIDIA_VISIBLE_DEVICES=GPU-0"], ["NVIDIA_VISIBLE_DEVICES=GPU-1"]]
 
 
-@pytest.mark.parametrize("isolation", [IsolationName.HAMI_CORE, IsolationName.VCUDA, IsolationName.MPS])
+@pytest.mark.parametrize("isolation", ["hami-core", "vcuda", "mps"])
 async def test_two_claims_of_one_container_are_refused_where_one_would_undo_the_other(
-    tmp_path: Path, isolation: IsolationName
+    tmp_path: Path, isolation: str
 ) -> None:
     """Of one variable, and of one mount point, the last claim's counts. Containers with a claim each are not concerned."""
     names = {"g": "claim-1", "h": "claim-2"}

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from gpushare_agent.dra.decisions.front_ends import FrontEnds, front_ends, plugins_devices, plugins_inventory
 from gpushare_agent.model.allocations import Allocation, ClaimShare
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import GpuUuid
 from tests.support_claims import ref_of
 from tests.support_core import allocation, container, ids, inventory, mig_instance, pod
@@ -22,7 +21,7 @@ def by_plugin(gpu: int) -> Allocation:
 
 
 def by_claim(gpu: int) -> Allocation:
-    share = ClaimShare(ref=ref_of(), shown_as="g", request="gpu", isolation=IsolationName.NONE)
+    share = ClaimShare(ref=ref_of(), shown_as="g", request="gpu", isolation="none")
     return replace(by_plugin(gpu), claim=share)
 
 

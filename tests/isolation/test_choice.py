@@ -8,19 +8,12 @@ import pytest
 
 from gpushare_agent.isolation.choice import Choice, NodeFindings, choose
 from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.isolation import IsolationName
 
-HAMI, MPS, VCUDA, DRIVER = (
-    IsolationName.HAMI_CORE,
-    IsolationName.MPS,
-    IsolationName.VCUDA,
-    IsolationName.DRIVER,
-)
-SIMPLE = (HAMI, MPS, VCUDA, DRIVER)
+SIMPLE = HAMI, MPS, VCUDA, DRIVER = "hami-core", "mps", "vcuda", "driver"
 OPEN_565 = KernelModule(version="565.57.01", is_open=True)
 
 
-def chosen(*usable: IsolationName, **others: object) -> Choice:
+def chosen(*usable: str, **others: object) -> Choice:
     problems = {name: "" if name in usable else f"no {name} here" for name in SIMPLE}
     return choose(NodeFindings(problems=problems, **others))  # type: ignore[arg-type]
 
@@ -35,9 +28,9 @@ def chosen(*usable: IsolationName, **others: object) -> Choice:
         ((DRIVER,), HAMI),
     ],
 )
-def test_the_first_that_can_be_had_is_chosen(usable: tuple[IsolationName, ...], expected: IsolationName) -> None:
+def test_the_first_that_can_be_had_is_chosen(usable: tuple[str, ...], expected: str) -> None:
     """HAMi-core, MPS, vcuda; without any HAMi-core, whose shares are refused with the cure."""
-    assert chosen(*usable).isolation is expected
+    assert chosen(*usable).isolation == expected
 
 
 def test_the_reason_names_what_was_missing() -> None:
@@ -50,30 +43,30 @@ def test_exclusive_gpus_need_mps() -> None:
     """Also while its daemon does not answer: nobody else may open such a GPU."""
     for usable in ((HAMI, MPS), (HAMI,)):
         found = chosen(*usable, is_exclusive_process=True)
-        assert found.isolation is MPS and "EXCLUSIVE_PROCESS" in found.reason
+        assert found.isolation == MPS and "EXCLUSIVE_PROCESS" in found.reason
 
 
 def test_where_hami_core_sees_no_use_of_compute_mps_goes_before_it() -> None:
     """But is better than nothing: memory it keeps."""
-    assert chosen(HAMI, MPS, module=OPEN_565).isolation is MPS
+    assert chosen(HAMI, MPS, module=OPEN_565).isolation == MPS
     assert "565.57.01" in chosen(HAMI, MPS, module=OPEN_565).reason
-    assert chosen(HAMI, VCUDA, module=OPEN_565).isolation is HAMI
+    assert chosen(HAMI, VCUDA, module=OPEN_565).isolation == HAMI
 
 
 def test_running_containers_keep_their_library() -> None:
     """A restart of the agent must not take it from them, whatever else is there now."""
-    assert chosen(HAMI, MPS, VCUDA, running=frozenset({VCUDA})).isolation is VCUDA
-    assert chosen(MPS, running=frozenset({HAMI})).isolation is HAMI
+    assert chosen(HAMI, MPS, VCUDA, running=frozenset({VCUDA})).isolation == VCUDA
+    assert chosen(MPS, running=frozenset({HAMI})).isolation == HAMI
     assert "containers run" in chosen(MPS, running=frozenset({HAMI})).reason
 
 
 def test_the_drivers_limits_are_added_where_the_agent_sets_them() -> None:
     """Elsewhere nobody knows whether NVIDIA's toolkit does."""
-    assert chosen(HAMI, DRIVER).isolation is HAMI
-    assert chosen(HAMI, DRIVER, sets_driver_limits=True).isolation is IsolationName.HAMI_CORE_DRIVER
-    assert chosen(MPS, DRIVER, sets_driver_limits=True).isolation is IsolationName.MPS_DRIVER
-    assert chosen(DRIVER, sets_driver_limits=True).isolation is DRIVER
-    assert chosen(VCUDA, DRIVER, sets_driver_limits=True).isolation is VCUDA
+    assert chosen(HAMI, DRIVER).isolation == HAMI
+    assert chosen(HAMI, DRIVER, sets_driver_limits=True).isolation == "hami-core+driver"
+    assert chosen(MPS, DRIVER, sets_driver_limits=True).isolation == "mps+driver"
+    assert chosen(DRIVER, sets_driver_limits=True).isolation == DRIVER
+    assert chosen(VCUDA, DRIVER, sets_driver_limits=True).isolation == VCUDA
 
 
 def test_none_is_never_chosen_and_a_reason_is_never_missing() -> None:
@@ -83,5 +76,5 @@ def test_none_is_never_chosen_and_a_reason_is_never_missing() -> None:
             for is_exclusive in (False, True):
                 for sets in (False, True):
                     found = chosen(*usable, is_exclusive_process=is_exclusive, sets_driver_limits=sets, module=OPEN_565)
-                    assert found.isolation not in (IsolationName.NONE, IsolationName.AUTO)
+                    assert found.isolation not in ("none", "auto")
                     assert found.reason and not found.reason.endswith(".")

@@ -14,7 +14,7 @@ from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH, edit_hami_cor
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.model.allocations import ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.isolation import CorePolicy, IsolationName
+from gpushare_agent.model.isolation import CorePolicy
 from gpushare_agent.model.names import PodUid
 from tests.support_core import container, inventory
 from tests.support_hami_core import fake_library
@@ -182,4 +182,4 @@ def test_every_limit_is_a_number_that_the_library_reads_as_one(
 
 def test_it_is_registered_under_its_name() -> None:
     """With the preparation that the services make."""
-    assert ISOLATIONS[IsolationName.HAMI_CORE].edit is edit_hami_core
+    assert ISOLATIONS["hami-core"].edit is edit_hami_core

@@ -8,7 +8,6 @@ from gpushare_agent.isolation import ISOLATIONS, Isolation, IsolationRequest
 from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS, Circumstances, Keeper, NotKept
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.isolation import IsolationName
 from tests.real_isolation.checks import CHECKS, Verdict
 
 
@@ -17,7 +16,7 @@ def module(version: str, *, is_open: bool) -> KernelModule:
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_a_whole_gpu_needs_nobody(isolation: IsolationName) -> None:
+def test_a_whole_gpu_needs_nobody(isolation: str) -> None:
     """Under every isolation: no other container is on it."""
     found = ISOLATIONS[isolation].kept(Circumstances(), is_whole=True)
     assert (found.memory_by, found.compute_by, found.not_kept) == (Keeper.WHOLE_GPU, Keeper.WHOLE_GPU, ())
@@ -25,7 +24,7 @@ def test_a_whole_gpu_needs_nobody(isolation: IsolationName) -> None:
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_every_isolation_has_its_row_in_order(isolation: IsolationName) -> None:
+def test_every_isolation_has_its_row_in_order(isolation: str) -> None:
     """Terms are sorted, once each, and every one has its words."""
     found = ISOLATIONS[isolation].kept(Circumstances())
     assert list(found.not_kept) == sorted(set(found.not_kept))
@@ -39,7 +38,7 @@ def test_every_term_has_words_and_a_stable_spelling() -> None:
 
 
 def test_none_keeps_nothing() -> None:
-    found = ISOLATIONS[IsolationName.NONE].kept(Circumstances())
+    found = ISOLATIONS["none"].kept(Circumstances())
     assert found.text == "memory is kept by nobody, compute by nobody"
 
 
@@ -56,26 +55,26 @@ def test_none_keeps_nothing() -> None:
 )
 def test_hami_core_does_not_keep_compute_under_some_open_modules(version: str, is_open: bool, keeper: Keeper) -> None:
     """Measured 697 launches a second where 30 % are 331: from 515 on and before 570. Memory is kept all the same."""
-    found = ISOLATIONS[IsolationName.HAMI_CORE].kept(Circumstances(module=module(version, is_open=is_open)))
+    found = ISOLATIONS["hami-core"].kept(Circumstances(module=module(version, is_open=is_open)))
     assert found.compute_by is keeper and found.memory_by is Keeper.HAMI_CORE
     assert (NotKept.OPEN_MODULES in found.not_kept) is (keeper is Keeper.NOBODY)
 
 
 def test_mps_has_no_trouble_with_them() -> None:
     """Its limits are the driver's own."""
-    found = ISOLATIONS[IsolationName.MPS].kept(Circumstances(module=module("550.54.14", is_open=True)))
-    assert found == ISOLATIONS[IsolationName.MPS].kept(Circumstances())
+    found = ISOLATIONS["mps"].kept(Circumstances(module=module("550.54.14", is_open=True)))
+    assert found == ISOLATIONS["mps"].kept(Circumstances())
 
 
 @pytest.mark.parametrize(
     ("isolation", "compute_by"),
     [
-        (IsolationName.DRIVER, Keeper.NOBODY),
-        (IsolationName.HAMI_CORE_DRIVER, Keeper.HAMI_CORE),
-        (IsolationName.MPS_DRIVER, Keeper.MPS),
+        ("driver", Keeper.NOBODY),
+        ("hami-core+driver", Keeper.HAMI_CORE),
+        ("mps+driver", Keeper.MPS),
     ],
 )
-def test_the_driver_keeps_memory_and_the_other_part_compute(isolation: IsolationName, compute_by: Keeper) -> None:
+def test_the_driver_keeps_memory_and_the_other_part_compute(isolation: str, compute_by: Keeper) -> None:
     """What the library lets past of memory the driver does not."""
     found = ISOLATIONS[isolation].kept(Circumstances())
     assert (found.memory_by, found.compute_by) == (Keeper.DRIVER, compute_by)
@@ -86,20 +85,20 @@ def test_the_driver_keeps_memory_and_the_other_part_compute(isolation: Isolation
 
 def test_without_the_drivers_limit_the_other_part_keeps_what_it_can() -> None:
     """And under the driver alone nobody does."""
-    bare = ISOLATIONS[IsolationName.HAMI_CORE_DRIVER].kept(Circumstances(has_driver_limit=False))
-    assert bare == ISOLATIONS[IsolationName.HAMI_CORE].kept(Circumstances())
-    alone = ISOLATIONS[IsolationName.DRIVER].kept(Circumstances(has_driver_limit=False))
+    bare = ISOLATIONS["hami-core+driver"].kept(Circumstances(has_driver_limit=False))
+    assert bare == ISOLATIONS["hami-core"].kept(Circumstances())
+    alone = ISOLATIONS["driver"].kept(Circumstances(has_driver_limit=False))
     assert (alone.memory_by, alone.compute_by, alone.not_kept) == (Keeper.NOBODY, Keeper.NOBODY, ())
 
 
 def test_an_open_module_blinds_hami_core_in_a_combination_too() -> None:
-    found = ISOLATIONS[IsolationName.HAMI_CORE_DRIVER].kept(Circumstances(module=module("565.57.01", is_open=True)))
+    found = ISOLATIONS["hami-core+driver"].kept(Circumstances(module=module("565.57.01", is_open=True)))
     assert (found.memory_by, found.compute_by) == (Keeper.DRIVER, Keeper.NOBODY)
 
 
 def test_what_was_opted_out_of_is_kept_by_nobody() -> None:
     """The library as a whole, or its limit of compute. The driver's own limit stays; other isolations have no part in it."""
-    hami, both = IsolationName.HAMI_CORE, IsolationName.HAMI_CORE_DRIVER
+    hami, both = "hami-core", "hami-core+driver"
     without = ISOLATIONS[hami].kept(Circumstances(has_library=False))
     assert (without.memory_by, without.compute_by, without.not_kept) == (Keeper.NOBODY, Keeper.NOBODY, ())
     assert ISOLATIONS[both].kept(Circumstances(has_library=False)).memory_by is Keeper.DRIVER
@@ -107,8 +106,8 @@ def test_what_was_opted_out_of_is_kept_by_nobody() -> None:
     assert (memory.memory_by, memory.compute_by) == (Keeper.HAMI_CORE, Keeper.NOBODY)
     assert NotKept.POOLS in memory.not_kept
     assert not {NotKept.GRAPHS, NotKept.SMALL_LAUNCHES} & set(memory.not_kept)
-    mps = ISOLATIONS[IsolationName.MPS].kept(Circumstances())
-    assert mps == ISOLATIONS[IsolationName.MPS].kept(Circumstances(has_library=False, has_core_limit=False))
+    mps = ISOLATIONS["mps"].kept(Circumstances())
+    assert mps == ISOLATIONS["mps"].kept(Circumstances(has_library=False, has_core_limit=False))
 
 
 def _edit(_: IsolationRequest) -> ContainerEdits:
@@ -118,7 +117,7 @@ def _edit(_: IsolationRequest) -> ContainerEdits:
 def test_an_isolation_says_what_it_keeps() -> None:
     """None can be made without: there is no table elsewhere that it could be missing in."""
     with pytest.raises(TypeError, match="keeps"):
-        Isolation(name=IsolationName.NONE, edit=_edit)  # type: ignore[call-arg]
+        Isolation(name="none", edit=_edit)  # type: ignore[call-arg]
 
 
 _TERMS = {
@@ -138,7 +137,7 @@ _TERMS = {
 @pytest.mark.parametrize("isolation", ["hami-core", "vcuda", "driver", "hami-core+driver"])
 def test_what_is_said_is_what_was_measured(isolation: str) -> None:
     """The table of `nox -s isolation` and this one cannot differ: what goes past there is a term here, and the other way."""
-    found = ISOLATIONS[IsolationName(isolation)].kept(Circumstances())
+    found = ISOLATIONS[isolation].kept(Circumstances())
     passes: dict[NotKept, bool] = {}
     for check in CHECKS:
         term = NotKept.SMALL_LAUNCHES if check.blocks_of_launch == 1024 else _TERMS.get(check.memory or check.launch)

@@ -8,7 +8,6 @@ import pytest
 
 from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.isolation import IsolationName
 from tests.support_core import container, mig_instance, pod
 
 
@@ -25,10 +24,8 @@ def request(*, is_whole: bool) -> IsolationRequest:
     )
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in IsolationName if name not in (IsolationName.AUTO, IsolationName.NONE)]
-)
-def test_a_share_of_an_instance_is_refused_with_the_cure(name: IsolationName) -> None:
+@pytest.mark.parametrize("name", [name for name in ISOLATIONS if name != "none"])
+def test_a_share_of_an_instance_is_refused_with_the_cure(name: str) -> None:
     """No library and no daemon would keep it there; the text has NVIDIA's name of the instance."""
     refused = ISOLATIONS[name].edits(request(is_whole=False))
     assert isinstance(refused, Refused)
@@ -37,10 +34,10 @@ def test_a_share_of_an_instance_is_refused_with_the_cure(name: IsolationName) ->
 
 def test_without_isolation_a_share_of_an_instance_is_allowed() -> None:
     """Nothing is kept then, in an instance or elsewhere."""
-    assert not isinstance(ISOLATIONS[IsolationName.NONE].edits(request(is_whole=False)), Refused)
+    assert not isinstance(ISOLATIONS["none"].edits(request(is_whole=False)), Refused)
 
 
-@pytest.mark.parametrize("name", [IsolationName.DRIVER, IsolationName.MPS, IsolationName.NONE])
-def test_a_whole_instance_needs_nothing(name: IsolationName) -> None:
+@pytest.mark.parametrize("name", ["driver", "mps", "none"])
+def test_a_whole_instance_needs_nothing(name: str) -> None:
     """MIG itself keeps it apart."""
     assert not isinstance(ISOLATIONS[name].edits(request(is_whole=True)), Refused)

@@ -9,11 +9,10 @@ from gpushare_agent.isolation.enforcement import ShareEnforcement
 from gpushare_agent.isolation.part import IsolationPart
 from gpushare_agent.isolation.request import Follows
 from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.pods import Pod
 from tests.support_core import allocation, container, ids, pod
 
-BOTH = IsolationName.HAMI_CORE_DRIVER
+BOTH = "hami-core+driver"
 POD = pod("share", container(cores=30))
 SHARE = allocation(POD, "main", ids(0, range(30)), [])
 
@@ -30,8 +29,8 @@ async def test_a_combination_enforces_its_parts_until_one_has_a_problem() -> Non
     """The text is that part's; the ones after it are asked at the next time."""
     asked: list[str] = []
     parts = {
-        IsolationName.HAMI_CORE: IsolationPart(enforce=answers("", asked)),
-        IsolationName.DRIVER: IsolationPart(enforce=answers("its cgroup is not known", asked)),
+        "hami-core": IsolationPart(enforce=answers("", asked)),
+        "driver": IsolationPart(enforce=answers("its cgroup is not known", asked)),
     }
     enforcement = ShareEnforcement(chosen=lambda _: BOTH, parts=parts)
     assert await enforcement.enforce(SHARE, POD) == "its cgroup is not known"
@@ -40,7 +39,7 @@ async def test_a_combination_enforces_its_parts_until_one_has_a_problem() -> Non
 
 async def test_a_part_that_needs_nothing_enforces_nothing() -> None:
     """Isolation none, and mps, whose limits are fixed when a process starts."""
-    enforcement = ShareEnforcement(chosen=lambda _: IsolationName.NONE, parts={IsolationName.NONE: IsolationPart()})
+    enforcement = ShareEnforcement(chosen=lambda _: "none", parts={"none": IsolationPart()})
     assert await enforcement.enforce(SHARE, POD) == ""
 
 
@@ -53,7 +52,7 @@ async def test_an_isolation_that_the_node_does_not_allow_enforces_nothing_and_sa
 
 def test_memory_that_one_part_fixes_is_fixed_for_the_combination() -> None:
     """Where NVIDIA's toolkit sets the driver's limit; compute follows as before."""
-    parts = {IsolationName.HAMI_CORE: IsolationPart(), IsolationName.DRIVER: IsolationPart(is_memory_fixed=True)}
+    parts = {"hami-core": IsolationPart(), "driver": IsolationPart(is_memory_fixed=True)}
     found = ShareEnforcement(chosen=lambda _: BOTH, parts=parts).isolation_of(POD)
     assert found is not None and found.memory_follows is Follows.NOBODY
     assert found.cores_follow is ISOLATIONS[BOTH].cores_follow

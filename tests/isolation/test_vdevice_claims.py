@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from gpushare_agent.isolation.vcuda.format import VDeviceConfig, decode_config, decode_pids
 from gpushare_agent.model.allocations import ClaimShare, ContainerKey
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.resources import ResourceKind
 from tests.isolation.test_virtual_manager import Running, World
@@ -33,9 +32,7 @@ class ClaimWorld(World):
         share = replace(
             self.allocations.pop(KEY),
             key=CLAIM,
-            claim=ClaimShare(
-                ref=ref_of(), shown_as="g", request="gpu", isolation=IsolationName.VCUDA, core_limit=70, view="gpu"
-            ),
+            claim=ClaimShare(ref=ref_of(), shown_as="g", request="gpu", isolation="vcuda", core_limit=70, view="gpu"),
         )
         self.allocations[CLAIM] = share
         self.claims[CLAIM] = {KEY: ID}
@@ -159,7 +156,7 @@ async def test_the_directory_goes_with_the_claim_alone(short_dir: Path) -> None:
         assert world.files.pod_names() == (CLAIM.pod_uid,)
         share = world.allocations[CLAIM]
         assert share.claim is not None
-        world.allocations = {CLAIM: replace(share, claim=replace(share.claim, isolation=IsolationName.NONE))}
+        world.allocations = {CLAIM: replace(share, claim=replace(share.claim, isolation="none"))}
         await manager.poll()
         assert not (world.files.path(CLAIM) / "vcuda.sock").exists()
         world.allocations.clear()

@@ -12,7 +12,6 @@ import yaml
 
 from gpushare_agent.cli.check.api import CLEANUP_RIGHT, FACTS_RIGHT
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.settings.settings import load_settings
 from tests.support_manifests import (
@@ -308,7 +307,7 @@ def test_the_component_driver_limits_gives_the_right_and_the_cgroups_together() 
     """One without the other would be a share that is refused; nothing else of the pod's rights changes."""
     spec = patched("components/driver-limits/driver-limits.yaml")
     settings = effective_settings(spec)
-    assert settings.driver_limits.set_by_agent and IsolationName.DRIVER in settings.isolation.parts
+    assert settings.driver_limits.set_by_agent and "driver" in settings.isolation_parts_in_use
     (agent,) = spec["containers"]
     assert agent["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["SYS_ADMIN"]}
     mount = host_mounts(agent, spec)[settings.runtime.cgroup_root]

@@ -23,7 +23,6 @@ from gpushare_agent.dra.plugin import DraPlugin
 from gpushare_agent.dra.registration import DraRegistration
 from gpushare_agent.dra.slices import SlicePublisher
 from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
@@ -75,7 +74,7 @@ class World:
     def __init__(self, node: EmbeddedNode, rng: Random) -> None:
         self.node, self.rng = node, rng
         self.driver = Driver(node.paths.state, gpus=GPUS, wait_s=0.05)
-        self.driver.policy = edit_policy(IsolationName.NONE)  # which refuses nothing
+        self.driver.policy = edit_policy("none")  # which refuses nothing
         self.booked: set[str] = set()
         """UIDs of all claims that ever were."""
         self.chosen: set[str] = {"all"}

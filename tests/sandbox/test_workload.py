@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.gpus.simulated.driver import SimulatedDriver
 from gpushare_agent.gpus.simulated.usage import Usage, parse_usage
+from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.errors import Rejected
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.report.document import ReportedNode, report
@@ -227,18 +227,18 @@ async def test_while_the_kubelet_is_down_use_stays_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("node_wide", "annotation", "is_over"),
     [
-        (IsolationName.NONE, None, True),
-        (IsolationName.VCUDA, None, False),
-        (IsolationName.VCUDA, "none", True),
-        (IsolationName.NONE, "vcuda", False),
+        ("none", None, True),
+        ("vcuda", None, False),
+        ("vcuda", "none", True),
+        ("none", "vcuda", False),
     ],
 )
 async def test_only_isolation_none_lets_a_container_over_its_share(
-    node_wide: IsolationName, annotation: str | None, is_over: bool
+    node_wide: str, annotation: str | None, is_over: bool
 ) -> None:
     """The node's, or the one that the pod has chosen."""
     moments = iter(MOMENTS)
-    settings = {"isolation": node_wide, "allowed": tuple(IsolationName), "clock": lambda: next(moments)}
+    settings = {"isolation": node_wide, "allowed": tuple(ISOLATIONS), "clock": lambda: next(moments)}
     async with open_played(**settings) as (node, player, _):
         chosen = {} if annotation is None else {ISOLATION_ANNOTATION: annotation}
         await run_pod(node, "a", container("main", cores=40, blocks=8), annotations=chosen)

@@ -83,7 +83,7 @@ def claim_as_pod(ref: ClaimRef, allocations: Sequence[Allocation], users: Sequen
     share = allocations[0].claim
     if share is None:
         raise AssertionError("an allocation of no claim is shown as one")
-    annotations = {ISOLATION_ANNOTATION: share.isolation.value, **_resize_of(allocations, users)}
+    annotations = {ISOLATION_ANNOTATION: share.isolation, **_resize_of(allocations, users)}
     if limit := max(one.claim.core_limit for one in allocations if one.claim is not None):
         annotations[CORE_LIMIT_ANNOTATION] = str(limit)
     pods = [pod for pod, _ in users]

@@ -16,7 +16,7 @@ from gpushare_agent.isolation.shares import core_limit
 from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, KernelModule
-from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName, Sharing
+from gpushare_agent.model.isolation import DeviceListStrategy, Sharing
 from gpushare_agent.model.names import (
     CORES_PER_GPU,
     DEVICE_CONTAINER_ANNOTATION,
@@ -39,8 +39,8 @@ class EditPolicy(Struct, frozen=True, kw_only=True):
 
     names: ResourceNames
     config: IsolationConfig
-    isolation: IsolationName
-    allowed: tuple[IsolationName, ...] = ()
+    isolation: str
+    allowed: tuple[str, ...] = ()
     strategies: tuple[DeviceListStrategy, ...] = (DeviceListStrategy.ENVVAR, DeviceListStrategy.DEVICE_NODES)
     devices: NodeDevices = field(default_factory=NodeDevices)
     cdi_kind: str = "nvidia.com/gpu"
@@ -111,10 +111,10 @@ def _unit_shares(gpus: Sequence[Gpu], units: GpuUnits) -> tuple[GpuShare, ...]:
     )
 
 
-def isolation_of(annotations: Mapping[str, str], units: GpuUnits | None, policy: EditPolicy) -> IsolationName | Refused:
+def isolation_of(annotations: Mapping[str, str], units: GpuUnits | None, policy: EditPolicy) -> str | Refused:
     """Of replicas by MPS it is MPS, whatever the node's is."""
     name = choose_isolation(annotations, policy.isolation, policy.allowed)
-    return IsolationName.MPS if units is not None and units.sharing is Sharing.MPS else name
+    return Sharing.MPS.isolation if units is not None and units.sharing is Sharing.MPS else name
 
 
 def _shares(gpus: Sequence[Gpu], cores: int, memory_mib: int, *, is_whole: bool) -> tuple[GpuShare, ...]:
@@ -124,9 +124,7 @@ def _shares(gpus: Sequence[Gpu], cores: int, memory_mib: int, *, is_whole: bool)
     return tuple(GpuShare(gpu=gpu, cores=cores, memory_mib=memory_mib) for gpu in gpus)
 
 
-def choose_isolation(
-    annotations: Mapping[str, str], node: IsolationName, allowed: Collection[IsolationName]
-) -> IsolationName | Refused:
+def choose_isolation(annotations: Mapping[str, str], node: str, allowed: Collection[str]) -> str | Refused:
     """An annotation selects only among the isolations that the node's settings allow. Any other value is refused, not
     ignored: the pod was written for another isolation."""
     text = annotations.get(ISOLATION_ANNOTATION)
@@ -134,7 +132,7 @@ def choose_isolation(
         return node
     known = sorted({node, *allowed})
     if text in known:
-        return IsolationName(text)
+        return text
     shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
     return Refused(
         reason=RefusalReason.INVALID_REQUEST,

@@ -16,7 +16,6 @@ from gpushare_agent.cli.check import api, containers, isolation, local, shares
 from gpushare_agent.cli.check.finding import Finding, Level, as_text, error, ok, report_document
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_text import print_report
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.settings.settings import Settings
 
 PROBE_TIMEOUT_S = 5.0
@@ -27,8 +26,8 @@ API_TIMEOUT_S = 20.0
 
 Probe = Callable[[Settings], Awaitable[list[Finding]]]
 
-_VCUDA, _MPS, _HAMI_CORE = IsolationName.VCUDA, IsolationName.MPS, IsolationName.HAMI_CORE
-_PROBES: tuple[tuple[str, Probe, float, IsolationName | None], ...] = (
+_VCUDA, _MPS, _HAMI_CORE = "vcuda", "mps", "hami-core"
+_PROBES: tuple[tuple[str, Probe, float, str | None], ...] = (
     ("driver", local.check_driver, local.DRIVER_TIMEOUT_S, None),
     ("kubelet", local.check_kubelet, PROBE_TIMEOUT_S, None),
     ("pod resources", local.check_pod_resources, PROBE_TIMEOUT_S, None),
@@ -40,7 +39,7 @@ _PROBES: tuple[tuple[str, Probe, float, IsolationName | None], ...] = (
     ("driver directory", isolation.check_driver_directory, isolation.PLAN_TIMEOUT_S, _VCUDA),
     ("mps", shares.check_mps, MPS_TIMEOUT_S, _MPS),
     ("hami-core", shares.check_hami_core, PROBE_TIMEOUT_S, _HAMI_CORE),
-    ("driver limits", shares.check_driver_limits, local.DRIVER_TIMEOUT_S, IsolationName.DRIVER),
+    ("driver limits", shares.check_driver_limits, local.DRIVER_TIMEOUT_S, "driver"),
     ("device lists", shares.check_device_lists, local.DRIVER_TIMEOUT_S, None),
     ("list sizes", shares.check_list_sizes, local.DRIVER_TIMEOUT_S, None),
     ("open files", local.check_open_files, PROBE_TIMEOUT_S, _VCUDA),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
+from gpushare_agent.isolation import isolations_in_use
 from gpushare_agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.model.errors import AgentError, Unavailable
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.runtime.cgroups import Cgroups, CgroupVersion, cgroup_version
 from gpushare_agent.runtime.cri import open_runtime
@@ -19,7 +19,7 @@ _FROM_STATUSES = "containers' IDs come from the pods' statuses in the API server
 
 async def check_runtime(settings: Settings) -> list[Finding]:
     """Asks the configured CRI socket for its version, or those known that are there."""
-    if IsolationName.VCUDA not in settings.isolations_in_use:
+    if not any(isolation.follows_processes for isolation in isolations_in_use(settings)):
         return [ok("container runtime", f"not asked: isolation {settings.isolation} does not use it")]
     endpoint, known = settings.runtime.endpoint, node_probes.RUNTIME_SOCKETS
     tried = [endpoint] if endpoint else [str(path) for path in known if path.is_socket()]

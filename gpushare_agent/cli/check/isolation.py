@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
-from gpushare_agent.cli.driver_volume import USUAL_CONFIG, plan_of
+from gpushare_agent.cli.driver_volume import plan_of
 from gpushare_agent.isolation.driver_volume.check import has_gpu_client, loaded_libcuda
-from gpushare_agent.isolation.driver_volume.config import read_volume_config
+from gpushare_agent.isolation.driver_volume.config import USUAL_CONFIG, read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_text
 from gpushare_agent.isolation.driver_volume.plan import LIBCUDA
 from gpushare_agent.isolation.driver_volume.values import (

@@ -13,13 +13,13 @@ from pathlib import Path
 from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cli.check.finding import Finding, Level, error, ok, warning
+from gpushare_agent.isolation import isolations_in_use
 from gpushare_agent.kit.bounded_grpc import ServerLimits
 from gpushare_agent.kit.process import read_open_files_limit
 from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
 from gpushare_agent.kubelet.handover import instance_socket_name
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import MIB, VMEMORY_SOCKET
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import Settings
@@ -152,7 +152,7 @@ async def check_directories(settings: Settings) -> list[Finding]:
 async def check_files(settings: Settings) -> list[Finding]:
     """Files that settings name. Where volume.conf is read for the driver directory, that line reports it."""
     named = {"--extra-config": settings.extra_config}
-    if IsolationName.VCUDA not in settings.isolations_in_use:
+    if not any(isolation.mounts_driver for isolation in isolations_in_use(settings)):
         named["--volume-config"] = settings.volume_config
     findings: list[Finding] = []
     for flag, path in named.items():

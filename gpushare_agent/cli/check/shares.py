@@ -24,7 +24,7 @@ from gpushare_agent.isolation.kept import Circumstances, NotKept
 from gpushare_agent.isolation.mps.part import mps_control
 from gpushare_agent.kubelet.device_table import MAX_STATUS_BYTES, check_size, check_unit_size, status_bytes
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
-from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.kernel_module import read_kernel_module
@@ -78,7 +78,7 @@ def _library_finding(library: Path) -> Finding:
     return warning("hami-core", text, build) if found.glibc > _USUAL_GLIBC else ok("hami-core", text)
 
 
-async def check_kept(settings: Settings, failed: Collection[IsolationName] = ()) -> list[Finding]:
+async def check_kept(settings: Settings, failed: Collection[str] = ()) -> list[Finding]:
     """Of a share under each isolation in use: what is kept, by whom, and what is not. Nothing of those that `failed`."""
     module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
     findings = []
@@ -114,7 +114,7 @@ async def check_driver_limits(settings: Settings) -> list[Finding]:
 async def check_device_lists(settings: Settings) -> list[Finding]:
     """The strategies do not contradict each other, and CDI names every GPU where it provides them."""
     has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
-    mounts_driver = settings.isolation is IsolationName.VCUDA and settings.volume_config is not None
+    mounts_driver = ISOLATIONS[settings.isolation].mounts_driver and settings.volume_config is not None
     texts = strategy_warnings(settings.device_list_strategy, mounts_driver=mounts_driver, has_gpu_nodes=has_nodes)
     findings = [warning("device lists", text, "see docs/reference/device-lists.md") for text in texts]
     if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & set(settings.device_list_strategy):

@@ -27,7 +27,7 @@ from gpushare_agent.isolation.device_lists import DeviceListRequest, device_edit
 from gpushare_agent.model.allocations import ClaimRef, ContainerEdits, ContainerKey, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.isolation import DeviceListStrategy, IsolationName
+from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 
@@ -63,7 +63,7 @@ class PreparedClaim(Struct, frozen=True, kw_only=True):
     ref: ClaimRef
     shown_as: str
     pod: str
-    isolation: IsolationName
+    isolation: str
     results: tuple[PreparedResult, ...]
     spec: Mapping[str, Any]
     users: tuple[PodUid, ...] = ()
@@ -181,7 +181,7 @@ class _View:
         keys: Mapping[ClaimResult, ContainerKey],
         gpus: Mapping[int, Gpu],
         policy: EditPolicy,
-        isolation: IsolationName,
+        isolation: str,
         block_mib: int,
     ) -> None:
         self._claim = claim
@@ -259,7 +259,7 @@ class _View:
         return tuple(found.values())
 
 
-def _isolation(claim: AllocatedClaim, policy: EditPolicy) -> IsolationName | Refused:
+def _isolation(claim: AllocatedClaim, policy: EditPolicy) -> str | Refused:
     limited = [result for result in claim.results if not result.is_admin]
     asked = {result.config.isolation for result in limited or claim.results}
     if len(asked) > 1:
@@ -270,7 +270,7 @@ def _isolation(claim: AllocatedClaim, policy: EditPolicy) -> IsolationName | Ref
     allowed = sorted({policy.isolation, *policy.allowed})
     if text and text not in allowed:
         return _refused(f"its isolation is {text[:40]!r}, and this node allows {', '.join(allowed)}. Name one of these")
-    return IsolationName(text) if text else policy.isolation
+    return text or policy.isolation
 
 
 def _views(claim: AllocatedClaim, pods: Iterable[Pod]) -> list[frozenset[str]] | Refused:

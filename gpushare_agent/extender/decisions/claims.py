@@ -25,9 +25,9 @@ from msgspec import Struct
 from gpushare_agent.cluster.kube.pods import PREDICATE_PREFIX, mapping_or_empty, parse_pod
 from gpushare_agent.dra.decisions.claim import CONFIG_API_VERSION, CONFIG_KIND, DRIVER, MAX_RESULTS
 from gpushare_agent.dra.decisions.devices import quantity
+from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.shares import core_limit
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import (
     CORE_LIMIT_ANNOTATION,
     CORES_PER_GPU,
@@ -42,7 +42,6 @@ from gpushare_agent.placement import validate_request
 
 DEVICE_CLASS = f"gpu.{DRIVER}"
 REQUEST = "gpu"
-_ISOLATIONS = frozenset(IsolationName) - {IsolationName.AUTO}
 
 
 class Template(Struct, frozen=True, kw_only=True):
@@ -136,8 +135,8 @@ def _with_identity(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _template(container: ContainerSpec, annotations: Mapping[str, str], names: ResourceNames) -> Template | Refused:
     isolation = annotations.get(ISOLATION_ANNOTATION, "")
-    if ISOLATION_ANNOTATION in annotations and isolation not in _ISOLATIONS:
-        known = ", ".join(sorted(_ISOLATIONS))
+    if ISOLATION_ANNOTATION in annotations and isolation not in ISOLATIONS:
+        known = ", ".join(sorted(ISOLATIONS))
         return _refused(f"the annotation {ISOLATION_ANNOTATION} is {isolation[:40]!r}. Name one of {known}")
     request = request_of(container, names)
     refused = validate_request(request, names, share_mode=True)

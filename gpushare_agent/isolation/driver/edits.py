@@ -16,12 +16,11 @@ from collections.abc import Collection, Iterable, Mapping
 from msgspec import Struct
 
 from gpushare_agent.isolation.kept import NOTHING_KEPT, Circumstances, Keeper, Kept, NotKept
-from gpushare_agent.isolation.request import Follows, Isolation, IsolationRequest
+from gpushare_agent.isolation.request import ClaimUse, Follows, Isolation, IsolationRequest
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, MIB, GpuUuid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceNames
@@ -47,7 +46,7 @@ def edit_driver(request: IsolationRequest) -> ContainerEdits | Refused:
 def _refused(request: IsolationRequest, why: str) -> Refused:
     return Refused(
         reason=RefusalReason.INVALID_REQUEST,
-        detail=f"container {request.container.name} cannot have its share under isolation {IsolationName.DRIVER}: {why}. "
+        detail=f"container {request.container.name} cannot have its share under isolation driver: {why}. "
         "Nothing was allocated.",
     )
 
@@ -58,10 +57,34 @@ def _keeps(found: Circumstances) -> Kept:
     return Kept(memory_by=Keeper.DRIVER, compute_by=Keeper.NOBODY, not_kept=(NotKept.MANAGED_MEMORY,))
 
 
+def _not_shared(use: ClaimUse) -> Refused | None:
+    """The driver limits cgroups: all that use a share must be in one, a pod's or, where NVIDIA's toolkit sets the limits, a
+    container's."""
+    invalid = RefusalReason.INVALID_REQUEST
+    if use.owner is None:
+        return Refused(
+            reason=invalid,
+            detail=f"isolation {use.isolation} limits the memory of cgroups, and pods that share a claim have none in"
+            f" common: make the claim for one pod, by a ResourceClaimTemplate, or {use.cure}",
+        )
+    if not use.is_owner_known:
+        return Refused(reason=RefusalReason.NOT_READY, detail=f"pod {use.owner} is not known yet: it is tried again.")
+    if not use.together or use.config.is_memory_limited_by_agent:
+        return None
+    return Refused(
+        reason=invalid,
+        detail=f"{use.who} share it, and NVIDIA's toolkit, which sets the limits of isolation {use.isolation} on this node,"
+        f" would give each all of its memory: let one container use it, {use.cure}, or have the agent set the limits"
+        " (driver_limits.set_by_agent)",
+    )
+
+
 ISOLATION = Isolation(
-    name=IsolationName.DRIVER,
+    name="driver",
     edit=edit_driver,
     keeps=_keeps,
+    not_shared=_not_shared,
+    follows_processes=True,
     memory_follows=Follows.RUNNING_PROCESSES,
     why_not_in_mig="the driver limits no memory where MIG is on",
 )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from msgspec.structs import replace
 
 from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.driver.edits import MemoryShare, memory_shares
-from gpushare_agent.isolation.driver.limits import DriverLimits
+from gpushare_agent.isolation.driver.limits import DriverLimits, check_driver_limits
 from gpushare_agent.isolation.kept import Circumstances
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, MemoryLimiter, NodeProbe
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.pods import ContainerSpec, Pod
+from gpushare_agent.runtime.cgroups import Cgroups
+from gpushare_agent.settings.settings import Settings
 
 
 def build(host: IsolationHost) -> IsolationPart:
@@ -50,11 +53,16 @@ def build(host: IsolationHost) -> IsolationPart:
     )
 
 
+def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
+    cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
+    return NodeProbe(check=partial(check_driver_limits, driver, cgroups, may_set=settings.driver_limits.set_by_agent))
+
+
 def _shares(host: IsolationHost) -> dict[ContainerKey, list[MemoryShare]]:
     gpus, found = host.inventory().by_uuid(), dict[ContainerKey, list[MemoryShare]]()
     for key, allocation in host.allocations().items():
         pod = host.claim_pods.get(key.pod_uid)
-        if pod is None or not allocation.is_limited or not allocation.gpus or not host.uses(pod, IsolationName.DRIVER):
+        if pod is None or not allocation.is_limited or not allocation.gpus or not host.uses(pod, "driver"):
             continue
         sharers = host.claim_pods.sharers(key)
         users = [key] if sharers is None else list(sharers)

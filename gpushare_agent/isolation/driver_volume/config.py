@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from gpushare_agent.isolation import isolations_in_use
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.model.errors import StartupError
+from gpushare_agent.model.isolation import AUTO
+from gpushare_agent.settings.settings import Settings
 
+USUAL_CONFIG = Path("/etc/gpu-manager/volume.conf")
 MAX_BYTES = 1024 * 1024
 MAX_NAMES = 1000
 
@@ -25,6 +30,35 @@ class VolumeConfigError(Exception):
 
     def __init__(self, place: str, reason: str) -> None:
         super().__init__(f"{place}: {reason}" if place else reason)
+
+
+def driver_volumes(settings: Settings) -> Mapping[VolumeName, DriverVolume]:
+    """Those of volume.conf, at its usual place without the setting; none where nothing mounts them, or no file is there.
+
+    Raises:
+        StartupError: volume.conf is wrong.
+    """
+    if AUTO not in settings.isolations_in_use and not _are_mounted(settings):
+        return {}
+    if settings.volume_config is None and (settings.driver != "nvml" or not USUAL_CONFIG.exists()):
+        return {}
+    return {volume.name: volume for volume in read_volume_config(settings.volume_config or USUAL_CONFIG)}
+
+
+def untouched_driver_directory(settings: Settings) -> Path | None:
+    """For a CDI spec, where no isolation mounts a directory of its own choice.
+
+    CDI's mount would take the place of the isolation's: a share under vcuda would get the libraries without limits.
+    Raises StartupError where volume.conf is wrong.
+    """
+    if settings.volume_config is None or _are_mounted(settings):
+        return None
+    volumes = read_volume_config(settings.volume_config)
+    return next((volume.directory for volume in volumes if volume.name is VolumeName.ORIGIN), None)
+
+
+def _are_mounted(settings: Settings) -> bool:
+    return any(isolation.mounts_driver for isolation in isolations_in_use(settings))
 
 
 def read_volume_config(path: Path) -> tuple[DriverVolume, ...]:

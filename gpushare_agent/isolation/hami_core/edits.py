@@ -24,12 +24,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpushare_agent.isolation.kept import NOTHING_KEPT, Circumstances, Keeper, Kept, NotKept, without_compute
-from gpushare_agent.isolation.request import Follows, HamiCoreConfig, Isolation, IsolationRequest
+from gpushare_agent.isolation.request import ClaimUse, Follows, HamiCoreConfig, Isolation, IsolationRequest
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, KernelModule
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import (
     CORES_PER_GPU,
     ENV_HAMI_CORE_CACHE,
@@ -139,7 +138,7 @@ def _overridden(container: ContainerSpec, gpus: int, config: HamiCoreConfig) -> 
     return Refused(
         reason=RefusalReason.INVALID_REQUEST,
         detail=f"container {container.name} sets {', '.join(sorted(found))} in its spec, which would win over the limit of"
-        f" its share under isolation {IsolationName.HAMI_CORE}. Nothing was allocated. Remove the variable: the agent sets"
+        " its share under isolation hami-core. Nothing was allocated. Remove the variable: the agent sets"
         " what the library and NVIDIA's runtime read.",
     )
 
@@ -182,7 +181,7 @@ def _unlimited(request: IsolationRequest) -> Refused:
     return Refused(
         reason=RefusalReason.INVALID_REQUEST,
         detail=f"container {request.container.name} asks for {request.cores} cores and {request.memory_mib} MiB (GPUs: "
-        f"{gpus}), which makes a limit of 0 under isolation {IsolationName.HAMI_CORE}, whose library takes 0 for no limit. "
+        f"{gpus}), which makes a limit of 0 under isolation hami-core, whose library takes 0 for no limit. "
         "Nothing was allocated. Ask for cores and at least one memory block, or for whole GPUs.",
     )
 
@@ -215,10 +214,23 @@ def _keeps(found: Circumstances) -> Kept:
     return kept
 
 
+def _not_shared(use: ClaimUse) -> Refused | None:
+    """Its limits are kept for the processes of one PID namespace: a container."""
+    if not use.is_shared:
+        return None
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"{use.who} share it, and HAMi-core knows processes by the numbers that they have in their own container:"
+        " those of several would be taken for each other, and hang. Make a claim, or a request of it, for each container, or"
+        f" {use.cure}",
+    )
+
+
 ISOLATION = Isolation(
-    name=IsolationName.HAMI_CORE,
+    name="hami-core",
     edit=edit_hami_core,
     keeps=_keeps,
+    not_shared=_not_shared,
     cores_follow=Follows.NEW_PROCESSES,  # the library copies this limit once, when it starts its watcher
     memory_follows=Follows.RUNNING_PROCESSES,
     # Read in its source: it takes CUDA_VISIBLE_DEVICES for numbers, and measures compute by the physical GPU's samples.

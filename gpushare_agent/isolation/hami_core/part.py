@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from msgspec.structs import replace
 
-from gpushare_agent.isolation.hami_core.caches import PrivateCaches
+from gpushare_agent.isolation.hami_core.caches import FILES_TIMEOUT_S, PrivateCaches
 from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH, lifts_cores, opts_out
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.hami_core.limits import RegionLimits
 from gpushare_agent.isolation.hami_core.region_watch import RegionWatch
 from gpushare_agent.isolation.kept import Circumstances
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, MemoryLimiter, NodeProbe
 from gpushare_agent.isolation.request import HamiCoreConfig
+from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.settings.settings import Settings
 
@@ -25,7 +26,7 @@ def build(host: IsolationHost) -> IsolationPart:
     files, config = hami_core_files(host.settings), hami_core_config(host.settings)
 
     def is_in_use(pod: Pod) -> bool:
-        return host.uses(pod, IsolationName.HAMI_CORE)
+        return host.uses(pod, "hami-core")
 
     caches = PrivateCaches(
         files=files, allocations=host.allocations, pods=host.pods, running_claims=host.claim_pods.running
@@ -72,6 +73,13 @@ def build(host: IsolationHost) -> IsolationPart:
         enforce=limits.enforce,
         circumstances=circumstances,
     )
+
+
+def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
+    files = hami_core_files(settings)
+    thread = DaemonThread("isolation-files", advice="Check the disk of the setting hami_core.directory.")
+    check = partial(thread.call, files.check_library, "reading HAMi-core's library", FILES_TIMEOUT_S)
+    return NodeProbe(check=check, pods=files.list_pods, is_for_sandbox=True)
 
 
 def hami_core_files(settings: Settings) -> HamiCoreFiles:

@@ -13,7 +13,6 @@ from gpushare_agent.isolation.request import GpuShare, Isolation, IsolationReque
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import (
     CORES_PER_GPU,
     ENV_GPUSHARE_CONTAINER,
@@ -118,7 +117,7 @@ def _keeps(_: Circumstances) -> Kept:
 
 
 ISOLATION = Isolation(
-    name=IsolationName.MPS,
+    name="mps",
     edit=edit_mps,
     keeps=_keeps,
     why_not_in_mig="each instance needs an MPS control daemon of its own, and the node's is for its undivided GPUs",

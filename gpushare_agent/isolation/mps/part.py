@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from gpushare_agent.isolation.mps.control import MpsControl
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, MemoryLimiter, NodeProbe
 from gpushare_agent.settings.settings import Settings
 
 
 def build(host: IsolationHost) -> IsolationPart:
     mps = host.settings.mps
     return IsolationPart(
-        check=mps_control(host.settings).check, check_period_s=mps.probe_period_s, max_shares_of_gpu=mps.max_clients
+        check=mps_control(host.settings).check,
+        check_period_s=mps.probe_period_s,
+        max_shares_of_gpu=mps.max_clients,
+        show_availability=host.metrics.show_mps,
     )
+
+
+def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
+    return NodeProbe(check=mps_control(settings).check, is_for_sandbox=True)
 
 
 def mps_control(settings: Settings) -> MpsControl:

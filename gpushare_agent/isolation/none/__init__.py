@@ -1,16 +1,1 @@
-"""No isolation: the container sees its GPUs, and nothing enforces its share."""
-
-from __future__ import annotations
-
-from gpushare_agent.isolation.kept import NOTHING_KEPT
-from gpushare_agent.isolation.request import Isolation, IsolationRequest
-from gpushare_agent.model.allocations import ContainerEdits
-from gpushare_agent.model.isolation import IsolationName
-
-
-def edit_none(request: IsolationRequest) -> ContainerEdits:
-    """Nothing besides the devices, which come from the device list."""
-    return ContainerEdits()
-
-
-ISOLATION = Isolation(name=IsolationName.NONE, edit=edit_none, keeps=lambda _: NOTHING_KEPT)
+"""Isolation none: `edits` says that a container gets nothing besides its GPUs."""

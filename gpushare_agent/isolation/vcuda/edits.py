@@ -8,10 +8,9 @@ Source: docs/reference/formats.md, the vDevice protocol and the driver directory
 from __future__ import annotations
 
 from gpushare_agent.isolation.kept import Circumstances, Keeper, Kept, NotKept
-from gpushare_agent.isolation.request import Follows, Isolation, IsolationRequest
+from gpushare_agent.isolation.request import ClaimUse, Follows, Isolation, IsolationRequest
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.isolation import IsolationName
 from gpushare_agent.model.names import (
     ENV_LIBRARY_PATH,
     LIBRARY_DIRECTORY,
@@ -27,7 +26,7 @@ def edit_vcuda(request: IsolationRequest) -> ContainerEdits | Refused:
         return Refused(
             reason=RefusalReason.INVALID_REQUEST,
             detail=f"container {request.container.name} has shares of several GPUs, and the library of isolation"
-            f" {IsolationName.VCUDA} limits one. Nothing was allocated. Ask for one GPU, or choose another isolation.",
+            " vcuda limits one. Nothing was allocated. Ask for one GPU, or choose another isolation.",
         )
     own = request.config.virtual_manager / request.pod_uid / request.container.name
     vdevice = ContainerMount(host_path=str(own), container_path=VDEVICE_DIRECTORY)
@@ -58,10 +57,26 @@ def _keeps(_: Circumstances) -> Kept:
     )
 
 
+def _not_shared(use: ClaimUse) -> Refused | None:
+    """Its limits are kept for all processes, of any containers and pods; under the open kernel modules from 515 on for those
+    of one container."""
+    if not use.is_shared or use.module is None or not use.module.lists_namespace_pids:
+        return None
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"{use.who} share it, and the open kernel module {use.module.version} lists to a process those of its own"
+        " container alone, so vcuda would give each all of the memory: make a claim, or a request of it, for each container,"
+        f" or {use.cure}",
+    )
+
+
 ISOLATION = Isolation(
-    name=IsolationName.VCUDA,
+    name="vcuda",
     edit=edit_vcuda,
     keeps=_keeps,
+    not_shared=_not_shared,
+    mounts_driver=True,
+    follows_processes=True,
     # The library reads vcuda.config at each cuInit, cuDriverGetVersion, cuGetProcAddress and nvmlInit: a running process
     # that makes one of these calls follows, which cannot be known before.
     cores_follow=Follows.NEW_PROCESSES,

@@ -10,9 +10,10 @@ import structlog
 
 from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
+from gpushare_agent.isolation.driver_volume.config import driver_volumes
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
 from gpushare_agent.isolation.driver_volume.values import VolumeName
-from gpushare_agent.isolation.part import Check, IsolationHost, IsolationPart
+from gpushare_agent.isolation.part import Check, IsolationHost, IsolationPart, MemoryLimiter, NodeProbe
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
@@ -20,6 +21,7 @@ from gpushare_agent.isolation.vcuda.virtual_manager import VirtualManager
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
 
@@ -73,6 +75,11 @@ def build(host: IsolationHost) -> IsolationPart:
         changed=manager.changed,
         log_contradictions=log_contradictions,
     )
+
+
+def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
+    shared = SharedVolumeCheck(driver_volumes(settings).get(VolumeName.SHARED))
+    return NodeProbe(check=shared.check, pods=VDeviceFiles(settings.virtual_manager.path).pod_names)
 
 
 def _driver_version(host: IsolationHost) -> Callable[[], str]:

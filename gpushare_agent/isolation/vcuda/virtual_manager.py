@@ -35,7 +35,7 @@ from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import forever, wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Rejected, Unavailable
-from gpushare_agent.model.isolation import IsolationName
+from gpushare_agent.model.isolation import isolation_parts
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.runtime.node_probes import require_writable
@@ -388,7 +388,7 @@ class VirtualManager:
 
 def _has_directory(allocation: Allocation) -> bool:
     if allocation.claim is not None:
-        return IsolationName.VCUDA in allocation.claim.isolation.parts
+        return "vcuda" in isolation_parts(allocation.claim.isolation)
     return bool(allocation.bound_ids)
 
 
