@@ -21,6 +21,7 @@ from bench.containers import Containers
 from bench.node import FIRST_PID, GPUS, NODE_NAME, PROCESSES, BenchNode, open_node
 from bench.pods import CONTAINER
 from bench.results import Row, row
+from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus.simulated.driver import simulated_uuid
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import PodUid, device_id
@@ -125,7 +126,7 @@ async def sampling_rows(state: Path, runs: int) -> list[Row]:
     sampling = UsageSampling(
         driver=world,
         owners=ProcessOwners(state / "proc"),
-        pods=world,
+        pods=world.pods,
         ids=world,
         allocations=lambda: world.allocations,
         metrics=metrics,
@@ -199,8 +200,9 @@ class _World:
             )
             for number, uid in enumerate(uids)
         }
-        self._pods = {
-            uid: Pod(
+        self.pods = PodStore()
+        self.pods.replace_all(
+            Pod(
                 uid=uid,
                 namespace="bench",
                 name=f"pod-{number:03d}",
@@ -210,7 +212,7 @@ class _World:
                 container_ids={CONTAINER: containers.id_of(uid)},
             )
             for number, uid in enumerate(uids)
-        }
+        )
         for number, uid in enumerate(uids):
             _put_processes(state / "proc", containers.text_of(uid), _pids(number))
         self._sample = DriverSample(
@@ -234,9 +236,3 @@ class _World:
 
     async def running(self) -> Mapping[ContainerKey, str]:
         return {}
-
-    def pods(self) -> list[Pod]:
-        return list(self._pods.values())
-
-    def get(self, uid: PodUid) -> Pod | None:
-        return self._pods.get(uid)

@@ -15,7 +15,7 @@ from typing import Any
 from gpushare_agent.agent.agent import live
 from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
-from gpushare_agent.agent.gpu_side import open_driver
+from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.gpus.simulated.driver import simulated_uuid
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.resources import ResourceKind
@@ -43,17 +43,17 @@ class InnerAgent:
 
     def count(self, name: str, **labels: str) -> float:
         """A counter of /metrics, 0 where it was never counted."""
-        return self.parts.state.metrics.registry.get_sample_value(name, labels) or 0.0
+        return self.parts.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def held(self) -> Held:
         """The ledger: what each container holds, as the kubelet names it."""
-        ids = DeviceIds(gpu.uuid for gpu in self.parts.state.gpus().gpus)
+        ids = DeviceIds(gpu.uuid for gpu in self.parts.node.gpus().gpus)
         return {
             (a.key.pod_uid, a.key.container): (
                 frozenset(map(ids.write, a.ids_of(ResourceKind.VCORE))),
                 frozenset(map(ids.write, a.ids_of(ResourceKind.VMEMORY))),
             )
-            for a in self.parts.state.cache
+            for a in self.parts.cache
         }
 
 
@@ -78,8 +78,8 @@ async def open_agent(
     parts.kubelet.gate._list_timeout_s = list_timeout_s
     for resource in parts.kubelet.registrar._resources:
         resource.endpoint.plugin._call_timeout_s = DEADLINE_S
-    parts.state.cache.subscribe(lambda old, new: node.api.signal.notify())
-    parts.state.store.subscribe(lambda old, new: node.api.signal.notify())
+    parts.cache.subscribe(lambda old, new: node.api.signal.notify())
+    parts.cluster.store.subscribe(lambda old, new: node.api.signal.notify())
     async with asyncio.TaskGroup() as group:
         agent = InnerAgent(parts, group.create_task(live(parts), name="agent"))
         try:
@@ -246,9 +246,9 @@ async def wait_healthy_devices(node: EmbeddedNode) -> None:
 async def wait_synced(parts: NodeAgent) -> None:
     """The API server has listed the node's pods once."""
     async with asyncio.timeout(DEADLINE_S):
-        version = parts.state.store.version
-        while not parts.state.store.is_synced:
-            version = await parts.state.store.wait_change(version)
+        version = parts.cluster.store.version
+        while not parts.cluster.store.is_synced:
+            version = await parts.cluster.store.wait_change(version)
 
 
 async def wait_ledger_equal(node: EmbeddedNode, agent: InnerAgent) -> None:
@@ -331,16 +331,16 @@ def calls_of(node: EmbeddedNode, name: str, method: str = "Allocate") -> list[Pl
 
 
 def uuid_of(agent: InnerAgent, index: int) -> str:
-    return str(agent.parts.state.inventory.current.gpus[index].uuid)
+    return str(agent.parts.gpus.inventory.current.gpus[index].uuid)
 
 
 def used_by_gpu(agent: InnerAgent) -> dict[str, int]:
-    return {str(gpu): cores for gpu, cores in agent.parts.state.cache.used_cores().items()}
+    return {str(gpu): cores for gpu, cores in agent.parts.cache.used_cores().items()}
 
 
 def holders_of(agent: InnerAgent, kind: ResourceKind = ResourceKind.VCORE) -> int:
     """How many IDs of the resource are held."""
-    return len(agent.parts.state.cache.holders(kind))
+    return len(agent.parts.cache.holders(kind))
 
 
 def write_faults(

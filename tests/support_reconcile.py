@@ -21,19 +21,19 @@ def collection_of(
     """It compares allocations however young they are. `kubelet_age_s` is the agent's where it is not given."""
     parts = agent.parts
     collection = GarbageCollection(
-        cache=parts.state.cache,
-        pods=parts.state.store,
+        cache=parts.cache,
+        pods=parts.cluster.store,
         static_pods=parts.cluster.node_pods,
         gate=parts.kubelet.gate,
         pod_resources=parts.kubelet.pod_resources,
         checkpoint=KubeletCheckpoint(node.paths.device_plugin_path, DeviceIds()),
-        processes=PodProcesses(parts.state.settings.runtime.cgroup_root),
-        names=parts.state.names,
-        inventory=lambda: parts.state.inventory.current,
+        processes=PodProcesses(parts.node.settings.runtime.cgroup_root),
+        names=parts.node.names,
+        inventory=lambda: parts.gpus.inventory.current,
         kubelet_age_s=kubelet_age_s or parts.kubelet.facts.age_s,
         clock=time.monotonic,
         period_s=NEVER_S,
         fresh_s=0.0,
     )
-    parts.state.cache.subscribe(collection.allocation_changed)
+    parts.cache.subscribe(collection.allocation_changed)
     return collection

@@ -27,7 +27,6 @@ from gpushare_agent.admission.decisions.plan import Plan
 from gpushare_agent.admission.identification import Identification, InsideLister
 from gpushare_agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.admission.pending import PendingAdmissions, PendingPlan, RefusedPods
-from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
@@ -36,6 +35,7 @@ from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.model.units import GpuUnits, terms_of, units_of
+from gpushare_agent.node import Pods
 
 RELEASE_WAIT_S = 0.5
 """How long a GetPreferredAllocation waits in all for allocations of pods that are ending."""
@@ -69,7 +69,7 @@ class Admission:
         gate: AdmissionGate,
         identification: Identification,
         cache: AllocationCache,
-        pods: PodStore,
+        pods: Pods,
         inventory: Callable[[], GpuInventory],
         policy: Policy,
         edits: Callable[[], EditPolicy],

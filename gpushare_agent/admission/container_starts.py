@@ -13,13 +13,13 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.recovery import adopt
 from gpushare_agent.admission.outcomes import OutcomeReporter
-from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.node import Pods
 
 log = structlog.get_logger(__name__)
 
@@ -31,7 +31,7 @@ class ContainerStarts:
         self,
         *,
         cache: AllocationCache,
-        pods: PodStore,
+        pods: Pods,
         names: ResourceNames,
         inventory: Callable[[], GpuInventory],
         records: KubeletCheckpoint,

@@ -23,7 +23,6 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.garbage import CorrectionKind, Evidence, Reconciliation, reconcile
 from gpushare_agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.admission.pod_processes import PodProcesses
-from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import forever, wait_for
 from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
@@ -34,6 +33,7 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.node import Pods
 
 log = structlog.get_logger(__name__)
 
@@ -89,7 +89,7 @@ class GarbageCollection:
         self,
         *,
         cache: AllocationCache,
-        pods: PodStore,
+        pods: Pods,
         static_pods: StaticPodReader,
         gate: QuietLists,
         pod_resources: PodGets,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -21,13 +20,9 @@ from gpushare_agent.model.decision_records import DecisionRecord, Outcome
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.node import Metrics
 
 _GPU_BY_GPU = " GPU by GPU: "
-
-
-class CountsAdmissions(Protocol):
-    def admission(self, resource: str, outcome: str, reason: str) -> None: ...
-    def taken_ids_offered(self, resource: str, count: int) -> None: ...
 
 
 class OutcomeReporter:
@@ -37,7 +32,7 @@ class OutcomeReporter:
     def __init__(
         self,
         *,
-        metrics: CountsAdmissions,
+        metrics: Metrics,
         events: PodEvents,
         inventory: Callable[[], GpuInventory],
         decisions: DecisionLog,

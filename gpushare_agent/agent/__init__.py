@@ -2,7 +2,7 @@
 
 Open composition.py first: `build` joins the sides (kubelet, GPUs, API server, observability; and the isolations in use), and
 `_Subscriptions` lists who hears of what. agent.py has the order of start, the signals (SIGHUP starts a new life with new
-settings) and the end. state.py names the states that several sides read. Called by `gpushare-agent run` alone.
+settings) and the end. node.py names the states that several sides read. Called by `gpushare-agent run` alone.
 
-Others import: agent, auto_isolation, gpu_side, values.
+Others import: agent, auto_isolation, values.
 """

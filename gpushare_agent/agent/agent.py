@@ -25,9 +25,9 @@ from msgspec.structs import replace
 
 from gpushare_agent.agent.auto_isolation import NodeSettings, resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
-from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.agent.node_configuration import NodeConfiguration
 from gpushare_agent.cluster.kube.configuration import find_configuration
+from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.kit.h2_frames import bound_closed_streams, omit_data_texts
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.process import raise_open_files_limit, sd_notify
@@ -226,7 +226,7 @@ async def _run_until_signal(
 async def _obey(agent: NodeAgent, current: NodeSettings, configuration: NodeConfiguration, signals: _Signals) -> None:
     agent.kubelet.handover.subscribe(lambda: signals.received(_End.HAND_OVER))
     if current.follows_mig:
-        agent.state.inventory.subscribe(lambda found: _follow_mig(found, current, signals))
+        agent.gpus.inventory.subscribe(lambda found: _follow_mig(found, current, signals))
     while True:
         if configuration.problem:
             agent.cluster.node_events.note(NodeEventReason.CONFIGURATION_REFUSED, "", configuration.problem)
@@ -242,7 +242,7 @@ async def _obey(agent: NodeAgent, current: NodeSettings, configuration: NodeConf
             raise _Ended(_Next(settings=current, is_newcomer=False))
         try:
             settings = await resolve_isolation(await configuration.read())
-            _try(settings, agent.state.gpus())
+            _try(settings, agent.node.gpus())
         except AgentError as e:
             configuration.refused(e)
             problems = list(e.problems) if isinstance(e, SettingsError) else [str(e)]
@@ -271,7 +271,7 @@ async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             await web.bind()
-            find_configuration(agent.state.settings.kubeconfig, os.environ)
+            find_configuration(agent.node.settings.kubeconfig, os.environ)
             if not is_newcomer:
                 agent.readiness.is_met.set()  # an earlier life of this process served
             is_first = is_newcomer and kubelet.lock.try_acquire()
@@ -353,7 +353,7 @@ async def _announce(agent: NodeAgent) -> None:
     await agent.observability.web.wait_listening()
     sd_notify("READY=1", os.environ)  # whole GPUs can be had, and systemd would end an agent that goes on to wait
     await agent.readiness.is_met.wait()
-    log.info("ready", pods=len(agent.state.store.pods()), containers=len(agent.state.cache))
+    log.info("ready", pods=len(agent.node.pods.pods()), containers=len(agent.cache))
 
 
 async def _close_driver(agent: NodeAgent) -> None:

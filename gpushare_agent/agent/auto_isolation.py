@@ -12,7 +12,7 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.agent.gpu_side import NodeDriver, open_driver
+from gpushare_agent.gpus.part import NodeDriver, open_driver
 from gpushare_agent.isolation.choice import NodeFindings, choose
 from gpushare_agent.isolation.part import NodeProbe, build_probes
 from gpushare_agent.kit.daemon_thread import DaemonThread

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 import structlog
 from msgspec import Struct
 
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.agent.isolation_side import IsolationSide
-from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.values import edit_policy
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import KubeApi, slices_of_node
@@ -37,6 +38,7 @@ from gpushare_agent.kubelet.handover import ServingLock, StaleSockets
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Refused, StartupError
 from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.node import Node
 from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -126,13 +128,13 @@ class DraSide(Struct, frozen=True, kw_only=True):
 class _MyGpus:
     """Those that claims may have. MIG instances are left out, which the log has once."""
 
-    def __init__(self, state: NodeState) -> None:
-        self._state = state
+    def __init__(self, node: Node) -> None:
+        self._node = node
         self._left_out = ReportOnce()
 
     def now(self) -> list[Gpu]:
-        claimable, gpus = self._state.front_ends.claimable, self._state.gpus().gpus
-        chosen = self._state.settings.dra.gpus
+        claimable, gpus = self._node.front_ends.claimable, self._node.gpus().gpus
+        chosen = self._node.settings.dra.gpus
         instances = [gpu.uuid for gpu in gpus if gpu.mig is not None and gpu.is_selected(chosen)]
         if instances and self._left_out.is_new("left out"):
             log.info(
@@ -141,12 +143,12 @@ class _MyGpus:
         return [gpu for gpu in gpus if gpu.uuid in claimable]
 
 
-def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
+def build_dra_side(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation: IsolationSide) -> DraSide:
     """Joined, not started."""
-    settings = state.settings
+    settings = node.settings
     pool, ready, instance = settings.node_name, asyncio.Event(), secrets.token_hex(4)
 
-    mine = _MyGpus(state)
+    mine = _MyGpus(node)
 
     async def prepare_host(keys: Collection[ContainerKey], name: str) -> Refused | None:
         return await isolation.prepare(keys) if isolation.prepares(name) else None
@@ -154,27 +156,27 @@ def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
     claims = Claims(
         driver=DRIVER,
         pool=pool,
-        cache=state.cache,
-        inventory=state.gpus,
-        claimable=lambda: state.front_ends.claimable,
-        pods=state.store,
-        policy=edit_policy(settings, state.names, isolation.volumes, isolation.kernel_module),
-        names=state.names,
+        cache=cache,
+        inventory=node.gpus,
+        claimable=lambda: node.front_ends.claimable,
+        pods=node.pods,
+        policy=edit_policy(settings, node.names, isolation.volumes, isolation.kernel_module),
+        names=node.names,
         files=ClaimFiles(settings.dra.record_directory, settings.dra.cdi_directory),
         prepare_host=prepare_host,
         unavailable_reason=isolation.unavailable_reason,
-        outcomes=ClaimOutcomes(
-            metrics=state.metrics, decisions=state.decisions, inventory=state.gpus, pods=state.store.pods
-        ),
+        outcomes=ClaimOutcomes(metrics=node.metrics, decisions=decisions, inventory=node.gpus, pods=node.pods.pods),
         clock=time.monotonic,
         wait_s=settings.dra.prepare_wait_s,
     )
     waker = None
     if settings.dra.wake_pods:
-        waker = PodWaker(driver=DRIVER, pool=pool, pod=state.store.get, claims=claims)
-    health, plugin = DeviceHealth(lambda: state.gpus().gpus, pool), DraPlugin(claims, ready, pool)
+        waker = PodWaker(driver=DRIVER, pool=pool, pod=node.pods.get, claims=claims)
+    health, plugin = DeviceHealth(lambda: node.gpus().gpus, pool), DraPlugin(claims, ready, pool)
     publisher = SlicePublisher(
-        driver=DRIVER, node_name=pool, wanted=lambda: _devices(state, isolation, mine.now()) if ready.is_set() else None
+        driver=DRIVER,
+        node_name=pool,
+        wanted=lambda: _devices(node, cache, isolation, mine.now()) if ready.is_set() else None,
     )
     return DraSide(
         settings=settings,
@@ -191,9 +193,9 @@ def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
         plugin=plugin,
         publisher=publisher,
         informer=Informer(
-            kind="resource slices", watched=slices_of_node(pool, DRIVER), handler=publisher, metrics=state.metrics
+            kind="resource slices", watched=slices_of_node(pool, DRIVER), handler=publisher, metrics=node.metrics
         ),
-        stale_claims=StaleClaims(claims, state.store, PodProcesses(settings.runtime.cgroup_root)),
+        stale_claims=StaleClaims(claims, node.pods, PodProcesses(settings.runtime.cgroup_root)),
         waker=waker,
         locks={
             "dra.registry_path": ServingLock(settings.dra.registry_path),
@@ -202,18 +204,20 @@ def build_dra_side(state: NodeState, isolation: IsolationSide) -> DraSide:
     )
 
 
-def _devices(state: NodeState, isolation: IsolationSide, gpus: list[Gpu]) -> list[dict[str, Any]] | None:
+def _devices(
+    node: Node, cache: AllocationCache, isolation: IsolationSide, gpus: list[Gpu]
+) -> list[dict[str, Any]] | None:
     """None until the driver was read once."""
-    if not state.inventory.is_read:
+    if not node.inventory.is_read:
         return None
-    settings = state.settings
+    settings = node.settings
     keeps = ISOLATIONS[settings.isolation].kept(Circumstances(module=isolation.kernel_module))
     policy = DevicePolicy(
-        block_mib=state.names.memory_block_mib,
+        block_mib=node.names.memory_block_mib,
         order=settings.dra.order,
         taint_effect=settings.dra.taint_effect,
         isolation=settings.isolation,
         memory_by=keeps.memory_by.value,
         compute_by=keeps.compute_by.value,
     )
-    return slice_devices(gpus, state.gpus(), state.cache.used_cores(), state.inventory.cordoned, policy)
+    return slice_devices(gpus, node.gpus(), cache.used_cores(), node.inventory.cordoned, policy)

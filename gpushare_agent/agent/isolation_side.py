@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import structlog
 from msgspec import Struct
 
 from gpushare_agent.admission.decisions.container_edits import choose_isolation
-from gpushare_agent.agent.claim_pods import ClaimPods
 from gpushare_agent.agent.share_readiness import Look
-from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.values import cdi_specs, runtime_client
-from gpushare_agent.cluster.events import PodEvents
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.availability import AvailabilityWatch
 from gpushare_agent.isolation.cdi.specs import CdiWatch
@@ -22,14 +19,16 @@ from gpushare_agent.isolation.driver_volume.config import driver_volumes
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.enforcement import ShareEnforcement
 from gpushare_agent.isolation.kept import Circumstances, Kept
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, MemoryLimiter, build_part
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, build_part
 from gpushare_agent.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, Sharing, isolation_parts
+from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec, Pod
+from gpushare_agent.node import ClaimPods, Node
 from gpushare_agent.observability.node_snapshot import IsolationFacts
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeClient
@@ -198,22 +197,22 @@ class IsolationSide(Struct, frozen=True, kw_only=True):
         return watch is not None and watch.is_checked and bool(watch.unavailable_reason)
 
 
-def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimiter) -> IsolationSide:
+def build_isolation_side(node: Node, warn: Callable[[Pod, str, str], None], driver: MemoryLimiter) -> IsolationSide:
     """Joined, not started. Raises StartupError for settings that contradict each other."""
-    settings = state.settings
+    settings = node.settings
     runtime, volumes = runtime_client(settings), driver_volumes(settings)
     module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
     host = IsolationHost(
         settings=settings,
-        names=state.names,
-        inventory=state.gpus,
-        allocations=state.cache.view,
-        resized=lambda: state.cache.resized,
-        pods=state.store,
-        claim_pods=state.claim_pods,
+        names=node.names,
+        inventory=node.gpus,
+        allocations=node.cache.view,
+        resized=lambda: node.cache.resized,
+        pods=node.pods,
+        claim_pods=node.claim_pods,
         uses=partial(_uses, settings),
-        warn=events.warned,
-        metrics=state.metrics,
+        warn=warn,
+        metrics=node.metrics,
         driver=driver,
         runtime=runtime,
         cgroups=Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root),
@@ -231,21 +230,21 @@ def build_isolation_side(state: NodeState, events: PodEvents, driver: MemoryLimi
             show(watch.is_available)
     return IsolationSide(
         settings=settings,
-        store=state.claim_pods,
+        store=node.claim_pods,
         runtime=runtime,
         volumes=volumes,
         kernel_module=module,
         parts=parts,
         watches=watches,
-        cdi_watch=_cdi_watch(state),
+        cdi_watch=_cdi_watch(node),
     )
 
 
-def _cdi_watch(state: NodeState) -> CdiWatch | None:
-    strategies = set(state.settings.device_list_strategy)
+def _cdi_watch(node: Node) -> CdiWatch | None:
+    strategies = set(node.settings.device_list_strategy)
     if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & strategies:
         return None
-    return CdiWatch(cdi_specs(state.settings), lambda: state.gpus().gpus)
+    return CdiWatch(cdi_specs(node.settings), lambda: node.gpus().gpus)
 
 
 def _chosen(settings: Settings, annotations: Mapping[str, str]) -> str | None:

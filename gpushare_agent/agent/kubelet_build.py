@@ -6,7 +6,9 @@ import time
 from collections.abc import Mapping
 
 from gpushare_agent.admission.admission import Admission
+from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.container_starts import ContainerStarts
+from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.decisions.resize import ResizePolicy
 from gpushare_agent.admission.device_tables import DeviceTables
@@ -18,11 +20,10 @@ from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.admission.resize_file import ResizeFile
 from gpushare_agent.admission.resize_reports import ResizeReporter
 from gpushare_agent.admission.resizing import ShareResizing
-from gpushare_agent.agent.cluster_side import ClusterSide
 from gpushare_agent.agent.isolation_side import IsolationSide
 from gpushare_agent.agent.kubelet_side import FirstRegistration, KubeletSide
-from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.values import edit_policy
+from gpushare_agent.cluster.part import ClusterPart
 from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_plugin import DevicePlugin
@@ -40,6 +41,7 @@ from gpushare_agent.kubelet.registration import KUBELET_SOCKET, Registrar
 from gpushare_agent.kubelet.registration_client import register
 from gpushare_agent.model.names import GPU_MEM_SOCKET, GPU_SOCKET, VCORE_SOCKET, VMEMORY_SOCKET
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.node import Node
 from gpushare_agent.settings.settings import Settings
 
 SOCKETS: Mapping[ResourceKind, str] = {
@@ -59,33 +61,30 @@ def build_kubelet_facts(settings: Settings) -> KubeletFacts:
 
 
 def build_kubelet_side(
-    state: NodeState,
+    node: Node,
+    cache: AllocationCache,
+    decisions: DecisionLog,
     facts: KubeletFacts,
-    cluster: ClusterSide,
+    cluster: ClusterPart,
     isolation: IsolationSide,
     earlier: KubeletSide | None = None,
 ) -> KubeletSide:
     """Joined, not started. The sockets of new resources have the handover and the queue of the `earlier` life."""
-    settings = state.settings
+    settings = node.settings
     ids = DeviceIds()
     pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket, ids)
-    gate = PodResourcesGate(
-        pod_resources,
-        clock=time.monotonic,
-        on_list=state.metrics.pod_resources_listed,
-        on_overlap=lambda: state.metrics.pod_resources_listed("overlapped"),
-    )
+    gate = _build_gate(node, pod_resources)
     checkpoint = KubeletCheckpoint(settings.kubelet.device_plugin_path, ids)
-    garbage = _build_garbage_collection(state, facts, cluster, gate, pod_resources, checkpoint)
-    refused_pods, outcomes = RefusedPods(), _build_outcomes(state, cluster)
+    garbage = _build_garbage_collection(node, cache, facts, cluster, gate, pod_resources, checkpoint)
+    refused_pods, outcomes = RefusedPods(), _build_outcomes(node, decisions, cluster)
     admission = Admission(
         gate=gate,
-        identification=_build_identification(state, facts, cluster, refused_pods),
-        cache=state.cache,
-        pods=state.store,
-        inventory=state.plugins_gpus,
-        policy=_policy(state, isolation),
-        edits=edit_policy(settings, state.names, isolation.volumes),
+        identification=_build_identification(node, facts, cluster, refused_pods),
+        cache=cache,
+        pods=node.pods,
+        inventory=node.plugins_gpus,
+        policy=_policy(node, isolation),
+        edits=edit_policy(settings, node.names, isolation.volumes),
         node_name=settings.node_name,
         refused_pods=refused_pods,
         observer=outcomes,
@@ -94,25 +93,25 @@ def build_kubelet_side(
         isolation_unavailable_reason=isolation.unavailable_reason,
         clock=time.monotonic,
     )
-    starts = _build_starts(state, isolation, checkpoint, outcomes)
-    tables = _build_tables(state, isolation, ids)
+    starts = _build_starts(node, cache, isolation, checkpoint, outcomes)
+    tables = _build_tables(node, cache, isolation, ids)
     handover = earlier.handover if earlier is not None else Handover()
     calls = earlier.calls if earlier is not None else QueuedCalls()
     return KubeletSide(
         settings=settings,
-        names=state.names,
-        store=state.store,
-        cache=state.cache,
+        names=node.names,
+        store=cluster.store,
+        cache=cache,
         gate=gate,
         pod_resources=pod_resources,
         facts=facts,
         admission=admission,
         garbage=garbage,
-        resizing=_build_resizing(state, cluster, isolation),
+        resizing=_build_resizing(node, cache, cluster, isolation),
         refused_pods=refused_pods,
         tables=tables,
-        registrar=_build_registrar(state, calls, handover, tables, ids),
-        first_registration=FirstRegistration(state.names.names),
+        registrar=_build_registrar(node, calls, handover, tables, ids),
+        first_registration=FirstRegistration(node.names.names),
         lock=ServingLock(settings.kubelet.device_plugin_path),
         handover=handover,
         calls=calls,
@@ -120,12 +119,21 @@ def build_kubelet_side(
     )
 
 
-def _build_tables(state: NodeState, isolation: IsolationSide, ids: DeviceIds) -> DeviceTables:
+def _build_gate(node: Node, pod_resources: PodResourcesClient) -> PodResourcesGate:
+    return PodResourcesGate(
+        pod_resources,
+        clock=time.monotonic,
+        on_list=node.metrics.pod_resources_listed,
+        on_overlap=lambda: node.metrics.pod_resources_listed("overlapped"),
+    )
+
+
+def _build_tables(node: Node, cache: AllocationCache, isolation: IsolationSide, ids: DeviceIds) -> DeviceTables:
     return DeviceTables(
-        names=state.names,
-        inventory=state.gpus,
-        offered=state.plugins_devices,
-        cache=state.cache,
+        names=node.names,
+        inventory=node.gpus,
+        offered=node.plugins_devices,
+        cache=cache,
         ids=ids,
         no_shares=isolation.has_no_shares,
         no_replicas=isolation.has_no_replicas,
@@ -133,13 +141,17 @@ def _build_tables(state: NodeState, isolation: IsolationSide, ids: DeviceIds) ->
 
 
 def _build_starts(
-    state: NodeState, isolation: IsolationSide, checkpoint: KubeletCheckpoint, outcomes: OutcomeReporter
+    node: Node,
+    cache: AllocationCache,
+    isolation: IsolationSide,
+    checkpoint: KubeletCheckpoint,
+    outcomes: OutcomeReporter,
 ) -> ContainerStarts:
     return ContainerStarts(
-        cache=state.cache,
-        pods=state.store,
-        names=state.names,
-        inventory=state.gpus,
+        cache=cache,
+        pods=node.pods,
+        names=node.names,
+        inventory=node.gpus,
         records=checkpoint,
         prepare=isolation.prepare,
         observer=outcomes,
@@ -147,75 +159,78 @@ def _build_starts(
     )
 
 
-def _build_resizing(state: NodeState, cluster: ClusterSide, isolation: IsolationSide) -> ShareResizing:
-    settings = state.settings.resize
+def _build_resizing(
+    node: Node, cache: AllocationCache, cluster: ClusterPart, isolation: IsolationSide
+) -> ShareResizing:
+    settings = node.settings.resize
     return ShareResizing(
-        cache=state.cache,
-        pods=state.claim_pods,
-        inventory=state.gpus,
-        policy=ResizePolicy(names=state.names, mode=settings.mode),
+        cache=cache,
+        pods=node.claim_pods,
+        inventory=node.gpus,
+        policy=ResizePolicy(names=node.names, mode=settings.mode),
         file=ResizeFile(settings.state_file) if settings.state_file is not None else None,
         enforcement=isolation.enforcement(),
-        observer=ResizeReporter(cluster.annotations, cluster.pod_events, state.claim_pods.using),
+        observer=ResizeReporter(cluster.annotations, cluster.pod_events, node.claim_pods.using),
         clock=time.monotonic,
     )
 
 
 def _build_garbage_collection(
-    state: NodeState,
+    node: Node,
+    cache: AllocationCache,
     facts: KubeletFacts,
-    cluster: ClusterSide,
+    cluster: ClusterPart,
     gate: PodResourcesGate,
     pod_resources: PodResourcesClient,
     checkpoint: KubeletCheckpoint,
 ) -> GarbageCollection:
     return GarbageCollection(
-        cache=state.cache,
-        pods=state.store,
+        cache=cache,
+        pods=node.pods,
         static_pods=cluster.node_pods,
         gate=gate,
         pod_resources=pod_resources,
         checkpoint=checkpoint,
-        processes=PodProcesses(state.settings.runtime.cgroup_root),
-        names=state.names,
-        inventory=state.gpus,
+        processes=PodProcesses(node.settings.runtime.cgroup_root),
+        names=node.names,
+        inventory=node.gpus,
         kubelet_age_s=facts.age_s,
         clock=time.monotonic,
-        period_s=state.settings.allocation.check_period_s,
-        on_correction=state.metrics.reconcile_corrected,
+        period_s=node.settings.allocation.check_period_s,
+        on_correction=node.metrics.reconcile_corrected,
     )
 
 
-def _build_outcomes(state: NodeState, cluster: ClusterSide) -> OutcomeReporter:
+def _build_outcomes(node: Node, decisions: DecisionLog, cluster: ClusterPart) -> OutcomeReporter:
     return OutcomeReporter(
-        metrics=state.metrics,
+        metrics=node.metrics,
         events=cluster.pod_events,
-        inventory=state.gpus,
-        decisions=state.decisions,
+        inventory=node.gpus,
+        decisions=decisions,
     )
 
 
 def _build_identification(
-    state: NodeState, facts: KubeletFacts, cluster: ClusterSide, refused_pods: RefusedPods
+    node: Node, facts: KubeletFacts, cluster: ClusterPart, refused_pods: RefusedPods
 ) -> Identification:
-    kubelet = state.settings.kubelet
+    kubelet = node.settings.kubelet
     return Identification(
-        pods=state.store,
+        pods=cluster.store,
         fetcher=cluster.node_pods,
         kubelet=facts,
-        allocations=state.cache.view,
+        allocations=node.cache.view,
         refused=refused_pods,
-        names=state.names,
+        names=node.names,
         clock=time.monotonic,
         timeouts=Timeouts(lookup_s=kubelet.pod_lookup_timeout_s, poll_again_s=kubelet.look_again_s),
-        on_identified=state.metrics.identified,
+        on_identified=node.metrics.identified,
     )
 
 
-def _policy(state: NodeState, isolation: IsolationSide) -> Policy:
-    settings = state.settings
+def _policy(node: Node, isolation: IsolationSide) -> Policy:
+    settings = node.settings
     return Policy(
-        names=state.names,
+        names=node.names,
         share_policy=settings.placement.share_policy,
         share_mode=settings.share_mode,
         max_shares_of_gpu=isolation.max_shares_of_gpu(),
@@ -229,22 +244,22 @@ def _socket(resource: str, names: ResourceNames) -> str:
 
 
 def _build_registrar(
-    state: NodeState, calls: QueuedCalls, handover: Handover, tables: DeviceTables, ids: DeviceIds
+    node: Node, calls: QueuedCalls, handover: Handover, tables: DeviceTables, ids: DeviceIds
 ) -> Registrar:
-    directory = state.settings.kubelet.device_plugin_path
+    directory = node.settings.kubelet.device_plugin_path
     return Registrar(
         device_plugin_path=directory,
         endpoints=[
             PluginEndpoint(
                 device_plugin_path=directory,
-                socket_name=instance_socket_name(_socket(resource, state.names)),
+                socket_name=instance_socket_name(_socket(resource, node.names)),
                 plugin=DevicePlugin(
                     resource,
                     table,
                     calls,
-                    state.metrics,
+                    node.metrics,
                     ids,
-                    pre_start=calls.pre_start if state.names.kind_of(resource).binds_gpu else None,
+                    pre_start=calls.pre_start if node.names.kind_of(resource).binds_gpu else None,
                 ),
                 handover=handover,
             )

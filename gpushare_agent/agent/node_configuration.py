@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 
 import structlog
 
-from gpushare_agent.agent.state import NodeState
 from gpushare_agent.cluster.decisions.node_patch import parse_node
 from gpushare_agent.cluster.informer import Handler, Informer
 from gpushare_agent.cluster.kube.client import KubeApi, node_named
 from gpushare_agent.kit.supervision import start_tasks
 from gpushare_agent.kit.watch_path import open_directory_watch
 from gpushare_agent.model.errors import AgentError, StartupError
+from gpushare_agent.node import Node
 from gpushare_agent.settings.node_configuration import NamedConfiguration, choose_name
 from gpushare_agent.settings.settings import Settings, SettingsError
 
@@ -129,15 +129,16 @@ class NodeConfiguration(Handler):
 class ConfigurationWatch:
     """Of one life: asks for another one where the node's configuration is another one."""
 
-    def __init__(self, configuration: NodeConfiguration, state: NodeState) -> None:
+    def __init__(self, configuration: NodeConfiguration, node: Node, request_new_life: Callable[[str], None]) -> None:
         self._configuration = configuration
-        self._state = state
+        self._node = node
+        self._request_new_life = request_new_life
 
     async def run(self, api: KubeApi) -> NoReturn:
         """Until cancelled."""
-        configuration, settings = self._configuration, self._state.settings
+        configuration, settings = self._configuration, self._node.settings
         watched = node_named(settings.node_name)
-        informer = Informer(kind="node", watched=watched, handler=configuration, metrics=self._state.metrics)
+        informer = Informer(kind="node", watched=watched, handler=configuration, metrics=self._node.metrics)
         bodies: dict[str, Callable[[], Awaitable[object]]] = {"node labels": partial(informer.run, api)}
         if (directory := settings.node_configuration.directory) is not None:
             bodies["configurations"] = partial(configuration.watch_directory, directory)
@@ -145,7 +146,7 @@ class ConfigurationWatch:
             start_tasks(group, bodies)
             while True:
                 await configuration.wait_new(settings)
-                self._state.request_new_life("the node has another configuration")
+                self._request_new_life("the node has another configuration")
         raise AssertionError("unreachable: the tasks do not end")
 
 

@@ -7,18 +7,21 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.agent.isolation_side import IsolationSide
-from gpushare_agent.agent.state import NodeState
 from gpushare_agent.agent.views import ContainerViews, node_snapshot
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.kit.supervision import Runs, Tasks, bodies
+from gpushare_agent.node import Node
 from gpushare_agent.observability.display import DisplayServer
 from gpushare_agent.observability.display import routes as display_routes
 from gpushare_agent.observability.http.debug_pages import DebugSources
 from gpushare_agent.observability.http.debug_server import DebugServer
 from gpushare_agent.observability.http.node_api import NodeApi
 from gpushare_agent.observability.http.server import WebServer
+from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import node_series
 from gpushare_agent.observability.metrics.text import NodePage
 from gpushare_agent.observability.snapshot_cache import MAX_AGE_S, SnapshotCache
@@ -57,17 +60,23 @@ class ObservabilitySide(Struct, frozen=True, kw_only=True):
 
 
 def build_observability_side(
-    state: NodeState, driver: GpuDriver, isolation: IsolationSide, not_ready: Callable[[], Sequence[str]]
+    node: Node,
+    metrics: AgentMetrics,
+    cache: AllocationCache,
+    decisions: DecisionLog,
+    driver: GpuDriver,
+    isolation: IsolationSide,
+    not_ready: Callable[[], Sequence[str]],
 ) -> ObservabilitySide:
     """Joined, not started. Raises StartupError where other hosts could read the debug pages without a token."""
-    settings, metrics = state.settings, state.metrics
+    settings = node.settings
     usage = UsageSampling(
         driver=driver,
         owners=ProcessOwners(settings.runtime.proc_root),
-        pods=state.store,
-        ids=ContainerIds(isolation.runtime, state.store),
-        claims=state.claim_pods.claims_of_containers,
-        allocations=state.cache.view,
+        pods=node.pods,
+        ids=ContainerIds(isolation.runtime, node.pods),
+        claims=node.claim_pods.claims_of_containers,
+        allocations=node.cache.view,
         metrics=metrics,
         period_s=settings.sample_period_s,
         idle_period_s=settings.usage.idle_period_s,
@@ -76,19 +85,19 @@ def build_observability_side(
         settings.usage.history_s,
         settings.usage.history_points,
         idle_period_s=settings.usage.idle_period_s,
-        allocations=state.cache.view,
+        allocations=node.cache.view,
     )
-    started_at, containers = time.time(), ContainerViews(state, isolation)
+    started_at, containers = time.time(), ContainerViews(node, isolation)
     snapshots = SnapshotCache(
         lambda: node_snapshot(
-            state, isolation, containers, usage.current, started_at=started_at, not_ready=not_ready()
+            node, cache, isolation, containers, usage.current, started_at=started_at, not_ready=not_ready()
         ),
         max_age_s=min(settings.sample_period_s, MAX_AGE_S),
     )
     node_api = NodeApi(
         snapshot=snapshots.current,
         history=history,
-        decisions=state.decisions,
+        decisions=decisions,
         kept_decisions=settings.decisions.kept,
     )
     socket = settings.display.socket
@@ -106,18 +115,18 @@ def build_observability_side(
             before_reading=usage.refresh,
         ),
         display=DisplayServer(socket, snapshots.current, before_reading=usage.refresh) if socket is not None else None,
-        debug=_debug(settings, state, snapshots),
+        debug=_debug(settings, node, snapshots),
     )
 
 
-def _debug(settings: Settings, state: NodeState, snapshots: SnapshotCache) -> DebugServer | None:
+def _debug(settings: Settings, node: Node, snapshots: SnapshotCache) -> DebugServer | None:
     if not settings.debug.addr:
         return None
     sources = DebugSources(
         settings=settings,
         snapshot=snapshots.current,
-        allocations=lambda: state.cache,
-        pods=state.store.pods,
+        allocations=lambda: node.cache,
+        pods=node.pods.pods,
         now=time.monotonic,
     )
     return DebugServer(settings.debug, sources)

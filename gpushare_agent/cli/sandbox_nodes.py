@@ -14,11 +14,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from msgspec import Struct
 
-from gpushare_agent.agent.gpu_side import NodeDriver, health_policy, open_driver
 from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cli.agent_client import local_url
 from gpushare_agent.cli.command_line import runnable
 from gpushare_agent.cli.sandbox_extender import free_port
+from gpushare_agent.gpus.part import NodeDriver, health_policy, open_driver
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.isolation.mps.edits import ISOLATION as MPS
 from gpushare_agent.isolation.part import build_probes

@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
 from msgspec import Struct
@@ -34,6 +34,7 @@ from gpushare_agent.model.names import (
     PodUid,
 )
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.node import Metrics
 
 log = structlog.get_logger(__name__)
 
@@ -44,10 +45,6 @@ COMPARE_S = 30.0
 MOST_REFUSALS = 3
 """After so many in a row a refusal is final. An API server that has just started refuses with 403 what it allows once it has
 read its roles (seen on Kubernetes 1.36)."""
-
-
-class CountsPatches(Protocol):
-    def pod_annotated(self, outcome: str) -> None: ...
 
 
 class _Given(Struct, frozen=True):
@@ -67,7 +64,7 @@ class PodAnnotations:
         *,
         pods: PodStore,
         wanted: Callable[[Pod], Mapping[str, str]],
-        metrics: CountsPatches,
+        metrics: Metrics,
         backoff: Backoff | None = None,
         compare_s: float = COMPARE_S,
         wall_clock_ns: Callable[[], int] = time.time_ns,

@@ -34,6 +34,7 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.node import Pods
 
 log = structlog.get_logger(__name__)
 
@@ -45,13 +46,6 @@ POLL_S = 1.0
 
 class ClaimApi(Protocol):
     async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> dict[str, Any]: ...
-
-
-class Pods(Protocol):
-    version: int
-
-    def get(self, uid: PodUid) -> Pod | None: ...
-    async def wait_change(self, since: int) -> int: ...
 
 
 class Claims:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.dra.decisions.edits import PreparedClaim
@@ -17,10 +16,7 @@ from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.model.pods import Pod
-
-
-class CountsAdmissions(Protocol):
-    def admission(self, resource: str, outcome: str, reason: str) -> None: ...
+from gpushare_agent.node import Metrics
 
 
 class ClaimOutcomes:
@@ -29,7 +25,7 @@ class ClaimOutcomes:
     def __init__(
         self,
         *,
-        metrics: CountsAdmissions,
+        metrics: Metrics,
         decisions: DecisionLog,
         inventory: Callable[[], GpuInventory],
         pods: Callable[[], Iterable[Pod]],

@@ -14,12 +14,12 @@ from typing import Any, NoReturn, Protocol
 
 import structlog
 
-from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.dra.claims import Claims
 from gpushare_agent.dra.decisions.claim import claim_ref
 from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.errors import AgentError, NotFound
 from gpushare_agent.model.names import PodUid
+from gpushare_agent.node import Pods
 
 log = structlog.get_logger(__name__)
 
@@ -39,7 +39,7 @@ class Processes(Protocol):
 class StaleClaims:
     """`run` once."""
 
-    def __init__(self, claims: Claims, pods: PodStore, processes: Processes) -> None:
+    def __init__(self, claims: Claims, pods: Pods, processes: Processes) -> None:
         self._claims = claims
         self._pods = pods
         self._processes = processes

@@ -6,6 +6,6 @@ Called by: agent (composition), which subscribes every listener to the inventory
 Open first: inventory.py. Where an Xid makes a GPU Unhealthy: `decisions/health.py` (`after_event`), called by
 `GpuInventoryState.note_events`, called by `GpuWatch` in watch.py.
 
-Others import: control_server, decisions.health, decisions.values, inventory, machine, nvml.compute_mode, nvml.driver,
-observer, simulated.driver, simulated.faults, simulated.input, simulated.usage, state_file, state_writer, watch.
+Others import: decisions.health, decisions.values, inventory, nvml.compute_mode, observer, part, simulated.faults,
+simulated.input, simulated.usage, watch.
 """

@@ -14,6 +14,7 @@ from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.node_events import NodeEventReason
+from gpushare_agent.node import Metrics
 
 log = structlog.get_logger(__name__)
 
@@ -22,14 +23,10 @@ class NodeEventRecorder(Protocol):
     def note(self, reason: NodeEventReason, uuid: str, message: str) -> None: ...
 
 
-class HealthMetrics(Protocol):
-    def gpu_health_changed(self, uuid: str, healthy: bool) -> None: ...
-
-
 class GpuHealthObserver:
     """Subscribe `inventory_changed` to the inventory. A GPU that is healthy when it is first seen is not reported."""
 
-    def __init__(self, inventory: GpuInventoryState, events: NodeEventRecorder, metrics: HealthMetrics) -> None:
+    def __init__(self, inventory: GpuInventoryState, events: NodeEventRecorder, metrics: Metrics) -> None:
         self._inventory = inventory
         self._events = events
         self._metrics = metrics

@@ -25,6 +25,7 @@ from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import DriverSample
+from gpushare_agent.node import Metrics
 
 log = structlog.get_logger(__name__)
 
@@ -47,13 +48,6 @@ class GpuDriver(Protocol):
     async def close(self) -> None: ...
 
 
-class GpuMetrics(Protocol):
-    def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None: ...
-
-    def driver_error(self, word: str) -> None:
-        """`word` is a value of the label `error`: look_failed, events_failed."""
-
-
 class GpuWatch:
     """`period_s` between two polls, `event_period_s` between two fetches of events. Polls never overlap."""
 
@@ -63,7 +57,7 @@ class GpuWatch:
         inventory: GpuInventoryState,
         *,
         period_s: float,
-        metrics: GpuMetrics,
+        metrics: Metrics,
         event_period_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

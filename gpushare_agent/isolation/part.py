@@ -7,8 +7,7 @@ does not bring, has there `probe(settings, driver) -> NodeProbe` too.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct, field
@@ -22,10 +21,11 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedSh
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory, KernelModule
 from gpushare_agent.model.isolation import isolation_parts
-from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
+from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.node import ClaimPods, Metrics, Pods
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeClient
 from gpushare_agent.settings.settings import Settings
@@ -33,43 +33,8 @@ from gpushare_agent.settings.settings import Settings
 Check = Callable[[], Awaitable[object]]
 
 
-class Pods(Protocol):
-    """The pods of this node."""
-
-    @property
-    def is_synced(self) -> bool: ...
-    def get(self, uid: PodUid) -> Pod | None: ...
-    def pods(self) -> Iterable[Pod]: ...
-
-
-class ClaimPods(Protocol):
-    """The pods of this node and, beside them, the claims that are prepared on it, each as a pod."""
-
-    @property
-    def is_synced(self) -> bool: ...
-    def get(self, uid: PodUid) -> Pod | None: ...
-    def shares(self) -> Mapping[ContainerKey, Allocation]: ...
-    def running(self) -> Mapping[ContainerKey, str]: ...
-    def sharers(self, key: ContainerKey) -> Mapping[ContainerKey, str] | None: ...
-    def containers_of(self, key: ContainerKey) -> Sequence[tuple[str | None, PodUid]]: ...
-
-
 class CountsRegistrations(Protocol):
     def vdevice_registered(self, code: str) -> None: ...
-
-
-class IsolationMetrics(CountsRegistrations, Protocol):
-    def show_mps(self, is_serving: Callable[[], bool]) -> None: ...
-
-
-class MemoryLimiter(Protocol):
-    """The GPUs' driver."""
-
-    async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
-        """Raises AgentError with the cure where limits cannot be had here."""
-
-    async def keep_memory_limits(self, wanted: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
-        """Reads, sets what differs where `may_set`; one outcome for each of `wanted`. Raises Unavailable."""
 
 
 class IsolationHost(Struct, frozen=True, kw_only=True):
@@ -86,7 +51,7 @@ class IsolationHost(Struct, frozen=True, kw_only=True):
     claim_pods: ClaimPods
     uses: Callable[[Pod, str], bool]
     warn: Callable[[Pod, str, str], None]
-    metrics: IsolationMetrics
+    metrics: Metrics
     driver: MemoryLimiter
     runtime: RuntimeClient
     cgroups: Cgroups

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -26,3 +28,13 @@ class LimitOutcome(Struct, frozen=True, kw_only=True):
     used_bytes: int = 0
     is_gone: bool = False
     has_no_controller: bool = False
+
+
+class MemoryLimiter(Protocol):
+    """The GPUs' driver."""
+
+    async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
+        """Raises AgentError with the cure where limits cannot be had here."""
+
+    async def keep_memory_limits(self, wanted: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
+        """Reads, sets what differs where `may_set`; one outcome for each of `wanted`. Raises Unavailable."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn, Protocol
 
 import structlog
@@ -23,9 +23,9 @@ import structlog
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, Unavailable
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.usage import DriverSample, UsageRound
+from gpushare_agent.node import Metrics, Pods
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage, unknown_ids
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
@@ -56,22 +56,10 @@ class FindsOwners(Protocol):
         """Raises Unavailable."""
 
 
-class Pods(Protocol):
-    def pods(self) -> Iterable[Pod]: ...
-    def get(self, uid: PodUid) -> Pod | None: ...
-
-
 class Ids(Protocol):
     """isolation/container_ids.py."""
 
     async def running(self) -> Mapping[ContainerKey, str]: ...
-
-
-class CountsSampling(Protocol):
-    def sampled(self, duration_s: float) -> None: ...
-    def sampling_failed(self) -> None: ...
-    def sampling_overran(self) -> None: ...
-    def driver_error(self, error: str, count: int = 1) -> None: ...
 
 
 class UsageSampling:
@@ -85,7 +73,7 @@ class UsageSampling:
         pods: Pods,
         ids: Ids,
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
-        metrics: CountsSampling,
+        metrics: Metrics,
         period_s: float,
         idle_period_s: float = 0.0,
         claims: Callable[[], Mapping[ContainerKey, tuple[ContainerKey, ...]]] = dict,

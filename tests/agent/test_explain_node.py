@@ -16,7 +16,7 @@ TOPOLOGY = Path(__file__).parent.parent / "data" / "topology" / "v100-x8-cube-me
 
 def record_of(agent: InnerAgent, name: str) -> DecisionRecord:
     """The newest decision about a pod."""
-    return agent.parts.state.decisions.newest(1, pod=name)[0]
+    return agent.parts.decisions.newest(1, pod=name)[0]
 
 
 def verdicts(record: DecisionRecord) -> list[str]:
@@ -77,7 +77,7 @@ async def test_what_was_refused_is_explained() -> None:
             write_faults(faults, lost={"2": "fell off the bus"})
             sick = uuid_of(agent, 2)
             await wait_until(
-                node, lambda: not agent.parts.state.inventory.current.by_uuid()[sick].is_healthy, "an unhealthy GPU"
+                node, lambda: not agent.parts.gpus.inventory.current.by_uuid()[sick].is_healthy, "an unhealthy GPU"
             )
             unhealthy, unhealthy_reported = await refuse(node, agent, pod("unhealthy", container(cores=60, blocks=1)))
     assert memory.reason == "NotEnoughMemory" and verdicts(memory) == ["too small, with 24 GiB in all"] * 3
@@ -94,5 +94,5 @@ async def test_what_was_refused_is_explained() -> None:
 
 def record_on(agent: InnerAgent, gpu: int) -> str:
     """The pod that was placed on this GPU."""
-    placed = (r for r in agent.parts.state.decisions.newest(50) if r.gpus == (gpu,))
+    placed = (r for r in agent.parts.decisions.newest(50) if r.gpus == (gpu,))
     return next(placed).pod

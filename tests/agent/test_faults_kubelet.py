@@ -55,7 +55,7 @@ def _note_releases(agent: InnerAgent) -> list[Allocation]:
         if old is not None and new is None:
             freed.append(old)
 
-    agent.parts.state.cache.subscribe(note)
+    agent.parts.cache.subscribe(note)
     return freed
 
 
@@ -153,7 +153,7 @@ async def test_the_agent_serves_again_in_a_directory_that_was_removed_and_made_a
         before = agent.held()
         await node.kubelet.stop()
         shutil.rmtree(node.paths.device_plugin_path)
-        registrar, names = agent.parts.kubelet.registrar, agent.parts.state.names.names
+        registrar, names = agent.parts.kubelet.registrar, agent.parts.node.names.names
         await poll_until(lambda: not any(map(registrar.is_registered, names)), "nothing registered")
         node.paths.device_plugin_path.mkdir()
         await node.kubelet.start()

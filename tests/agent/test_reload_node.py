@@ -11,7 +11,7 @@ from aiohttp import ClientSession
 
 from gpushare_agent.agent.agent import live
 from gpushare_agent.agent.composition import build
-from gpushare_agent.agent.gpu_side import open_driver
+from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.sandbox.node import EmbeddedNode
@@ -153,8 +153,8 @@ async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_set
         async with asyncio.TaskGroup() as group:
             task = group.create_task(live(second))
             await wait_running(node, "between")
-            (allocation,) = second.state.cache
-            assert len(allocation.ids_of(ResourceKind.VMEMORY)) == 20 and second.state.cache.used_cores() == {
+            (allocation,) = second.cache
+            assert len(allocation.ids_of(ResourceKind.VMEMORY)) == 20 and second.cache.used_cores() == {
                 allocation.gpus[0]: 50
             }
             await wait_until(node, lambda: node.kubelet.capacity()[MEMORY][1] == BLOCKS, "blocks of 512 MiB")

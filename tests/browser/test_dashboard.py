@@ -79,7 +79,7 @@ async def open_scene(*flags: str) -> AsyncIterator[Scene]:
     ):
         shown = ReportedNode(
             node=node,
-            gpus=agent.parts.state.inventory.current.gpus,
+            gpus=agent.parts.gpus.inventory.current.gpus,
             vcore=CORE,
             vmemory=MEMORY,
             memory_block_mib=256,

@@ -7,10 +7,10 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.agent.claim_pods import ClaimPods
+from gpushare_agent.admission.claim_pods import ClaimPods
 from gpushare_agent.agent.composition import build
-from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.isolation.kept import Keeper
 from gpushare_agent.model.allocations import Allocation, ClaimShare, ContainerKey
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, GpuUuid, PodUid, device_id
@@ -104,14 +104,14 @@ async def test_what_hami_core_keeps_ends_where_a_second_container_runs_on_the_cl
     """Of a pod that joined it after it was prepared: no call of the kubelet could refuse that."""
     flags = ["--driver=simulated", "--isolation=hami-core", f"--hami-core.directory={tmp_path}", "--node-name=node"]
     settings = load_settings(flags, {}).settings
-    state = (agent := build(settings, open_driver(settings))).state
+    agent = build(settings, open_driver(settings))
     one = booked(KEY_A, 0)
     assert one.claim is not None
-    state.cache.put(replace(one, claim=replace(one.claim, isolation="hami-core")))
+    agent.cache.put(replace(one, claim=replace(one.claim, isolation="hami-core")))
     keepers = []
     for name in ("one", "two"):
         ids = {"x": name[0].encode().hex()[0] * 64}
-        state.store.upsert(pod(name, using("x", ("g", "a")), claims={"g": "claim-1"}, container_ids=ids))
-        found = agent.isolation.kept(state.cache.view()[KEY_A])
+        agent.cluster.store.upsert(pod(name, using("x", ("g", "a")), claims={"g": "claim-1"}, container_ids=ids))
+        found = agent.isolation.kept(agent.cache.view()[KEY_A])
         keepers.append(found.memory_by if found is not None else None)
     assert keepers == [Keeper.HAMI_CORE, Keeper.NOBODY]

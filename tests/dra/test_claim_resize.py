@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.claim_pods import ClaimPods
 from gpushare_agent.admission.decisions.resize import ResizePolicy
 from gpushare_agent.admission.resize_reports import ResizeReporter
 from gpushare_agent.admission.resizing import ShareResizing
-from gpushare_agent.agent.claim_pods import ClaimPods
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.dra.decisions.booking import allocations_of
 from gpushare_agent.dra.decisions.claim import read_claim

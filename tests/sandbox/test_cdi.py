@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.cli.cdi import cdi_specs
+from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver, requested_names

@@ -10,10 +10,10 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
-from gpushare_agent.agent.gpu_side import open_driver
 from gpushare_agent.agent.values import cdi_specs, resource_names
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.cli.check.local import read_inventory
+from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.device_lists import strategy_warnings
 from gpushare_agent.isolation.driver import limits

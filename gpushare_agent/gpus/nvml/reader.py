@@ -29,10 +29,11 @@ from gpushare_agent.gpus.nvml.mig import (
     read_place,
 )
 from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, FoundGpu, NvmlSession, UnnamedGpu
-from gpushare_agent.gpus.nvml.topology import NvmlTopology, canonical_bus_id, kernel_bus_id, text_of
+from gpushare_agent.gpus.nvml.topology import NvmlTopology, canonical_bus_id, text_of
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import MIB, GpuUuid
+from gpushare_agent.runtime.machine import kernel_bus_id
 
 _PCIE_ROOT = re.compile(r"pci[0-9a-f]{4}:[0-9a-f]{2}")
 _MIG_REASON = (

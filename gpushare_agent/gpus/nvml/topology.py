@@ -38,12 +38,6 @@ def canonical_bus_id(bus_id: str) -> str:
     return f"{domain:0>8}:{rest}"
 
 
-def kernel_bus_id(bus_id: str) -> str:
-    """A canonical bus ID as sysfs names it: a domain of at least four digits, lower case."""
-    domain, _, rest = bus_id.lower().partition(":")
-    return f"{domain.lstrip('0'):0>4}:{rest}"
-
-
 class _GpuLinks(Struct, frozen=True, kw_only=True):
     """Active NVLinks of a GPU: to known ends by bus ID, and how many of them go into an NVSwitch."""
 

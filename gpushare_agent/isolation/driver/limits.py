@@ -20,12 +20,11 @@ from typing import NoReturn, Protocol
 import structlog
 
 from gpushare_agent.isolation.driver.edits import MemoryShare, pod_memory
-from gpushare_agent.isolation.part import MemoryLimiter
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Unavailable
-from gpushare_agent.model.memory_limits import MemoryLimit
+from gpushare_agent.model.memory_limits import MemoryLimit, MemoryLimiter
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_walk import CgroupDir
 from gpushare_agent.runtime.cgroups import Cgroups, CgroupVersion

@@ -10,8 +10,9 @@ from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.driver.edits import MemoryShare, memory_shares
 from gpushare_agent.isolation.driver.limits import DriverLimits, check_driver_limits
 from gpushare_agent.isolation.kept import Circumstances
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, MemoryLimiter, NodeProbe
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe
 from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.settings.settings import Settings

@@ -13,10 +13,11 @@ from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.hami_core.limits import RegionLimits
 from gpushare_agent.isolation.hami_core.region_watch import RegionWatch
 from gpushare_agent.isolation.kept import Circumstances
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, MemoryLimiter, NodeProbe
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe
 from gpushare_agent.isolation.request import HamiCoreConfig
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.settings.settings import Settings
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gpushare_agent.isolation.mps.control import MpsControl
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, MemoryLimiter, NodeProbe
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe
+from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.settings.settings import Settings
 
 

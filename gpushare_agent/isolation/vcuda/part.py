@@ -13,13 +13,14 @@ from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
 from gpushare_agent.isolation.driver_volume.config import driver_volumes
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
 from gpushare_agent.isolation.driver_volume.values import VolumeName
-from gpushare_agent.isolation.part import Check, IsolationHost, IsolationPart, MemoryLimiter, NodeProbe
+from gpushare_agent.isolation.part import Check, IsolationHost, IsolationPart, NodeProbe
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
 from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.isolation.vcuda.virtual_manager import VirtualManager
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.settings.settings import Settings
 

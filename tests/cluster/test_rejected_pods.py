@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.admission.rejected_pods import RejectedPods, plan_deletions
 from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.cluster.rejected_pods import RejectedPods, plan_deletions
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, PodUid
 from gpushare_agent.model.pods import Pod, PodPhase
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
 
@@ -21,6 +21,7 @@ from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 from gpushare_agent.model.pods import Pod, PodPhase, version_number
+from gpushare_agent.node import Metrics
 
 log = structlog.get_logger(__name__)
 
@@ -28,10 +29,6 @@ REPLACING_CONTROLLERS = ("ReplicaSet", "StatefulSet")
 ADMISSION_REASON = "UnexpectedAdmissionError"
 """The kubelet's reason for a pod whose devices it could not get."""
 MINUTE_S = 60.0
-
-
-class CountsDeletions(Protocol):
-    def rejected_pod_deleted(self) -> None: ...
 
 
 class RejectedPods:
@@ -43,7 +40,7 @@ class RejectedPods:
         pods: PodStore,
         resources: Collection[str],
         per_minute: int = 30,
-        metrics: CountsDeletions,
+        metrics: Metrics,
         period_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from gpushare_agent.gpus.nvml.topology import kernel_bus_id
-
 _MAX_BYTES = 256
 
 
@@ -39,3 +37,9 @@ def pci_configuration(bus_id: str, devices: Path = Path("/sys/bus/pci/devices"))
             return file.read(_MAX_BYTES)
     except (OSError, ValueError):
         return None
+
+
+def kernel_bus_id(bus_id: str) -> str:
+    """A canonical bus ID as sysfs names it: a domain of at least four digits, lower case."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return f"{domain.lstrip('0'):0>4}:{rest}"

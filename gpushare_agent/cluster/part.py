@@ -1,8 +1,9 @@
-"""The API server's side: the pods of this node, and everything that is written to pods and to the node's object."""
+"""The API server, for the agent of one node: its pods, and everything that is written to them and to the node's object."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import structlog
 from msgspec import Struct, field
 
-from gpushare_agent.admission.rejected_pods import RejectedPods
-from gpushare_agent.agent.state import NodeState
-from gpushare_agent.agent.views import wanted_allocations, wanted_facts, wanted_of_pod
-from gpushare_agent.cluster.decisions.node_facts import NodeFacts
+from gpushare_agent.cluster.decisions.annotations import pod_annotations
+from gpushare_agent.cluster.decisions.feature_labels import feature_labels
+from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
+from gpushare_agent.cluster.decisions.node_facts import NodeFacts, node_facts
 from gpushare_agent.cluster.events import NodeEvents, PodEvents
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import pods_of_node
@@ -22,12 +23,15 @@ from gpushare_agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACTS, Nod
 from gpushare_agent.cluster.node_pods import NodePods
 from gpushare_agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.cluster.rejected_pods import RejectedPods
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.supervision import Tasks, start_tasks
 from gpushare_agent.kubelet.facts import KubeletFacts
 from gpushare_agent.kubelet.static_pods import StaticPods
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.settings.settings import Settings
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.node import Node
+from gpushare_agent.runtime.machine import machine_name, pci_class, pci_configuration
 
 if TYPE_CHECKING:
     from gpushare_agent.cluster.kube.client import KubeApi
@@ -43,10 +47,10 @@ class _RunsOnApi(Protocol):
     async def run(self, api: Any) -> object: ...
 
 
-class ClusterSide(Struct, frozen=True, kw_only=True):
+class ClusterPart(Struct, frozen=True, kw_only=True):
     """A writer is None where the settings switch it off."""
 
-    settings: Settings
+    node: Node
     store: PodStore
     node_pods: NodePods
     informer: Informer
@@ -58,7 +62,7 @@ class ClusterSide(Struct, frozen=True, kw_only=True):
     node_facts: NodeFieldsWriter[NodeFacts] | None
     node_allocations: NodeFieldsWriter[str] | None
     kubelet_facts: KubeletFacts
-    may_write: asyncio.Event
+    may_write: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once this agent serves: one that waits for another to leave reads only."""
     further: dict[str, _RunsOnApi | None] = field(default_factory=dict)
     """What else writes to the API server, put here by the composition."""
@@ -68,7 +72,7 @@ class ClusterSide(Struct, frozen=True, kw_only=True):
         return {"kubernetes": self._run}
 
     def not_ready(self) -> list[str]:
-        """Why this side is not ready, nothing when it is."""
+        """Why this part is not ready, nothing when it is."""
         return [] if self.store.is_synced else ["the API server has not listed this node's pods yet"]
 
     async def wait_synced(self) -> None:
@@ -106,7 +110,7 @@ class ClusterSide(Struct, frozen=True, kw_only=True):
 
         while True:
             try:
-                return await stack.enter_async_context(open_kube_api(kubeconfig=self.settings.kubeconfig))
+                return await stack.enter_async_context(open_kube_api(kubeconfig=self.node.settings.kubeconfig))
             except Unavailable as e:
                 log.warning("kubernetes_not_ready", error=str(e), retried_in_s=API_RETRY_S)
             await asyncio.sleep(API_RETRY_S)
@@ -116,43 +120,90 @@ def _bound(api: KubeApi, clients: Mapping[str, _RunsOnApi | None]) -> Tasks:
     return {name: partial(client.run, api) for name, client in clients.items() if client is not None}
 
 
-def build_cluster_side(state: NodeState, kubelet_facts: KubeletFacts) -> ClusterSide:
+def build(node: Node, store: PodStore, kubelet_facts: KubeletFacts) -> ClusterPart:
     """Joined, not started."""
-    settings, names, metrics = state.settings, state.names, state.metrics
-    node_name = settings.node_name
-    rejected_pods = node_capacity = node_facts = node_allocations = None
+    settings, names, node_name = node.settings, node.names, node.settings.node_name
+    rejected_pods = node_capacity = node_facts = node_allocations = static_pods = None
     if settings.allocation.cleanup_rejected_pods:
         rejected_pods = RejectedPods(
-            pods=state.store, resources=names.names, per_minute=settings.allocation.cleanup_per_minute, metrics=metrics
+            pods=store, resources=names.names, per_minute=settings.allocation.cleanup_per_minute, metrics=node.metrics
         )
     if settings.gpushare.enabled:
         resource = settings.gpushare.count_resource
         node_capacity = NodeFieldsWriter(
-            CAPACITY, node_name=node_name, wanted=lambda: {resource: len(state.gpus().gpus)}
+            CAPACITY, node_name=node_name, wanted=lambda: {resource: len(node.gpus().gpus)}
         )
     if settings.facts.is_written:
-        node_facts = NodeFieldsWriter(FACTS, node_name=node_name, wanted=lambda: wanted_facts(state))
-        node_allocations = NodeFieldsWriter(ALLOCATIONS, node_name=node_name, wanted=lambda: wanted_allocations(state))
-    static_pods = None
+        node_facts = NodeFieldsWriter(FACTS, node_name=node_name, wanted=partial(_desired_facts, node))
+        node_allocations = NodeFieldsWriter(
+            ALLOCATIONS, node_name=node_name, wanted=partial(_desired_allocations, node)
+        )
     if (kubelet := settings.kubelet).api_address:
         static_pods = StaticPods(
             address=kubelet.api_address, port=kubelet.api_port, ca_file=kubelet.api_ca, node_name=node_name
         )
-    node_pods = NodePods(store=state.store, node_name=node_name, resources=names.names, kubelet=static_pods)
-    return ClusterSide(
-        settings=settings,
-        store=state.store,
+    node_pods = NodePods(store=store, node_name=node_name, resources=names.names, kubelet=static_pods)
+
+    def desired_of_pod(pod: Pod) -> Mapping[str, str]:
+        return pod_annotations(pod, node.cache.view(), node.gpus(), names)
+
+    return ClusterPart(
+        node=node,
+        store=store,
         node_pods=node_pods,
         informer=Informer(
-            kind="pods", watched=pods_of_node(node_name), handler=node_pods, metrics=metrics, backoff=PODS_BACKOFF
+            kind="pods", watched=pods_of_node(node_name), handler=node_pods, metrics=node.metrics, backoff=PODS_BACKOFF
         ),
-        annotations=PodAnnotations(pods=state.store, wanted=partial(wanted_of_pod, state), metrics=metrics),
-        pod_events=PodEvents(node_name, count=metrics.pod_event),
+        annotations=PodAnnotations(pods=store, wanted=desired_of_pod, metrics=node.metrics),
+        pod_events=PodEvents(node_name, count=node.metrics.pod_event),
         node_events=NodeEvents(node_name),
         rejected_pods=rejected_pods,
         node_capacity=node_capacity,
         node_facts=node_facts,
         node_allocations=node_allocations,
         kubelet_facts=kubelet_facts,
-        may_write=asyncio.Event(),
     )
+
+
+def _desired_facts(node: Node) -> NodeFacts | None:
+    """What the node's object should say of its GPUs, now; None until the driver was read once."""
+    inventory = node.inventory
+    if not inventory.is_read:
+        return None
+    return node_facts(
+        node.plugins_gpus(),
+        cordoned=inventory.cordoned.keys(),
+        memory_block_mib=node.names.memory_block_mib,
+        label_prefix=node.settings.facts.label_prefix,
+        node_labels=node.settings.node_labels,
+        features=_features(node),
+        shares_in_mig=node.names.shares_in_mig,
+    )
+
+
+def _features(node: Node) -> Mapping[str, str]:
+    """The labels of GPU Feature Discovery, where the setting asks for them."""
+    nvidia, inventory = node.settings.nvidia, node.inventory.current
+    if not nvidia.labels:
+        return {}
+    physical = [gpu for gpu in (*inventory.gpus, *inventory.divided) if gpu.mig is None]
+    return feature_labels(
+        inventory,
+        served=node.names.nvidia.served if nvidia.enabled else lambda _: None,
+        mig_strategy=nvidia.mig_strategy,
+        machine=machine_name(),
+        pci_classes=[found for gpu in physical if (found := pci_class(gpu.bus_id)) is not None],
+        pci_configurations=[space for gpu in physical if (space := pci_configuration(gpu.bus_id)) is not None],
+        written_at=int(time.time()),
+    )
+
+
+def _desired_allocations(node: Node) -> str | None:
+    """Which pod has what, for the node's object; None until the pods are listed and the GPUs read: a text that leaves out
+    what is allocated would give it away."""
+    gpus = node.gpus().gpus
+    if not node.pods.is_synced or not gpus:
+        return None
+    extras = {kind: node.cache.extras(kind) for kind in node.names.kinds}
+    by_plugins = [allocation for allocation in node.cache if allocation.claim is None]
+    return allocations_annotation(allocations_by_pod(by_plugins, gpus, node.pods.get, node.names, extras))

@@ -1,4 +1,4 @@
-"""The GPUs' side: the inventory with its health rules, what watches it, what remembers it, and the control socket."""
+"""The GPUs for one agent: the inventory with its health rules, what watches it, what remembers it, the control socket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Protocol
 import structlog
 from msgspec import Struct
 
-from gpushare_agent.agent.state import NodeState
 from gpushare_agent.gpus.control_server import ControlServer
 from gpushare_agent.gpus.decisions.health import HealthPolicy
 from gpushare_agent.gpus.inventory import GpuInventoryState
@@ -16,30 +15,29 @@ from gpushare_agent.gpus.simulated.driver import SimulatedDriver
 from gpushare_agent.gpus.state_file import HealthStateFile
 from gpushare_agent.gpus.state_writer import HealthStateWriter
 from gpushare_agent.gpus.watch import GpuDriver, GpuWatch
-from gpushare_agent.isolation.part import MemoryLimiter
 from gpushare_agent.kit.supervision import Tasks
 from gpushare_agent.kubelet.device_table import check_size, check_unit_size
 from gpushare_agent.model.errors import AgentError, Corrupt, StartupError
 from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.node import Node
 from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
 
 
 class NodeDriver(GpuDriver, MemoryLimiter, Protocol):
-    """All that the sides ask of the GPUs' driver. `in_use`, which the sides set, are the GPUs that containers have: a MIG
+    """All that the agent asks of the GPUs' driver. `in_use`, which `build` sets, are the GPUs that containers have: a MIG
     instance of theirs that is removed stays in the inventory."""
 
     in_use: Callable[[], Collection[GpuUuid]]
 
 
-class GpuSide(Struct, frozen=True, kw_only=True):
+class GpusPart(Struct, frozen=True, kw_only=True):
     """`control` is None where the setting names no socket."""
 
-    settings: Settings
-    names: ResourceNames
+    node: Node
     driver: GpuDriver
     inventory: GpuInventoryState
     watch: GpuWatch
@@ -51,7 +49,7 @@ class GpuSide(Struct, frozen=True, kw_only=True):
 
         Raises StartupError: the driver or every GPU cannot be read.
         """
-        must_succeed = self.settings.fail_on_init_error
+        must_succeed = self.node.settings.fail_on_init_error
         try:
             found = await self.driver.read()
         except StartupError:
@@ -74,8 +72,9 @@ class GpuSide(Struct, frozen=True, kw_only=True):
 
     def check_sizes(self, found: GpuInventory) -> None:
         """Raises StartupError: the kubelet cannot receive the lists of these GPUs' devices."""
-        check_size(found, self.names.vmemory, self.names.memory_block_mib)
-        check_unit_size(found, self.names)
+        names = self.node.names
+        check_size(found, names.vmemory, names.memory_block_mib)
+        check_unit_size(found, names)
 
     async def offer(self, found: GpuInventory | None) -> None:
         """What `read` found, after what was remembered of the GPUs: a cordoned one is never offered."""
@@ -92,22 +91,20 @@ class GpuSide(Struct, frozen=True, kw_only=True):
         return {"control socket": self.control.run} if self.control is not None else {}
 
 
-def build_gpu_side(state: NodeState, driver: NodeDriver) -> GpuSide:
+def build(node: Node, inventory: GpuInventoryState, driver: NodeDriver) -> GpusPart:
     """Joined, not started."""
-    settings, inventory = state.settings, state.inventory
-    driver.in_use = lambda: {uuid for allocation in state.cache for uuid in allocation.gpus}
+    health, socket = node.settings.health, node.settings.control.socket
+    driver.in_use = lambda: {uuid for allocation in node.cache for uuid in allocation.gpus}
     watch = GpuWatch(
         driver,
         inventory,
-        period_s=settings.health.check_period_s,
-        event_period_s=settings.health.event_period_s,
-        metrics=state.metrics,
+        period_s=health.check_period_s,
+        event_period_s=health.event_period_s,
+        metrics=node.metrics,
     )
-    state_file, socket = settings.health.state_file, settings.control.socket
-    writer = HealthStateWriter(inventory, HealthStateFile(state_file) if state_file is not None else None)
-    return GpuSide(
-        settings=settings,
-        names=state.names,
+    writer = HealthStateWriter(inventory, HealthStateFile(health.state_file) if health.state_file is not None else None)
+    return GpusPart(
+        node=node,
         driver=driver,
         inventory=inventory,
         watch=watch,
