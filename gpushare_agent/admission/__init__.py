@@ -7,7 +7,6 @@ between the kubelet's calls), `GarbageCollection` (deleted pods whose processes 
 when the pod is unknown: identification.py asks the kubelet (when a List may be sent: kubelet/pod_resources_gate.py) and the
 API server, and refuses in doubt. decisions/ is pure.
 
-Others import: admission, allocation_cache, claim_pods, container_starts, decision_log, decisions.container_edits,
-decisions.ledger, decisions.resize, decisions.reuse, device_tables, garbage_collection, identification, outcomes,
-pending, pod_processes, resize_file, resize_reports, resizing.
+Others import: allocation_cache, claim_pods, decision_log, decisions.container_edits, decisions.ledger, decisions.reuse,
+part, pod_processes.
 """

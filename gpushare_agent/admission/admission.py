@@ -10,6 +10,7 @@ by admission/container_starts.py.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol, cast
@@ -79,7 +80,7 @@ class Admission:
         wait_for_release: Callable[[], Awaitable[bool]],
         prepare_ahead: Callable[[ContainerKey], None] = lambda _: None,
         isolation_unavailable_reason: Callable[[str], str] = lambda _: "",
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._gate = gate
         self._identification = identification

@@ -5,6 +5,7 @@ The kubelet calls it at each start of a container, also long after the admission
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import structlog
@@ -37,7 +38,7 @@ class ContainerStarts:
         records: KubeletCheckpoint,
         prepare: Callable[[Collection[ContainerKey]], Awaitable[Refused | None]],
         observer: OutcomeReporter,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._pods = pods

@@ -13,6 +13,7 @@ more until it ends or the kubelet restarts, so one that agreed with them is aske
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NoReturn, Protocol
@@ -98,7 +99,7 @@ class GarbageCollection:
         names: ResourceNames,
         inventory: Callable[[], GpuInventory],
         kubelet_age_s: Callable[[], float | None],
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
         period_s: float,
         fresh_s: float = FRESH_S,
         on_correction: Callable[[str], None] = lambda kind: None,

@@ -7,6 +7,7 @@ for speed: which listed pods were found to have all that they request.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Protocol
 
@@ -104,7 +105,7 @@ class Identification:
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
         refused: Container[PodUid],
         names: ResourceNames,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
         timeouts: Timeouts,
         on_identified: Callable[[str], None] = lambda method: None,
     ) -> None:

@@ -130,7 +130,7 @@ class ShareResizing:
         file: ResizeFile | None,
         enforcement: Enforcement,
         observer: Observer,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._cache = cache

@@ -1,4 +1,4 @@
-"""The node agent's four sides, joined: the kubelet, the GPUs, the API server, observability (and the isolations in use).
+"""The node agent's parts, joined: each builds itself from the Node, in its own folder.
 
 No loop runs here; agent/agent.py runs them. `_Subscriptions` is the one place that says who hears of what.
 """
@@ -14,16 +14,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from gpushare_agent.admission import part as admission_part
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.claim_pods import ClaimPods
 from gpushare_agent.admission.decision_log import DecisionLog
-from gpushare_agent.agent.isolation_side import IsolationSide, build_isolation_side
-from gpushare_agent.agent.kubelet_build import build_kubelet_facts, build_kubelet_side
-from gpushare_agent.agent.kubelet_side import KubeletSide
+from gpushare_agent.admission.part import AdmissionPart
 from gpushare_agent.agent.node_configuration import ConfigurationWatch, NodeConfiguration
-from gpushare_agent.agent.observability_side import ObservabilitySide, build_observability_side
 from gpushare_agent.agent.share_readiness import ShareReadiness
-from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cluster import part as cluster_part
 from gpushare_agent.cluster.part import ClusterPart
 from gpushare_agent.cluster.pod_store import PodStore
@@ -31,7 +28,10 @@ from gpushare_agent.gpus import part as gpus_part
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.observer import GpuHealthObserver
 from gpushare_agent.gpus.part import GpusPart, NodeDriver
+from gpushare_agent.isolation import isolations
 from gpushare_agent.isolation.cdi.specs import CdiWatch
+from gpushare_agent.isolation.isolations import Isolations
+from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.directories import has_files
 from gpushare_agent.kubelet.device_table import status_bytes
 from gpushare_agent.model.allocations import Allocation
@@ -39,12 +39,14 @@ from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.node import Node
+from gpushare_agent.observability import part as observability_part
 from gpushare_agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.observability.part import ObservabilityPart
 from gpushare_agent.runtime.node_probes import connect_to_socket
 from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from gpushare_agent.agent.dra_side import DraSide
+    from gpushare_agent.dra.part import DraPart
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -57,11 +59,11 @@ class NodeAgent(Struct, frozen=True, kw_only=True):
     cache: AllocationCache
     decisions: DecisionLog
     gpus: GpusPart
-    kubelet: KubeletSide
+    kubelet: AdmissionPart
     cluster: ClusterPart
-    isolation: IsolationSide
-    observability: ObservabilitySide
-    dra: DraSide | None
+    isolation: Isolations
+    observability: ObservabilityPart
+    dra: DraPart | None
     """None where there are no claims."""
     readiness: ShareReadiness
 
@@ -90,7 +92,7 @@ def build(
     request_new_life: Callable[[str], None] = lambda reason: None,
     mig_profiles: Collection[str] = (),
 ) -> NodeAgent:
-    """The sides, joined but not started. They go on with the metrics and the kubelet's queue of an `earlier` life;
+    """The parts, joined but not started. They go on with the metrics and the kubelet's queue of an `earlier` life;
     `take_over` is to follow. `isolation_reason` is why the isolation was chosen, where the setting was auto;
     `mig_profiles` are those of the node's MIG instances, after which resources are named. Raises StartupError."""
     store, cache, inventory = PodStore(), AllocationCache(), GpuInventoryState(gpus_part.health_policy(settings))
@@ -107,13 +109,12 @@ def build(
         claim_pods=ClaimPods(store, cache),
         has_claims=bool(settings.dra.gpus) or has_files(settings.dra.record_directory),
     )
-    facts = build_kubelet_facts(settings)
-    cluster = cluster_part.build(node, store, facts)
-    isolation = build_isolation_side(node, cluster.pod_events.warned, driver)
-    kubelet = build_kubelet_side(
-        node, cache, decisions, facts, cluster, isolation, earlier.kubelet if earlier is not None else None
+    cluster = cluster_part.build(node, store)
+    isolation = isolations.build(node, cluster.pod_events.warned, driver)
+    kubelet = admission_part.build(
+        node, cache, decisions, cluster, isolation, earlier.kubelet if earlier is not None else None
     )
-    dra = _build_dra_side(node, cache, decisions, isolation)
+    dra = _build_dra(node, cache, decisions, isolation)
     cluster.further["dynamic resource allocation"] = dra
     if configuration is not None and settings.node_configuration.directory is not None:
         cluster.further["node configuration"] = ConfigurationWatch(configuration, node, request_new_life)
@@ -133,7 +134,7 @@ def build(
         kubelet=kubelet,
         cluster=cluster,
         isolation=isolation,
-        observability=build_observability_side(node, metrics, cache, decisions, driver, isolation, not_ready),
+        observability=observability_part.build(node, metrics, cache, decisions, driver, isolation, not_ready),
         dra=dra,
         readiness=readiness,
     )
@@ -141,7 +142,7 @@ def build(
     return agent
 
 
-def _readiness(node: Node, isolation: IsolationSide, driver: NodeDriver) -> ShareReadiness:
+def _readiness(node: Node, isolation: Isolations, driver: NodeDriver) -> ShareReadiness:
     return ShareReadiness(
         {
             "kubelet.pod_resources_socket": partial(_connect, node.settings.kubelet.pod_resources_socket),
@@ -173,15 +174,13 @@ async def _look_for_names(watch: CdiWatch | None, node: Node, driver: NodeDriver
     await watch.look(gpus)
 
 
-def _build_dra_side(
-    node: Node, cache: AllocationCache, decisions: DecisionLog, isolation: IsolationSide
-) -> DraSide | None:
+def _build_dra(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation: Isolations) -> DraPart | None:
     """None where there are no claims: the start of an agent without any does not wait for its modules either."""
     if not node.has_claims:
         return None
-    from gpushare_agent.agent.dra_side import build_dra_side
+    from gpushare_agent.dra import part
 
-    return build_dra_side(node, cache, decisions, isolation)
+    return part.build(node, cache, decisions, isolation)
 
 
 class _Subscriptions:

@@ -12,11 +12,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cluster.kube.client import ALL_NODES, UNFINISHED, KubeApi, open_kube_api, pods
 from gpushare_agent.cluster.kube.lists import KubeTimeouts
 from gpushare_agent.cluster.kube.pods import mapping_or_empty, parse_pod
 from gpushare_agent.cluster.kube.quantities import whole_number
+from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod

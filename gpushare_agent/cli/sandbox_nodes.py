@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from msgspec import Struct
 
-from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cli.agent_client import local_url
 from gpushare_agent.cli.command_line import runnable
 from gpushare_agent.cli.sandbox_extender import free_port
@@ -22,6 +21,7 @@ from gpushare_agent.gpus.part import NodeDriver, health_policy, open_driver
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.isolation.mps.edits import ISOLATION as MPS
 from gpushare_agent.isolation.part import build_probes
+from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.model.isolation import isolation_parts

@@ -10,12 +10,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cli.command_line import add_output
 from gpushare_agent.cli.progress import progress
 from gpushare_agent.cli.render_simulation import tables
 from gpushare_agent.cli.render_text import print_as
 from gpushare_agent.extender.values import ClusterPolicy
+from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.settings import Settings, SettingsError
 from gpushare_agent.simulation import plot

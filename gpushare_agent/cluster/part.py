@@ -27,6 +27,7 @@ from gpushare_agent.cluster.rejected_pods import RejectedPods
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.supervision import Tasks, start_tasks
 from gpushare_agent.kubelet.facts import KubeletFacts
+from gpushare_agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.kubelet.static_pods import StaticPods
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.pods import Pod
@@ -120,7 +121,7 @@ def _bound(api: KubeApi, clients: Mapping[str, _RunsOnApi | None]) -> Tasks:
     return {name: partial(client.run, api) for name, client in clients.items() if client is not None}
 
 
-def build(node: Node, store: PodStore, kubelet_facts: KubeletFacts) -> ClusterPart:
+def build(node: Node, store: PodStore) -> ClusterPart:
     """Joined, not started."""
     settings, names, node_name = node.settings, node.names, node.settings.node_name
     rejected_pods = node_capacity = node_facts = node_allocations = static_pods = None
@@ -138,7 +139,8 @@ def build(node: Node, store: PodStore, kubelet_facts: KubeletFacts) -> ClusterPa
         node_allocations = NodeFieldsWriter(
             ALLOCATIONS, node_name=node_name, wanted=partial(_desired_allocations, node)
         )
-    if (kubelet := settings.kubelet).api_address:
+    kubelet = settings.kubelet
+    if kubelet.api_address:
         static_pods = StaticPods(
             address=kubelet.api_address, port=kubelet.api_port, ca_file=kubelet.api_ca, node_name=node_name
         )
@@ -161,7 +163,11 @@ def build(node: Node, store: PodStore, kubelet_facts: KubeletFacts) -> ClusterPa
         node_capacity=node_capacity,
         node_facts=node_facts,
         node_allocations=node_allocations,
-        kubelet_facts=kubelet_facts,
+        kubelet_facts=KubeletFacts(
+            node_name=node_name,
+            kubelet_socket=kubelet.device_plugin_path / KUBELET_SOCKET,
+            allow_unsupported=kubelet.allow_unsupported,
+        ),
     )
 
 

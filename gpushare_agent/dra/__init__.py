@@ -7,6 +7,5 @@ claims.
 State owned: `Claims` (prepared claims, their record on the disk, their part of the ledger), `SlicePublisher` (the slice).
 Called by: agent. Open first: claims.py.
 
-Others import: claim_files, claims, decisions.claim, decisions.devices, outcomes, plugin, registration, slices,
-stale_claims, wake_pods.
+Others import: decisions.claim, decisions.devices, part.
 """

@@ -11,6 +11,7 @@ allocation cache.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -66,7 +67,7 @@ class Claims:
         prepare_host: Callable[[Collection[ContainerKey], str], Awaitable[Refused | None]],
         unavailable_reason: Callable[[str], str],
         outcomes: ClaimOutcomes,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
         wait_s: float,
         pods_timeout_s: float = 2.0,
     ) -> None:

@@ -22,7 +22,6 @@ import structlog
 from msgspec import Struct
 from pydantic import ValidationError
 
-from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cluster.events import EventRecorder
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import ALL_NODES
@@ -46,6 +45,7 @@ from gpushare_agent.extender.quota_watch import QuotaFeed
 from gpushare_agent.extender.tls import Tls
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.extender.verbs import Extender
+from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.process import sd_notify
 from gpushare_agent.kit.supervision import forever, stop_task, wait_for
 from gpushare_agent.model.errors import StartupError, Unavailable

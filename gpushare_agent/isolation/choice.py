@@ -6,15 +6,20 @@ more of them where programs trust each other, vcuda those up to CUDA 11.5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 
 from msgspec import Struct, field
 
 from gpushare_agent.isolation.hami_core.edits import hides_compute
+from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import KernelModule
+from gpushare_agent.model.names import ISOLATION_ANNOTATION
 
 _HAMI_CORE, _MPS, _VCUDA, _DRIVER = "hami-core", "mps", "vcuda", "driver"
 _COMBINED = {_HAMI_CORE: "hami-core+driver", _MPS: "mps+driver"}
+
+
+_SHOWN_CHARS = 40
 
 
 class NodeFindings(Struct, frozen=True, kw_only=True):
@@ -77,3 +82,20 @@ def _base(found: NodeFindings) -> Choice:
     if not problems[_DRIVER] and found.sets_driver_limits:
         return Choice(isolation=_DRIVER, reason=f"the driver limits memory, nothing here limits compute, and {why_not}")
     return Choice(isolation=_HAMI_CORE, reason=f"no isolation can be had, so its shares are refused: {why_not}")
+
+
+def choose_isolation(annotations: Mapping[str, str], node: str, allowed: Collection[str]) -> str | Refused:
+    """An annotation selects only among the isolations that the node's settings allow. Any other value is refused, not
+    ignored: the pod was written for another isolation."""
+    text = annotations.get(ISOLATION_ANNOTATION)
+    if text is None:
+        return node
+    known = sorted({node, *allowed})
+    if text in known:
+        return text
+    shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"the annotation {ISOLATION_ANNOTATION} is {shown!r}, but this node allows {', '.join(known)}. Name one of"
+        f" these, leave the annotation out for {node}, or have the setting isolations_allowed changed.",
+    )

@@ -125,3 +125,11 @@ def with_memory_of(kept: Kept, limit: Kept) -> Kept:
 
 def _who(keeper: Keeper) -> str:
     return "no one else, for the GPU is its own" if keeper is Keeper.WHOLE_GPU else keeper.value
+
+
+class IsolationFacts(Struct, frozen=True, kw_only=True):
+    """An isolation in use: why its shares cannot be had now (empty where they can), and what of a share is kept."""
+
+    name: str
+    unavailable_reason: str
+    kept: Kept

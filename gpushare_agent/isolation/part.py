@@ -1,7 +1,7 @@
 """What an isolation in use does on a node besides its edits, as one value, and what its services are made from.
 
 A package with something on the host has a module `part` with `build(host) -> IsolationPart`; the agent joins what it finds
-there (agent/isolation_side.py) and names no isolation. One that the setting `auto` may choose, or that needs what a sandbox
+there (isolations.py) and names no isolation. One that the setting `auto` may choose, or that needs what a sandbox
 does not bring, has there `probe(settings, driver) -> NodeProbe` too.
 """
 

@@ -17,6 +17,7 @@ last call ended.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
@@ -37,18 +38,16 @@ class PodResourcesGate:
         self,
         lister: Lister,
         *,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
         quiet_s: float = 0.1,
         list_timeout_s: float = 2.0,
         on_list: Callable[[str], None] = lambda purpose: None,
-        on_overlap: Callable[[], None] = lambda: None,
     ) -> None:
         self._lister = lister
         self._clock = clock
         self._quiet_s = quiet_s
         self._list_timeout_s = list_timeout_s
         self._on_list = on_list
-        self._on_overlap = on_overlap
         self._preferring = 0
         self._allocating = 0
         self._listing = 0
@@ -78,7 +77,7 @@ class PodResourcesGate:
         """The time of one Allocate."""
         self._allocating += 1
         if self._listing:
-            self._on_overlap()
+            self._on_list("overlapped")
         try:
             yield
         finally:

@@ -6,7 +6,5 @@ and subscribes all of it; `cli` uses the inspection, `extender` the answers.
 Open first: node_snapshot.py (what is shown), then http/server.py (where). /metrics has gpu-manager's four series from
 metrics/containers.py (`_requested`, `_used_as_gpu_manager_shows_it`); docs/reference/formats.md, section 8.
 
-Others import: display, gpu_summaries, http.answers, http.debug_guard, http.debug_pages, http.debug_server,
-http.node_api, http.page, http.server, inspection, metrics.agent, metrics.node, metrics.text, node_snapshot, snapshot_cache,
-usage_history, usage_sampling.
+Others import: gpu_summaries, http.answers, http.debug_guard, http.page, inspection, metrics.agent, node_snapshot, part.
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS, Kept
+from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS, IsolationFacts, Kept
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory, MigPlace
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
@@ -56,14 +56,6 @@ class ContainerFacts(Struct, frozen=True, kw_only=True):
             return gpu.memory_mib * MIB
         part = self.allocation.parts.get(gpu.uuid)
         return self.memory_bytes if part is None else int(part * gpu.memory_mib) * MIB
-
-
-class IsolationFacts(Struct, frozen=True, kw_only=True):
-    """An isolation in use: why its shares cannot be had now (empty where they can), and what of a share is kept."""
-
-    name: str
-    unavailable_reason: str
-    kept: Kept
 
 
 class AgentFacts(Struct, frozen=True, kw_only=True):

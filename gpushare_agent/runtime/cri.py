@@ -26,9 +26,10 @@ from msgspec import Struct
 
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.kit.wire_scan import MalformedMessageError
-from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
+from gpushare_agent.settings.settings import Settings
 from gpushare_agent.wire.runtime import v1
 
 log = structlog.get_logger(__name__)
@@ -264,3 +265,11 @@ async def open_runtime(
         yield client
     finally:
         client.close()
+
+
+def runtime_client(settings: Settings) -> RuntimeClient:
+    try:
+        endpoints = runtime_endpoints(settings.runtime.endpoint, RUNTIME_SOCKETS)
+    except Rejected as e:
+        raise StartupError(str(e)) from e
+    return RuntimeClient(endpoints, timeout_s=settings.runtime.request_timeout_s)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import structlog
 
-from gpushare_agent.admission.decisions.container_edits import choose_isolation
 from gpushare_agent.gpus.simulated.usage import RehearsedProcess, encode_usage
 from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.isolation.choice import choose_isolation
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MIB

@@ -6,11 +6,12 @@ Source of the names: docs/reference/formats.md, section 1.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, field
 
 from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest
+from gpushare_agent.isolation.choice import choose_isolation
 from gpushare_agent.isolation.device_lists import DeviceListRequest, NodeDevices, device_edits
 from gpushare_agent.isolation.shares import core_limit
 from gpushare_agent.model.allocations import ContainerEdits, merged
@@ -24,14 +25,11 @@ from gpushare_agent.model.names import (
     ENV_GPUSHARE_GPU,
     ENV_GPUSHARE_INDEX,
     ENV_GPUSHARE_POD,
-    ISOLATION_ANNOTATION,
     MIB,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.units import GpuUnits, cores_of_part
-
-_SHOWN_CHARS = 40
 
 
 class EditPolicy(Struct, frozen=True, kw_only=True):
@@ -122,23 +120,6 @@ def _shares(gpus: Sequence[Gpu], cores: int, memory_mib: int, *, is_whole: bool)
     if is_whole:
         return tuple(GpuShare(gpu=gpu, cores=CORES_PER_GPU, memory_mib=0, is_whole=True) for gpu in gpus)
     return tuple(GpuShare(gpu=gpu, cores=cores, memory_mib=memory_mib) for gpu in gpus)
-
-
-def choose_isolation(annotations: Mapping[str, str], node: str, allowed: Collection[str]) -> str | Refused:
-    """An annotation selects only among the isolations that the node's settings allow. Any other value is refused, not
-    ignored: the pod was written for another isolation."""
-    text = annotations.get(ISOLATION_ANNOTATION)
-    if text is None:
-        return node
-    known = sorted({node, *allowed})
-    if text in known:
-        return text
-    shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
-    return Refused(
-        reason=RefusalReason.INVALID_REQUEST,
-        detail=f"the annotation {ISOLATION_ANNOTATION} is {shown!r}, but this node allows {', '.join(known)}. Name one of"
-        f" these, leave the annotation out for {node}, or have the setting isolations_allowed changed.",
-    )
 
 
 def _without_gpus(pod: Pod, container: ContainerSpec) -> Refused:

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpushare_agent.agent.values import resource_names
 from gpushare_agent.cli.check.finding import Finding, Level, error, ok, warning
 from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.isolation import isolations_in_use
+from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.bounded_grpc import ServerLimits
 from gpushare_agent.kit.process import read_open_files_limit
 from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES

@@ -10,11 +10,11 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
-from gpushare_agent.agent.values import cdi_specs, resource_names
 from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.cli.check.local import read_inventory
 from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.isolation.cdi.specs import cdi_specs
 from gpushare_agent.isolation.device_lists import strategy_warnings
 from gpushare_agent.isolation.driver import limits
 from gpushare_agent.isolation.driver_volume.elf import read_interface
@@ -22,6 +22,7 @@ from gpushare_agent.isolation.hami_core.edits import lifts_cores
 from gpushare_agent.isolation.hami_core.part import hami_core_config, hami_core_files
 from gpushare_agent.isolation.kept import Circumstances, NotKept
 from gpushare_agent.isolation.mps.part import mps_control
+from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kubelet.device_table import MAX_STATUS_BYTES, check_size, check_unit_size, status_bytes
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 from gpushare_agent.model.isolation import DeviceListStrategy

@@ -11,12 +11,23 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 from msgspec import Struct
 
-from gpushare_agent.isolation.cdi.own_spec import SpecNodes, build_spec, encode_spec, gpus_to_name, naming
+from gpushare_agent.isolation.cdi.files import CdiFiles
+from gpushare_agent.isolation.cdi.own_spec import (
+    SPEC_CONTROL_NODES,
+    SpecNodes,
+    build_spec,
+    encode_spec,
+    gpus_to_name,
+    naming,
+)
+from gpushare_agent.isolation.device_lists import CONTROL_NODES
+from gpushare_agent.isolation.driver_volume.config import untouched_driver_directory
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import wait_for
@@ -24,6 +35,7 @@ from gpushare_agent.model.cdi import SpecFile
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.runtime.node_probes import require_writable
+from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
     from gpushare_agent.isolation.cdi.files import CdiFiles  # it imports yaml, which is slow
@@ -186,3 +198,26 @@ class CdiWatch:
             await wait_for(self._has_changed, self._period_s)
             self._has_changed.clear()
             await self.check()
+
+
+def cdi_specs(settings: Settings) -> CdiSpecs:
+    """The keeper of the node's names, as the settings say.
+
+    Raises:
+        StartupError: volume.conf is wrong.
+    """
+    is_real = settings.driver == "nvml"
+    directory = untouched_driver_directory(settings)
+    control = SPEC_CONTROL_NODES if is_real else CONTROL_NODES
+
+    def nodes() -> SpecNodes:
+        absent = [path for path in control if is_real and not Path(path).exists()]
+        has_directory = directory is not None and directory.is_dir()
+        return SpecNodes(
+            control=tuple(path for path in control if path not in absent),
+            has_gpu_nodes=is_real or settings.simulated.device_nodes,
+            driver_directory=directory if has_directory else None,
+            absent=(*absent, *([str(directory)] if directory is not None and not has_directory else [])),
+        )
+
+    return CdiSpecs(CdiFiles(settings.cdi.spec_directories), kind=settings.cdi.kind, nodes=nodes)

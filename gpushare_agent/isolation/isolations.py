@@ -8,18 +8,16 @@ from functools import partial
 import structlog
 from msgspec import Struct
 
-from gpushare_agent.admission.decisions.container_edits import choose_isolation
-from gpushare_agent.agent.share_readiness import Look
-from gpushare_agent.agent.values import cdi_specs, runtime_client
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.availability import AvailabilityWatch
-from gpushare_agent.isolation.cdi.specs import CdiWatch
+from gpushare_agent.isolation.cdi.specs import CdiWatch, cdi_specs
+from gpushare_agent.isolation.choice import choose_isolation
 from gpushare_agent.isolation.device_lists import strategy_warnings
 from gpushare_agent.isolation.driver_volume.config import driver_volumes
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.enforcement import ShareEnforcement
-from gpushare_agent.isolation.kept import Circumstances, Kept
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, build_part
+from gpushare_agent.isolation.kept import Circumstances, IsolationFacts, Kept
+from gpushare_agent.isolation.part import Check, IsolationHost, IsolationPart, build_part
 from gpushare_agent.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Refused
@@ -28,21 +26,19 @@ from gpushare_agent.model.isolation import DeviceListStrategy, Sharing, isolatio
 from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec, Pod
-from gpushare_agent.node import ClaimPods, Node
-from gpushare_agent.observability.node_snapshot import IsolationFacts
+from gpushare_agent.node import Node
 from gpushare_agent.runtime.cgroups import Cgroups
-from gpushare_agent.runtime.cri import RuntimeClient
+from gpushare_agent.runtime.cri import RuntimeClient, runtime_client
 from gpushare_agent.runtime.kernel_module import read_kernel_module
 from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
 
 
-class IsolationSide(Struct, frozen=True, kw_only=True):
+class Isolations(Struct, frozen=True, kw_only=True):
     """`cdi_watch` is None where nothing on this node needs it."""
 
-    settings: Settings
-    store: ClaimPods
+    node: Node
     runtime: RuntimeClient
     volumes: Mapping[VolumeName, DriverVolume]
     kernel_module: KernelModule | None
@@ -68,7 +64,7 @@ class IsolationSide(Struct, frozen=True, kw_only=True):
         watches: dict[str, Runs | None] = {f"isolation {name}": watch for name, watch in self.watches.items()}
         return bodies(services | watches)
 
-    def looks(self) -> Mapping[str, Look]:
+    def looks(self) -> Mapping[str, Check]:
         """What the isolations in use need on this node, by name."""
         return {f"isolation {name}": watch.look for name, watch in self.watches.items()}
 
@@ -80,7 +76,7 @@ class IsolationSide(Struct, frozen=True, kw_only=True):
 
     def _log_device_lists(self) -> None:
         """What of the device lists contradicts itself or does nothing, once, in the log."""
-        settings = self.settings
+        settings = self.node.settings
         has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
         mounts_driver = ISOLATIONS[settings.isolation].mounts_driver and bool(self.volumes)
         strategies = settings.device_list_strategy
@@ -110,14 +106,14 @@ class IsolationSide(Struct, frozen=True, kw_only=True):
         return any(part is not None and part.prepare is not None for part in found)
 
     def _needs(self, key: ContainerKey, part: str) -> bool:
-        pod = self.store.get(key.pod_uid)
-        chosen = _chosen(self.settings, pod.annotations if pod is not None else {})
+        pod = self.node.claim_pods.get(key.pod_uid)
+        chosen = _chosen(self.node.settings, pod.annotations if pod is not None else {})
         return chosen is not None and part in isolation_parts(chosen)
 
     def chosen(self, uid: PodUid) -> str | None:
         """The pod's isolation; None where the pod is not known, or its annotation names none that the node allows."""
-        pod = self.store.get(uid)
-        return _chosen(self.settings, pod.annotations) if pod is not None else None
+        pod = self.node.claim_pods.get(uid)
+        return _chosen(self.node.settings, pod.annotations) if pod is not None else None
 
     def isolation_of(self, allocation: Allocation) -> str | None:
         """The pod's; of replicas of GPUs under NVIDIA's names by what limits those."""
@@ -129,7 +125,7 @@ class IsolationSide(Struct, frozen=True, kw_only=True):
         chosen = self.isolation_of(allocation)
         if chosen is None:
             return None
-        pod = self.store.get(allocation.key.pod_uid)
+        pod = self.node.claim_pods.get(allocation.key.pod_uid)
         container = pod.container(allocation.key.container) if pod is not None else None
         found = self._circumstances(chosen, allocation, container)
         return ISOLATIONS[chosen].kept(found, is_whole=allocation.is_whole)
@@ -156,7 +152,7 @@ class IsolationSide(Struct, frozen=True, kw_only=True):
                 unavailable_reason=self.unavailable_reason(name),
                 kept=ISOLATIONS[name].kept(self._circumstances(name)),
             )
-            for name in sorted(self.settings.isolations_in_use)
+            for name in sorted(self.node.settings.isolations_in_use)
         )
 
     def changed(self) -> None:
@@ -180,24 +176,24 @@ class IsolationSide(Struct, frozen=True, kw_only=True):
 
     def enforcement(self) -> ShareEnforcement:
         """Of live resizes."""
-        return ShareEnforcement(chosen=lambda pod: _chosen(self.settings, pod.annotations), parts=self.parts)
+        return ShareEnforcement(chosen=lambda pod: _chosen(self.node.settings, pod.annotations), parts=self.parts)
 
     def has_no_shares(self) -> bool:
         """Where no isolation can be had the kubelet sees no memory; else admission refuses the shares whom it concerns. An
         agent that registers before it has checked holds the kubelet's calls until then."""
         is_checked = all(watch.is_checked for watch in self.watches.values())
-        return is_checked and all(self.unavailable_reason(name) for name in self.settings.isolations_in_use)
+        return is_checked and all(self.unavailable_reason(name) for name in self.node.settings.isolations_in_use)
 
     def has_no_replicas(self) -> bool:
         """What limits replicas under NVIDIA's names cannot be had."""
-        sharing = self.settings.nvidia.sharing
+        sharing = self.node.settings.nvidia.sharing
         if sharing is Sharing.SHARES:
             return self.has_no_shares()
         watch = self.watches.get(sharing.isolation)
         return watch is not None and watch.is_checked and bool(watch.unavailable_reason)
 
 
-def build_isolation_side(node: Node, warn: Callable[[Pod, str, str], None], driver: MemoryLimiter) -> IsolationSide:
+def build(node: Node, warn: Callable[[Pod, str, str], None], driver: MemoryLimiter) -> Isolations:
     """Joined, not started. Raises StartupError for settings that contradict each other."""
     settings = node.settings
     runtime, volumes = runtime_client(settings), driver_volumes(settings)
@@ -228,9 +224,8 @@ def build_isolation_side(node: Node, warn: Callable[[Pod, str, str], None], driv
     for name, watch in watches.items():
         if (show := parts[name].show_availability) is not None:
             show(watch.is_available)
-    return IsolationSide(
-        settings=settings,
-        store=node.claim_pods,
+    return Isolations(
+        node=node,
         runtime=runtime,
         volumes=volumes,
         kernel_module=module,

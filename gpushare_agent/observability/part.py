@@ -1,4 +1,4 @@
-"""The observability side: usage, the one snapshot of the node, and everything that shows it."""
+"""What shows one agent: usage, the one snapshot of the node, and everything that shows it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from msgspec import Struct
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decision_log import DecisionLog
-from gpushare_agent.agent.isolation_side import IsolationSide
-from gpushare_agent.agent.views import ContainerViews, node_snapshot
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.isolation.container_ids import ContainerIds
+from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.node import Node
 from gpushare_agent.observability.display import DisplayServer
@@ -27,11 +26,12 @@ from gpushare_agent.observability.metrics.text import NodePage
 from gpushare_agent.observability.snapshot_cache import MAX_AGE_S, SnapshotCache
 from gpushare_agent.observability.usage_history import UsageHistory
 from gpushare_agent.observability.usage_sampling import UsageSampling
+from gpushare_agent.observability.views import ContainerViews, node_snapshot
 from gpushare_agent.runtime.process_owners import ProcessOwners
 from gpushare_agent.settings.settings import Settings
 
 
-class ObservabilitySide(Struct, frozen=True, kw_only=True):
+class ObservabilityPart(Struct, frozen=True, kw_only=True):
     """`display` and `debug` are None where the settings switch them off."""
 
     usage: UsageSampling
@@ -59,15 +59,15 @@ class ObservabilitySide(Struct, frozen=True, kw_only=True):
         self.metrics_page.expire()
 
 
-def build_observability_side(
+def build(
     node: Node,
     metrics: AgentMetrics,
     cache: AllocationCache,
     decisions: DecisionLog,
     driver: GpuDriver,
-    isolation: IsolationSide,
+    isolation: Isolations,
     not_ready: Callable[[], Sequence[str]],
-) -> ObservabilitySide:
+) -> ObservabilityPart:
     """Joined, not started. Raises StartupError where other hosts could read the debug pages without a token."""
     settings = node.settings
     usage = UsageSampling(
@@ -101,7 +101,7 @@ def build_observability_side(
         kept_decisions=settings.decisions.kept,
     )
     socket = settings.display.socket
-    return ObservabilitySide(
+    return ObservabilityPart(
         usage=usage,
         usage_history=history,
         snapshots=snapshots,

@@ -1,10 +1,9 @@
-"""The side of Dynamic Resource Allocation: the driver's sockets, the claims, the slice."""
+"""Dynamic Resource Allocation for one agent: the driver's sockets, the claims, the slice."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
@@ -15,9 +14,8 @@ from msgspec import Struct
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decision_log import DecisionLog
+from gpushare_agent.admission.part import edit_policy
 from gpushare_agent.admission.pod_processes import PodProcesses
-from gpushare_agent.agent.isolation_side import IsolationSide
-from gpushare_agent.agent.values import edit_policy
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import KubeApi, slices_of_node
 from gpushare_agent.dra.claim_files import ClaimFiles
@@ -31,6 +29,7 @@ from gpushare_agent.dra.slices import SlicePublisher
 from gpushare_agent.dra.stale_claims import StaleClaims
 from gpushare_agent.dra.wake_pods import PodWaker
 from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import Tasks, start_tasks
@@ -46,7 +45,7 @@ log = structlog.get_logger(__name__)
 LEAVE_S = 5.0
 
 
-class DraSide(Struct, frozen=True, kw_only=True):
+class DraPart(Struct, frozen=True, kw_only=True):
     settings: Settings
     claims: Claims
     ready: asyncio.Event
@@ -143,7 +142,7 @@ class _MyGpus:
         return [gpu for gpu in gpus if gpu.uuid in claimable]
 
 
-def build_dra_side(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation: IsolationSide) -> DraSide:
+def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation: Isolations) -> DraPart:
     """Joined, not started."""
     settings = node.settings
     pool, ready, instance = settings.node_name, asyncio.Event(), secrets.token_hex(4)
@@ -166,7 +165,6 @@ def build_dra_side(node: Node, cache: AllocationCache, decisions: DecisionLog, i
         prepare_host=prepare_host,
         unavailable_reason=isolation.unavailable_reason,
         outcomes=ClaimOutcomes(metrics=node.metrics, decisions=decisions, inventory=node.gpus, pods=node.pods.pods),
-        clock=time.monotonic,
         wait_s=settings.dra.prepare_wait_s,
     )
     waker = None
@@ -178,7 +176,7 @@ def build_dra_side(node: Node, cache: AllocationCache, decisions: DecisionLog, i
         node_name=pool,
         wanted=lambda: _devices(node, cache, isolation, mine.now()) if ready.is_set() else None,
     )
-    return DraSide(
+    return DraPart(
         settings=settings,
         claims=claims,
         ready=ready,
@@ -204,9 +202,7 @@ def build_dra_side(node: Node, cache: AllocationCache, decisions: DecisionLog, i
     )
 
 
-def _devices(
-    node: Node, cache: AllocationCache, isolation: IsolationSide, gpus: list[Gpu]
-) -> list[dict[str, Any]] | None:
+def _devices(node: Node, cache: AllocationCache, isolation: Isolations, gpus: list[Gpu]) -> list[dict[str, Any]] | None:
     """None until the driver was read once."""
     if not node.inventory.is_read:
         return None

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gpushare_agent import __version__
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.agent.isolation_side import IsolationSide
+from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu
@@ -25,7 +25,7 @@ class ContainerViews:
     """The facts of each container, made anew where its allocation, its pod, a GPU or its limit has changed: between two
     rounds of sampling hardly any has."""
 
-    def __init__(self, node: Node, isolation: IsolationSide) -> None:
+    def __init__(self, node: Node, isolation: Isolations) -> None:
         self._node = node
         self._isolation = isolation
         self._known: dict[ContainerKey, tuple[tuple[object, ...], ContainerFacts]] = {}
@@ -50,7 +50,7 @@ class ContainerViews:
 def node_snapshot(
     node: Node,
     cache: AllocationCache,
-    isolation: IsolationSide,
+    isolation: Isolations,
     containers: ContainerViews,
     usage: UsageRound | None,
     *,
@@ -111,7 +111,7 @@ def _memory_allocated(node: Node, cache: AllocationCache) -> dict[GpuUuid, int]:
 
 
 def _container(
-    node: Node, isolation: IsolationSide, allocation: Allocation, pod: Pod | None, gpus: Mapping[GpuUuid, Gpu]
+    node: Node, isolation: Isolations, allocation: Allocation, pod: Pod | None, gpus: Mapping[GpuUuid, Gpu]
 ) -> ContainerFacts:
     annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
     share = share_limits(allocation, annotations, gpus, node.names)

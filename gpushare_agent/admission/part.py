@@ -1,0 +1,457 @@
+"""The kubelet's side: device-plugin servers and registration, admission with its ledger, and what admissions prepare."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+
+import structlog
+from msgspec import Struct
+from msgspec.structs import replace
+
+from gpushare_agent.admission.admission import Admission
+from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.container_starts import ContainerStarts
+from gpushare_agent.admission.decision_log import DecisionLog
+from gpushare_agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.admission.decisions.resize import ResizePolicy
+from gpushare_agent.admission.device_tables import DeviceTables
+from gpushare_agent.admission.garbage_collection import GarbageCollection
+from gpushare_agent.admission.identification import Identification, Timeouts
+from gpushare_agent.admission.outcomes import OutcomeReporter
+from gpushare_agent.admission.pending import RefusedPods
+from gpushare_agent.admission.pod_processes import PodProcesses
+from gpushare_agent.admission.resize_file import ResizeFile
+from gpushare_agent.admission.resize_reports import ResizeReporter
+from gpushare_agent.admission.resizing import ShareResizing
+from gpushare_agent.cluster.part import ClusterPart
+from gpushare_agent.isolation import IsolationConfig, MpsConfig
+from gpushare_agent.isolation.device_lists import CONTROL_NODES, NodeDevices
+from gpushare_agent.isolation.device_nodes import ControlNodes, read_extra_devices
+from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
+from gpushare_agent.isolation.hami_core.part import hami_core_config
+from gpushare_agent.isolation.isolations import Isolations
+from gpushare_agent.kit.supervision import Tasks, wait_for
+from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
+from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_plugin import DevicePlugin
+from gpushare_agent.kubelet.facts import KubeletFacts
+from gpushare_agent.kubelet.handover import (
+    LOCK_POLL_S,
+    TAKE,
+    WAIT,
+    Handover,
+    QueuedCalls,
+    ServingLock,
+    StaleSockets,
+    ask_for_handover,
+    instance_socket_name,
+)
+from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
+from gpushare_agent.kubelet.pod_resources import PodResourcesClient
+from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
+from gpushare_agent.kubelet.registration import Registrar
+from gpushare_agent.kubelet.registration_client import register
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.gpus import KernelModule
+from gpushare_agent.model.names import GPU_MEM_SOCKET, GPU_SOCKET, VCORE_SOCKET, VMEMORY_SOCKET
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.node import Node
+from gpushare_agent.settings.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+REGISTER_FIRST_S = 1.0
+"""How long the slow libraries wait for the first registration: a kubelet that is down must not keep the rest away."""
+PAUSE_WAIT_S = 10.0
+"""How long a reload waits for a moment between two admissions. Only PreStartContainer waits meanwhile; it has 20 s."""
+HANDOVER_WAIT_S = 90.0
+"""How long an agent waits for a moment between two admissions before it hands over: a burst of 100 pods takes the kubelet
+30 s, 46 s on a busy machine. terminationGracePeriodSeconds of manifests/base is a little longer."""
+QUIET_POLL_S = 0.02
+ASK_S = 100.0
+"""How long one request for the handover may take; then the GPUs are read again and it is repeated."""
+TAKE_OVER_S = 15.0
+"""The agent that has handed over ends within seconds; a call of the kubelet may wait for five."""
+
+
+class AdmissionPart(Struct, kw_only=True):
+    node: Node
+    cache: AllocationCache
+    gate: PodResourcesGate
+    pod_resources: PodResourcesClient
+    facts: KubeletFacts
+    admission: Admission
+    garbage: GarbageCollection
+    resizing: ShareResizing
+    refused_pods: RefusedPods
+    tables: DeviceTables
+    registrar: Registrar
+    first_registration: FirstRegistration
+    lock: ServingLock
+    handover: Handover
+    calls: QueuedCalls
+    starts: ContainerStarts
+    stands_by: bool = False
+    """Another agent serves, and this one waits until it leaves: nothing is wrong with it."""
+    has_recovered: bool = False
+    """This life answers the kubelet, or did."""
+    is_next_life: bool = False
+    """It goes on with what another life serves to the kubelet."""
+
+    def go_on_from(self, earlier: AdmissionPart) -> None:
+        """Go on with what an earlier life kept: with its lock, its sockets, and the kubelet's calls that wait there."""
+        self.registrar.take_over(earlier.registrar)
+        self.registrar.is_kept = True  # until this life answers: one that fails before leaves them to the next
+        if self.node.settings.kubelet.device_plugin_path == earlier.node.settings.kubelet.device_plugin_path:
+            self.lock = earlier.lock
+        else:
+            earlier.lock.release()
+        self.facts.take_over(earlier.facts)
+        self.refused_pods.take_over(earlier.refused_pods)
+        self.is_next_life = True
+
+    async def recover(self) -> None:
+        """The ledger, from the kubelet's records. From then on this life answers the kubelet."""
+        resized = await self.resizing.load()
+        containers = await self.garbage.recover()
+        self.resizing.restore(resized)
+        self.tables.refresh()
+        self.registrar.renew()
+        self.calls.open(self.admission, self.starts.pre_start)
+        self.registrar.is_kept, self.has_recovered = False, True
+        for resource in filter(self.registrar.is_registered, self.node.names.names):
+            self.first_registration.registered(resource)
+        log.info("allocations_recovered", containers=containers)
+
+    async def end(self) -> None:
+        """Ends the service to the kubelet. Of a life whose sockets another one has taken over none is left."""
+        await self.registrar.close()
+        self.lock.release()
+
+    async def follow(self, *, is_newcomer: bool) -> bool:
+        """One attempt to become the agent that serves: asks the one that does, if it is alive. True: register now, then
+        `take_over`. This agent may have the lock already."""
+        with suppress(Unavailable):
+            await self.registrar.serve()
+        directory = self.node.settings.kubelet.device_plugin_path
+        if await ask_for_handover(directory, TAKE if is_newcomer else WAIT, timeout_s=ASK_S):
+            return True
+        if self.lock.try_acquire():
+            return True
+        await asyncio.sleep(LOCK_POLL_S)
+        return False
+
+    async def outlives_other(self, *, within_s: float) -> bool:
+        """Whether the agent that serves ends within the time without having been asked."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.lock.acquire()
+        except TimeoutError:
+            return False
+        return True
+
+    async def take_over(self) -> None:
+        """Waits until the agent that handed over has ended all that it did on the node. Raises Unavailable."""
+        try:
+            async with asyncio.timeout(TAKE_OVER_S):
+                await self.lock.acquire()
+        except TimeoutError as e:
+            raise Unavailable(
+                f"the agent that handed over to this one did not end within {TAKE_OVER_S:g} s; this one starts anew"
+            ) from e
+
+    async def leave(self) -> None:
+        """Where a successor waits: ends the service to the kubelet in a moment between two admissions, and answers the
+        successor, which registers then."""
+        self.registrar.is_kept = False
+        if not self.handover.successors:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HANDOVER_WAIT_S):
+                await self._wait_quiet()
+        await self.registrar.leave(lambda: self.handover.successors)
+        await self.handover.answer()
+
+    async def _wait_quiet(self) -> None:
+        """Until no call is open, none was just now, and no pod of the node waits for its admission: a slow API server or
+        node makes pauses in a burst that are no end of it."""
+        while True:
+            await self.calls.wait_idle()
+            async with self.gate.quiet():
+                if not any(self._awaits_admission(pod) for pod in self.node.pods.pods()):
+                    return
+            await asyncio.sleep(QUIET_POLL_S)
+
+    def _awaits_admission(self, pod: Pod) -> bool:
+        is_over = pod.is_terminal or pod.is_deleting or pod.has_started or pod.uid in self.refused_pods
+        return not is_over and self.node.names.wants_any(pod) and not self.cache.of_pod(pod.uid)
+
+    def registration(self) -> Tasks:
+        return {"registration": self.registrar.run}
+
+    def tasks(self) -> Tasks:
+        return {
+            "device tables": self.tables.run,
+            "garbage collection": self.garbage.run,
+            "live resize": self.resizing.run,
+            "stale sockets": StaleSockets(self.node.settings.kubelet.device_plugin_path).run,
+        }
+
+    async def wait_registered(self) -> None:
+        """Not longer than REGISTER_FIRST_S."""
+        if not await wait_for(self.first_registration.done, REGISTER_FIRST_S):
+            log.warning("kubelet_not_there_yet", directory=str(self.node.settings.kubelet.device_plugin_path))
+
+    async def pause(self) -> None:
+        """From a moment between two admissions on the kubelet's calls wait for the next life of the agent, to which all that
+        this one serves to the kubelet is left. What it answered is then in the kubelet's records."""
+        try:
+            async with asyncio.timeout(PAUSE_WAIT_S):
+                await self.calls.close_between(self.admission.is_between_admissions)
+                async with self.gate.quiet():
+                    pass
+        except TimeoutError:
+            log.warning("admissions_not_paused", waited_s=PAUSE_WAIT_S, then="the settings change during an admission")
+        self.calls.close()
+        self.registrar.is_kept = True
+
+    def not_ready(self) -> list[str]:
+        if self.stands_by:
+            return []
+        return [
+            f"{resource} is not registered with the kubelet"
+            for resource in self.node.names.names
+            if not self.registrar.is_registered(resource)
+        ]
+
+
+class FirstRegistration:
+    """Sets `done` once the kubelet has accepted every resource."""
+
+    def __init__(self, resources: Collection[str]) -> None:
+        self.done = asyncio.Event()
+        self._missing = set(resources)
+
+    def registered(self, resource: str) -> None:
+        self._missing.discard(resource)
+        if not self._missing:
+            self.done.set()
+
+
+SOCKETS: Mapping[ResourceKind, str] = {
+    ResourceKind.VCORE: VCORE_SOCKET,
+    ResourceKind.VMEMORY: VMEMORY_SOCKET,
+    ResourceKind.GPU_MEM: GPU_MEM_SOCKET,
+    ResourceKind.GPU: GPU_SOCKET,
+}
+
+
+def build(
+    node: Node,
+    cache: AllocationCache,
+    decisions: DecisionLog,
+    cluster: ClusterPart,
+    isolation: Isolations,
+    earlier: AdmissionPart | None = None,
+) -> AdmissionPart:
+    """Joined, not started. The sockets of new resources have the handover and the queue of the `earlier` life."""
+    kubelet, refused_pods, ids = node.settings.kubelet, RefusedPods(), DeviceIds()
+    pod_resources = PodResourcesClient(kubelet.pod_resources_socket, ids)
+    gate = PodResourcesGate(pod_resources, on_list=node.metrics.pod_resources_listed)
+    checkpoint = KubeletCheckpoint(kubelet.device_plugin_path, ids)
+    outcomes = OutcomeReporter(
+        metrics=node.metrics, events=cluster.pod_events, inventory=node.gpus, decisions=decisions
+    )
+    garbage = _build_garbage_collection(node, cache, cluster, gate, pod_resources, checkpoint)
+    tables = _build_tables(node, cache, isolation, ids)
+    handover, calls = (earlier.handover, earlier.calls) if earlier is not None else (Handover(), QueuedCalls())
+    return AdmissionPart(
+        node=node,
+        cache=cache,
+        gate=gate,
+        pod_resources=pod_resources,
+        facts=cluster.kubelet_facts,
+        admission=Admission(
+            gate=gate,
+            identification=_build_identification(node, cache, cluster, refused_pods),
+            cache=cache,
+            pods=node.pods,
+            inventory=node.plugins_gpus,
+            policy=_policy(node, isolation.max_shares_of_gpu()),
+            edits=edit_policy(node.settings, node.names, isolation.volumes),
+            node_name=node.settings.node_name,
+            refused_pods=refused_pods,
+            observer=outcomes,
+            wait_for_release=garbage.wait_for_release,
+            prepare_ahead=isolation.prepare_ahead,
+            isolation_unavailable_reason=isolation.unavailable_reason,
+        ),
+        garbage=garbage,
+        resizing=_build_resizing(node, cache, cluster, isolation),
+        refused_pods=refused_pods,
+        tables=tables,
+        registrar=_build_registrar(node, calls, handover, tables, ids),
+        first_registration=FirstRegistration(node.names.names),
+        lock=ServingLock(kubelet.device_plugin_path),
+        handover=handover,
+        calls=calls,
+        starts=ContainerStarts(
+            cache=cache,
+            pods=node.pods,
+            names=node.names,
+            inventory=node.gpus,
+            records=checkpoint,
+            prepare=isolation.prepare,
+            observer=outcomes,
+        ),
+    )
+
+
+def _build_tables(node: Node, cache: AllocationCache, isolation: Isolations, ids: DeviceIds) -> DeviceTables:
+    return DeviceTables(
+        names=node.names,
+        inventory=node.gpus,
+        offered=node.plugins_devices,
+        cache=cache,
+        ids=ids,
+        no_shares=isolation.has_no_shares,
+        no_replicas=isolation.has_no_replicas,
+    )
+
+
+def _build_identification(
+    node: Node, cache: AllocationCache, cluster: ClusterPart, refused_pods: RefusedPods
+) -> Identification:
+    kubelet = node.settings.kubelet
+    return Identification(
+        pods=cluster.store,
+        fetcher=cluster.node_pods,
+        kubelet=cluster.kubelet_facts,
+        allocations=cache.view,
+        refused=refused_pods,
+        names=node.names,
+        timeouts=Timeouts(lookup_s=kubelet.pod_lookup_timeout_s, poll_again_s=kubelet.look_again_s),
+        on_identified=node.metrics.identified,
+    )
+
+
+def _policy(node: Node, max_shares_of_gpu: int | None) -> Policy:
+    return Policy(
+        names=node.names,
+        share_policy=node.settings.placement.share_policy,
+        share_mode=node.settings.share_mode,
+        max_shares_of_gpu=max_shares_of_gpu,
+    )
+
+
+def _build_resizing(node: Node, cache: AllocationCache, cluster: ClusterPart, isolation: Isolations) -> ShareResizing:
+    resize = node.settings.resize
+    return ShareResizing(
+        cache=cache,
+        pods=node.claim_pods,
+        inventory=node.gpus,
+        policy=ResizePolicy(names=node.names, mode=resize.mode),
+        file=ResizeFile(resize.state_file) if resize.state_file is not None else None,
+        enforcement=isolation.enforcement(),
+        observer=ResizeReporter(cluster.annotations, cluster.pod_events, node.claim_pods.using),
+    )
+
+
+def _build_garbage_collection(
+    node: Node,
+    cache: AllocationCache,
+    cluster: ClusterPart,
+    gate: PodResourcesGate,
+    pod_resources: PodResourcesClient,
+    checkpoint: KubeletCheckpoint,
+) -> GarbageCollection:
+    return GarbageCollection(
+        cache=cache,
+        pods=node.pods,
+        static_pods=cluster.node_pods,
+        gate=gate,
+        pod_resources=pod_resources,
+        checkpoint=checkpoint,
+        processes=PodProcesses(node.settings.runtime.cgroup_root),
+        names=node.names,
+        inventory=node.gpus,
+        kubelet_age_s=cluster.kubelet_facts.age_s,
+        period_s=node.settings.allocation.check_period_s,
+        on_correction=node.metrics.reconcile_corrected,
+    )
+
+
+def _socket(resource: str, names: ResourceNames) -> str:
+    """Of NVIDIA's resources each has its own: two names may differ in their prefixes alone."""
+    kind = names.kind_of(resource)
+    return f"{SOCKETS[kind]}{names.gpu.index(resource)}" if kind is ResourceKind.GPU else SOCKETS[kind]
+
+
+def _build_registrar(
+    node: Node, calls: QueuedCalls, handover: Handover, tables: DeviceTables, ids: DeviceIds
+) -> Registrar:
+    directory = node.settings.kubelet.device_plugin_path
+    return Registrar(
+        device_plugin_path=directory,
+        endpoints=[
+            PluginEndpoint(
+                device_plugin_path=directory,
+                socket_name=instance_socket_name(_socket(resource, node.names)),
+                plugin=DevicePlugin(
+                    resource,
+                    table,
+                    calls,
+                    node.metrics,
+                    ids,
+                    pre_start=calls.pre_start if node.names.kind_of(resource).binds_gpu else None,
+                ),
+                handover=handover,
+            )
+            for resource, table in tables.tables.items()
+        ],
+        register=register,
+    )
+
+
+def edit_policy(
+    settings: Settings,
+    names: ResourceNames,
+    volumes: Mapping[VolumeName, DriverVolume],
+    module: KernelModule | None = None,
+) -> Callable[[], EditPolicy]:
+    """The driver directory is mounted where volume.conf says it is."""
+    shared, whole = volumes.get(VolumeName.SHARED), volumes.get(VolumeName.ORIGIN)
+    is_real = settings.driver == "nvml"
+    policy = EditPolicy(
+        names=names,
+        config=IsolationConfig(
+            virtual_manager=settings.virtual_manager.path,
+            shared_driver=shared.directory if shared is not None else None,
+            whole_driver=whole.directory if whole is not None else None,
+            mps=MpsConfig(
+                pipe_directory=settings.mps.pipe_directory,
+                shm_directory=settings.mps.shm_directory,
+                exclusive_process=settings.mps.exclusive_process,
+            ),
+            hami_core=hami_core_config(settings),
+            is_memory_limited_by_agent=settings.driver_limits.set_by_agent,
+        ),
+        isolation=settings.isolation,
+        allowed=settings.isolations_allowed,
+        strategies=settings.device_list_strategy,
+        devices=NodeDevices(
+            extra=read_extra_devices(settings.extra_config),
+            has_gpu_nodes=is_real or settings.simulated.device_nodes,
+        ),
+        cdi_kind=settings.cdi.kind,
+        is_named_by_index=settings.nvidia.device_ids == "index",
+        kernel_module=module,
+    )
+    nodes = ControlNodes(CONTROL_NODES)
+    if not is_real:
+        return lambda: policy
+    return lambda: replace(policy, devices=replace(policy.devices, control=nodes.present()))

@@ -1,0 +1,43 @@
+"""From the settings to the values and small adapters that the node agent's parts are built from. Nothing here runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.model.isolation import AUTO
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.units import NvidiaNames
+from gpushare_agent.settings.settings import Settings
+
+
+def resource_names(settings: Settings, mig_profiles: Collection[str] = ()) -> ResourceNames:
+    """The resources that the node offers, with MIG instances of these profiles."""
+    gpushare, nvidia = settings.gpushare, nvidia_names(settings)
+    return ResourceNames(
+        vcore=settings.resources.vcore,
+        vmemory=settings.resources.vmemory,
+        gpu_mem=gpushare.resource if gpushare.enabled else "",
+        memory_block_mib=settings.resources.memory_block_mib,
+        gpu_mem_unit_mib=1024 if gpushare.unit == "GiB" else 1,
+        gpu=nvidia.resources(mig_profiles) if settings.nvidia.enabled else (),
+        nvidia=nvidia,
+        shares_in_mig=settings.isolation != AUTO and not ISOLATIONS[settings.isolation].why_not_in_mig,
+    )
+
+
+def nvidia_names(settings: Settings) -> NvidiaNames:
+    """Which GPU serves which resource of NVIDIA's."""
+    nvidia = settings.nvidia
+    return NvidiaNames(
+        resource=nvidia.resource,
+        gpus=nvidia.gpus,
+        names=nvidia.name_pairs,
+        mig_strategy=nvidia.mig_strategy,
+        mig_names=nvidia.mig_name_pairs,
+        replicas=nvidia.replica_counts,
+        sharing=nvidia.sharing,
+        is_renamed=nvidia.rename_replicas,
+        refuses_several=nvidia.refuses_several_replicas,
+        is_packed=nvidia.replica_policy == "packed",
+    )
