@@ -49,16 +49,16 @@ def _cdi(call: Invocation) -> int:
 
 
 def _vdevice_arguments(parser: argparse.ArgumentParser) -> None:
-    from gpushare_agent.isolation.vcuda import client as vdevice_client
+    from gpushare_agent.cli import vdevice
 
-    vdevice_client.add_arguments(parser, {})
+    vdevice.add_arguments(parser, {})
 
 
 def _vdevice(call: Invocation) -> int:
     """Parses its words itself: the same client also runs as a module, without this command line."""
-    from gpushare_agent.isolation.vcuda import client as vdevice_client
+    from gpushare_agent.cli import vdevice
 
-    return vdevice_client.run(call.rest, call.environ, program=f"{PROGRAM} vdevice")
+    return vdevice.run(call.rest, call.environ, program=f"{PROGRAM} vdevice")
 
 
 def _mps_arguments(parser: argparse.ArgumentParser) -> None:

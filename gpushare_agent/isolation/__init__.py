@@ -13,8 +13,8 @@ Who removes vDevice directories: `VirtualManager.remove_stale` in vcuda/virtual_
 
 Others import: cdi.specs, choice, container_ids, device_lists, device_nodes, driver.limits, driver_volume.check,
 driver_volume.config, driver_volume.directory, driver_volume.elf, driver_volume.libraries, driver_volume.mounts,
-driver_volume.plan, driver_volume.values, hami_core.edits, hami_core.part, isolations, kept, mps.daemon, mps.edits,
-mps.part, mps.supervision, part, resource_names, shares, vcuda.client, vcuda.edits, vcuda.format.
+driver_volume.plan, driver_volume.values, hami_core.edits, hami_core.part, isolations, kept, mps.daemon, mps.edits, mps.part,
+mps.supervision, part, resource_names, shares, vcuda.edits, vcuda.format.
 """
 
 from __future__ import annotations

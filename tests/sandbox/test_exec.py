@@ -29,7 +29,7 @@ from tests.support_sandbox_cli import (
     start,
 )
 
-CLIENT = (sys.executable, "-m", "gpushare_agent.isolation.vcuda.client")
+CLIENT = (sys.executable, "-m", "gpushare_agent.cli.vdevice")
 """Found in the directory in which the tests run `exec`: the checkout."""
 
 

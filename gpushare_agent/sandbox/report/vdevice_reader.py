@@ -9,10 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.isolation.vcuda.client import read_vdevice
-from gpushare_agent.isolation.vcuda.format import CONFIG_NAME, PIDS_NAME
+from gpushare_agent.isolation.vcuda.format import (
+    CONFIG_BYTES,
+    CONFIG_NAME,
+    MAX_PIDS,
+    PIDS_NAME,
+    decode_config,
+    decode_pids,
+)
+from gpushare_agent.kit.regular_file import read_regular
 from gpushare_agent.kit.sockets import FileIdentity, file_identity
-from gpushare_agent.model.errors import AgentError
+from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import MIB
 
 _KEPT_AT_MOST = 2048
@@ -42,13 +49,14 @@ class VDeviceReader:
 
 def _read(directory: Path) -> dict[str, Any] | None:
     try:
-        found = read_vdevice(directory)
-    except AgentError:
+        config = decode_config(read_regular(directory / CONFIG_NAME, CONFIG_BYTES + 1))
+        pids = decode_pids(read_regular(directory / PIDS_NAME, 4 * MAX_PIDS + 1))
+    except (OSError, Corrupt):
         return None
     return {
-        "cores": found.config.utilization,
-        "memory_mib": found.config.memory_bytes // MIB,
-        "core_limit": found.config.limit,
-        "is_limited": found.config.enable,
-        "pids": list(found.pids),
+        "cores": config.utilization,
+        "memory_mib": config.memory_bytes // MIB,
+        "core_limit": config.limit,
+        "is_limited": config.enable,
+        "pids": list(pids),
     }

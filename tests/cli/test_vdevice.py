@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation.vcuda import client as vdevice_client
+from gpushare_agent.cli import vdevice as vdevice_client
 from gpushare_agent.isolation.vcuda.files import VDeviceFiles
 from gpushare_agent.isolation.vcuda.format import VDeviceConfig, encode_config
 from gpushare_agent.model.allocations import ContainerKey
@@ -24,7 +24,7 @@ from gpushare_agent.model.errors import NotFound, Unavailable
 from tests.support_settings import DEADLINE_S, ROOT, clean_environment, run_program
 from tests.support_vdevice import ID, KEY, POD, FakeNode, serving, share_config
 
-MODULE = [sys.executable, "-m", "gpushare_agent.isolation.vcuda.client"]
+MODULE = [sys.executable, "-m", "gpushare_agent.cli.vdevice"]
 
 
 @dataclass
@@ -207,9 +207,7 @@ async def test_no_registration_reads_only(short_dir: Path) -> None:
         code, out, err = await run_client("--addr", str(path), "--no-register", "-o", "json")
         assert (code, err, json.loads(out)["registered"]) == (0, "", False)
         assert (node.asked, node.codes) == ([], [])
-        program = (
-            f"from gpushare_agent.isolation.vcuda.client import main; main(['--no-register', '--addr', {str(path)!r}])"
-        )
+        program = f"from gpushare_agent.cli.vdevice import main; main(['--no-register', '--addr', {str(path)!r}])"
         program += "; import sys; print([m for m in ('grpclib', 'betterproto2', 'asyncio') if m in sys.modules])"
         code, out, _ = await run_client("-c", program, program=[sys.executable])
     assert (code, out.splitlines()[-1]) == (0, "[]")

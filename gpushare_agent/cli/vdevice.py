@@ -1,9 +1,9 @@
 """An in-container client of the vDevice socket, for tests and for the inspection of a pod.
 
-`gpushare-agent vdevice`, or `python -m gpushare_agent.isolation.vcuda.client` where start-up should be short,
+`gpushare-agent vdevice`, or `python -m gpushare_agent.cli.vdevice` where start-up should be short,
 registers with the flags of TKEStack's gpu-client, then prints the limits that it reads back from vcuda.config, and
 the PIDs. Missing flags (pod UID, name) are taken from the vcuda.config beside the socket. The output:
-isolation/vcuda/report.py. No state.
+cli/render_vdevice.py. No state.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gpushare_agent.cli.render_vdevice import VDevice, as_json, as_text, changes_as_text
 from gpushare_agent.isolation.vcuda.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
@@ -26,7 +27,6 @@ from gpushare_agent.isolation.vcuda.format import (
     decode_config,
     decode_pids,
 )
-from gpushare_agent.isolation.vcuda.report import VDevice, as_json, as_text, changes_as_text
 from gpushare_agent.kit.pid_namespaces import is_host_pid_namespace, pid_namespace_of
 from gpushare_agent.kit.regular_file import read_regular
 from gpushare_agent.kit.report_once import ReportOnce
