@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gpushare_agent.cli.check.check import check_node
-from gpushare_agent.cli.check.finding import Finding, Level
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
+from gpushare_agent.model.finding import Finding, Level
 from gpushare_agent.settings.settings import Settings, load_settings
 from gpushare_agent.wire.runtime import v1
 from tests.support_kube import Connection, FakeApiServer, Seen, answers, fake_api, raw_status, write_kubeconfig

@@ -19,11 +19,11 @@ from gpushare_agent.cli.progress import Report, progress
 from gpushare_agent.cli.render_text import print_report
 from gpushare_agent.isolation.driver_volume.config import USUAL_CONFIG, read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
-from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control
+from gpushare_agent.isolation.driver_volume.libraries import plan_of
 from gpushare_agent.isolation.driver_volume.mounts import read_mounted_directories
-from gpushare_agent.isolation.driver_volume.plan import driver_version_text, plan_volume
-from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName, VolumePlan, VolumeRefused
-from gpushare_agent.model.errors import AgentError, StartupError
+from gpushare_agent.isolation.driver_volume.plan import driver_version_text
+from gpushare_agent.isolation.driver_volume.values import DriverVolume
+from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.names import MIB
 from gpushare_agent.settings.settings import Settings
 
@@ -73,21 +73,6 @@ def configured_volumes(settings: Settings) -> tuple[DriverVolume, ...]:
         StartupError: there is no such file, or it is wrong.
     """
     return read_volume_config(settings.volume_config or USUAL_CONFIG)
-
-
-def plan_of(settings: Settings, volume: DriverVolume) -> VolumePlan:
-    """What belongs into a volume on this host.
-
-    Raises:
-        StartupError: there is no libcuda, no control library or no gpu-client; the text names the searched places.
-    """
-    ours = settings.driver_volume
-    control = read_control(ours.control_library, ours.gpu_client) if volume.name is VolumeName.SHARED else None
-    host = DriverLibraries(ours.root).find(volume)
-    plan = plan_volume(volume, host, host_machine(), control)
-    if isinstance(plan, VolumeRefused):
-        raise StartupError(plan.detail)
-    return plan
 
 
 def _volume_report(

@@ -11,10 +11,10 @@ them), `CdiWatch` (the CDI spec), `AvailabilityWatch` (why an isolation cannot b
 Called by: admission (edits), agent (services), cli. Open first: request.py, part.py.
 Who removes vDevice directories: `VirtualManager.remove_stale` in vcuda/virtual_manager.py, once their pod is gone.
 
-Others import: cdi.specs, choice, container_ids, device_lists, device_nodes, driver.limits, driver_volume.check,
-driver_volume.config, driver_volume.directory, driver_volume.elf, driver_volume.libraries, driver_volume.mounts,
-driver_volume.plan, driver_volume.values, hami_core.edits, hami_core.part, isolations, kept, mps.daemon, mps.edits, mps.part,
-mps.supervision, part, resource_names, shares, vcuda.edits, vcuda.format.
+Others import: cdi.specs, check, choice, container_ids, device_lists, device_nodes, driver_volume.config,
+driver_volume.directory, driver_volume.libraries, driver_volume.mounts, driver_volume.plan, driver_volume.values,
+hami_core.part, isolations, kept, mps.daemon, mps.edits, mps.part, mps.supervision, part, resource_names, shares,
+vcuda.edits, vcuda.format.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.cli.check import local as node_check_local
 from gpushare_agent.cli.check.check import check_node, run
-from gpushare_agent.cli.check.finding import Level
 from gpushare_agent.cli.check.local import device_paths
+from gpushare_agent.isolation.vcuda import check as vcuda_check
 from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.finding import Level
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import load_settings
 from tests.support_check import NODE, Node, complete_node, node_api, not_ok, only
@@ -24,7 +24,7 @@ from tests.support_settings import clean_environment, listening, run_program
 @pytest.fixture(autouse=True)
 def may_open_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever limit the tests themselves run under."""
-    monkeypatch.setattr(node_check_local, "read_open_files_limit", lambda: (1024, 65_536))
+    monkeypatch.setattr(vcuda_check, "read_open_files_limit", lambda: (1024, 65_536))
 
 
 async def test_a_complete_node_is_ready(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.cli.check import isolation as node_check_isolation
-from gpushare_agent.cli.check import local as node_check_local
 from gpushare_agent.cli.check.check import check_node
-from gpushare_agent.cli.check.finding import Finding, Level
+from gpushare_agent.isolation.vcuda import check as vcuda_check
+from gpushare_agent.model.finding import Finding, Level
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import load_settings
 from tests.support_check import complete_node, not_ok, only
@@ -22,7 +21,7 @@ from tests.support_settings import listening, run_program
 @pytest.fixture(autouse=True)
 def may_open_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever limit the tests themselves run under."""
-    monkeypatch.setattr(node_check_local, "read_open_files_limit", lambda: (1024, 65_536))
+    monkeypatch.setattr(vcuda_check, "read_open_files_limit", lambda: (1024, 65_536))
 
 
 async def test_the_runtime_is_asked_for_its_name(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +151,7 @@ def install(directory: Path, name: str, libcuda: str) -> None:
 
 async def driver_directory(short_dir: Path, *flags: str) -> list[Finding]:
     settings = load_settings(["--driver=nvml", f"--driver-volume.root={short_dir}", *flags], {}).settings
-    return await node_check_isolation.check_driver_directory(settings)
+    return await vcuda_check.check_driver_directory(settings)
 
 
 async def test_shares_without_the_control_library_are_reported_as_refused(short_dir: Path) -> None:
@@ -218,7 +217,7 @@ async def test_too_few_open_files_are_reported(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch, hard: int, level: Level
 ) -> None:
     """A hundred containers may hold 64 connections each; without vDevice sockets there are none."""
-    monkeypatch.setattr(node_check_local, "read_open_files_limit", lambda: (1024, hard))
+    monkeypatch.setattr(vcuda_check, "read_open_files_limit", lambda: (1024, hard))
     async with complete_node(short_dir) as node:
         found = await only("open files", node)
         assert not not_ok(await check_node(node.settings("--isolation=none")))

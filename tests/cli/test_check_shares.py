@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.cli.check.check import check_node
-from gpushare_agent.cli.check.finding import Level
 from gpushare_agent.cli.check.shares import (
     check_device_lists,
-    check_hami_core,
     check_kept,
     check_list_sizes,
-    check_mps,
 )
 from gpushare_agent.isolation.driver_volume.elf import read_interface
+from gpushare_agent.isolation.hami_core.check import check_hami_core
+from gpushare_agent.isolation.mps.check import check_mps
+from gpushare_agent.model.finding import Level
 from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
 from tests.support_driver import require_cc
 from tests.support_hami_core import fake_library

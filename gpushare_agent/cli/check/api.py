@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.model.errors import AgentError, NotFound
+from gpushare_agent.model.finding import Finding, error, ok, warning
 from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.isolation import isolations_in_use
 from gpushare_agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.model.errors import AgentError, Unavailable
+from gpushare_agent.model.finding import Finding, error, ok, warning
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.runtime.cgroups import Cgroups, CgroupVersion, cgroup_version
 from gpushare_agent.runtime.cri import open_runtime
@@ -68,25 +68,6 @@ async def _check_driver_setting(settings: Settings) -> list[Finding]:
     if disagreement is not None:
         return [warning("cgroup driver", disagreement, cure)]
     return [ok("cgroup driver", f"{setting} is set, and no pod's cgroup says otherwise")]
-
-
-async def check_processes(settings: Settings) -> list[Finding]:
-    """Whether the containers' processes have PIDs here, and the /proc that shows whose they are."""
-    proc_root = settings.runtime.proc_root
-    if not await _sees_processes(settings):
-        detail = (
-            "this process has a PID namespace of its own, in which containers' processes have no PIDs: who registers on a"
-            " vDevice socket cannot be checked (the socket alone counts), and pids.config stays empty, by which the"
-            " library in a container distinguishes its own use of a GPU from that of others"
-        )
-        cure = "give the agent's pod hostPID: true; isolation none does without"
-        return [warning("host processes", detail, cure)]
-    try:
-        node_probes.require_proc(proc_root)
-    except Unavailable as failure:
-        detail = f"{failure}: who registers on a vDevice socket cannot be checked"
-        return [warning("host processes", detail, "leave --runtime.proc-root at /proc, with hostPID: true")]
-    return [ok("host processes", f"visible, and {proc_root} shows them")]
 
 
 async def _sees_processes(settings: Settings) -> bool:

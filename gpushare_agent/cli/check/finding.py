@@ -1,41 +1,13 @@
-"""What `gpushare-agent check` found: one value per finding, and the report in both forms."""
+"""The report of `gpushare-agent check` in both forms."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import to_builtins
 
-
-class Level(StrEnum):
-    """error: the agent will not work; warning: it will, without something."""
-
-    OK = "ok"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class Finding(Struct, frozen=True, kw_only=True):
-    """`what` is the subject, `detail` the observation, `cure` what to do (empty when ok)."""
-
-    level: Level
-    what: str
-    detail: str
-    cure: str = ""
-
-
-def ok(what: str, detail: str) -> Finding:
-    return Finding(level=Level.OK, what=what, detail=detail)
-
-
-def warning(what: str, detail: str, cure: str) -> Finding:
-    return Finding(level=Level.WARNING, what=what, detail=detail, cure=cure)
-
-
-def error(what: str, detail: str, cure: str) -> Finding:
-    return Finding(level=Level.ERROR, what=what, detail=detail, cure=cure)
+from gpushare_agent.model.finding import Finding, Level
 
 
 def as_text(findings: Sequence[Finding]) -> str:

@@ -6,19 +6,16 @@ The other probes: containers.py, isolation.py, shares.py, api.py.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpushare_agent.cli.check.finding import Finding, Level, error, ok, warning
 from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.isolation import isolations_in_use
 from gpushare_agent.isolation.resource_names import resource_names
-from gpushare_agent.kit.bounded_grpc import ServerLimits
-from gpushare_agent.kit.process import read_open_files_limit
 from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
 from gpushare_agent.kubelet.handover import instance_socket_name
 from gpushare_agent.model.errors import AgentError, Unavailable
+from gpushare_agent.model.finding import Finding, Level, error, ok, warning
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import MIB, VMEMORY_SOCKET
 from gpushare_agent.runtime import node_probes
@@ -26,10 +23,6 @@ from gpushare_agent.settings.settings import Settings
 
 DRIVER_TIMEOUT_S = 15.0
 """Without persistence mode a GPU takes a second or two to wake."""
-_CONTAINERS = 100
-"""A full node; with 64 connections each they need more descriptors than the usual limits allow."""
-_CONNECTIONS = ServerLimits().max_connections
-NEEDED_OPEN_FILES = _CONTAINERS * (_CONNECTIONS + 1)
 
 
 async def check_driver(settings: Settings) -> list[Finding]:
@@ -164,19 +157,3 @@ async def check_files(settings: Settings) -> list[Finding]:
         except Unavailable as failure:
             findings.append(error("file", f"{failure} ({flag})", f"create the file, mount it, or leave {flag} out"))
     return findings
-
-
-async def check_open_files(settings: Settings) -> list[Finding]:
-    """The hard limit; the agent raises the soft one itself."""
-    _, hard = read_open_files_limit()
-    if hard >= NEEDED_OPEN_FILES:
-        given = "unlimited" if hard == sys.maxsize else str(hard)
-        return [ok("open files", f"{given} allowed, {NEEDED_OPEN_FILES} needed at most by {_CONTAINERS} containers")]
-    detail = (
-        f"the hard limit is {hard}, but {_CONTAINERS} containers with all {_CONNECTIONS} connections to their vDevice"
-        f" sockets need {NEEDED_OPEN_FILES}: a few hostile ones could keep others from registering"
-    )
-    cure = (
-        f"start the agent with a limit of {NEEDED_OPEN_FILES} or more (LimitNOFILE= of its unit, or of the runtime's)"
-    )
-    return [warning("open files", detail, cure)]

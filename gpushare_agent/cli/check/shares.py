@@ -7,76 +7,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from functools import partial
-from pathlib import Path
 
-from gpushare_agent.cli.check.finding import Finding, error, ok, warning
 from gpushare_agent.cli.check.local import read_inventory
-from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.cdi.specs import cdi_specs
+from gpushare_agent.isolation.check import node_circumstances
 from gpushare_agent.isolation.device_lists import strategy_warnings
-from gpushare_agent.isolation.driver import limits
-from gpushare_agent.isolation.driver_volume.elf import read_interface
-from gpushare_agent.isolation.hami_core.edits import lifts_cores
-from gpushare_agent.isolation.hami_core.part import hami_core_config, hami_core_files
 from gpushare_agent.isolation.kept import Circumstances, NotKept
-from gpushare_agent.isolation.mps.part import mps_control
 from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kubelet.device_table import MAX_STATUS_BYTES, check_size, check_unit_size, status_bytes
-from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
+from gpushare_agent.model.errors import AgentError, StartupError
+from gpushare_agent.model.finding import Finding, error, ok, warning
 from gpushare_agent.model.isolation import DeviceListStrategy
-from gpushare_agent.runtime import node_probes
-from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.kernel_module import read_kernel_module
 from gpushare_agent.settings.settings import Settings
-
-_HOOK = "dlsym"
-"""HAMi-core's own takes the driver's functions over."""
-_USUAL_GLIBC = (2, 28)
-"""Of the oldest images that NVIDIA publishes CUDA 12 and 13 for (ubi8)."""
-
-
-async def check_mps(settings: Settings) -> list[Finding]:
-    """The control daemon answers."""
-    try:
-        await mps_control(settings).check()
-    except Unavailable as failure:
-        cure = (
-            "start the daemon with this pipe directory, or run `gpushare-agent mps` (docs/explanation/mps.md); until then"
-            " no share is given under isolation mps"
-        )
-        return [error("mps", str(failure), cure)]
-    return [ok("mps", f"the control daemon of {settings.mps.pipe_directory} answers")]
-
-
-async def check_hami_core(settings: Settings) -> list[Finding]:
-    """The library is there for this machine, and the agent's own directory can be written."""
-    hami = settings.hami_core
-    try:
-        files = hami_core_files(settings)
-        await asyncio.to_thread(files.check_library)
-        await asyncio.to_thread(files.library_content)
-        await asyncio.to_thread(partial(node_probes.require_writable, hami.directory))
-    except AgentError as failure:
-        cure = "docs/explanation/isolation.md lists what hami-core needs on the node; without it its shares are refused"
-        return [error("hami-core", str(failure), cure)]
-    text = f"{hami.library} is a library for this machine, {hami.directory} can be written"
-    return [ok("hami-core", text), await asyncio.to_thread(_library_finding, hami.library)]
-
-
-def _library_finding(library: Path) -> Finding:
-    """Whether it is HAMi-core's, and in which images it loads."""
-    build = "build it with native/build_hami_core.py, as the Containerfile does"
-    try:
-        found = read_interface(library)
-    except AgentError as failure:
-        return warning("hami-core", str(failure), build)
-    if _HOOK not in found.defined:
-        return error("hami-core", f"{library} is not HAMi-core's: it would limit nobody", build)
-    needed = ".".join(map(str, found.glibc)) or "of any version"
-    text = f"it loads in images with glibc {needed} or newer; in others programs print a line and run without limits"
-    return warning("hami-core", text, build) if found.glibc > _USUAL_GLIBC else ok("hami-core", text)
 
 
 async def check_kept(settings: Settings, failed: Collection[str] = ()) -> list[Finding]:
@@ -84,8 +28,7 @@ async def check_kept(settings: Settings, failed: Collection[str] = ()) -> list[F
     module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
     findings = []
     for name in sorted(settings.isolations_in_use - frozenset(failed)):
-        has_core_limit = not lifts_cores(None, hami_core_config(settings))
-        found = ISOLATIONS[name].kept(Circumstances(module=module, has_core_limit=has_core_limit))
+        found = ISOLATIONS[name].kept(node_circumstances(name, settings, Circumstances(module=module)))
         detail = f"{name}: {found.text}"
         if NotKept.OPEN_MODULES in found.not_kept:
             cure = "update the driver to 570 or later, or install its proprietary kernel module; isolation mps does without"
@@ -93,23 +36,6 @@ async def check_kept(settings: Settings, failed: Collection[str] = ()) -> list[F
         else:
             findings.append(ok("isolation", detail))
     return findings
-
-
-async def check_driver_limits(settings: Settings) -> list[Finding]:
-    """Cgroup v2, a driver that limits its cgroups' memory, and the right to set that where the agent is to."""
-    driver, may_set = open_driver(settings), settings.driver_limits.set_by_agent
-    cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
-    try:
-        await limits.check_driver_limits(driver, cgroups, may_set=may_set)
-    except AgentError as failure:
-        cure = (
-            "docs/explanation/isolation.md lists what isolation driver needs; without it every share of it is refused"
-        )
-        return [error("driver limits", str(failure), cure)]
-    finally:
-        await driver.close()
-    who = "the agent sets them" if may_set else "NVIDIA's container toolkit has to set them, and the agent checks it"
-    return [ok("driver limits", f"the driver limits the memory of cgroups; {who}")]
 
 
 async def check_device_lists(settings: Settings) -> list[Finding]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from gpushare_agent.isolation.driver_volume.elf import CacheEntry, read_elf, read_loader_cache
+from gpushare_agent.isolation.driver_volume.plan import plan_volume
 from gpushare_agent.isolation.driver_volume.values import (
     CONTROL_LIBRARY_NAME,
     Control,
@@ -21,8 +22,12 @@ from gpushare_agent.isolation.driver_volume.values import (
     FoundLibrary,
     FoundProgram,
     HostDriver,
+    VolumeName,
+    VolumePlan,
+    VolumeRefused,
 )
 from gpushare_agent.model.errors import Corrupt, NotFound, StartupError
+from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
 
@@ -248,3 +253,18 @@ def _read_library(path: Path, found_as: str, *, is_baseline: bool = True) -> Fou
 def host_machine() -> str:
     """The kernel's name for this machine, such as x86_64."""
     return os.uname().machine
+
+
+def plan_of(settings: Settings, volume: DriverVolume) -> VolumePlan:
+    """What belongs into a volume on this host.
+
+    Raises:
+        StartupError: there is no libcuda, no control library or no gpu-client; the text names the searched places.
+    """
+    ours = settings.driver_volume
+    control = read_control(ours.control_library, ours.gpu_client) if volume.name is VolumeName.SHARED else None
+    host = DriverLibraries(ours.root).find(volume)
+    plan = plan_volume(volume, host, host_machine(), control)
+    if isinstance(plan, VolumeRefused):
+        raise StartupError(plan.detail)
+    return plan
