@@ -22,6 +22,7 @@ from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.sandbox.kubelet.calls import PluginCall
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
+from tests.support_core import used_cores
 from tests.support_deadline import DEADLINE_S as DEADLINE_S  # noqa: PLC0414 - exported on
 from tests.support_sandbox import CORE, MEMORY, key_of, wait_phase
 from tests.support_settings import clean_environment
@@ -335,7 +336,7 @@ def uuid_of(agent: InnerAgent, index: int) -> str:
 
 
 def used_by_gpu(agent: InnerAgent) -> dict[str, int]:
-    return {str(gpu): cores for gpu, cores in agent.parts.cache.used_cores().items()}
+    return {str(gpu): cores for gpu, cores in used_cores(agent.parts.cache).items()}
 
 
 def holders_of(agent: InnerAgent, kind: ResourceKind = ResourceKind.VCORE) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.identity import Known
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedContainer, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
@@ -39,6 +40,16 @@ def pod(name: str, *containers: ContainerSpec, uid: str = "", **changes: object)
         node_name="node",
     )
     return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def used_cores(cache: AllocationCache, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
+    """By GPU; those without are left out."""
+    return {gpu: charge.cores for gpu, charge in cache.charges(without=without).items() if charge.cores}
+
+
+def used_blocks(cache: AllocationCache, *, without: ContainerKey | None = None) -> dict[GpuUuid, int]:
+    """As `used_cores`."""
+    return {gpu: charge.blocks for gpu, charge in cache.charges(without=without).items() if charge.blocks}
 
 
 def inventory(gpus: int = 2, memory_mib: int = 24 * 1024) -> GpuInventory:

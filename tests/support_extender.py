@@ -206,7 +206,7 @@ class FakeCluster:
             if isinstance(planned, Refused):
                 self.rejected.append(f"{uid} on {node}: {planned.detail}")
                 return
-            given = {str(c.index): [c.cores, c.blocks, c.units, int(c.is_whole)] for c in planned.charges}
+            given = {str(index): list(charge[:4]) for index, charge in planned.charges.items()}
         self.admitted.setdefault(node, {})[uid] = given
 
     def report_held(self, node: str) -> None:

@@ -14,6 +14,7 @@ from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, o
 from gpushare_agent.admission.decisions.offered_devices import unit_ids
 from gpushare_agent.admission.decisions.plan import Plan, check, plan
 from gpushare_agent.model.allocations import Allocation
+from gpushare_agent.model.charges import NO_CHARGE
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import (
@@ -36,18 +37,8 @@ def accounts(
     found: GpuInventory, cache: AllocationCache | None = None, names: ResourceNames = NAMES
 ) -> list[GpuAccount]:
     """The GPUs with what the cache says is allocated."""
-    cache = cache or AllocationCache()
-    whole = {gpu for one in cache.view().values() if one.is_whole for gpu in one.gpus}
-    return [
-        replace(
-            account_of(gpu, names),
-            used_cores=cache.used_cores().get(gpu.uuid, 0),
-            used_blocks=cache.used_blocks().get(gpu.uuid, 0),
-            used_units=cache.used_gpu_mem().get(gpu.uuid, 0),
-            is_whole=gpu.uuid in whole,
-        )
-        for gpu in found.gpus
-    ]
+    charges = {} if cache is None else cache.charges()
+    return [account_of(gpu, names, charges.get(gpu.uuid, NO_CHARGE)) for gpu in found.gpus]
 
 
 class Node:
@@ -206,17 +197,21 @@ def nodes(draw: st.DrawFn, *, with_instances: bool = False) -> GpuInventory:
 
 
 def leaves_blocks_without_cores(owner: Pod) -> bool:
-    """An init container's cores go on to a whole-GPU container, and its memory blocks, of which that one wants none, to a
-    share after it. Where the kubelet then hands on the blocks first, the agent looks for the share on the init container's
+    """An init container's cores go on to another container, and its memory blocks, of which that one wants none or fewer, to
+    a share after it. Where the kubelet then hands on the blocks first, the agent looks for the share on the init container's
     GPU, which is full: it refuses, or not, by the kubelet's order (docs/explanation/critique.md)."""
+    cores_left = blocks_left = 0
     has_share_before = False
     has_whole_between = False
     for one in owner.containers:
-        cores = NAMES.wanted(one, ResourceKind.VCORE)
-        if cores and has_whole_between:
+        cores, blocks = (NAMES.wanted(one, kind) for kind in (ResourceKind.VCORE, ResourceKind.VMEMORY))
+        if cores and (has_whole_between or (blocks_left and not cores_left)):
             return True
         if one.kind is ContainerKind.INIT and 0 < cores < CORES_PER_GPU:
             has_share_before = True
+            cores_left, blocks_left = max(cores, cores_left), max(blocks, blocks_left)
         elif has_share_before and cores >= CORES_PER_GPU:
             has_whole_between = True
+        elif one.kind is not ContainerKind.INIT:
+            cores_left, blocks_left = max(0, cores_left - cores), max(0, blocks_left - blocks)
     return False

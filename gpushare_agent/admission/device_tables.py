@@ -94,16 +94,18 @@ class DeviceTables:
             self._unlike.is_over()
         elif self._unlike.is_new(unlike):
             log.error("nvidia_units_refused", reason=unlike)
+        lent = self._cache.lent()
         self._has_lent = False
         for resource, table in self.tables.items():
             kind = self._names.kind_of(resource)
             if kind is ResourceKind.GPU:
                 table.set_devices(self._unit_rows(resource, inventory, ledger, gpus, no_units=bool(unlike)))
                 continue
-            lent, holders = self._cache.lent(kind), ledger.holders[kind]
+            lent_of_kind = {gpu: count for gpu, charge in lent.items() if (count := charge.count(kind))}
+            holders = ledger.holders[kind]
             ids = offered_ids({gpu.uuid: self._names.units(gpu, kind) for gpu in inventory.gpus}, holders)
-            kept_back = withheld(kind, gpus, ids, ledger.holders, self._names, no_shares=no_shares, lent=lent)
-            self._has_lent = self._has_lent or bool(lent)
+            kept_back = withheld(kind, gpus, ids, ledger.holders, self._names, no_shares=no_shares, lent=lent_of_kind)
+            self._has_lent = self._has_lent or bool(lent_of_kind)
             table.set_devices(device_rows(inventory, ids, self._ids, kept_back))
         self._has_earlier_ids = any(has_kubelet_text(ledger.holders[kind]) for kind in self._names.kinds)
 

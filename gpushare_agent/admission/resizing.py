@@ -23,10 +23,8 @@ from typing import NoReturn, Protocol
 
 import structlog
 from msgspec import Struct
-from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
 from gpushare_agent.admission.decisions.resize import (
     ResizePolicy,
     ResizeReason,
@@ -48,13 +46,15 @@ from gpushare_agent.isolation import Isolation
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
+from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import RESIZE_ANNOTATION, GpuUuid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.placement import GpuAccount
+from gpushare_agent.placement.gpu_account import account_of
 
 log = structlog.get_logger(__name__)
 
@@ -88,32 +88,33 @@ class _Enforced(Struct, frozen=True, kw_only=True):
 
 
 class BookedAccounts:
-    """Each GPU as it is booked, during one round of decisions, in which nothing but `book` changes the cache. Made at the
-    first need and kept from then on: the accounts of all GPUs for each share of hundreds would hold up the event loop."""
+    """Each GPU as it is booked, during one round of decisions, in which nothing but `book` changes the cache. Counted at the
+    first need and kept from then on: to count all again for each share of hundreds would hold up the event loop."""
 
     def __init__(self, cache: AllocationCache, inventory: Callable[[], GpuInventory], names: ResourceNames) -> None:
         self._cache = cache
         self._inventory = inventory
         self._names = names
-        self._accounts: dict[GpuUuid, GpuAccount] | None = None
+        self._booked: dict[GpuUuid, Charge] | None = None
 
     def without(self, allocation: Allocation) -> GpuAccount | None:
         """The account of the share's GPU as booked for all others; None where that GPU is not there."""
-        if self._accounts is None:
-            ledger = self._cache.booked_ledger(self._inventory())
-            accounts = gpu_accounts(None, ledger, Policy(names=self._names))
-            self._accounts = {account.uuid: account for account in accounts}
-        account = self._accounts.get(allocation.gpus[0])
-        return None if account is None else _less(account, self._cache.booked_alone(allocation.key))
+        if self._booked is None:
+            self._booked = self._cache.booked_charges()
+        gpu = self._inventory().by_uuid().get(allocation.gpus[0])
+        if gpu is None:
+            return None
+        booked = self._booked.get(gpu.uuid, NO_CHARGE)
+        return account_of(gpu, self._names, booked.plus(self._cache.booked_alone(allocation.key), -1))
 
     def book(self, share: ResizedShare) -> None:
         """As `AllocationCache.book`, of a share whose account was asked for."""
-        if self._accounts is None:
+        if self._booked is None:
             raise AssertionError(f"{share.key} is booked without a look at its GPU's account")
         before = self._cache.booked_alone(share.key)
         self._cache.book(share)
-        less = {kind: before[kind] - count for kind, count in self._cache.booked_alone(share.key).items()}
-        self._accounts[share.gpu] = _less(self._accounts[share.gpu], less)
+        more = self._cache.booked_alone(share.key).plus(before, -1)
+        add_charges(self._booked, {share.gpu: more})
 
 
 class ShareResizing:
@@ -345,15 +346,6 @@ class ShareResizing:
         if gpu is None or gpu.processes is None or use is None or use.memory_bytes is None:
             return False
         return use.memory_bytes <= (share.target.memory * self._policy.names.unit_mib(share.kind)) << 20
-
-
-def _less(account: GpuAccount, counts: Mapping[ResourceKind, int]) -> GpuAccount:
-    return replace(
-        account,
-        used_cores=account.used_cores - counts[ResourceKind.VCORE],
-        used_blocks=account.used_blocks - counts[ResourceKind.VMEMORY],
-        used_units=account.used_units - counts[ResourceKind.GPU_MEM],
-    )
 
 
 def _grows(candidate: tuple[Allocation, Pod, WantedSize]) -> tuple[bool, ContainerKey]:

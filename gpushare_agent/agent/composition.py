@@ -134,7 +134,7 @@ def build(
         kubelet=kubelet,
         cluster=cluster,
         isolation=isolation,
-        observability=observability_part.build(node, metrics, cache, decisions, driver, isolation, not_ready),
+        observability=observability_part.build(node, metrics, decisions, driver, isolation, not_ready),
         dra=dra,
         readiness=readiness,
     )

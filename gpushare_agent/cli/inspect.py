@@ -18,7 +18,8 @@ from gpushare_agent.cli.cluster_nodes import open_cluster, read_cluster
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_inspect import inspection_document, inspection_tables
 from gpushare_agent.cli.render_text import in_namespace, print_as
-from gpushare_agent.observability.gpu_summaries import GpuSummary
+from gpushare_agent.model.gpus import GpuReport, MigReport
+from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.observability.inspection import ContainerSums, GpuSums, NodeSums
 from gpushare_agent.settings.settings import Settings
 
@@ -59,15 +60,20 @@ def sums_of_document(document: NodeDocument) -> NodeSums:
         node=document["node"],
         gpus=tuple(
             GpuSums(
-                gpu=GpuSummary(
+                gpu=GpuReport(
                     index=gpu["index"],
-                    uuid=gpu["uuid"],
+                    uuid=GpuUuid(gpu["uuid"]),
                     name=gpu["name"],
-                    memory_bytes=gpu["memory"]["capacity_bytes"],
+                    memory_mib=gpu["memory"]["capacity_bytes"] // MIB,
                     is_healthy=gpu["is_healthy"],
-                    cores=gpu["cores"]["capacity"],
-                    label=gpu["mig"]["label"] if "mig" in gpu else "",
                     cordoned=gpu["cordoned"] or "",
+                    mig=MigReport(
+                        label=gpu["mig"]["label"],
+                        profile="",
+                        takes_shares=gpu["cores"]["capacity"] > 0,
+                    )
+                    if "mig" in gpu
+                    else None,
                 ),
                 cores_allocated=gpu["cores"]["allocated"],
                 memory_allocated_bytes=gpu["memory"]["allocated_bytes"],

@@ -60,7 +60,7 @@ def _gpu_document(sums: GpuSums) -> dict[str, Any]:
         "index": gpu.index,
         "uuid": gpu.uuid,
         "name": gpu.name,
-        **({"mig": {"label": gpu.label}} if gpu.label else {}),
+        **({"mig": {"label": gpu.label}} if gpu.mig is not None else {}),
         "is_healthy": gpu.is_healthy,
         "health_reason": sums.health_reason,
         "cordoned": gpu.cordoned or None,

@@ -210,6 +210,5 @@ def _desired_allocations(node: Node) -> str | None:
     gpus = node.gpus().gpus
     if not node.pods.is_synced or not gpus:
         return None
-    extras = {kind: node.cache.extras(kind) for kind in node.names.kinds}
     by_plugins = [allocation for allocation in node.cache if allocation.claim is None]
-    return allocations_annotation(allocations_by_pod(by_plugins, gpus, node.pods.get, node.names, extras))
+    return allocations_annotation(allocations_by_pod(by_plugins, gpus, node.pods.get, node.names, node.cache.extras()))

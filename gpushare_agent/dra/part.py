@@ -216,4 +216,4 @@ def _devices(node: Node, cache: AllocationCache, isolation: Isolations, gpus: li
         memory_by=keeps.memory_by.value,
         compute_by=keeps.compute_by.value,
     )
-    return slice_devices(gpus, node.gpus(), cache.used_cores(), node.inventory.cordoned, policy)
+    return slice_devices(gpus, node.gpus(), cache.charges(), node.inventory.cordoned, policy)

@@ -188,7 +188,7 @@ def _is_explained(written: Mapping[str, str], reservation: Reservation | None) -
     planned = plan_annotations(reservation.plan, PREDICATE_GPU_INDEX_PREFIX)
     if all(planned.get(name) == text for name, text in indexes.items()):
         return True
-    allocated = {str(charge.index) for charge in reservation.plan.charges}
+    allocated = {str(index) for index in reservation.plan.charges}
     return reservation.stage is Stage.CONFIRMED and all(
         part in allocated for text in indexes.values() for part in text.split(",")
     )
@@ -251,7 +251,7 @@ class NodesFeed(Handler):
         for uid, charges in sorted((node.allocated or {}).items()):
             reservation = self._state.reservation(uid)
             planned = {gpu for one in reservation.plan.containers for gpu in one.gpus} if reservation else set()
-            allocated = {charge.index for charge in charges}
+            allocated = set(charges)
             if reservation is None or not planned or planned == allocated:
                 continue
             self._elsewhere.setdefault(node.name, set()).add(uid)

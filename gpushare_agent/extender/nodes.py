@@ -12,19 +12,20 @@ from functools import lru_cache
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.cluster.decisions.node_annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,
-    ReportedGpu,
     even_gpus,
     parse_allocations,
     parse_gpus,
 )
 from gpushare_agent.cluster.kube.pods import mapping_or_empty
 from gpushare_agent.cluster.kube.quantities import whole_number
-from gpushare_agent.extender.values import ClusterNode, NodeGpu
+from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.model.gpus import GpuReport
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind, Topology
@@ -86,7 +87,7 @@ def read_node(raw: Mapping[str, Any], names: ResourceNames, *, model_label: str,
 # --- the GPUs ---
 
 
-def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[tuple[NodeGpu, ...], Topology]:
+def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[tuple[GpuReport, ...], Topology]:
     """The GPUs and links of the annotation. Where the kubelet offers nothing now, no GPU is of use."""
     reported = parse_gpus(text)
     gpus = sorted(reported.gpus, key=lambda gpu: gpu.index)
@@ -103,27 +104,25 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
     if len(set(uuids)) != len(uuids):
         raise Corrupt("two GPUs have the same UUID")
     found = tuple(
-        NodeGpu(
-            index=gpu.index,
-            uuid=GpuUuid(uuid),
-            memory_mib=gpu.memory_mib,
+        replace(  # without what the topology has
+            gpu,
+            uuid=uuid,
             is_healthy=is_offered and gpu.is_healthy and not gpu.cordoned,
-            instance=gpu.mig.label if gpu.mig is not None else "",
-            takes_shares=gpu.mig is None or gpu.mig.takes_shares,
             name=sys.intern(gpu.name),
-            cordoned=gpu.cordoned,
+            numa=None,
+            links=(),
         )
         for gpu, uuid in zip(gpus, uuids, strict=True)
     )
     return found, _topology_of(reported.gpus)
 
 
-def _substitute_uuid(index: int) -> str:
+def _substitute_uuid(index: int) -> GpuUuid:
     """For a GPU without a UUID: placement distinguishes GPUs by it."""
-    return sys.intern(f"card-{index}")
+    return GpuUuid(sys.intern(f"card-{index}"))
 
 
-def _topology_of(gpus: Iterable[ReportedGpu]) -> Topology:
+def _topology_of(gpus: Iterable[GpuReport]) -> Topology:
     """`links` of a GPU follow the order of the list, the matrix the indexes. A GPU without links is far from all."""
     in_order = tuple(gpus)
     size = len(in_order)
@@ -162,9 +161,7 @@ def _even_node(name: str, counts: Mapping[str, int], names: ResourceNames, model
     number = min(number, MAX_GPUS)
     if not number:
         return None
-    gpus = tuple(
-        NodeGpu(index=index, uuid=GpuUuid(_substitute_uuid(index)), memory_mib=memory_mib) for index in range(number)
-    )
+    gpus = tuple(GpuReport(index=index, uuid=_substitute_uuid(index), memory_mib=memory_mib) for index in range(number))
     indexes = tuple(range(number))
     topology = _topology(indexes, ((),) * number, (None,) * number)
     return ClusterNode(name=name, gpus=gpus, topology=topology, model=model, pool=pool, is_exact=False)

@@ -11,8 +11,9 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from gpushare_agent.cluster.decisions.node_annotations import Charge
-from gpushare_agent.model.names import GpuUuid, PodUid
+from gpushare_agent.model.charges import Charge
+from gpushare_agent.model.gpus import GpuReport
+from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.requests import Request
 from gpushare_agent.model.resources import ResourceNames
@@ -20,32 +21,18 @@ from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement.request import SharePolicy
 
 
-class NodeGpu(Struct, frozen=True, kw_only=True):
-    """One GPU of a node, or one MIG instance; `instance` and `takes_shares` as GpuAccount has them. A cordoned GPU is not
-    healthy. `name` and `cordoned` (why, empty if it is not) are for people."""
-
-    index: int
-    uuid: GpuUuid
-    memory_mib: int
-    is_healthy: bool = True
-    instance: str = ""
-    takes_shares: bool = True
-    name: str = ""
-    cordoned: str = ""
-
-
 class ClusterNode(Struct, frozen=True, kw_only=True):
-    """One node that offers our resources. `is_exact` is False where the agent has not reported its GPUs and the node's
-    capacity is divided evenly. `allocated` is what each pod has of each GPU as the agent reports it, None without a
-    report."""
+    """One node that offers our resources. A cordoned GPU is not healthy here. `is_exact` is False where the agent has not
+    reported its GPUs and the node's capacity is divided evenly. `allocated` is what each pod has of each GPU as the agent
+    reports it, by index, None without a report."""
 
     name: str
-    gpus: tuple[NodeGpu, ...]
+    gpus: tuple[GpuReport, ...]
     topology: Topology
     model: str = ""
     pool: str = ""
     is_exact: bool = True
-    allocated: Mapping[PodUid, tuple[Charge, ...]] | None = None
+    allocated: Mapping[PodUid, Mapping[int, Charge]] | None = None
 
 
 class ClusterPolicy(Struct, frozen=True, kw_only=True):
@@ -68,10 +55,10 @@ class PlannedContainer(Struct, frozen=True, kw_only=True):
 
 
 class PodPlan(Struct, frozen=True, kw_only=True):
-    """Where a pod's containers go on one node, and what the pod has then of each GPU (sorted by index)."""
+    """Where a pod's containers go on one node, and what the pod has then of each GPU, by index."""
 
     containers: tuple[PlannedContainer, ...]
-    charges: tuple[Charge, ...]
+    charges: Mapping[int, Charge]
 
 
 class Stage(StrEnum):

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from msgspec import Struct, field
 
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.topology import Topology
 
 
@@ -134,6 +134,44 @@ class KernelModule(Struct, frozen=True, kw_only=True):
     @property
     def samples_namespace_pids(self) -> bool:
         return self.is_open and self.major >= 570
+
+
+class MigReport(Struct, frozen=True, kw_only=True):
+    """What a MIG instance is: NVIDIA's name of it, such as `0:1`, and whether it takes shares by vcuda's names."""
+
+    label: str
+    profile: str
+    takes_shares: bool
+
+
+class GpuReport(Struct, frozen=True, kw_only=True):
+    """One GPU, or one MIG instance, as its node reports it. `mig` is None unless it is an instance. `cordoned` is why an
+    operator took it out of service, empty where nobody did; `links` has nvidia-smi's abbreviation for each GPU of the list,
+    and is empty where that is not known."""
+
+    index: int
+    uuid: GpuUuid
+    memory_mib: int
+    name: str = ""
+    is_healthy: bool = True
+    cordoned: str = ""
+    numa: int | None = None
+    links: tuple[str, ...] = ()
+    mig: MigReport | None = None
+
+    @property
+    def label(self) -> str:
+        """As `Gpu.label`."""
+        return str(self.index) if self.mig is None else self.mig.label
+
+    @property
+    def cores(self) -> int:
+        """None of an instance that takes no shares."""
+        return CORES_PER_GPU if self.mig is None or self.mig.takes_shares else 0
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory_mib * MIB
 
 
 class GpuInventory(Struct, frozen=True, kw_only=True):

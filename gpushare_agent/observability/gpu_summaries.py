@@ -15,40 +15,24 @@ from msgspec import Struct
 from gpushare_agent.cluster.decisions.node_annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,
-    Charge,
-    ReportedGpu,
     even_gpus,
     parse_allocations,
     parse_gpus,
 )
+from gpushare_agent.model.charges import Charge
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import CORES_PER_GPU, MIB, PodUid
+from gpushare_agent.model.gpus import GpuReport
+from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.resources import ResourceNames
-
-
-class GpuSummary(Struct, frozen=True, kw_only=True):
-    """One GPU, for display."""
-
-    index: int
-    uuid: str
-    name: str
-    memory_bytes: int
-    is_healthy: bool = True
-    cores: int = CORES_PER_GPU
-    """None of a MIG instance that takes no shares."""
-    label: str = ""
-    """Of a MIG instance: NVIDIA's name, such as `0:1`."""
-    cordoned: str = ""
-    """The reason for the cordon; empty for a GPU that is not cordoned."""
 
 
 class GpuSummaries(Struct, frozen=True, kw_only=True):
     """The GPUs of one node by index, the size of its memory blocks, what each pod has of them (None where that is not
     known), and a note on what is missing here."""
 
-    gpus: tuple[GpuSummary, ...]
+    gpus: tuple[GpuReport, ...]
     memory_block_mib: int
-    allocated: Mapping[PodUid, tuple[Charge, ...]] | None = None
+    allocated: Mapping[PodUid, Mapping[int, Charge]] | None = None
     remark: str = ""
 
 
@@ -63,13 +47,13 @@ def gpus_of_node(
         reported = parse_gpus(text)
     except Corrupt as error:
         return _by_capacity(capacity, names, f"the annotation {GPUS_ANNOTATION} cannot be read ({error})")
-    gpus = tuple(_gpu(gpu) for gpu in sorted(reported.gpus, key=lambda gpu: gpu.index))
+    gpus = tuple(sorted(reported.gpus, key=lambda gpu: gpu.index))
     allocated, remark = _allocated(annotations.get(ALLOCATIONS_ANNOTATION), [gpu.index for gpu in gpus])
     block_mib = reported.memory_block_mib or names.memory_block_mib
     return GpuSummaries(gpus=gpus, memory_block_mib=block_mib, allocated=allocated, remark=remark)
 
 
-def _allocated(text: object, indexes: Collection[int]) -> tuple[Mapping[PodUid, tuple[Charge, ...]] | None, str]:
+def _allocated(text: object, indexes: Collection[int]) -> tuple[Mapping[PodUid, Mapping[int, Charge]] | None, str]:
     """What each pod has, and what is wrong with it. A pod's own annotations are no substitute: tenants write them."""
     if text is None:
         return None, f"no {ALLOCATIONS_ANNOTATION}: what is allocated is not known; see the agent's log there"
@@ -82,25 +66,12 @@ def _allocated(text: object, indexes: Collection[int]) -> tuple[Mapping[PodUid, 
     return reported.of_pod, full if reported.is_truncated else ""
 
 
-def _gpu(reported: ReportedGpu) -> GpuSummary:
-    return GpuSummary(
-        index=reported.index,
-        uuid=reported.uuid,
-        name=reported.name,
-        memory_bytes=reported.memory_mib * MIB,
-        is_healthy=reported.is_healthy,
-        cores=CORES_PER_GPU if reported.mig is None or reported.mig.takes_shares else 0,
-        label=reported.mig.label if reported.mig is not None else "",
-        cordoned=reported.cordoned,
-    )
-
-
 def _by_capacity(capacity: Mapping[str, int], names: ResourceNames, problem: str) -> GpuSummaries | None:
     """Equal GPUs: their number is the cores' hundreds, their memory an equal part of the blocks or units."""
     number, memory_mib = even_gpus(capacity, names)
     if not number:
         return None
-    gpus = tuple(GpuSummary(index=index, uuid="", name="", memory_bytes=memory_mib * MIB) for index in range(number))
+    gpus = tuple(GpuReport(index=index, uuid=GpuUuid(""), memory_mib=memory_mib) for index in range(number))
     remark = (
         f"{problem}: GPUs of equal size are assumed from the node's capacity; their health, and what is allocated of them, "
         "are not known"

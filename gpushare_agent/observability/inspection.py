@@ -10,19 +10,22 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from gpushare_agent.cluster.decisions.node_annotations import Charge
+from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges
+from gpushare_agent.model.gpus import GpuReport
 from gpushare_agent.model.names import MIB
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.observability.gpu_summaries import GpuSummaries, GpuSummary
+from gpushare_agent.observability.gpu_summaries import GpuSummaries
+from gpushare_agent.placement.gpu_account import account_of
 
 
 class GpuSums(Struct, frozen=True, kw_only=True):
     """One GPU and what of it is allocated. `health_reason` is what is wrong with the GPU itself, None where that is not
     known."""
 
-    gpu: GpuSummary
+    gpu: GpuReport
     cores_allocated: int
     memory_allocated_bytes: int
     health_reason: str | None
@@ -56,37 +59,40 @@ class NodeSums(Struct, frozen=True, kw_only=True):
 
 def node_sums(node: str, gpus: GpuSummaries, pods: Sequence[Pod], names: ResourceNames) -> NodeSums:
     """`pods` are those of the node that have not ended. A GPU's sums are the report's alone, whatever the pods say."""
+    names = replace(names, memory_block_mib=gpus.memory_block_mib)
     by_index = {gpu.index: gpu for gpu in gpus.gpus}
     allocated = gpus.allocated if gpus.allocated is not None else {}
     by_uid = {pod.uid: pod for pod in pods if not pod.is_terminal}
     found = [
         container
         for uid, pod in by_uid.items()
-        for container in _containers_of(pod, allocated.get(uid, ()), gpus, by_index, names)
+        for container in _containers_of(pod, allocated.get(uid, {}), by_index, names)
     ]
     found += [
         ContainerSums(
-            namespace="", pod=uid, container="", gpus=_indexes(charges), **_amounts(charges, gpus, by_index, names),
+            namespace="", pod=uid, container="", gpus=tuple(charges), **_amounts(charges, by_index, names),
             remark="the API server lists no such pod on the node that runs",
         )
         for uid, charges in allocated.items()
         if uid not in by_uid
     ]  # fmt: skip
+    charged: dict[int, Charge] = {}
+    for charges in allocated.values():
+        add_charges(charged, charges)
     return NodeSums(
         node=node,
-        gpus=tuple(_gpu_sums(by_index[index], gpus, names) for index in sorted(by_index)),
+        gpus=tuple(_gpu_sums(gpu, charged.get(index, NO_CHARGE), names) for index, gpu in sorted(by_index.items())),
         containers=tuple(sorted(found, key=lambda one: (one.namespace, one.pod))),
         remark=gpus.remark,
     )
 
 
-def _gpu_sums(gpu: GpuSummary, gpus: GpuSummaries, names: ResourceNames) -> GpuSums:
-    charges = [charge for of_pod in (gpus.allocated or {}).values() for charge in of_pod if charge.index == gpu.index]
-    amounts = _amounts(charges, gpus, {gpu.index: gpu}, names)
+def _gpu_sums(gpu: GpuReport, charge: Charge, names: ResourceNames) -> GpuSums:
+    account = account_of(gpu, names, charge)
     return GpuSums(
         gpu=gpu,
-        cores_allocated=min(amounts["cores"], gpu.cores),
-        memory_allocated_bytes=min(amounts["memory_bytes"], gpu.memory_bytes),
+        cores_allocated=min(account.allocated_cores, gpu.cores),
+        memory_allocated_bytes=account.allocated_mib * MIB,
         health_reason="" if gpu.is_healthy else None,  # not in the annotation
     )
 
@@ -96,27 +102,16 @@ class _Amounts(TypedDict):
     memory_bytes: int
 
 
-def _amounts(
-    charges: Sequence[Charge], gpus: GpuSummaries, by_index: Mapping[int, GpuSummary], names: ResourceNames
-) -> _Amounts:
-    """A whole GPU has all its memory, whatever is asked for beside it."""
+def _amounts(charges: Mapping[int, Charge], by_index: Mapping[int, GpuReport], names: ResourceNames) -> _Amounts:
+    accounts = [account_of(by_index[index], names, charge) for index, charge in charges.items()]
     return {
-        "cores": sum(charge.cores for charge in charges),
-        "memory_bytes": sum(
-            by_index[charge.index].memory_bytes
-            if charge.is_whole
-            else (charge.blocks * gpus.memory_block_mib + charge.units * names.gpu_mem_unit_mib) * MIB
-            for charge in charges
-        ),
+        "cores": sum(account.allocated_cores for account in accounts),
+        "memory_bytes": sum(account.allocated_mib for account in accounts) * MIB,
     }
 
 
-def _indexes(charges: Sequence[Charge]) -> tuple[int, ...]:
-    return tuple(charge.index for charge in charges)
-
-
 def _containers_of(
-    pod: Pod, charges: Sequence[Charge], gpus: GpuSummaries, by_index: Mapping[int, GpuSummary], names: ResourceNames
+    pod: Pod, charges: Mapping[int, Charge], by_index: Mapping[int, GpuReport], names: ResourceNames
 ) -> list[ContainerSums]:
     """The report is by pod: of several containers each is shown with its request, and with all GPUs of the pod. An init
     container is left out: the main containers take over what it has."""
@@ -125,10 +120,10 @@ def _containers_of(
         for container in pod.containers
         if container.kind is not ContainerKind.INIT and any(names.wanted(container, kind) for kind in names.kinds)
     ]
-    indexes = _indexes(charges)
+    indexes = tuple(charges)
     if indexes and len(asking) <= 1:
         container = asking[0].name if asking else ""  # asks under a name that is not among the settings here
-        amounts = _amounts(charges, gpus, by_index, names)
+        amounts = _amounts(charges, by_index, names)
         return [ContainerSums(namespace=pod.namespace, pod=pod.name, container=container, gpus=indexes, **amounts)]
     remark = (
         "the node's agent has not reported it" if not indexes
@@ -138,15 +133,15 @@ def _containers_of(
     return [
         ContainerSums(
             namespace=pod.namespace, pod=pod.name, container=container.name, gpus=indexes, remark=remark,
-            **_requested(container, gpus, names),
+            **_requested(container, names),
         )
         for container in asking
     ]  # fmt: skip
 
 
-def _requested(container: ContainerSpec, gpus: GpuSummaries, names: ResourceNames) -> _Amounts:
+def _requested(container: ContainerSpec, names: ResourceNames) -> _Amounts:
     blocks, units = names.wanted(container, ResourceKind.VMEMORY), names.wanted(container, ResourceKind.GPU_MEM)
     return {
         "cores": names.wanted(container, ResourceKind.VCORE),
-        "memory_bytes": (blocks * gpus.memory_block_mib + units * names.gpu_mem_unit_mib) * MIB,
+        "memory_bytes": (blocks * names.memory_block_mib + units * names.gpu_mem_unit_mib) * MIB,
     }

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.isolation.container_ids import ContainerIds
@@ -62,7 +61,6 @@ class ObservabilityPart(Struct, frozen=True, kw_only=True):
 def build(
     node: Node,
     metrics: AgentMetrics,
-    cache: AllocationCache,
     decisions: DecisionLog,
     driver: GpuDriver,
     isolation: Isolations,
@@ -89,9 +87,7 @@ def build(
     )
     started_at, containers = time.time(), ContainerViews(node, isolation)
     snapshots = SnapshotCache(
-        lambda: node_snapshot(
-            node, cache, isolation, containers, usage.current, started_at=started_at, not_ready=not_ready()
-        ),
+        lambda: node_snapshot(node, isolation, containers, usage.current, started_at=started_at, not_ready=not_ready()),
         max_age_s=min(settings.sample_period_s, MAX_AGE_S),
     )
     node_api = NodeApi(

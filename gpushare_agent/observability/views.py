@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from math import ceil
 
 from msgspec.structs import replace
 
 from gpushare_agent import __version__
-from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.charges import NO_CHARGE
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
+from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.node import Node
 from gpushare_agent.observability.node_snapshot import AgentFacts, ContainerFacts, NodeSnapshot
+from gpushare_agent.placement.gpu_account import account_of
 
 
 class ContainerViews:
@@ -49,7 +49,6 @@ class ContainerViews:
 
 def node_snapshot(
     node: Node,
-    cache: AllocationCache,
     isolation: Isolations,
     containers: ContainerViews,
     usage: UsageRound | None,
@@ -58,7 +57,8 @@ def node_snapshot(
     not_ready: Sequence[str],
 ) -> NodeSnapshot:
     """Everything that is shown of the node, now. `started_at` is in seconds since the epoch."""
-    settings, inventory = node.settings, node.inventory
+    settings, inventory, charges = node.settings, node.inventory, node.cache.charges()
+    accounts = [account_of(gpu, node.names, charges.get(gpu.uuid, NO_CHARGE)) for gpu in node.gpus().gpus]
     return NodeSnapshot(
         node=settings.node_name,
         at=time.time(),
@@ -76,8 +76,8 @@ def node_snapshot(
         inventory=inventory.current,
         cordoned=inventory.cordoned,
         unhealthy_reasons=inventory.unhealthy_reasons,
-        cores_allocated=_cores_allocated(cache),
-        memory_allocated_bytes=_memory_allocated(node, cache),
+        cores_allocated={one.uuid: one.allocated_cores for one in accounts},
+        memory_allocated_bytes={one.uuid: one.allocated_mib * MIB for one in accounts},
         containers=containers.current(),
         usage=usage,
     )
@@ -86,28 +86,6 @@ def node_snapshot(
 def _is_over(allocation: Allocation, pod: Pod | None) -> bool:
     """An init container that has run: its devices are counted with the containers that took them over."""
     return allocation.kind is ContainerKind.INIT and pod is not None and pod.has_started
-
-
-def _cores_allocated(cache: AllocationCache) -> dict[GpuUuid, int]:
-    cores = cache.used_cores()
-    for gpu, part in cache.used_parts().items():
-        cores[gpu] = cores.get(gpu, 0) + ceil(part * CORES_PER_GPU)
-    return cores
-
-
-def _memory_allocated(node: Node, cache: AllocationCache) -> dict[GpuUuid, int]:
-    """Bytes by GPU; the memory of a GPU that is allocated whole counts as a whole."""
-    names, blocks, units = node.names, cache.used_blocks(), cache.used_gpu_mem()
-    parts = cache.used_parts()
-    whole = {gpu for a in cache if a.is_whole for gpu in a.gpus}
-    return {
-        gpu.uuid: MIB * gpu.memory_mib
-        if gpu.uuid in whole
-        else MIB * blocks.get(gpu.uuid, 0) * names.memory_block_mib
-        + MIB * units.get(gpu.uuid, 0) * names.gpu_mem_unit_mib
-        + int(parts.get(gpu.uuid, 0) * gpu.memory_mib) * MIB
-        for gpu in node.gpus().gpus
-    }
 
 
 def _container(

@@ -1,9 +1,10 @@
 """What one GPU has, what is allocated of it, what is free, and what it lacks for a request: the only place that says so.
 
-Used by the agent's admission, the scheduler extender and the simulation, so that they cannot disagree. A GPU's memory is one
-account in MiB: vcuda's memory blocks, GPUShare's gpu-mem units, whole GPUs and units under NVIDIA's names take from it, each
-rounded up to the unit of the one that asks. `Capacity` sums up several GPUs: a cluster has thousands of nodes, and the
-scheduler waits for every answer about them. No state: a value is replaced, never changed.
+Made of charges (model/charges.py) by `account_of`, for the agent's admission and all that shows a node, the scheduler
+extender and the simulation, so that they cannot disagree. A GPU's memory is one account in MiB: vcuda's memory blocks,
+GPUShare's gpu-mem units, whole GPUs and units under NVIDIA's names take from it, each rounded up to the unit of the one that
+asks. `Capacity` sums up several GPUs: a cluster has thousands of nodes, and the scheduler waits for every answer about them.
+No state: a value is replaced, never changed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.charges import NO_CHARGE, Charge
+from gpushare_agent.model.gpus import Gpu, GpuReport, MigReport
 from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
 from gpushare_agent.model.requests import WHOLE_GPU, Request
 from gpushare_agent.model.resources import ResourceNames
@@ -97,10 +99,27 @@ class GpuAccount(Struct, kw_only=True):
         return -(-self.mib_of_part // self.block_mib)
 
     @property
+    def cores_of_part(self) -> int:
+        return 0 if self.used_part is None else ceil(self.used_part * CORES_PER_GPU)
+
+    @property
+    def allocated_cores(self) -> int:
+        """By whichever resource; as everybody is shown them."""
+        return min(self.used_cores + self.cores_of_part, CORES_PER_GPU)
+
+    @property
+    def allocated_mib(self) -> int:
+        """By whichever resource; all of a GPU that is allocated as a whole."""
+        if self.is_whole:
+            return self.memory_mib
+        used_mib = self.used_blocks * self.block_mib + self.used_units * self.unit_mib + self.mib_of_part
+        return min(used_mib, self.memory_mib)
+
+    @property
     def free_part(self) -> Fraction:
         """What is left for units under NVIDIA's names, as part of the whole GPU. What init containers have of other
         resources is not handed on to them."""
-        if self.is_whole or not self.memory_mib:
+        if (self.is_whole and not self.is_whole_reusable) or not self.memory_mib:
             return Fraction(0)
         memory_mib = self.memory_mib - self.used_blocks * self.block_mib - self.used_units * self.unit_mib
         free = min(Fraction(CORES_PER_GPU - self.used_cores, CORES_PER_GPU), Fraction(memory_mib, self.memory_mib))
@@ -121,7 +140,7 @@ class GpuAccount(Struct, kw_only=True):
         blocks, units = all_blocks - self.used_blocks + self.reusable_blocks, all_units
         if self.used_units or self.used_part is not None:
             blocks -= self.blocks_of_units + self.blocks_of_part
-            cores -= ceil((self.used_part or 0) * CORES_PER_GPU)
+            cores -= self.cores_of_part
         if self.used_blocks or self.used_units or self.used_part is not None:
             left_mib = self.memory_mib - self.mib_of_part - self.used_blocks * self.block_mib
             units = left_mib // self.unit_mib - self.used_units
@@ -208,8 +227,12 @@ class GpuAccount(Struct, kw_only=True):
         )
 
 
-def account_of(gpu: Gpu, names: ResourceNames, **used: Any) -> GpuAccount:
-    """A GPU of the inventory with nothing allocated but `used`, fields of the account by name."""
+def account_of(
+    gpu: Gpu | GpuReport, names: ResourceNames, used: Charge = NO_CHARGE, reusable: Charge = NO_CHARGE, **more: Any
+) -> GpuAccount:
+    """The account of a GPU on which `used` is charged in all, and of that `reusable`; `more` are the account's other fields.
+    Whether an instance takes shares is this node's setting, or what its own node reports."""
+    mig = gpu.mig
     return GpuAccount(
         index=gpu.index,
         uuid=gpu.uuid,
@@ -217,9 +240,19 @@ def account_of(gpu: Gpu, names: ResourceNames, **used: Any) -> GpuAccount:
         block_mib=names.memory_block_mib,
         unit_mib=names.gpu_mem_unit_mib,
         is_healthy=gpu.is_healthy,
-        instance=gpu.label if gpu.mig is not None else "",
-        takes_shares=gpu.mig is None or names.shares_in_mig,
-        **used,
+        instance=gpu.label if mig is not None else "",
+        takes_shares=mig is None or (mig.takes_shares if isinstance(mig, MigReport) else names.shares_in_mig),
+        used_cores=used.cores,
+        used_blocks=used.blocks,
+        used_units=used.units,
+        is_whole=used.is_whole,
+        reusable_cores=reusable.cores,
+        reusable_blocks=reusable.blocks,
+        reusable_units=reusable.units,
+        is_whole_reusable=used.is_whole and used.wholes == reusable.wholes,
+        shares=used.shares,
+        used_part=used.part or None,
+        **more,
     )
 
 

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from gpushare_agent.extender.values import ClusterNode
+from gpushare_agent.model.charges import Charge
 from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
+from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.sandbox.scheduler.allocation import Capacity, Device, DeviceKey, Option, Share, Wanted, allocate
 from gpushare_agent.sandbox.scheduler.selectors import DeviceView
 from gpushare_agent.simulation.judges import Choice, SumsJudge
@@ -24,9 +27,11 @@ _CORES, _MEMORY = "gpu/cores", "gpu/memory"
 class FirstFit:
     """State owned: what the pods' claims have, and which nodes a shape fits, until something on them changes."""
 
-    def __init__(self, nodes: Sequence[ClusterNode], by_sums: SumsJudge, block_mib: int, *, is_binpack: bool) -> None:
+    def __init__(
+        self, nodes: Sequence[ClusterNode], by_sums: SumsJudge, names: ResourceNames, *, is_binpack: bool
+    ) -> None:
         self._by_sums = by_sums
-        self._block_mib = block_mib
+        self._names = names
         self._sign = -1 if is_binpack else 1
         self._nodes = {node.name: node for node in nodes}
         self._devices = {node.name: [self._device(node, index) for index in range(len(node.gpus))] for node in nodes}
@@ -59,12 +64,10 @@ class FirstFit:
     def gpus(self, name: str) -> Sequence[GpuAccount]:
         used = self._used[name]
         return [
-            GpuAccount(
-                index=gpu.index, uuid=gpu.uuid, memory_mib=gpu.memory_mib, block_mib=self._block_mib,
-                used_cores=used.get(device.key, {}).get(_CORES, 0), used_blocks=used.get(device.key, {}).get(_MEMORY, 0),
-            )
+            account_of(gpu, self._names, Charge(cores=consumed.get(_CORES, 0), blocks=consumed.get(_MEMORY, 0)))
             for gpu, device in zip(self._nodes[name].gpus, self._devices[name], strict=True)
-        ]  # fmt: skip
+            for consumed in (used.get(device.key, {}),)
+        ]
 
     def _allocated(self, name: str, shape: Shape) -> list[Share] | None:
         used = self._used[name]
@@ -79,7 +82,7 @@ class FirstFit:
                 device[capacity] += sign * amount
 
     def _device(self, node: ClusterNode, index: int) -> Device:
-        blocks = node.gpus[index].memory_mib // self._block_mib
+        blocks = node.gpus[index].memory_mib // self._names.memory_block_mib
         return Device(
             key=("gpu", node.name, f"gpu-{index}"),
             view=DeviceView(driver="gpu", attributes={}, capacity={_MEMORY: Fraction(blocks)}),

@@ -11,7 +11,8 @@ from functools import cache
 
 from msgspec import Struct
 
-from gpushare_agent.extender.values import ClusterNode, NodeGpu
+from gpushare_agent.extender.values import ClusterNode
+from gpushare_agent.model.gpus import GpuReport
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement.topology_tree import build_topology
@@ -43,7 +44,7 @@ class Machine(Struct, frozen=True, kw_only=True):
         return ClusterNode(
             name=name,
             gpus=tuple(
-                NodeGpu(index=index, uuid=GpuUuid(f"GPU-{name}-{index}"), memory_mib=self.memory_mib)
+                GpuReport(index=index, uuid=GpuUuid(f"GPU-{name}-{index}"), memory_mib=self.memory_mib)
                 for index in range(self.gpus)
             ),
             topology=_topology(self.gpus, self.model in _MESHED),

@@ -79,9 +79,7 @@ class Scheduler:
         self._judge: ExtenderJudge | SumsJudge | FirstFit = SumsJudge(self._sums)
         if policy is Policy.DRA:
             is_binpack = rules.share_policy == "binpack"
-            self._judge = self._ledger = FirstFit(
-                cluster.nodes, self._judge, rules.names.memory_block_mib, is_binpack=is_binpack
-            )
+            self._judge = self._ledger = FirstFit(cluster.nodes, self._judge, rules.names, is_binpack=is_binpack)
         elif self._knows_gpus:
             self._judge = ExtenderJudge(self._ledger)
         self._nodes = {node.name: node for node in cluster.nodes}

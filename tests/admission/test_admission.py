@@ -28,7 +28,7 @@ from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind
-from tests.support_core import NAMES, container, ids, inventory, known, pod, written
+from tests.support_core import NAMES, container, ids, inventory, known, pod, used_cores, written
 
 
 class Scripted:
@@ -192,7 +192,7 @@ async def test_a_chain_of_init_sidecar_and_main_is_followed_without_being_asked(
     await agent.admit(owner, "m", CORE)
     # The sidecar has taken the five IDs for good: offering them again counts as a fault of the kubelet.
     assert agent.outcomes[2:] == ["chain/s vmemory", "chain/s vcore", "taken 5", "chain/m vcore"]
-    assert agent.cache.used_cores() == {"GPU-0": 15}
+    assert used_cores(agent.cache) == {"GPU-0": 15}
 
 
 async def test_the_same_allocate_again_gets_the_same_answer() -> None:

@@ -10,7 +10,7 @@ from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
-from tests.support_core import allocation, container, ids, pod
+from tests.support_core import allocation, container, ids, pod, used_blocks, used_cores
 
 GPU = GpuUuid("GPU-0")
 
@@ -21,12 +21,12 @@ def test_an_id_handed_on_inside_a_pod_counts_once() -> None:
     cache = AllocationCache()
     cache.put(allocation(chain, "i", ids(0, range(5)), ids(0, range(2)), ContainerKind.INIT))
     cache.put(allocation(chain, "s", ids(0, range(5)), ids(0, range(2))))
-    assert cache.used_cores() == {GPU: 5}
-    assert cache.used_blocks() == {GPU: 2}
+    assert used_cores(cache) == {GPU: 5}
+    assert used_blocks(cache) == {GPU: 2}
     cache.release(ContainerKey(chain.uid, "i"))
-    assert cache.used_cores() == {GPU: 5}
+    assert used_cores(cache) == {GPU: 5}
     cache.release_pod(chain.uid)
-    assert cache.used_cores() == {} and not cache.holders(ResourceKind.VCORE)
+    assert used_cores(cache) == {} and not cache.holders(ResourceKind.VCORE)
 
 
 def test_use_can_be_seen_without_one_container() -> None:
@@ -35,15 +35,15 @@ def test_use_can_be_seen_without_one_container() -> None:
     cache = AllocationCache()
     cache.put(allocation(one, "main", ids(0, range(10)), ids(0, range(3))))
     cache.put(allocation(two, "main", ids(0, range(10, 30)), ids(0, range(3, 5))))
-    assert cache.used_cores(without=ContainerKey(one.uid, "main")) == {GPU: 20}
-    assert cache.used_blocks(without=ContainerKey(one.uid, "main")) == {GPU: 2}
+    assert used_cores(cache, without=ContainerKey(one.uid, "main")) == {GPU: 20}
+    assert used_blocks(cache, without=ContainerKey(one.uid, "main")) == {GPU: 2}
 
 
 def test_whole_gpus_charge_no_blocks() -> None:
     """Their memory needs no counting; no other container can share them."""
     cache = AllocationCache()
     cache.put(allocation(pod("w"), "main", ids(0, range(100)), ids(0, range(7))))
-    assert cache.used_cores() == {GPU: 100} and cache.used_blocks() == {}
+    assert used_cores(cache) == {GPU: 100} and used_blocks(cache) == {}
 
 
 def test_changes_are_reported() -> None:

@@ -10,6 +10,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
+from tests.support_core import used_blocks, used_cores
 
 GPUS = [GpuUuid("GPU-0"), GpuUuid("GPU-1")]
 KEYS = [ContainerKey(PodUid(f"uid-{pod}"), name) for pod in range(2) for name in ("first", "second")]
@@ -28,15 +29,15 @@ CHANGES = st.lists(ALLOCATIONS | st.sampled_from(KEYS))
 
 
 def _cores(cache: AllocationCache, without: ContainerKey | None) -> dict[GpuUuid, int]:
-    held = {device for a in cache if a.key != without for device in a.ids_of(ResourceKind.VCORE)}
-    counts = {gpu: sum(device.startswith(f"{gpu}::") for device in held) for gpu in GPUS}
+    held = {(a.key.pod_uid, device) for a in cache if a.key != without for device in a.ids_of(ResourceKind.VCORE)}
+    counts = {gpu: sum(device.startswith(f"{gpu}::") for _, device in held) for gpu in GPUS}
     return {gpu: count for gpu, count in counts.items() if count}
 
 
 def _blocks(cache: AllocationCache, without: ContainerKey | None) -> dict[GpuUuid, int]:
     charged = {
         gpu: {
-            d
+            (a.key.pod_uid, d)
             for a in cache
             if a.key != without and not a.is_whole and a.gpus[:1] == (gpu,)
             for d in a.ids_of(ResourceKind.VMEMORY)
@@ -51,7 +52,7 @@ def _blocks(cache: AllocationCache, without: ContainerKey | None) -> dict[GpuUui
 def test_counts_by_gpu_equal_a_count_of_everything_after_any_changes(
     changes: list[Allocation | ContainerKey],
 ) -> None:
-    """However containers come, change, share IDs and go, the counts kept along are those of counting anew."""
+    """However containers come, change, share IDs in their pod and go, the counts kept along are those of counting anew."""
     cache = AllocationCache()
     for change in changes:
         if isinstance(change, Allocation):
@@ -59,5 +60,5 @@ def test_counts_by_gpu_equal_a_count_of_everything_after_any_changes(
         else:
             cache.release(change)
         for without in (None, *KEYS):
-            assert cache.used_cores(without=without) == _cores(cache, without)
-            assert cache.used_blocks(without=without) == _blocks(cache, without)
+            assert used_cores(cache, without=without) == _cores(cache, without)
+            assert used_blocks(cache, without=without) == _blocks(cache, without)

@@ -24,7 +24,7 @@ from gpushare_agent.model.names import (
     unit_id,
 )
 from gpushare_agent.model.resources import ResourceKind
-from tests.support_core import NAMES, allocation, container, inventory, pod
+from tests.support_core import NAMES, allocation, container, inventory, pod, used_blocks, used_cores
 from tests.support_sandbox import key_of
 
 GPU = GpuUuid("GPU-0")
@@ -125,7 +125,7 @@ def test_what_containers_hold_of_a_gpu_is_charged_to_it_once_the_driver_shows_it
     cache.put(replace(share.with_ids(ResourceKind.VCORE, frozenset(devices)), gpus=(GpuUuid(key_of(uuid)),)))
     shown.append(both)
     tables.refresh()
-    assert (cache.used_cores(), cache.used_blocks()) == ({uuid: 30}, {uuid: 4})
+    assert (used_cores(cache), used_blocks(cache)) == ({uuid: 30}, {uuid: 4})
     assert next(iter(cache)).gpus == (uuid,)
 
 

@@ -15,12 +15,13 @@ from gpushare_agent.admission.resizing import BookedAccounts
 from gpushare_agent.cluster.decisions.node_allocations import allocations_by_pod
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
+from gpushare_agent.model.charges import NO_CHARGE, Charge
 from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.placement import GpuAccount
-from tests.support_core import NAMES, allocation, container, ids, inventory, pod
+from tests.support_core import NAMES, allocation, container, ids, inventory, pod, used_blocks, used_cores
 
 BLOCKS = 16
 GPUS = inventory(2, BLOCKS * NAMES.memory_block_mib)
@@ -46,8 +47,8 @@ def booked_for_others(cache: AllocationCache, key: ContainerKey) -> tuple[int, i
     for share in cache.resized.values():
         if share.key != key:
             other.book(share)
-    ledger = other.booked_ledger(GPUS)
-    return ledger.used_cores.get(gpu, 0), ledger.used_blocks.get(gpu, 0)
+    charge = other.booked_charges().get(gpu, NO_CHARGE)
+    return charge.cores, charge.blocks
 
 
 class Node(RuleBasedStateMachine):
@@ -68,7 +69,7 @@ class Node(RuleBasedStateMachine):
         """Those that ListAndWatch offers and the kubelet has not handed out."""
         holders = {kind: self.cache.holders(kind) for kind in ResourceKind}
         offered = offered_ids({gpu.uuid: NAMES.units(gpu, kind) for gpu in GPUS.gpus}, holders[kind])
-        lent = self.cache.lent(kind)
+        lent = {gpu: charge.count(kind) for gpu, charge in self.cache.lent().items()}
         kept_back = withheld(kind, accounts(self.cache), offered, holders, NAMES, no_shares=False, lent=lent)
         return [
             device
@@ -179,7 +180,7 @@ class Node(RuleBasedStateMachine):
             assert sum(self.may_use[key].cores for key in here) <= CORES_PER_GPU
             assert sum(self.may_use[key].memory for key in here) <= BLOCKS
         for kind, total in zip(KINDS, (CORES_PER_GPU, BLOCKS), strict=True):
-            used = self.cache.used_cores() if kind is ResourceKind.VCORE else self.cache.used_blocks()
+            used = used_cores(self.cache) if kind is ResourceKind.VCORE else used_blocks(self.cache)
             # A share in the file whose pod has ended counts until the pods are listed: too much, never too little.
             is_known = self.cache.resized.keys() <= self.kubelet.keys()
             assert not is_known or all(count <= total for count in used.values())
@@ -190,9 +191,8 @@ class Node(RuleBasedStateMachine):
         """What the node's object says of the pods adds up to what new containers see as used."""
         if not self.kubelet or any(self.cache.get(key) is None for key in self.kubelet):
             return
-        extras = {kind: self.cache.extras(kind) for kind in KINDS}
-        pods = allocations_by_pod(self.cache, GPUS.gpus, lambda uid: None, NAMES, extras)
-        for position, used in enumerate((self.cache.used_cores(), self.cache.used_blocks())):
+        pods = allocations_by_pod(self.cache, GPUS.gpus, lambda uid: None, NAMES, self.cache.extras())
+        for position, used in enumerate((used_cores(self.cache), used_blocks(self.cache))):
             for gpu in GPUS.gpus:
                 shown = sum((*one.gpus.get(gpu.index, ()), 0, 0)[position] for one in pods)
                 assert shown == used.get(gpu.uuid, 0)
@@ -228,16 +228,16 @@ def test_what_a_share_gives_back_is_for_growth_alone() -> None:
     cache.put(FIRST)
     cache.put(SECOND)
     cache.book(share(FIRST, (20, 2), (20, 2)))
-    assert cache.used_cores() == {GPU: 90} and cache.used_blocks() == {GPU: 12}
+    assert used_cores(cache) == {GPU: 90} and used_blocks(cache) == {GPU: 12}
     assert (account := booked(cache).without(SECOND)) is not None and (account.used_cores, account.used_blocks) == (
         20,
         2,
     )
     cache.book(share(SECOND, (75, 12), (75, 12)))
-    assert cache.used_cores() == {GPU: 95} and cache.used_blocks() == {GPU: 14}
-    assert cache.lent(ResourceKind.VCORE) == {GPU: 5}
+    assert used_cores(cache) == {GPU: 95} and used_blocks(cache) == {GPU: 14}
+    assert cache.lent() == {GPU: Charge(cores=5, blocks=2)}
     cache.release(FIRST.key)
-    assert cache.used_cores() == {GPU: 75} and cache.lent(ResourceKind.VCORE) == {GPU: 45}
+    assert used_cores(cache) == {GPU: 75} and cache.lent() == {GPU: Charge(cores=45, blocks=8)}
 
 
 def test_an_init_container_keeps_its_ids_booked() -> None:
@@ -246,7 +246,7 @@ def test_an_init_container_keeps_its_ids_booked() -> None:
     cache.put(FIRST)
     cache.put(allocation(ONE, "init", ids(0, range(40)), ids(0, range(8)), ContainerKind.INIT))
     cache.book(share(FIRST, (20, 2), (20, 2)))
-    assert cache.booked_ledger(GPUS).used_cores == {GPU: 40} and cache.booked_ledger(GPUS).used_blocks == {GPU: 8}
+    assert cache.booked_charges() == {GPU: Charge(cores=40, blocks=8, shares=1)}
     assert (account := booked(cache).without(FIRST)) is not None
     assert (account.used_cores, account.used_blocks) == booked_for_others(cache, FIRST.key) == (40, 8)
 

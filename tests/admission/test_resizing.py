@@ -16,7 +16,7 @@ from gpushare_agent.model.allocations import Allocation, ShareSize
 from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import RESIZE_ANNOTATION
 from gpushare_agent.model.pods import Pod
-from tests.support_core import NAMES, allocation, container, ids, inventory, pod
+from tests.support_core import NAMES, allocation, container, ids, inventory, pod, used_cores
 
 GPUS = inventory(8)
 OURS = next(iter(gpushare_agent.__path__))
@@ -98,5 +98,5 @@ async def test_shares_of_one_gpu_that_grow_in_one_round_get_what_is_left() -> No
     await world.resizing.reconcile()
     sizes = [one.size for one in world.cache if one.gpus == ("GPU-3",)]
     assert sizes.count(ShareSize(cores=11, memory=1)) == 5 and sizes.count(ShareSize(cores=1, memory=1)) == 45
-    assert world.cache.used_cores() == dict.fromkeys((gpu.uuid for gpu in GPUS.gpus), 100)
+    assert used_cores(world.cache) == dict.fromkeys((gpu.uuid for gpu in GPUS.gpus), 100)
     assert len(world.refused) == 360

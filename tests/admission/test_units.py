@@ -17,6 +17,7 @@ from gpushare_agent.admission.decisions.plan import check
 from gpushare_agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.records import CheckpointEntry
+from gpushare_agent.model.charges import NO_CHARGE
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory, Health, MigPlace
 from gpushare_agent.model.isolation import Sharing
@@ -357,11 +358,9 @@ def assert_no_gpu_is_over(world: Node) -> None:
     used = world.cache.ledger(world.found)
     whole = [gpu for one in world.cache if one.is_whole for gpu in one.gpus]
     for gpu in world.found.gpus:
-        part = used.used_parts.get(gpu.uuid, Fraction(0))
-        cores = used.used_cores.get(gpu.uuid, 0) + part * CORES_PER_GPU
-        mib = (
-            used.used_blocks.get(gpu.uuid, 0) * 256 + used.used_gpu_mem.get(gpu.uuid, 0) * 1024 + part * gpu.memory_mib
-        )
+        charge = used.charges.get(gpu.uuid, NO_CHARGE)
+        cores = charge.cores + charge.part * CORES_PER_GPU
+        mib = charge.blocks * 256 + charge.units * 1024 + charge.part * gpu.memory_mib
         assert cores <= CORES_PER_GPU and mib <= gpu.memory_mib
         on_gpu = [one for one in world.cache if gpu.uuid in one.gpus and one.kind is not ContainerKind.INIT]
         assert gpu.uuid not in whole or len(on_gpu) <= 1

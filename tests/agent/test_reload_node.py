@@ -29,6 +29,7 @@ from tests.support_agent import (
     wait_running,
     wait_until,
 )
+from tests.support_core import used_cores
 from tests.support_sandbox import CORE, MEMORY, container, limits_of, open_test_node, pod
 
 GPU_MEM = "aliyun.com/gpu-mem"
@@ -154,7 +155,7 @@ async def test_a_call_during_a_reload_is_answered_by_the_next_life_under_its_set
             task = group.create_task(live(second))
             await wait_running(node, "between")
             (allocation,) = second.cache
-            assert len(allocation.ids_of(ResourceKind.VMEMORY)) == 20 and second.cache.used_cores() == {
+            assert len(allocation.ids_of(ResourceKind.VMEMORY)) == 20 and used_cores(second.cache) == {
                 allocation.gpus[0]: 50
             }
             await wait_until(node, lambda: node.kubelet.capacity()[MEMORY][1] == BLOCKS, "blocks of 512 MiB")

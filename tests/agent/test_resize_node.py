@@ -21,6 +21,7 @@ from tests.support_agent import (
     wait_settled,
     wait_until,
 )
+from tests.support_core import used_blocks, used_cores
 from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod
 
 RESIZE, STATUS = "gpushare-agent/resize", "gpushare-agent/resize-status"
@@ -93,7 +94,7 @@ async def test_a_running_share_grows_and_the_kubelet_offers_no_more_than_is_left
         await wait_until(node, lambda: (healthy(node, CORE), healthy(node, MEMORY)) == (80, 80), "IDs withheld")
         await wait_until(node, lambda: held_of(node, "web") == [50, 24], "the node's object")
         await wait_until(node, lambda: [reason for reason, _ in events_of(node, "web")] == ["ShareResized"], "Event")
-        assert agent.parts.cache.used_cores() == {agent.parts.node.gpus().gpus[0].uuid: 50}
+        assert used_cores(agent.parts.cache) == {agent.parts.node.gpus().gpus[0].uuid: 50}
         node.api.create_pod(share("rest", 50, 72))
         await wait_running(node, "rest")
         node.api.create_pod(share("late", 1, 1))
@@ -224,7 +225,7 @@ async def test_a_restarted_agent_lends_nothing_twice_before_the_api_server_answe
             cache = agent.parts.cache
             await poll_until(lambda: len(cache), "recovered")
             (allocation,) = cache
-            assert cache.used_cores()[allocation.gpus[0]] == 90 and cache.used_blocks()[allocation.gpus[0]] == 90
+            assert used_cores(cache)[allocation.gpus[0]] == 90 and used_blocks(cache)[allocation.gpus[0]] == 90
             await wait_until(node, lambda: (healthy(node, CORE), healthy(node, MEMORY)) == (40, 14), "IDs withheld")
             assert not agent.parts.cluster.store.is_synced
 

@@ -23,6 +23,7 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from tests.support_core import used_blocks
 from tests.support_kube import (
     DEADLINE_S,
     FAST,
@@ -170,7 +171,7 @@ def test_the_sums_are_those_of_the_allocation_cache(rows: list[tuple[str, int, i
             for uid in sorted(by_pod)
         ]
         assert sum(count[0] for count in counts) == sum(cores)
-        assert sum(count[1] for count in counts) == cache.used_blocks().get(one.uuid, 0)
+        assert sum(count[1] for count in counts) == used_blocks(cache).get(one.uuid, 0)
 
 
 def test_the_text_is_compact_sorted_and_has_a_schema() -> None:

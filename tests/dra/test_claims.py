@@ -15,6 +15,7 @@ from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import GpuUuid, PodUid
 from tests.support_claims import Driver, admin, edit_policy, raw_claim, ref_of, result, uid_of, using, whole
+from tests.support_core import used_blocks, used_cores
 from tests.support_extender import eventually
 
 
@@ -33,7 +34,7 @@ async def refused(driver: Driver, number: int = 1) -> str:
 async def test_a_claim_is_booked_recorded_and_ended(tmp_path: Path) -> None:
     driver = Driver(tmp_path, raw_claim(result(cores=40)))
     made = await prepared(driver)
-    assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 40} and driver.cache.used_blocks() == {GpuUuid("GPU-0"): 64}
+    assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 40} and used_blocks(driver.cache) == {GpuUuid("GPU-0"): 64}
     assert driver.prepared_keys == [made.results[0].key]
     assert driver.records() == [f"{uid_of(1)}.json"] and driver.specs() == [f"gpushare-agent-claim-{uid_of(1)}.json"]
     await driver.claims.unprepare(ref_of())
@@ -54,7 +55,7 @@ async def test_concurrent_calls_for_one_claim_book_it_once(tmp_path: Path) -> No
     async with asyncio.TaskGroup() as group:
         calls = [group.create_task(driver.claims.prepare(ref_of())) for _ in range(3)]
     assert calls[0].result() is calls[1].result() is calls[2].result()
-    assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 60}
+    assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 60}
 
 
 async def test_unknown_claims_end_with_success(tmp_path: Path) -> None:
@@ -76,10 +77,10 @@ async def test_another_agent_takes_over_what_is_recorded(tmp_path: Path) -> None
     driver.claims = driver.new_claims()
     await driver.claims.restore()
     assert driver.claims.prepared == {first.ref.uid: first, second.ref.uid: second}
-    assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 40, GpuUuid("GPU-1"): 100}
+    assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 40, GpuUuid("GPU-1"): 100}
     assert len(driver.specs()) == 3 and not stray.exists()
     await driver.claims.unprepare(ref_of())
-    assert driver.cache.used_cores() == {GpuUuid("GPU-1"): 100}
+    assert used_cores(driver.cache) == {GpuUuid("GPU-1"): 100}
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}', "[" * 100_000])
@@ -116,7 +117,7 @@ async def test_results_that_an_earlier_build_recorded_under_one_key_are_all_book
     path.write_text(json.dumps(record))
     driver.claims = driver.new_claims()
     await driver.claims.restore()
-    assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 91, GpuUuid("GPU-1"): 40}
+    assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 91, GpuUuid("GPU-1"): 40}
     assert [(one.key.container, one.claim and one.claim.view) for one in driver.cache] == [
         ("a-gpu-0", "a-gpu-0"),
         ("a-gpu-0-2", "a-gpu-0"),
@@ -125,7 +126,7 @@ async def test_results_that_an_earlier_build_recorded_under_one_key_are_all_book
     again = await prepared(driver)
     driver.claims = driver.new_claims()
     await driver.claims.restore()
-    assert driver.claims.prepared == {uid_of(1): again} and driver.cache.used_cores()[GpuUuid("GPU-0")] == 91
+    assert driver.claims.prepared == {uid_of(1): again} and used_cores(driver.cache)[GpuUuid("GPU-0")] == 91
     await driver.claims.unprepare(ref_of())
     assert not len(driver.cache) and not driver.records() and not driver.specs()
 
@@ -135,7 +136,7 @@ async def test_two_results_of_which_one_is_named_as_the_other_are_both_booked(tm
         tmp_path, raw_claim(result("a", 0, cores=90), result("a", 1), result("a-gpu-0", 0, cores=1, memory="1Gi"))
     )
     await prepared(driver)
-    assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 91, GpuUuid("GPU-1"): 40} and len(driver.cache) == 3
+    assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 91, GpuUuid("GPU-1"): 40} and len(driver.cache) == 3
 
 
 async def test_admin_access_is_charged_to_nobody(tmp_path: Path) -> None:
@@ -149,13 +150,13 @@ async def test_admin_access_is_charged_to_nobody(tmp_path: Path) -> None:
     await prepared(driver, 2)
     last = await prepared(driver, 3)
     used = {GpuUuid("GPU-0"): 100, GpuUuid("GPU-1"): 100}
-    assert driver.cache.used_cores() == used and driver.prepared_keys[-1] == last.results[0].key
+    assert used_cores(driver.cache) == used and driver.prepared_keys[-1] == last.results[0].key
     before = driver.claims.prepared
     driver.claims = driver.new_claims()
     await driver.claims.restore()
-    assert driver.claims.prepared == before and driver.cache.used_cores() == used and len(driver.cache) == 2
+    assert driver.claims.prepared == before and used_cores(driver.cache) == used and len(driver.cache) == 2
     await driver.claims.unprepare(ref_of())
-    assert driver.claims.prepared.keys() == {uid_of(2), uid_of(3)} and driver.cache.used_cores() == used
+    assert driver.claims.prepared.keys() == {uid_of(2), uid_of(3)} and used_cores(driver.cache) == used
 
 
 async def test_compute_that_follows_the_memory_is_booked_for_nobody(tmp_path: Path) -> None:
@@ -165,9 +166,9 @@ async def test_compute_that_follows_the_memory_is_booked_for_nobody(tmp_path: Pa
     )
     made = await prepared(driver)
     (edits,) = (one["containerEdits"]["env"] for one in made.spec["devices"])
-    assert "CUDA_DEVICE_SM_LIMIT_0=50" in edits and driver.cache.used_cores() == {}
+    assert "CUDA_DEVICE_SM_LIMIT_0=50" in edits and used_cores(driver.cache) == {}
     await prepared(driver, 2)
-    assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 100} and driver.cache.used_blocks() == {GpuUuid("GPU-0"): 96}
+    assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 100} and used_blocks(driver.cache) == {GpuUuid("GPU-0"): 96}
 
 
 async def test_a_share_that_a_force_deleted_pod_still_uses_is_waited_for(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ async def test_a_share_that_a_force_deleted_pod_still_uses_is_waited_for(tmp_pat
         await eventually(lambda: driver.api.gets >= 2)
         assert not waiting.done()
         await driver.claims.unprepare(ref_of())
-    assert driver.cache.used_cores() == {GpuUuid("GPU-0"): 60}
+    assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 60}
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ async def test_a_spec_that_cannot_be_written_stops_no_restart(tmp_path: Path) ->
     (tmp_path / "cdi").write_text("no directory")
     driver.claims = driver.new_claims()
     await driver.claims.restore()
-    assert driver.claims.prepared.keys() == {uid_of(1)} and driver.cache.used_cores() == {GpuUuid("GPU-0"): 40}
+    assert driver.claims.prepared.keys() == {uid_of(1)} and used_cores(driver.cache) == {GpuUuid("GPU-0"): 40}
 
 
 async def test_a_claim_that_no_call_will_change_is_answered(tmp_path: Path) -> None:
@@ -311,7 +312,7 @@ async def test_a_call_that_is_cut_off_while_it_records_stays_booked(tmp_path: Pa
         while not (tmp_path / "cdi").exists():  # written before the record; each turn of the loop looks
             await asyncio.sleep(0)
         task.cancel()
-    assert task.cancelled() and driver.cache.used_cores() == {GpuUuid("GPU-0"): 60}
+    assert task.cancelled() and used_cores(driver.cache) == {GpuUuid("GPU-0"): 60}
     assert "20 cores and 8 GiB short, with 40 cores" in await refused(driver, 2)
     assert (await prepared(driver)).ref == ref_of() and driver.records() == [f"{uid_of(1)}.json"]
     await driver.claims.unprepare(ref_of())

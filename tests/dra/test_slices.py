@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from gpushare_agent.dra import slices
 from gpushare_agent.dra.decisions.devices import DevicePolicy, link_groups, quantity, slice_devices
 from gpushare_agent.dra.slices import SlicePublisher
+from gpushare_agent.model.charges import Charge
 from gpushare_agent.model.errors import Conflict, NotFound, Unavailable
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
@@ -34,7 +35,7 @@ def devices(
     return slice_devices(
         found.gpus,
         found,
-        {GpuUuid(uuid): cores for uuid, cores in (used or {}).items()},
+        {GpuUuid(uuid): Charge(cores=cores) for uuid, cores in (used or {}).items()},
         {GpuUuid(uuid): why for uuid, why in (cordoned or {}).items()},
         replace(POLICY, **changes),  # type: ignore[arg-type]
     )

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
-from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, NodeGpu, Reservation
+from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import GpuInventory
+from gpushare_agent.model.gpus import GpuInventory, GpuReport, MigReport
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
@@ -26,13 +26,12 @@ AS_WHOLE = {"is_healthy": True, "instance": "", "takes_shares": True}
 def cluster_node(name: str, found: GpuInventory, names: ResourceNames) -> ClusterNode:
     """The node as its agent reports it."""
     gpus = tuple(
-        NodeGpu(
+        GpuReport(
             index=gpu.index,
             uuid=gpu.uuid,
             memory_mib=gpu.memory_mib,
             is_healthy=gpu.is_healthy,
-            instance=gpu.label if gpu.mig is not None else "",
-            takes_shares=gpu.mig is None or names.shares_in_mig,
+            mig=gpu.mig and MigReport(label=gpu.label, profile=gpu.mig.profile, takes_shares=names.shares_in_mig),
         )
         for gpu in found.gpus
     )

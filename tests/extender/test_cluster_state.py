@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.decisions.node_annotations import Charge
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, NodeGpu, Reservation, Stage
+from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
+from gpushare_agent.model.charges import Charge
 from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.gpus import GpuReport
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
 from gpushare_agent.model.topology import Link, LinkKind
@@ -27,7 +28,7 @@ def node(name: str = "a", gpus: int = 2, **changes: object) -> ClusterNode:
     links = [[Link(kind=LinkKind.SELF if a == b else LinkKind.PIX) for b in range(gpus)] for a in range(gpus)]
     made = ClusterNode(
         name=name,
-        gpus=tuple(NodeGpu(index=i, uuid=GpuUuid(f"GPU-{name}-{i}"), memory_mib=BLOCKS * 256) for i in range(gpus)),
+        gpus=tuple(GpuReport(index=i, uuid=GpuUuid(f"GPU-{name}-{i}"), memory_mib=BLOCKS * 256) for i in range(gpus)),
         topology=build_topology(links, [None] * gpus),
         allocated={},
     )
@@ -57,7 +58,7 @@ def reserve(cluster: ClusterState, owner: Pod, name: str = "a") -> Reservation:
 
 def gpus_of(reservation: Reservation | None) -> dict[int, int]:
     assert reservation is not None
-    return {charge.index: charge.cores for charge in reservation.plan.charges}
+    return {index: charge.cores for index, charge in reservation.plan.charges.items()}
 
 
 def test_half_free_on_two_gpus_is_no_whole_gpu() -> None:
@@ -123,7 +124,7 @@ def test_the_agents_word_counts_whatever_was_planned() -> None:
     planned = reserve(cluster, share("p", 60))
     assert gpus_of(planned) == {0: 60}
     cluster.put_pod(on(share("p", 60), "a"), 2.0)
-    held = {PodUid("uid-p"): (Charge(index=1, cores=60, blocks=10),)}
+    held = {PodUid("uid-p"): {1: Charge(cores=60, blocks=10)}}
     cluster.put_node(node(allocated=held), 3.0)
     confirmed = cluster.reservation(PodUid("uid-p"))
     assert confirmed is not None and confirmed.stage is Stage.CONFIRMED and gpus_of(confirmed) == {1: 60}
@@ -138,7 +139,7 @@ def test_a_pod_that_nobody_tells_about_may_be_on_every_gpu() -> None:
     assert found is not None and found.stage is Stage.UNPLACED and gpus_of(found) == {0: 60, 1: 60}
     assert cluster.filter(share("p", 60), None).fitting == []
     assert cluster.filter(share("p", 40), None).fitting == ["a"]
-    cluster.put_node(node(allocated={PodUid("uid-unknown"): (Charge(index=0, cores=60, blocks=10),)}), 2.0)
+    cluster.put_node(node(allocated={PodUid("uid-unknown"): {0: Charge(cores=60, blocks=10)}}), 2.0)
     assert cluster.filter(share("p", 60), None).fitting == ["a"]
     assert gpus_of(reserve(cluster, share("p", 60))) == {1: 60}
 
@@ -148,7 +149,7 @@ def test_the_pod_may_be_known_before_its_node() -> None:
     cluster = state()
     cluster.put_pod(on(share("p", 60), "a"), 1.0)
     assert cluster.reservation(PodUid("uid-p")) is None
-    cluster.put_node(node(allocated={PodUid("uid-p"): (Charge(index=1, cores=60, blocks=10),)}), 2.0)
+    cluster.put_node(node(allocated={PodUid("uid-p"): {1: Charge(cores=60, blocks=10)}}), 2.0)
     assert gpus_of(cluster.reservation(PodUid("uid-p"))) == {1: 60}
     cluster.remove_node("a")
     assert cluster.filter(share("q", 10), ["a"]).failed["a"].startswith("the extender knows no GPUs")
@@ -189,7 +190,7 @@ def test_an_assumed_pod_can_be_undone_while_its_node_is_away() -> None:
 
 def test_what_the_agent_holds_for_a_pod_that_is_gone_stays_taken() -> None:
     """Deleted by force, its processes run on."""
-    held = {PodUid("uid-p"): (Charge(index=0, cores=60, blocks=10),)}
+    held = {PodUid("uid-p"): {0: Charge(cores=60, blocks=10)}}
     cluster = state(node(gpus=1, allocated=held))
     assert cluster.filter(share("q", 60), None).fitting == []
     cluster.put_pod(on(share("p", 60), "a"), 1.0)
@@ -360,7 +361,7 @@ def test_a_node_that_names_a_pod_whose_bind_is_under_way_does_not_hold_it() -> N
     """Else a node could keep a failed bind from being undone."""
     cluster = state(node())
     reserve(cluster, share("p", 60))
-    cluster.put_node(node(allocated={PodUid("uid-p"): (Charge(index=1, cores=60, blocks=10),)}), 2.0)
+    cluster.put_node(node(allocated={PodUid("uid-p"): {1: Charge(cores=60, blocks=10)}}), 2.0)
     assumed = cluster.reservation(PodUid("uid-p"))
     assert assumed is not None and assumed.stage is Stage.ASSUMED
     cluster.bound(PodUid("uid-p"))
@@ -463,8 +464,8 @@ class Machine(RuleBasedStateMachine):
         """By what is really taken, not by what the ledger says."""
         taken: dict[tuple[str, int], list[int]] = {}
         for place, charges in [*self.truth.values(), *self.assumed.values()]:
-            for charge in charges:
-                used = taken.setdefault((place, charge.index), [0, 0])
+            for index, charge in charges.items():
+                used = taken.setdefault((place, index), [0, 0])
                 used[0] += charge.cores
                 used[1] += BLOCKS if charge.is_whole else charge.blocks
         for used in taken.values():

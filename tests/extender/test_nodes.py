@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
-from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION, Charge
+from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
 from gpushare_agent.extender.decisions.node_ledger import NodeLedger
 from gpushare_agent.extender.nodes import MAX_GPUS, NodeReading, read_node
 from gpushare_agent.extender.values import ClusterNode
+from gpushare_agent.model.charges import Charge
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
@@ -123,8 +124,8 @@ def test_what_the_agent_says_is_held_is_read_back() -> None:
     )
     gpus = gpus_annotation(found, cordoned=frozenset(), memory_block_mib=256)
     assert node_of(raw_node(gpus, allocations_annotation(held))).allocated == {
-        "u-share": (Charge(index=0, cores=30, blocks=16),),
-        "u-whole": (Charge(index=1, cores=100, is_whole=True), Charge(index=2, cores=100, is_whole=True)),
+        "u-share": {0: Charge(cores=30, blocks=16)},
+        "u-whole": {1: Charge(cores=100, wholes=1), 2: Charge(cores=100, wholes=1)},
     }
 
 
@@ -180,7 +181,7 @@ def test_the_gpus_of_a_node_that_offers_nothing_now_take_no_pod() -> None:
     )
     node = node_of(raw)
     assert [gpu.is_healthy for gpu in node.gpus] == [False, False]
-    assert node.allocated == {"u": (Charge(index=1, cores=30),)}
+    assert node.allocated == {"u": {1: Charge(cores=30)}}
 
 
 @pytest.mark.parametrize("key", ["cards", "other"])
@@ -198,17 +199,17 @@ def test_zeros_at_the_end_are_left_out() -> None:
     """Cores, blocks, units, whole; a pod that holds no GPU holds nothing."""
     text = held_text({"b": {"1": [30, 16], "0": [100, 0, 0, 1]}, "c": {"0": [0, 0, 6]}, "d": {}, "a": {"0": []}})
     assert node_of(raw_node(gpus_text(raw_gpu(0), raw_gpu(1)), text)).allocated == {
-        "a": (Charge(index=0),),
-        "b": (Charge(index=0, cores=100, is_whole=True), Charge(index=1, cores=30, blocks=16)),
-        "c": (Charge(index=0, units=6),),
-        "d": (),
+        "a": {0: Charge()},
+        "b": {0: Charge(cores=100, wholes=1), 1: Charge(cores=30, blocks=16)},
+        "c": {0: Charge(units=6)},
+        "d": {},
     }
 
 
 def test_a_list_of_pods_that_the_agent_had_to_cut_is_taken_as_it_is() -> None:
     """Those that it does not name are charged by what they ask for."""
     text = held_text({"u": {"0": [30]}}, truncated=True)
-    assert node_of(raw_node(gpus_text(raw_gpu(0), raw_gpu(1)), text)).allocated == {"u": (Charge(index=0, cores=30),)}
+    assert node_of(raw_node(gpus_text(raw_gpu(0), raw_gpu(1)), text)).allocated == {"u": {0: Charge(cores=30)}}
 
 
 @pytest.mark.parametrize(
@@ -394,8 +395,8 @@ def test_no_annotation_is_too_odd(gpus: object, held: object) -> None:
     assert len({gpu.uuid for gpu in node.gpus}) == len(indexes) > 0
     assert len(node.topology.links) == max(indexes) + 1
     for charges in (node.allocated or {}).values():
-        assert [charge.index for charge in charges] == sorted({charge.index for charge in charges})
-        assert all(charge.index in indexes and 0 <= charge.cores <= 100 for charge in charges)
+        assert list(charges) == sorted(charges)
+        assert all(index in indexes and 0 <= charge.cores <= 100 for index, charge in charges.items())
     if gpus is not None and not node.is_exact:
         assert GPUS_ANNOTATION in reading.problem
     if held is not None and node.is_exact and node.allocated is None:

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare_agent.admission.decisions.ledger import Policy
-from gpushare_agent.cluster.decisions.node_annotations import Charge
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations, plan_pod
 from gpushare_agent.extender.values import ClusterPolicy, PodPlan
+from gpushare_agent.model.charges import NO_CHARGE, Charge
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import (
@@ -48,9 +48,8 @@ def test_the_agent_does_what_was_planned(
         reported = dict(plan_annotations(planned, PREDICATE_GPU_INDEX_PREFIX)) if hints else {}
         admitted = node.admit(owner, reported)
         assert admitted == {c.name: c.gpus for c in planned.containers if c.gpus}
-        charged = {charge.index: charge for charge in planned.charges}
         for gpu, after in zip(before, accounts(found, node.cache), strict=True):
-            charge = charged.get(gpu.index, Charge(index=gpu.index))
+            charge = planned.charges.get(gpu.index, NO_CHARGE)
             assert after.used_cores - gpu.used_cores == charge.cores
             assert after.used_blocks - gpu.used_blocks == charge.blocks
 
@@ -75,7 +74,7 @@ def test_what_an_init_container_holds_is_charged_once() -> None:
     owner = pod("p", container("init", 30, 10, ContainerKind.INIT), container("main", 50, 4))
     outcome = planned(owner)
     assert isinstance(outcome, PodPlan)
-    assert outcome.charges == (Charge(index=0, cores=50, blocks=10),)
+    assert outcome.charges == {0: Charge(cores=50, blocks=10)}
 
 
 def test_only_main_containers_with_gpus_are_reported_to_the_agent() -> None:
@@ -108,6 +107,6 @@ def test_memory_alone_is_one_account_with_blocks() -> None:
     )
     outcome = planned(pod("p", share, asks), policy=policy)
     assert isinstance(outcome, PodPlan)
-    assert outcome.charges == (Charge(index=0, cores=10, blocks=40), Charge(index=1, units=20))
+    assert outcome.charges == {0: Charge(cores=10, blocks=40), 1: Charge(units=20)}
     alone = planned(pod("p", share, asks), inventory(1), policy=policy)
     assert isinstance(alone, Refused) and alone.reason is RefusalReason.NOT_ENOUGH_MEMORY

@@ -47,13 +47,7 @@ SEEDS = st.integers(0, 10_000)
 
 def used(gpus: list[GpuAccount]) -> list[tuple[int, int]]:
     """Cores and MiB of each GPU, by index."""
-    return [
-        (
-            gpu.used_cores,
-            gpu.memory_mib if gpu.is_whole else gpu.used_blocks * gpu.block_mib + gpu.used_units * gpu.unit_mib,
-        )
-        for gpu in gpus
-    ]
+    return [(gpu.allocated_cores, gpu.allocated_mib) for gpu in gpus]
 
 
 def free(gpus: Any) -> list[tuple[int, int, int]]:

@@ -30,7 +30,7 @@ from gpushare_agent.sandbox.node import EmbeddedNode, running_task
 from gpushare_agent.sandbox.pod_manifest import IGNORE_TERM_ANNOTATION, RUN_SECONDS_ANNOTATION
 from gpushare_agent.sandbox.scheduler.claims import claim_names
 from tests.support_claims import DRIVER, NODE, Driver, edit_policy, ref_of
-from tests.support_core import NAMES, allocation, ids
+from tests.support_core import NAMES, allocation, ids, used_blocks, used_cores
 from tests.support_core import pod as core_pod
 from tests.support_sandbox import SHORT_TIMES, open_test_node, pod
 
@@ -140,7 +140,7 @@ class World:
 
     def devices(self) -> list[dict[str, Any]]:
         mine = [gpu for gpu in self.driver.inventory.gpus if gpu.uuid in self.front_ends().claimable]
-        return slice_devices(mine, self.driver.inventory, self.driver.cache.used_cores(), {}, POLICY)
+        return slice_devices(mine, self.driver.inventory, self.driver.cache.charges(), {}, POLICY)
 
     # --- what must always hold ---
 
@@ -150,8 +150,8 @@ class World:
         offered = {gpu.uuid for gpu in plugins_devices(self.driver.inventory, found).gpus}
         assert not offered & found.claimable
         for gpu in self.driver.inventory.gpus:
-            assert cache.used_cores().get(gpu.uuid, 0) <= CORES_PER_GPU
-            assert cache.used_blocks().get(gpu.uuid, 0) <= NAMES.units(gpu, ResourceKind.VMEMORY)
+            assert used_cores(cache).get(gpu.uuid, 0) <= CORES_PER_GPU
+            assert used_blocks(cache).get(gpu.uuid, 0) <= NAMES.units(gpu, ResourceKind.VMEMORY)
             users = [one for one in cache if gpu.uuid in one.gpus]
             assert len(users) == 1 or not any(one.is_whole for one in users)
             assert len({one.claim is None for one in users}) <= 1, "both front ends use one GPU"
@@ -206,9 +206,9 @@ class World:
             return
         cores = self.rng.choice([20, 50, 100])
         for gpu in plugins_devices(self.driver.inventory, self.front_ends()).gpus:
-            if cache.used_cores().get(gpu.uuid, 0) + cores <= CORES_PER_GPU:
+            if used_cores(cache).get(gpu.uuid, 0) + cores <= CORES_PER_GPU:
                 name = f"q{next(self.numbers)}"
-                first = cache.used_cores().get(gpu.uuid, 0)
+                first = used_cores(cache).get(gpu.uuid, 0)
                 while any(
                     set(ids(gpu.index, range(first, first + cores))) & one.ids_of(ResourceKind.VCORE) for one in cache
                 ):

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from fractions import Fraction
 from typing import cast
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from gpushare_agent.admission.decisions.identity import Target, initial_allocations, initial_ids
 from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges, charges_of
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.units import parts_of
 from gpushare_agent.placement.gpu_account import GpuAccount, account_of
 from gpushare_agent.placement.request import SharePolicy
 
@@ -38,11 +37,7 @@ class Ledger(Struct, frozen=True, kw_only=True):
     """What is allocated, as seen by one container: by others on each GPU, and the containers that have each ID."""
 
     inventory: GpuInventory
-    used_cores: Mapping[GpuUuid, int]
-    used_blocks: Mapping[GpuUuid, int]
-    used_gpu_mem: Mapping[GpuUuid, int]
-    used_parts: Mapping[GpuUuid, Fraction] = field(default_factory=dict)
-    """Of units under NVIDIA's names."""
+    charges: Mapping[GpuUuid, Charge]
     holders: Mapping[ResourceKind, Mapping[DeviceId, frozenset[ContainerKey]]]
     allocations: Mapping[ContainerKey, Allocation]
 
@@ -71,46 +66,27 @@ def gpu_accounts(
     """
     names = policy.names
     per_gpu = Counter(_gpus_of(offered)) if offered is not None else None
-    cores = _reusable_ids(target, ResourceKind.VCORE, ledger)
-    units = _reusable_ids(target, ResourceKind.GPU_MEM, ledger)
-    parts = _parts(target, ledger, names)
-    blocks = _reusable_blocks(target, ledger)
-    shares: Counter[GpuUuid] = Counter()
-    whole: set[GpuUuid] = set()
-    whole_of_others: set[GpuUuid] = set()
-    own_key = target.key if target is not None else None
-    for key, allocation in ledger.allocations.items():  # once: every admission call of the node does this
-        if allocation.unit_ids:  # in `parts`
-            is_sharing = allocation.sharing in (Sharing.MPS, Sharing.SHARES)
-            if is_sharing and allocation.kind is not ContainerKind.INIT and key != own_key:
-                shares.update(allocation.gpus)
-        elif allocation.is_whole:
-            whole.update(allocation.gpus)
-            if target is None or not may_take_over(target, frozenset({key}), ledger):
-                whole_of_others.update(allocation.gpus)
-        elif allocation.kind is not ContainerKind.INIT and key != own_key and allocation.gpus:
-            shares[allocation.gpus[0]] += 1  # init containers end before the others start
+    handed_on = _handed_on(target, ledger) if target is not None else {}
+    wants_units = target is not None and names.wanted(target.container, ResourceKind.GPU) > 0
     is_unlimited = target is not None and _is_unlimited(target.container, names)
-    return [
-        account_of(
-            gpu,
-            names,
-            used_cores=ledger.used_cores.get(gpu.uuid, 0),
-            used_blocks=ledger.used_blocks.get(gpu.uuid, 0),
-            used_units=ledger.used_gpu_mem.get(gpu.uuid, 0),
-            is_whole=gpu.uuid in whole,
-            reusable_cores=cores[gpu.uuid],
-            reusable_blocks=blocks[gpu.uuid],
-            reusable_units=units[gpu.uuid],
-            is_whole_reusable=gpu.uuid in whole and gpu.uuid not in whole_of_others,
-            shares=shares[gpu.uuid],
-            max_shares=None if is_unlimited else policy.max_shares_of_gpu,
-            offered_cores=CORES_PER_GPU if per_gpu is None else per_gpu[gpu.uuid],
-            used_part=parts.get(gpu.uuid),
+    found = []
+    for gpu in ledger.inventory.gpus:
+        if only is not None and gpu.uuid not in only:
+            continue
+        charge, reusable = ledger.charges.get(gpu.uuid, NO_CHARGE), handed_on.get(gpu.uuid, NO_CHARGE)
+        if wants_units:  # those that init containers hand on are free for it
+            charge = charge.plus(Charge(part=reusable.part), -1)
+        found.append(
+            account_of(
+                gpu,
+                names,
+                charge,
+                reusable,
+                max_shares=None if is_unlimited else policy.max_shares_of_gpu,
+                offered_cores=CORES_PER_GPU if per_gpu is None else per_gpu[gpu.uuid],
+            )
         )
-        for gpu in ledger.inventory.gpus
-        if only is None or gpu.uuid in only
-    ]
+    return found
 
 
 def _is_unlimited(container: ContainerSpec, names: ResourceNames) -> bool:
@@ -118,15 +94,6 @@ def _is_unlimited(container: ContainerSpec, names: ResourceNames) -> bool:
     if names.wanted(container, ResourceKind.GPU):
         return names.nvidia.sharing is Sharing.TIME_SLICING
     return names.wanted(container, ResourceKind.VCORE) >= CORES_PER_GPU
-
-
-def _parts(target: Target | None, ledger: Ledger, names: ResourceNames) -> Mapping[GpuUuid, Fraction]:
-    """Of units under NVIDIA's names; those that init containers hand on to `target` are free for it."""
-    if not ledger.used_parts or target is None or not names.wanted(target.container, ResourceKind.GPU):
-        return ledger.used_parts
-    reused = parts_of(_handed_on(target, ResourceKind.GPU, ledger))
-    left = {gpu: part - reused.get(gpu, 0) for gpu, part in ledger.used_parts.items()}
-    return {gpu: part for gpu, part in left.items() if part}
 
 
 def offer_accounts(
@@ -171,32 +138,15 @@ def must_gpus(
     return tuple(sorted(found, key=lambda uuid: known[uuid].index))
 
 
-def _reusable_ids(target: Target | None, kind: ResourceKind, ledger: Ledger) -> Counter[GpuUuid]:
-    """IDs by GPU that only the pod's init containers hold: the kubelet hands them on."""
-    return Counter(_gpus_of(_handed_on(target, kind, ledger))) if target is not None else Counter()
-
-
-def _handed_on(target: Target, kind: ResourceKind, ledger: Ledger) -> list[DeviceId]:
-    holders = ledger.holders[kind]
-    return [
-        device
-        for device in initial_ids(target.pod, kind, ledger.allocations)
-        if (keys := holders.get(device, frozenset())) != {target.key} and may_take_over(target, keys, ledger)
-    ]
-
-
-def _reusable_blocks(target: Target | None, ledger: Ledger) -> Counter[GpuUuid]:
-    """As `_reusable_ids` for memory blocks, which count on the GPU of the init container's vcore IDs."""
-    found: dict[GpuUuid, set[DeviceId]] = {}
-    if target is None:
-        return Counter()
-    for allocation in initial_allocations(target.pod, ledger.allocations):
-        if allocation.key == target.key:
-            continue
-        for device in allocation.ids_of(ResourceKind.VMEMORY) if allocation.gpus and not allocation.is_whole else ():
-            if may_take_over(target, ledger.holders[ResourceKind.VMEMORY].get(device, frozenset()), ledger):
-                found.setdefault(allocation.gpus[0], set()).add(device)
-    return Counter({gpu: len(ids) for gpu, ids in found.items()})
+def _handed_on(target: Target, ledger: Ledger) -> dict[GpuUuid, Charge]:
+    """What only the pod's init containers have, `target` aside: the kubelet hands it on."""
+    inits = {one.key for one in initial_allocations(target.pod, ledger.allocations)} - {target.key}
+    if not inits:
+        return {}
+    others = [one for key, one in ledger.allocations.items() if key.pod_uid == target.pod.uid and key != target.key]
+    found = charges_of(others)
+    add_charges(found, charges_of(one for one in others if one.key not in inits), -1)
+    return found
 
 
 def _gpus_of(devices: Collection[DeviceId]) -> list[GpuUuid]:

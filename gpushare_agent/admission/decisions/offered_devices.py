@@ -8,12 +8,10 @@ An allocated ID is not withheld for want of memory: its container keeps running.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from math import ceil
 
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import (
-    CORES_PER_GPU,
     DeviceId,
     GpuUuid,
     device_id,
@@ -130,10 +128,8 @@ def withheld(
         if kind is ResourceKind.GPU_MEM:
             found.update(unallocated[gpu.free_units :])
             continue
-        if kind is ResourceKind.VMEMORY:
-            others = gpu.blocks_of_units + gpu.blocks_of_part
-        else:
-            others = ceil((gpu.used_part or 0) * CORES_PER_GPU)
+        of_memory = gpu.blocks_of_units + gpu.blocks_of_part
+        others = of_memory if kind is ResourceKind.VMEMORY else gpu.cores_of_part
         count = lent.get(gpu.uuid, 0) + others
         unbacked += max(0, count - len(unallocated))
         found.update(unallocated[max(0, len(unallocated) - count) :])

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fractions import Fraction
-from math import ceil
+from functools import reduce
+from types import MappingProxyType
 
 from msgspec import Struct
 
 from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_SCHEMA, MAX_PODS
 from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges, charges_of
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, split_device_id
+from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.units import parts_of
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.placement.gpu_account import GpuAccount, account_of
 
 MAX_CHARS = 200 * 1024
 """All annotations of an object together may have 256 KiB; the rest is for the GPUs and for others."""
-
-
-Extras = Mapping[ResourceKind, Mapping[ContainerKey, int]]
 
 
 class AllocatedTo(Struct, frozen=True, kw_only=True):
@@ -42,16 +40,15 @@ def allocations_by_pod(
     gpus: Sequence[Gpu],
     pod_of: Callable[[PodUid], Pod | None],
     names: ResourceNames,
-    extras: Extras | None = None,
+    extras: Mapping[ContainerKey, Charge] = MappingProxyType({}),
 ) -> list[AllocatedTo]:
     """The pods with allocations whose admission is over, sorted by UID.
 
-    Counts are of distinct device IDs of the pod on the GPU, memory charged as the allocation cache charges it; replicas
-    under NVIDIA's names are counted in cores and blocks, a part of one as one. `extras` has
-    by resource how much more or less than that is booked for a container that was resized.
+    Replicas under NVIDIA's names are counted in cores and blocks, a part of one as one. `extras` has how much more or less
+    than its allocation is booked for a container that was resized.
     """
     allocations = list(allocations)
-    shown = {kind: _shown_extras(allocations, by_key) for kind, by_key in (extras or {}).items()}
+    shown = _shown_extras(allocations, extras)
     of_pod: dict[PodUid, list[Allocation]] = {}
     for allocation in allocations:
         of_pod.setdefault(allocation.key.pod_uid, []).append(allocation)
@@ -61,7 +58,14 @@ def allocations_by_pod(
         pod = pod_of(uid)
         if not _is_admitted(pod, own, names):
             continue
-        gpus_of_pod = _allocated(own, by_uuid, names.memory_block_mib, shown)
+        charges = charges_of(own)
+        for one in own:
+            add_charges(charges, {gpu: shown.get(one.key, NO_CHARGE) for gpu in one.gpus[:1]})
+        gpus_of_pod = {
+            by_uuid[uuid].index: counts
+            for uuid, charge in sorted(charges.items())
+            if uuid in by_uuid and (counts := _counts(account_of(by_uuid[uuid], names, charge)))
+        }
         if gpus_of_pod:
             # The extender has a static pod under the UID of its mirror pod.
             uid = (pod.object_uid if pod is not None else None) or uid
@@ -99,69 +103,35 @@ def _is_admitted(pod: Pod | None, own: Sequence[Allocation], names: ResourceName
     return True
 
 
-def _shown_extras(allocations: Iterable[Allocation], extras: Mapping[ContainerKey, int]) -> dict[ContainerKey, int]:
+def _shown_extras(
+    allocations: Iterable[Allocation], extras: Mapping[ContainerKey, Charge]
+) -> dict[ContainerKey, Charge]:
     """What a GPU's shares give back is shown only as far as others there have grown into it: the kubelet still counts the
     rest as taken, so no scheduler may think it free."""
-    shown: dict[ContainerKey, int] = {}
+    shown: dict[ContainerKey, Charge] = {}
     on_gpu: dict[GpuUuid, list[ContainerKey]] = {}
     for one in allocations:
-        if one.gpus and extras.get(one.key):
+        if one.gpus and one.key in extras:
             on_gpu.setdefault(one.gpus[0], []).append(one.key)
     for keys in on_gpu.values():
-        grown = sum(max(0, extras[key]) for key in keys)
+        left = reduce(Charge.plus, (extras[key].grown() for key in keys))
         for key in sorted(keys):
-            shown[key] = max(extras[key], -grown)
-            grown += min(0, shown[key])
+            extra = extras[key]
+            shown[key] = Charge(
+                cores=max(extra.cores, -left.cores),
+                blocks=max(extra.blocks, -left.blocks),
+                units=max(extra.units, -left.units),
+            )
+            left = left.plus(shown[key].plus(extra.grown(), -1))
     return shown
 
 
-def _allocated(
-    own: Sequence[Allocation],
-    gpus: Mapping[GpuUuid, Gpu],
-    block_mib: int,
-    extras: Mapping[ResourceKind, Mapping[ContainerKey, int]],
-) -> dict[int, tuple[int, ...]]:
-    cores = _by_gpu((one.gpus, one.ids_of(ResourceKind.VCORE)) for one in own)
-    units = _by_gpu((one.gpus, one.ids_of(ResourceKind.GPU_MEM)) for one in own)
-    blocks: dict[GpuUuid, set[DeviceId]] = {}
-    for one in own:
-        if one.gpus and not one.is_whole:
-            blocks.setdefault(one.gpus[0], set()).update(one.ids_of(ResourceKind.VMEMORY))
-    whole = {gpu for one in own if one.is_whole for gpu in one.gpus}
-    parts = parts_of({device for one in own for device in one.unit_ids})
-
-    def more(kind: ResourceKind, gpu: GpuUuid) -> int:
-        return sum(extras.get(kind, {}).get(one.key, 0) for one in own if one.gpus[:1] == (gpu,))
-
-    found = {}
-    named = {*cores, *units, *blocks, *whole, *parts, *(one.gpus[0] for one in own if one.gpus)}
-    for uuid, gpu in sorted(((uuid, gpus[uuid]) for uuid in named if uuid in gpus), key=lambda item: item[0]):
-        index, part = gpu.index, parts.get(uuid, Fraction(0))
-        part_cores, part_mib = ceil(part * CORES_PER_GPU), ceil(part * gpu.memory_mib) if uuid not in whole else 0
-        counts = [
-            min(len(cores.get(uuid, ())) + part_cores + more(ResourceKind.VCORE, uuid), CORES_PER_GPU),
-            len(blocks.get(uuid, ())) + -(-part_mib // block_mib) + more(ResourceKind.VMEMORY, uuid),
-            len(units.get(uuid, ())) + more(ResourceKind.GPU_MEM, uuid),
-            int(uuid in whole),
-        ]
-        while counts and not counts[-1]:
-            counts.pop()
-        if counts:
-            found[index] = tuple(counts)
-    return found
-
-
-def _by_gpu(allocated: Iterable[tuple[Sequence[GpuUuid], frozenset[DeviceId]]]) -> dict[GpuUuid, set[DeviceId]]:
-    """`allocated` are the GPUs and the IDs of each container; those of one GPU need no splitting, and are most."""
-    found: dict[GpuUuid, set[DeviceId]] = {}
-    for gpus, devices in allocated:
-        if len(gpus) == 1 and devices:
-            found.setdefault(gpus[0], set()).update(devices)
-            continue
-        for device in devices:
-            if (parts := split_device_id(device)) is not None:
-                found.setdefault(parts[0], set()).add(device)
-    return found
+def _counts(account: GpuAccount) -> tuple[int, ...]:
+    blocks = account.used_blocks + (0 if account.is_whole else account.blocks_of_part)
+    counts = [account.allocated_cores, blocks, account.used_units, int(account.is_whole)]
+    while counts and not counts[-1]:
+        counts.pop()
+    return tuple(counts)
 
 
 def _entry(one: AllocatedTo) -> str:

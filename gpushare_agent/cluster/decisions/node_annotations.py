@@ -12,8 +12,10 @@ from typing import Any, TypeGuard
 
 from msgspec import Struct
 
+from gpushare_agent.model.charges import Charge
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.names import CORES_PER_GPU, PodUid
+from gpushare_agent.model.gpus import GpuReport, MigReport
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
 from gpushare_agent.model.resources import ResourceNames
 
 OWN_PREFIX = "gpushare-agent"
@@ -34,54 +36,20 @@ _MAX_NUMA = 4096
 _MAX_UID_CHARS = 128
 _MAX_COUNT = 1 << 30
 _COUNTS = 4
-"""Of a pod on a GPU: cores, blocks, units, and 1 for a whole GPU."""
-
-
-class ReportedMig(Struct, frozen=True, kw_only=True):
-    """What a MIG instance is: NVIDIA's name of it, such as `0:1`, and whether it takes shares by vcuda's names."""
-
-    label: str
-    profile: str
-    takes_shares: bool
-
-
-class ReportedGpu(Struct, frozen=True, kw_only=True):
-    """One GPU as the annotation has it. `mig` is None unless it is a MIG instance. `cordoned` is why an operator took it
-    out of service, empty where nobody did; `links` has nvidia-smi's abbreviation for each GPU of the list, and is empty
-    where that cannot be read."""
-
-    index: int
-    uuid: str
-    name: str
-    memory_mib: int
-    is_healthy: bool
-    cordoned: str = ""
-    numa: int | None = None
-    links: tuple[str, ...] = ()
-    mig: ReportedMig | None = None
+"""Of a pod on a GPU: the first fields of a Charge, with 1 for a whole GPU."""
 
 
 class ReportedGpus(Struct, frozen=True, kw_only=True):
     """The GPUs in the annotation's order, no index twice. `memory_block_mib` is None where it is absent."""
 
-    gpus: tuple[ReportedGpu, ...]
+    gpus: tuple[GpuReport, ...]
     memory_block_mib: int | None = None
-
-
-class Charge(Struct, frozen=True, kw_only=True):
-    """What a pod has of one GPU, all its containers together."""
-
-    index: int
-    cores: int = 0
-    blocks: int = 0
-    units: int = 0
-    is_whole: bool = False
 
 
 class ReportedAllocations(Struct, frozen=True, kw_only=True):
     """What each pod has, of each GPU by index. `is_truncated` is True where the agent had no room for all pods."""
 
-    of_pod: Mapping[PodUid, tuple[Charge, ...]]
+    of_pod: Mapping[PodUid, Mapping[int, Charge]]
     is_truncated: bool = False
 
 
@@ -159,7 +127,7 @@ def even_gpus(counts: Mapping[str, int], names: ResourceNames) -> tuple[int, int
     return number, min(memory_mib // number, MAX_MEMORY_MIB) if number else 0
 
 
-def _gpu(raw: Any, position: int) -> ReportedGpu:
+def _gpu(raw: Any, position: int) -> GpuReport:
     where = f"the GPU at place {position} of the list"
     if not isinstance(raw, dict):
         raise Corrupt(f"{where} is no JSON object")
@@ -174,9 +142,9 @@ def _gpu(raw: Any, position: int) -> ReportedGpu:
     if not isinstance(uuid, str) or not isinstance(name, str):
         raise Corrupt(f"{where} has no `uuid` or no `name`")
     why = cordoned[:MAX_TEXT_CHARS] if isinstance(cordoned, str) else ""
-    return ReportedGpu(
+    return GpuReport(
         index=index,
-        uuid=uuid[:MAX_TEXT_CHARS],
+        uuid=GpuUuid(uuid[:MAX_TEXT_CHARS]),
         name=name[:MAX_TEXT_CHARS],
         memory_mib=memory_mib,
         is_healthy=is_healthy,
@@ -187,35 +155,36 @@ def _gpu(raw: Any, position: int) -> ReportedGpu:
     )
 
 
-def _mig(raw: Any, where: str) -> ReportedMig:
+def _mig(raw: Any, where: str) -> MigReport:
     label, profile, shares = (
         (raw.get(key) for key in ("label", "profile", "shares")) if isinstance(raw, dict) else (None,) * 3
     )
     if not isinstance(label, str) or not isinstance(profile, str) or not isinstance(shares, bool):
         raise Corrupt(f"{where} has no usable `mig`")
-    return ReportedMig(label=label[:MAX_TEXT_CHARS], profile=profile[:MAX_TEXT_CHARS], takes_shares=shares)
+    return MigReport(label=label[:MAX_TEXT_CHARS], profile=profile[:MAX_TEXT_CHARS], takes_shares=shares)
 
 
-def _charges(uid: str, raw: Any, indexes: Mapping[str, int]) -> tuple[Charge, ...]:
+def _charges(uid: str, raw: Any, indexes: Mapping[str, int]) -> dict[int, Charge]:
     if not uid or len(uid) > _MAX_UID_CHARS:
         raise Corrupt("a pod's UID is empty or too long")
     if not isinstance(raw, dict):
         raise Corrupt(f"what pod {uid} has is no JSON object")
-    charges = [_charge(uid, key, counts, indexes) for key, counts in raw.items()]
-    return tuple(sorted(charges, key=lambda charge: charge.index))
+    charges = {}
+    for key, counts in raw.items():
+        index = indexes.get(key)
+        if index is None:
+            raise Corrupt(f"pod {uid} has something of GPU {key[:20]!r}, which the node does not have")
+        charges[index] = _charge(f"what pod {uid} has of GPU {index}", counts)
+    return dict(sorted(charges.items()))
 
 
-def _charge(uid: str, key: str, raw: Any, indexes: Mapping[str, int]) -> Charge:
-    index = indexes.get(key)
-    if index is None:
-        raise Corrupt(f"pod {uid} has something of GPU {key[:20]!r}, which the node does not have")
-    where = f"what pod {uid} has of GPU {index}"
+def _charge(where: str, raw: Any) -> Charge:
     if not isinstance(raw, list) or len(raw) > _COUNTS or not all(is_count(count, _MAX_COUNT) for count in raw):
         raise Corrupt(f"{where} is no list of at most {_COUNTS} counts")
-    cores, blocks, units, whole = [*raw, 0, 0, 0, 0][:_COUNTS]
-    if cores > CORES_PER_GPU or whole > 1:
+    charge = Charge(*raw)
+    if charge.cores > CORES_PER_GPU or charge.wholes > 1:
         raise Corrupt(f"{where} is more than a GPU")
-    return Charge(index=index, cores=cores, blocks=blocks, units=units, is_whole=whole == 1)
+    return charge
 
 
 def _words(raw: Any) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from gpushare_agent.model.charges import NO_CHARGE, Charge
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.topology import LinkKind, Topology
@@ -56,7 +57,7 @@ def capacity_mib(gpu: Gpu, block_mib: int) -> int:
 def slice_devices(
     gpus: Iterable[Gpu],
     inventory: GpuInventory,
-    used_cores: Mapping[GpuUuid, int],
+    charges: Mapping[GpuUuid, Charge],
     cordoned: Mapping[GpuUuid, str],
     policy: DevicePolicy,
 ) -> list[dict[str, Any]]:
@@ -65,7 +66,7 @@ def slice_devices(
     groups = link_groups(inventory.topology)
     offered = [gpu for gpu in gpus if capacity_mib(gpu, policy.block_mib)]
     sign = -1 if policy.order == "binpack" else 1
-    offered.sort(key=lambda gpu: (sign * used_cores.get(gpu.uuid, 0), gpu.index))
+    offered.sort(key=lambda gpu: (sign * charges.get(gpu.uuid, NO_CHARGE).cores, gpu.index))
     return [_device(gpu, inventory, groups, cordoned, policy) for gpu in offered]
 
 

@@ -9,21 +9,21 @@ all that it may have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.decisions.node_annotations import Charge
 from gpushare_agent.extender.decisions.node_ledger import NodeLedger
 from gpushare_agent.extender.decisions.pod_plan import charges_anywhere, plan_pod
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, PodPlan, Reservation, Stage
+from gpushare_agent.model.charges import Charge
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 
 V = TypeVar("V")
 
-NO_PLAN = PodPlan(containers=(), charges=())
+NO_PLAN = PodPlan(containers=(), charges={})
 
 
 class ClusterLedger:
@@ -192,7 +192,7 @@ class ClusterLedger:
         indexes = [gpu.index for gpu in ledger.node.gpus]
         return PodPlan(containers=(), charges=charges_anywhere(pod, indexes, self._policy.names))
 
-    def _confirm(self, ledger: NodeLedger, uid: PodUid, charges: tuple[Charge, ...], now: float) -> None:
+    def _confirm(self, ledger: NodeLedger, uid: PodUid, charges: Mapping[int, Charge], now: float) -> None:
         """The agent's report replaces the charges; the plan stays to be compared with it."""
         known = ledger.reservations[uid]
         if uid in ledger.unattributed:

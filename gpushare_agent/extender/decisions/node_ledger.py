@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpushare_agent.cluster.decisions.node_annotations import Charge
-from gpushare_agent.extender.values import ClusterNode, NodeGpu, Reservation
+from gpushare_agent.extender.values import ClusterNode, Reservation
+from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges
+from gpushare_agent.model.gpus import GpuReport
 from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
-from gpushare_agent.placement.gpu_account import capacity_of
+from gpushare_agent.placement.gpu_account import account_of, capacity_of
 from gpushare_agent.placement.lack import Capacity
 
 
@@ -37,10 +38,10 @@ class NodeLedger:
         self.node = node
         self.version = 0
         self.reservations: dict[PodUid, Reservation] = {}
-        self.unattributed: dict[PodUid, tuple[Charge, ...]] = {}
+        self.unattributed: dict[PodUid, Mapping[int, Charge]] = {}
         """Of pods that only the agent names: ended by force, or not seen yet."""
         self._names = names
-        self._used: dict[int, list[int]] = {}
+        self._used: dict[int, Charge] = {}
         self._accounts: dict[int, GpuAccount] = {}
         """Of the GPUs that have not changed since it was computed, by index."""
         self._gpus: list[GpuAccount] | None = None
@@ -57,7 +58,7 @@ class NodeLedger:
             self._charge(old.plan.charges, -1)
         return old
 
-    def set_unattributed(self, unattributed: Mapping[PodUid, tuple[Charge, ...]]) -> None:
+    def set_unattributed(self, unattributed: Mapping[PodUid, Mapping[int, Charge]]) -> None:
         if unattributed == self.unattributed:
             return
         for charges in self.unattributed.values():
@@ -100,34 +101,15 @@ class NodeLedger:
         shadow.set_unattributed({uid: charges for uid, charges in self.unattributed.items() if uid not in uids})
         return shadow.gpus
 
-    def _account(self, gpu: NodeGpu) -> GpuAccount:
-        cores, blocks, units, wholes = self._used.get(gpu.index, (0, 0, 0, 0))
-        account = self._accounts[gpu.index] = GpuAccount(
-            index=gpu.index,
-            uuid=gpu.uuid,
-            memory_mib=gpu.memory_mib,
-            block_mib=self._names.memory_block_mib,
-            unit_mib=self._names.gpu_mem_unit_mib,
-            is_healthy=gpu.is_healthy,
-            instance=gpu.instance,
-            takes_shares=gpu.takes_shares,
-            used_cores=min(cores, CORES_PER_GPU),
-            used_blocks=blocks,
-            used_units=units,
-            is_whole=wholes > 0,
-        )
+    def _account(self, gpu: GpuReport) -> GpuAccount:
+        account = account_of(gpu, self._names, self._used.get(gpu.index, NO_CHARGE))
+        self._accounts[gpu.index] = account
         return account
 
-    def _charge(self, charges: tuple[Charge, ...], sign: int) -> None:
-        for charge in charges:
-            used = self._used.setdefault(charge.index, [0, 0, 0, 0])
-            used[0] += sign * charge.cores
-            used[1] += sign * charge.blocks
-            used[2] += sign * charge.units
-            used[3] += sign * charge.is_whole
-            if not any(used):
-                del self._used[charge.index]
-            self._accounts.pop(charge.index, None)
+    def _charge(self, charges: Mapping[int, Charge], times: int) -> None:
+        add_charges(self._used, charges, times)
+        for index in charges:
+            self._accounts.pop(index, None)
         self._changed()
 
     def _changed(self) -> None:
@@ -151,7 +133,7 @@ def node_document(ledger: NodeLedger) -> dict[str, Any]:
                 "cordoned": reported.cordoned,
                 "is_healthy": gpu.is_healthy,
                 "memory_mib": gpu.memory_mib,
-                "cores": gpu.used_cores,
+                "cores": gpu.allocated_cores,
                 "cores_capacity": CORES_PER_GPU if gpu.takes_shares else 0,
                 "blocks": gpu.used_blocks,
                 "units": gpu.used_units,
@@ -166,7 +148,8 @@ def node_document(ledger: NodeLedger) -> dict[str, Any]:
                 "stage": reservation.stage.value,
                 "containers": {c.name: list(c.gpus) for c in reservation.plan.containers if c.gpus},
                 "charges": {
-                    str(c.index): [c.cores, c.blocks, c.units, int(c.is_whole)] for c in reservation.plan.charges
+                    str(index): [one.cores, one.blocks, one.units, one.wholes]
+                    for index, one in reservation.plan.charges.items()
                 },
             }
             for _, reservation in sorted(ledger.reservations.items())

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.reuse import effective_request
-from gpushare_agent.cluster.decisions.node_annotations import Charge
 from gpushare_agent.extender.values import ClusterPolicy, PlannedContainer, PodPlan
+from gpushare_agent.model.charges import Charge
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
@@ -47,20 +46,17 @@ def plan_pod(pod: Pod, gpus: Sequence[GpuAccount], topology: Topology, policy: C
         for index in one.gpus:
             planning.gpus[index] = _allocate(planning.gpus[index], container.kind, one.request)
         planned.append(one)
-    charges = (_charge(before, planning.gpus[before.index]) for before in gpus)
-    return PodPlan(
-        containers=tuple(planned),
-        charges=tuple(charge for charge in charges if charge is not None),
-    )
+    afters = ((before, planning.gpus[before.index]) for before in gpus)
+    charges = {after.index: _charge(before, after) for before, after in afters if after is not before}
+    return PodPlan(containers=tuple(planned), charges=charges)
 
 
-def charges_anywhere(pod: Pod, indexes: Sequence[int], names: ResourceNames) -> tuple[Charge, ...]:
+def charges_anywhere(pod: Pod, indexes: Sequence[int], names: ResourceNames) -> dict[int, Charge]:
     """What a pod whose GPUs are not known may have of each GPU: all that it asks of one GPU, on every one."""
     before = after = GpuAccount(index=0, uuid=GpuUuid(""), memory_mib=0)
     for container in pod.containers:
         after = _allocate(after, container.kind, request_of(container, names))
-    charge = _charge(before, after)
-    return tuple(replace(charge, index=index) for index in indexes) if charge is not None else ()
+    return {} if after is before else dict.fromkeys(indexes, _charge(before, after))
 
 
 def plan_annotations(plan: PodPlan, prefix: str) -> Mapping[str, str]:
@@ -105,14 +101,11 @@ def _allocate(gpu: GpuAccount, kind: ContainerKind, request: Request) -> GpuAcco
     return gpu.allocate(request, is_reusable=kind is ContainerKind.INIT)
 
 
-def _charge(before: GpuAccount, after: GpuAccount) -> Charge | None:
-    """What was allocated between the two; None for nothing."""
-    if after is before:
-        return None
+def _charge(before: GpuAccount, after: GpuAccount) -> Charge:
+    """What was allocated between the two."""
     return Charge(
-        index=before.index,
         cores=after.used_cores - before.used_cores,
         blocks=after.used_blocks - before.used_blocks,
         units=after.used_units - before.used_units,
-        is_whole=after.is_whole and not before.is_whole,
+        wholes=int(after.is_whole and not before.is_whole),
     )
