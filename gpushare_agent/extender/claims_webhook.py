@@ -11,17 +11,17 @@ import asyncio
 import base64
 import json
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Protocol
 
 import structlog
-from msgspec import Struct
+from msgspec import Meta, Struct
+from msgspec.json import Decoder
 
 from gpushare_agent.cluster.kube.pods import mapping_or_empty
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
-from gpushare_agent.extender.json_reader import JsonReader
-from gpushare_agent.extender.messages import MAX_CONTAINERS, MAX_NAME_CHARS
-from gpushare_agent.extender.verbs import in_steps
+from gpushare_agent.extender.messages import MAX_NAME_CHARS, Name, request_of
+from gpushare_agent.extender.pods import PodJson
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Refused, Unavailable
 from gpushare_agent.model.resources import ResourceNames
 
@@ -74,7 +74,7 @@ class ClaimsWebhook:
         Raises:
             Corrupt: it is no request for a pod.
         """
-        review = await in_steps(parse_review(content))
+        review = parse_review(content)
         try:
             found = convert_pod(review.raw_pod, self._names)
         except Corrupt as e:
@@ -135,34 +135,43 @@ class ClaimsWebhook:
         self._may_create -= 1
 
 
-def parse_review(content: bytes) -> Generator[None, None, Review]:
-    """In steps. Raises Corrupt."""
+class _Resource(Struct):
+    resource: str = ""
+
+
+class _Request(Struct, rename="camel"):
+    uid: Name
+    namespace: Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+    object: PodJson | None = None
+    operation: str = ""
+    resource: _Resource | None = None
+    sub_resource: str | None = None
+    dry_run: bool | None = None
+
+
+class _AdmissionReview(Struct, rename="camel"):
+    api_version: str
+    request: _Request
+
+
+_REVIEW = Decoder(_AdmissionReview)
+
+
+def parse_review(content: bytes) -> Review:
+    """Raises Corrupt."""
     what = "AdmissionReview"
-    reader, top, request = JsonReader(content, what), dict[str, Any](), dict[str, Any]()
-    for field in reader.fields():
-        if field != "request" or reader.next_char() != "{":
-            top[field] = reader.part()
-            yield
-            continue
-        for name in reader.fields():
-            request[name] = reader.part()
-            yield
-    reader.end()
-    if top.get("apiversion") != API_VERSION:
+    review = request_of(_REVIEW, content, what)
+    if review.api_version != API_VERSION:
         raise Corrupt(f"{what}: is not of {API_VERSION}")
-    uid, namespace, raw_pod = (request.get(name) for name in ("uid", "namespace", "object"))
-    asked = mapping_or_empty(request.get("resource")).get("resource")
-    if asked != "pods" or request.get("subresource") or request.get("operation") != "CREATE":
+    request = review.request
+    asked = request.resource.resource if request.resource is not None else ""
+    if asked != "pods" or request.sub_resource or request.operation != "CREATE":
         raise Corrupt(f"{what}: is not for the creation of a pod; the webhook's rules are wrong")
-    if not isinstance(uid, str) or not isinstance(namespace, str) or max(len(uid), len(namespace)) > MAX_NAME_CHARS:
-        raise Corrupt(f"{what}: uid or namespace is missing or too long")
-    if not isinstance(raw_pod, Mapping):
+    if request.object is None:
         raise Corrupt(f"{what}.request.object: is not an object")
-    spec = mapping_or_empty(raw_pod.get("spec"))
-    lists = (spec.get(name) for name in ("containers", "initContainers"))
-    if sum(len(one) for one in lists if isinstance(one, list)) > MAX_CONTAINERS:
-        raise Corrupt(f"{what}: a pod of more than {MAX_CONTAINERS} containers")
-    return Review(uid=uid, namespace=namespace, is_dry_run=request.get("dryrun") is True, raw_pod=raw_pod)
+    return Review(
+        uid=request.uid, namespace=request.namespace, is_dry_run=request.dry_run is True, raw_pod=request.object
+    )
 
 
 def _answer(review: Review, found: Conversion | None = None, *, denied: str = "", code: int = 0) -> bytes:

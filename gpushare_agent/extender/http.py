@@ -18,7 +18,7 @@ A verb's request, in the order of the checks:
 | the body does not come within `body_s`, or not to its end | 408, 400 |
 | the body is no request of this verb | the verb's own error |
 
-A body is decoded in steps of some milliseconds, of any length that is accepted (json_reader.py).
+A body of any length that is accepted is decoded in some milliseconds (messages.py).
 
 State owned: how many long bodies are being read.
 """
@@ -53,7 +53,7 @@ from gpushare_agent.extender.messages import (
 )
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.tls import Tls, reload_certificate, tls_context
-from gpushare_agent.extender.verbs import Extender, in_steps
+from gpushare_agent.extender.verbs import Extender
 from gpushare_agent.kit.http_server import HttpLimits, HttpServer
 from gpushare_agent.kit.tcp_listeners import listen_tcp
 from gpushare_agent.model.errors import Corrupt, StartupError, Unavailable
@@ -119,7 +119,7 @@ class ExtenderVerbs:
     async def filter(self, content: bytes) -> _Result:
         args: NodesArgs | None = None
         try:
-            args = await in_steps(parse_nodes_args(content, self._names))
+            args = parse_nodes_args(content, self._names)
             answer = await self._extender.filter(args)
         except Corrupt as e:
             return _Result(filter_result(Filtered(error=str(e)), None), "bad")
@@ -128,7 +128,7 @@ class ExtenderVerbs:
     async def prioritize(self, content: bytes) -> _Result:
         """HostPriorityList has no place for an error."""
         try:
-            args = await in_steps(parse_nodes_args(content, self._names))
+            args = parse_nodes_args(content, self._names)
             return _Result(host_priorities(self._extender.prioritize(args)))
         except Corrupt as e:
             return _refused(e)
@@ -143,7 +143,7 @@ class ExtenderVerbs:
     async def preempt(self, content: bytes) -> _Result:
         """ExtenderPreemptionResult has no place for an error."""
         try:
-            args = await in_steps(parse_preempt_args(content, self._names))
+            args = parse_preempt_args(content, self._names)
         except Corrupt as e:
             return _refused(e)
         return _Result(preemption_result(self._extender.preempt(args), args.violations))

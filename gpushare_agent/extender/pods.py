@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, TypedDict
+
+from msgspec import Meta
 
 from gpushare_agent.cluster.kube.pods import mapping_or_empty, parse_pod
 from gpushare_agent.model.names import (
@@ -19,8 +21,59 @@ from gpushare_agent.model.names import (
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
 
+MAX_CONTAINERS = 256
+"""Of a kind in a pod. Far more than a node runs; each takes 60 µs to read."""
 _ALIKE_KEPT = 16384
 _MAX_ANNOTATION_CHARS = 256
+
+
+class _ContainerClaim(TypedDict, total=False):
+    name: str
+    request: str | None
+
+
+class _Resources(TypedDict, total=False):
+    limits: dict[str, str | int | float] | None
+    requests: dict[str, str | int | float] | None
+    claims: list[_ContainerClaim] | None
+
+
+class _Container(TypedDict, total=False):
+    name: str
+    resources: _Resources | None
+    restartPolicy: str | None
+
+
+_Containers = Annotated[list[_Container], Meta(max_length=MAX_CONTAINERS)]
+
+
+class _Metadata(TypedDict, total=False):
+    namespace: str | None
+    name: str | None
+    uid: str | None
+    resourceVersion: str | None
+    deletionTimestamp: str | None
+    annotations: dict[str, str] | None
+
+
+class _PodClaim(TypedDict, total=False):
+    name: str
+    resourceClaimName: str | None
+    resourceClaimTemplateName: str | None
+
+
+class _Spec(TypedDict, total=False):
+    nodeName: str | None
+    containers: _Containers | None
+    initContainers: _Containers | None
+    resourceClaims: list[_PodClaim] | None
+
+
+class PodJson(TypedDict, total=False):
+    """What is read of a pod in a request to the extender or its webhook. Format: Kubernetes core/v1 Pod."""
+
+    metadata: _Metadata | None
+    spec: _Spec | None
 
 
 def asks_for_ours(raw: Mapping[str, Any], names: ResourceNames) -> bool:

@@ -327,7 +327,7 @@ async def test_templates_are_created_at_a_bounded_rate() -> None:
         b"[]",
         json.dumps({**review(SHARE), "apiVersion": "admission.k8s.io/v1beta1"}).encode(),
         json.dumps(review(SHARE, operation="UPDATE")).encode(),
-        json.dumps(review(SHARE, subresource="status")).encode(),
+        json.dumps(review(SHARE, subResource="status")).encode(),
         json.dumps(review(SHARE, object=None)).encode(),
         json.dumps(review(SHARE, uid=None)).encode(),
         json.dumps(review(pod_of(*(container(f"c{n}", 1, 1) for n in range(300))))).encode(),

@@ -208,7 +208,7 @@ async def test_a_bind_of_a_pod_that_was_replaced_is_refused() -> None:
     ("path", "body", "status", "words"),
     [
         ("/scheduler/filter", b"{", 200, "no JSON"),
-        ("/scheduler/filter", b"[1]", 200, "not an object"),
+        ("/scheduler/filter", b"[1]", 200, "Expected `object`"),
         ("/scheduler/filter", {"Pod": None, "NodeNames": []}, 200, "Pod"),
         ("/scheduler/filter", {"Pod": raw_pod("a", (30, 4))}, 200, "neither Nodes nor NodeNames"),
         ("/scheduler/bind", {"PodName": "a"}, 200, "PodNamespace"),
