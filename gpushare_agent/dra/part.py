@@ -213,7 +213,7 @@ def _devices(node: Node, cache: AllocationCache, isolation: Isolations, gpus: li
         order=settings.dra.order,
         taint_effect=settings.dra.taint_effect,
         isolation=settings.isolation,
-        memory_by=keeps.memory_by.value,
-        compute_by=keeps.compute_by.value,
+        memory_by=keeps.memory_by,
+        compute_by=keeps.compute_by,
     )
     return slice_devices(gpus, node.gpus(), cache.charges(), node.inventory.cordoned, policy)

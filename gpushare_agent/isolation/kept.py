@@ -14,18 +14,9 @@ from msgspec.structs import replace
 
 from gpushare_agent.model.gpus import KernelModule
 
-
-class Keeper(StrEnum):
-    """Who refuses memory above the share, or holds compute to it. The values are labels and JSON: stable."""
-
-    VCUDA = "vcuda"
-    DRIVER = "driver"
-    """NVIDIA's driver itself, for a whole cgroup."""
-    HAMI_CORE = "hami-core"
-    MPS = "mps"
-    NOBODY = "nobody"
-    WHOLE_GPU = "whole-gpu"
-    """Nobody has to: no other container is on the GPU."""
+NOBODY = "nobody"
+ITS_OWN_GPU = "whole-gpu"
+"""Nobody has to keep it: no other container is on the GPU."""
 
 
 class NotKept(StrEnum):
@@ -64,10 +55,11 @@ NOT_KEPT_TEXTS: Mapping[NotKept, str] = {
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """`not_kept` is sorted."""
+    """Who refuses memory above the share, and who holds compute to it: the name of an isolation, `NOBODY` or `ITS_OWN_GPU`;
+    these are labels and JSON. `not_kept` is sorted."""
 
-    memory_by: Keeper
-    compute_by: Keeper
+    memory_by: str
+    compute_by: str
     not_kept: tuple[NotKept, ...] = ()
 
     @property
@@ -103,28 +95,28 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     has_core_limit: bool = True
 
 
-WHOLE_GPU = Kept(memory_by=Keeper.WHOLE_GPU, compute_by=Keeper.WHOLE_GPU)
-NOTHING_KEPT = Kept(memory_by=Keeper.NOBODY, compute_by=Keeper.NOBODY)
+WHOLE_GPU = Kept(memory_by=ITS_OWN_GPU, compute_by=ITS_OWN_GPU)
+NOTHING_KEPT = Kept(memory_by=NOBODY, compute_by=NOBODY)
 
 
 def without_compute(kept: Kept, *reasons: NotKept) -> Kept:
     """The same memory; of compute nothing, for these `reasons`, or because it was left out: then its terms go too."""
     terms = {*kept.not_kept, *reasons} if reasons else set(kept.not_kept) - _OF_COMPUTE
-    return replace(kept, compute_by=Keeper.NOBODY, not_kept=tuple(sorted(terms)))
+    return replace(kept, compute_by=NOBODY, not_kept=tuple(sorted(terms)))
 
 
 def with_memory_of(kept: Kept, limit: Kept) -> Kept:
     """A combination: the first's compute, and the memory of the second, where that limits it."""
-    if limit.memory_by is Keeper.NOBODY:
+    if limit.memory_by == NOBODY:
         return kept
     # HAMi-core keeps managed memory (measured), the one kind that the driver does not count.
-    own = () if kept.memory_by is Keeper.HAMI_CORE else limit.not_kept
+    own = () if kept.memory_by == "hami-core" else limit.not_kept
     terms = {*(set(kept.not_kept) - _OF_MEMORY), *own}
     return Kept(memory_by=limit.memory_by, compute_by=kept.compute_by, not_kept=tuple(sorted(terms)))
 
 
-def _who(keeper: Keeper) -> str:
-    return "no one else, for the GPU is its own" if keeper is Keeper.WHOLE_GPU else keeper.value
+def _who(keeper: str) -> str:
+    return "no one else, for the GPU is its own" if keeper == ITS_OWN_GPU else keeper
 
 
 class IsolationFacts(Struct, frozen=True, kw_only=True):

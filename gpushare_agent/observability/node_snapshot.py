@@ -227,8 +227,8 @@ def _units(allocation: Allocation) -> dict[str, Any] | None:
 
 def _kept(kept: Kept) -> dict[str, Any]:
     return {
-        "memory_by": kept.memory_by.value,
-        "compute_by": kept.compute_by.value,
+        "memory_by": kept.memory_by,
+        "compute_by": kept.compute_by,
         "not_kept": [term.value for term in kept.not_kept],
     }
 

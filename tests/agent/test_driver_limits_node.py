@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpushare_agent.isolation.driver.limits import DriverLimits
-from gpushare_agent.isolation.kept import Keeper
+from gpushare_agent.isolation.kept import NOBODY
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.memory_limits import MemoryLimit
 from gpushare_agent.model.names import ISOLATION_ANNOTATION, PodUid
@@ -69,7 +69,7 @@ async def test_a_share_has_its_limit_and_again_after_a_restart() -> None:
             await wait_running(node, "first")
             await wait_limit(node, agent, "first", 8 * 256)
             kept = agent.parts.isolation.kept(agent.parts.cache.view()[key_of(node, "first")])
-            assert kept is not None and (kept.memory_by, kept.compute_by) == (Keeper.DRIVER, Keeper.NOBODY)
+            assert kept is not None and (kept.memory_by, kept.compute_by) == ("driver", NOBODY)
         async with open_agent(node, *MAY_SET) as agent:
             await wait_limit(node, agent, "first", 8 * 256)
 
@@ -85,7 +85,7 @@ async def test_a_container_without_its_limit_is_kept_by_nobody_and_its_pod_hears
             assert isinstance(limits, DriverLimits)
             await poll_until(lambda: limits.problem(key_of(node, "bare")), "a container without its limit")
             kept = agent.parts.isolation.kept(agent.parts.cache.view()[key_of(node, "bare")])
-            assert kept is not None and kept.memory_by is Keeper.NOBODY
+            assert kept is not None and kept.memory_by == NOBODY
             await poll_until(
                 lambda: [e for e in node.api.events() if e["reason"] == "MemoryLimitMissing"], "an Event on the pod"
             )

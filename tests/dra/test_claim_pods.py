@@ -11,7 +11,7 @@ from gpushare_agent.admission.claim_pods import ClaimPods
 from gpushare_agent.agent.composition import build
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus.part import open_driver
-from gpushare_agent.isolation.kept import Keeper
+from gpushare_agent.isolation.kept import NOBODY
 from gpushare_agent.model.allocations import Allocation, ClaimShare, ContainerKey
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, ISOLATION_ANNOTATION, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind
@@ -114,4 +114,4 @@ async def test_what_hami_core_keeps_ends_where_a_second_container_runs_on_the_cl
         agent.cluster.store.upsert(pod(name, using("x", ("g", "a")), claims={"g": "claim-1"}, container_ids=ids))
         found = agent.isolation.kept(agent.cache.view()[KEY_A])
         keepers.append(found.memory_by if found is not None else None)
-    assert keepers == [Keeper.HAMI_CORE, Keeper.NOBODY]
+    assert keepers == ["hami-core", NOBODY]

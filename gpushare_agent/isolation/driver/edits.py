@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from msgspec import Struct
 
-from gpushare_agent.isolation.kept import NOTHING_KEPT, Circumstances, Keeper, Kept, NotKept
+from gpushare_agent.isolation.kept import NOBODY, NOTHING_KEPT, Circumstances, Kept, NotKept
 from gpushare_agent.isolation.request import ClaimUse, Follows, Isolation, IsolationRequest
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
@@ -54,7 +54,7 @@ def _refused(request: IsolationRequest, why: str) -> Refused:
 def _keeps(found: Circumstances) -> Kept:
     if not found.has_driver_limit:
         return NOTHING_KEPT
-    return Kept(memory_by=Keeper.DRIVER, compute_by=Keeper.NOBODY, not_kept=(NotKept.MANAGED_MEMORY,))
+    return Kept(memory_by="driver", compute_by=NOBODY, not_kept=(NotKept.MANAGED_MEMORY,))
 
 
 def _not_shared(use: ClaimUse) -> Refused | None:

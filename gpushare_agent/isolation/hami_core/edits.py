@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpushare_agent.isolation.kept import NOTHING_KEPT, Circumstances, Keeper, Kept, NotKept, without_compute
+from gpushare_agent.isolation.kept import NOTHING_KEPT, Circumstances, Kept, NotKept, without_compute
 from gpushare_agent.isolation.request import ClaimUse, Follows, HamiCoreConfig, Isolation, IsolationRequest
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
@@ -195,8 +195,8 @@ def _keeps(found: Circumstances) -> Kept:
     if not found.has_library:
         return NOTHING_KEPT
     kept = Kept(
-        memory_by=Keeper.HAMI_CORE,
-        compute_by=Keeper.HAMI_CORE,
+        memory_by="hami-core",
+        compute_by="hami-core",
         not_kept=(
             NotKept.ARRAYS,
             NotKept.BYPASS,

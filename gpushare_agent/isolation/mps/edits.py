@@ -8,7 +8,7 @@ connection to the daemon and no limits.
 
 from __future__ import annotations
 
-from gpushare_agent.isolation.kept import Circumstances, Keeper, Kept, NotKept
+from gpushare_agent.isolation.kept import Circumstances, Kept, NotKept
 from gpushare_agent.isolation.request import GpuShare, Isolation, IsolationRequest, MpsConfig
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -113,7 +113,7 @@ def _refused(request: IsolationRequest, why: str) -> Refused:
 
 
 def _keeps(_: Circumstances) -> Kept:
-    return Kept(memory_by=Keeper.MPS, compute_by=Keeper.MPS, not_kept=(NotKept.BYPASS, NotKept.PER_PROCESS))
+    return Kept(memory_by="mps", compute_by="mps", not_kept=(NotKept.BYPASS, NotKept.PER_PROCESS))
 
 
 ISOLATION = Isolation(

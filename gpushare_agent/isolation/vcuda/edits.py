@@ -7,7 +7,7 @@ Source: docs/reference/formats.md, the vDevice protocol and the driver directory
 
 from __future__ import annotations
 
-from gpushare_agent.isolation.kept import Circumstances, Keeper, Kept, NotKept
+from gpushare_agent.isolation.kept import Circumstances, Kept, NotKept
 from gpushare_agent.isolation.request import ClaimUse, Follows, Isolation, IsolationRequest
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -43,8 +43,8 @@ def edit_vcuda(request: IsolationRequest) -> ContainerEdits | Refused:
 
 def _keeps(_: Circumstances) -> Kept:
     return Kept(
-        memory_by=Keeper.VCUDA,
-        compute_by=Keeper.VCUDA,
+        memory_by="vcuda",
+        compute_by="vcuda",
         not_kept=(
             NotKept.ASYNC_ALLOCATIONS,
             NotKept.BYPASS,

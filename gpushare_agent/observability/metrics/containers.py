@@ -180,8 +180,8 @@ def _isolation_info(snapshot: NodeSnapshot, containers: Iterable[ContainerFacts]
             container=facts.allocation.container_name,
             node=snapshot.node,
             isolation=facts.isolation,
-            memory_by=facts.kept.memory_by.value,
-            compute_by=facts.kept.compute_by.value,
+            memory_by=facts.kept.memory_by,
+            compute_by=facts.kept.compute_by,
             not_kept=",".join(term.value for term in facts.kept.not_kept),
         ): None
         for facts in containers
