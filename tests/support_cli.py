@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from msgspec import to_builtins
 
 from gpushare_agent.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
 from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
-from gpushare_agent.observability.http.node_api import decision_document
 from gpushare_agent.observability.node_snapshot import node_document
 from tests.support_deadline import DEADLINE_S, Changes
 from tests.support_settings import clean_environment
@@ -99,7 +99,7 @@ def agent_answers(document: dict[str, Any], *decisions: DecisionRecord) -> dict[
 
     def chosen(request: web.Request) -> dict[str, Any]:
         found = [
-            decision_document(one)
+            to_builtins(one)
             for one in decisions
             if request.query.get("pod", one.pod) == one.pod
             and request.query.get("namespace", one.namespace) == one.namespace

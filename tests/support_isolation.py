@@ -263,7 +263,7 @@ class IsolationNode:
             node = self.status()["node"]
         except (AssertionError, Unavailable):
             return False
-        return bool(node["capacity"]) and {gpu["health"] for gpu in node["cards"]} == {"Healthy"}
+        return bool(node["capacity"]) and {gpu["health"] for gpu in node["gpus"]} == {"Healthy"}
 
     def pod(self, name: str) -> dict[str, Any]:
         [found] = [pod for pod in self.status()["pods"] if pod["name"] == name]

@@ -83,6 +83,6 @@ async def registered(state: Path) -> dict[str, Any]:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             document = await document_of(state)
-            if {gpu["health"] for gpu in document["node"]["cards"]} == {"Healthy"}:
+            if {gpu["health"] for gpu in document["node"]["gpus"]} == {"Healthy"}:
                 return document
             await asyncio.sleep(0.05)  # another process: it can only be asked again

@@ -139,7 +139,7 @@ class Sandbox:
     def cordon_others(self, uuid: str) -> None:
         """The measured GPU is the only one on which pods are placed."""
         node = self.status()["node"]
-        for gpu in node["cards"]:
+        for gpu in node["gpus"]:
             if gpu["uuid"] != uuid:
                 socket = node["addresses"]["control_socket"]
                 self._run([*self._module(), "cordon", gpu["uuid"], "--socket", socket])

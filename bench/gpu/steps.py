@@ -285,7 +285,7 @@ def fault(pods: Pods, pod: str, neighbour: str) -> Values:
     finally:
         outcome = other.finish(_START_S + machine.durations.neighbour_s)
     line = own.first("fault")
-    gpu = next(gpu for gpu in pods.sandbox.status()["node"]["cards"] if gpu["uuid"] == machine.uuid)
+    gpu = next(gpu for gpu in pods.sandbox.status()["node"]["gpus"] if gpu["uuid"] == machine.uuid)
     neighbours = outcome.of("launch")
     return {
         "code": line["code"],

@@ -19,6 +19,10 @@ Number = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
 Timestamp = Annotated[float, Field(ge=0, lt=1 << 37, allow_inf_nan=False)]
 """Seconds since the epoch, before the year 6400: what a datetime can hold."""
 D = TypeVar("D")
+_KEYS_OF_SCHEMA_1 = {"cards": "gpus", "must_cards": "must_gpus", "strangers": "unattributed"}
+_REASONS_OF_SCHEMA_1 = {"NoHealthyCard": "NoHealthyGPU", "WrongCards": "WrongGPUs"}
+_MAX_DEPTH = 40
+"""Of the node's document: the branches of its topology are nested."""
 
 
 class Cores(TypedDict):
@@ -61,7 +65,7 @@ class GpuDocument(TypedDict):
     cores: Cores
     memory: Memory
     usage: GpuUsage | None
-    strangers: list[UnattributedProcess]
+    unattributed: list[UnattributedProcess]
 
 
 class ContainerUsage(TypedDict, total=False):
@@ -86,7 +90,7 @@ class ContainerDocument(TypedDict):
     cores: Integer
     core_limit: Integer | None
     memory_bytes: Integer
-    cards: list[ContainerGpu]
+    gpus: list[ContainerGpu]
 
 
 class AgentDocument(TypedDict):
@@ -101,7 +105,7 @@ class AgentDocument(TypedDict):
 
 class BranchDocument(TypedDict):
     kind: str
-    cards: list[Integer]
+    gpus: list[Integer]
     children: list[BranchDocument]
 
 
@@ -113,11 +117,11 @@ class TopologyDocument(TypedDict):
 class NodeDocument(TypedDict):
     """/api/v1/node."""
 
-    schema: Literal[1]
+    schema: Literal[2]
     node: str
     at: Timestamp
     agent: AgentDocument
-    cards: list[GpuDocument]
+    gpus: list[GpuDocument]
     topology: TopologyDocument
     containers: list[ContainerDocument]
 
@@ -126,7 +130,7 @@ class AskedDocument(TypedDict):
     cores: Integer
     memory_bytes: Integer
     hint: list[Integer]
-    must_cards: list[str]
+    must_gpus: list[str]
 
 
 class CandidateDocument(TypedDict):
@@ -152,7 +156,7 @@ class DecisionDocument(TypedDict):
     reason: str
     explanation: str
     policy: str
-    cards: list[Integer]
+    gpus: list[Integer]
     labels: NotRequired[list[str]]
     asked: AskedDocument | None
     candidates: list[CandidateDocument]
@@ -169,7 +173,8 @@ DECISIONS: TypeAdapter[DecisionsDocument] = TypeAdapter(DecisionsDocument)
 
 
 def check_document(shape: TypeAdapter[D], answer: Any, agent: str) -> D:
-    """The answer itself, with what the shape does not name. Raises Corrupt."""
+    """The answer, with what the shape does not name; of schema 1 in the words of schema 2. Raises Corrupt."""
+    answer = _in_schema_2(answer)
     try:
         shape.validate_python(answer, strict=True)
     except ValidationError as error:
@@ -180,3 +185,19 @@ def check_document(shape: TypeAdapter[D], answer: Any, agent: str) -> D:
         ) from error
     document: D = answer
     return document
+
+
+def _in_schema_2(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """What earlier builds answer, until 2.0: remove with the release after it. Decisions have no number of a schema."""
+    if not depth:
+        return value  # far deeper than any shape: the check says what is wrong
+    if isinstance(value, list):
+        return [_in_schema_2(one, depth - 1) for one in value]
+    if not isinstance(value, dict):
+        return value
+    found = {_KEYS_OF_SCHEMA_1.get(key, key): _in_schema_2(one, depth - 1) for key, one in value.items()}
+    if found.get("schema") == 1:
+        found["schema"] = 2
+    if isinstance(reason := found.get("reason"), str):
+        found["reason"] = _REASONS_OF_SCHEMA_1.get(reason, reason)
+    return found

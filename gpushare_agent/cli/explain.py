@@ -21,7 +21,7 @@ from gpushare_agent.cli.render_text import counted, plain, print_as
 from gpushare_agent.model.errors import NotFound
 from gpushare_agent.settings.settings import Settings
 
-SCHEMA = 1
+SCHEMA = 2
 _SEARCHED_FOR_UNATTRIBUTED = 200
 
 

@@ -18,7 +18,7 @@ from gpushare_agent.model.topology import Branch, LinkKind, Topology
 from gpushare_agent.placement.topology_tree import render_tree
 from gpushare_agent.settings.settings import Settings
 
-SCHEMA = 1
+SCHEMA = 2
 _MAX_DEPTH = 16
 _KINDS = {"X": LinkKind.SELF, "NV": LinkKind.NVLINK} | {kind.name: kind for kind in LinkKind if kind > LinkKind.NVLINK}
 
@@ -42,7 +42,7 @@ def graph_document(node: NodeDocument) -> dict[str, Any]:
         "node": node["node"],
         "tree": node["topology"]["tree"],
         "links": node["topology"]["links"],
-        "cards": [_gpu(gpu) for gpu in node["cards"]],
+        "gpus": [_gpu(gpu) for gpu in node["gpus"]],
     }
 
 
@@ -67,8 +67,8 @@ def _gpu(gpu: GpuDocument) -> dict[str, Any]:
 
 def tree_text(document: dict[str, Any], *, is_wide: bool = False) -> str:
     """A line for each branch and GPU: `GPU0 NVIDIA H100, free 60/100 GPU cores, 20/24 GiB`. Raises Corrupt."""
-    notes = {gpu["index"]: _note(gpu) + (f", {plain(gpu['uuid'])}" if is_wide else "") for gpu in document["cards"]}
-    labels = {gpu["index"]: gpu_label(gpu) for gpu in document["cards"]}
+    notes = {gpu["index"]: _note(gpu) + (f", {plain(gpu['uuid'])}" if is_wide else "") for gpu in document["gpus"]}
+    labels = {gpu["index"]: gpu_label(gpu) for gpu in document["gpus"]}
     return render_tree(Topology(links=(), root=_read_branch(document["tree"], _MAX_DEPTH)), notes, labels)
 
 
@@ -91,6 +91,6 @@ def _read_branch(raw: BranchDocument, depth: int) -> Branch:
         )
     return Branch(
         kind=kind,
-        gpus=tuple(raw["cards"]),
+        gpus=tuple(raw["gpus"]),
         children=tuple(_read_branch(child, depth - 1) for child in raw["children"]),
     )

@@ -79,14 +79,14 @@ def sums_of_document(document: NodeDocument) -> NodeSums:
                 memory_allocated_bytes=gpu["memory"]["allocated_bytes"],
                 health_reason=gpu["health_reason"],
             )
-            for gpu in document["cards"]
+            for gpu in document["gpus"]
         ),
         containers=tuple(
             ContainerSums(
                 namespace=container["namespace"],
                 pod=container["pod"],
                 container=container["container"],
-                gpus=tuple(gpu["index"] for gpu in container["cards"]),
+                gpus=tuple(gpu["index"] for gpu in container["gpus"]),
                 cores=container["cores"],
                 memory_bytes=container["memory_bytes"],
             )

@@ -64,9 +64,9 @@ def decision_parts(decision: DecisionDocument, width: int) -> list[RenderableTyp
 def _title(decision: DecisionDocument) -> Text:
     is_allocated = decision["outcome"] == Outcome.ALLOCATED.value
     at = datetime.fromtimestamp(decision["at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    names = ", ".join(plain(label) for label in decision.get("labels", decision["cards"]))
+    names = ", ".join(plain(label) for label in decision.get("labels", decision["gpus"]))
     what = f"got GPU {names}" if is_allocated else f"was refused: {plain(decision['reason'])}"
-    if is_allocated and len(decision["cards"]) > 1:
+    if is_allocated and len(decision["gpus"]) > 1:
         what = f"got GPUs {names}"
     name = f"{plain(decision['namespace'])}/{plain(decision['pod'])}, container {plain(decision['container'])}"
     if not decision["pod"]:
@@ -89,7 +89,7 @@ def _request(decision: DecisionDocument) -> str:
     parts += [f"{gib(request['memory_bytes'])} GiB"] if request["memory_bytes"] else []
     parts = parts or [plain(decision["resource"])]
     parts += [f"its annotation names GPU {_gpus(request['hint'])}"] if request["hint"] else []
-    parts += [f"the kubelet requires {', '.join(map(plain, request['must_cards']))}"] if request["must_cards"] else []
+    parts += [f"the kubelet requires {', '.join(map(plain, request['must_gpus']))}"] if request["must_gpus"] else []
     return ", ".join(parts)
 
 

@@ -28,7 +28,7 @@ from gpushare_agent.cli.render_text import (
 )
 from gpushare_agent.observability.inspection import ContainerSums, GpuSums, NodeSums
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def inspection_document(nodes: Sequence[NodeSums]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def _node_document(node: NodeSums) -> dict[str, Any]:
     return {
         "node": node.node,
         "remark": node.remark,
-        "cards": [_gpu_document(gpu) for gpu in node.gpus],
+        "gpus": [_gpu_document(gpu) for gpu in node.gpus],
         "containers": [_container_document(container) for container in node.containers],
         "unplaced": {
             "containers": len(node.unplaced),
@@ -74,7 +74,7 @@ def _container_document(container: ContainerSums) -> dict[str, Any]:
         "namespace": container.namespace,
         "pod": container.pod,
         "container": container.container,
-        "cards": list(container.gpus),
+        "gpus": list(container.gpus),
         "cores": container.cores,
         "memory_bytes": container.memory_bytes,
         "remark": container.remark,
@@ -83,8 +83,8 @@ def _container_document(container: ContainerSums) -> dict[str, Any]:
 
 def _totals(gpus: Sequence[GpuSums]) -> dict[str, Any]:
     return {
-        "cards": len(gpus),
-        "cards_healthy": sum(1 for sums in gpus if sums.gpu.is_healthy),
+        "gpus": len(gpus),
+        "gpus_healthy": sum(1 for sums in gpus if sums.gpu.is_healthy),
         "cores": {
             "allocated": sum(sums.cores_allocated for sums in gpus),
             "capacity": sum(sums.gpu.cores for sums in gpus),
@@ -114,13 +114,13 @@ def _gpus_table(nodes: Sequence[dict[str, Any]], *, is_wide: bool) -> Renderable
     columns = ["NODE", "GPU", "NAME", *uuid, "HEALTH", CORES_COLUMN, MEMORY_COLUMN, "REASON"]
     rows: list[list[str | Text]] = []
     for node in nodes:
-        for position, gpu in enumerate(node["cards"]):
+        for position, gpu in enumerate(node["gpus"]):
             name = node["node"] if position == 0 else ""
             reason = "; ".join(health_reasons(gpu))
             more = [gpu["uuid"]] if is_wide else []
             rows.append([name, gpu_label(gpu), gpu["name"] or "-", *more, _health(gpu), *_amounts(gpu), reason])
         cores, memory = _amounts(node["totals"])
-        whose = "" if node["cards"] else node["node"]
+        whose = "" if node["gpus"] else node["node"]
         rows.append(
             [whose, "all", "", *("" for _ in uuid), "", Text(cores, style="bold"), Text(memory, style="bold"), ""]
         )
@@ -146,12 +146,12 @@ def _amounts(sums: dict[str, Any]) -> tuple[str, str]:
 def _containers_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
     if not any(node["containers"] for node in nodes):
         return Text("no containers to show")
-    labels = {(node["node"], gpu["index"]): gpu_label(gpu) for node in nodes for gpu in node["cards"]}
+    labels = {(node["node"], gpu["index"]): gpu_label(gpu) for node in nodes for gpu in node["gpus"]}
     columns = ("NODE", "GPU", "NAMESPACE", "POD", "CONTAINER", CORES_COLUMN, MEMORY_COLUMN, "REMARK")
     rows = [
         (
             node["node"],
-            ",".join(labels.get((node["node"], index), str(index)) for index in container["cards"]) or "-",
+            ",".join(labels.get((node["node"], index), str(index)) for index in container["gpus"]) or "-",
             container["namespace"],
             container["pod"],
             container["container"],
@@ -180,8 +180,8 @@ def _cluster_line(document: dict[str, Any]) -> Text:
     totals, number = document["totals"], len(document["nodes"])
     cores, memory = totals["cores"], totals["memory"]
     where = f"in {number} nodes" if number != 1 else "of the node"
-    health = out_of_service([gpu for node in document["nodes"] for gpu in node["cards"]])
+    health = out_of_service([gpu for node in document["nodes"] for gpu in node["gpus"]])
     allocated = allocated_line(
         (cores["allocated"], cores["capacity"]), (memory["allocated_bytes"], memory["capacity_bytes"])
     )
-    return Text(f"{counted(totals['cards'], 'GPU')} {where}{health}: {allocated}", style="bold")
+    return Text(f"{counted(totals['gpus'], 'GPU')} {where}{health}: {allocated}", style="bold")

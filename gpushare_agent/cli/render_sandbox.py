@@ -36,7 +36,7 @@ _PIDS_SHOWN = 3
 
 
 def gpu_text(container: dict[str, Any]) -> str:
-    return ",".join(map(str, container["cards"])) or "-"
+    return ",".join(map(str, container["gpus"])) or "-"
 
 
 def cores_text(container: dict[str, Any]) -> str:
@@ -105,7 +105,7 @@ def status_of(pod: dict[str, Any]) -> Text:
 
 def node_line(node: dict[str, Any]) -> Text:
     """The node and what is allocated of all its GPUs."""
-    gpus = node["cards"]
+    gpus = node["gpus"]
     cores = sum(gpu["cores_allocated"] for gpu in gpus), len(gpus) * CORES_PER_GPU
     memory = sum(gpu["memory_mib_allocated"] for gpu in gpus) * MIB, sum(gpu["memory_mib"] for gpu in gpus) * MIB
     text = f"{plain(node['name'])}: {counted(len(gpus), 'GPU')}, {allocated_line(cores, memory)}"
@@ -116,7 +116,7 @@ def gpus_table(node: dict[str, Any], *, is_narrow: bool) -> Table:
     wide = () if is_narrow else ("NAME", "NUMA")
     columns = ("GPU", *wide, CORES_COLUMN, "USED %", MEMORY_COLUMN, "ALLOC GiB", "HEALTH")
     rows = []
-    for gpu in node["cards"]:
+    for gpu in node["gpus"]:
         more = () if is_narrow else (gpu["name"], "-" if gpu["numa"] is None else str(gpu["numa"]))
         allocated = f"{gpu['cores_allocated']}/{CORES_PER_GPU}", gib(gpu["memory_mib_allocated"] * MIB)
         use = used_text(gpu), _used_of(gpu["used"], gpu["memory_mib"])
@@ -143,7 +143,7 @@ def pods_table(document: dict[str, Any], width: int) -> Table:
             *([pod["node"] or "-"] if places else ()),
             gpu_text(container),
             cores_text(container),
-            used_text(container, len(container["cards"])),
+            used_text(container, len(container["gpus"])),
             memory_text(container),
             *([limit_text(container)] if limits else ()),
             pids_text(container, is_short=width < _PIDS_WIDTH),

@@ -84,16 +84,16 @@ def top_lines(document: NodeDocument, width: int = PIPE_WIDTH, choice: Choice | 
     choice = choice or Choice()
     containers = [one for one in document["containers"] if choice.filter in _name(one)]
     lines: list[Line] = []
-    for gpu in sorted(document["cards"], key=_order(choice.sort, _gpu_loads)):
-        parts = [(one, part) for one in containers for part in one["cards"] if part["uuid"] == gpu["uuid"]]
+    for gpu in sorted(document["gpus"], key=_order(choice.sort, _gpu_loads)):
+        parts = [(one, part) for one in containers for part in one["gpus"] if part["uuid"] == gpu["uuid"]]
         if choice.filter and not parts:
             continue
         lines += [_gpu_line(gpu), *_reason_lines(gpu, width)]
         for container, part in sorted(parts, key=_order(choice.sort, lambda pair: _part_loads(*pair))):
             lines.append(_container_line(container, part))
             lines += _process_lines(part) if choice.has_processes else ()
-        lines += [_unattributed_line(process) for process in gpu["strangers"] if not choice.filter]
-    unplaced = [container for container in containers if not container["cards"]]
+        lines += [_unattributed_line(process) for process in gpu["unattributed"] if not choice.filter]
+    unplaced = [container for container in containers if not container["gpus"]]
     if unplaced:
         lines.append(Line(cells={FIRST: "on no GPU that the driver names"}, is_gpu=True))
         lines += [_container_line(container, None) for container in unplaced]
@@ -272,7 +272,7 @@ def _row(cells: Mapping[str, Text], widths: Mapping[str, int], *, style: str) ->
 
 def heading(document: NodeDocument, width: int = PIPE_WIDTH) -> list[Text]:
     """The node in one line, all its GPUs together in another, as much of each as fits; below why the agent is not ready."""
-    agent, gpus = document["agent"], document["cards"]
+    agent, gpus = document["agent"], document["gpus"]
     style = "" if agent["is_ready"] else "yellow"
     node = [
         f"node {document['node']}",

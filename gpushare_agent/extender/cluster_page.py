@@ -201,7 +201,7 @@ class ClusterPage:
                 {
                     "name": name,
                     "verdict": verdicts[name] or "the pod fits: the scheduler has another reason",
-                    "cards": [
+                    "gpus": [
                         {
                             "index": gpu.index,
                             "label": gpu.label,

@@ -21,7 +21,7 @@ from gpushare_agent.model.topology import Branch, Link, LinkKind, Topology
 from gpushare_agent.model.units import cores_of_part
 from gpushare_agent.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
 
-SCHEMA = 1
+SCHEMA = 2
 NO_REASON = "no reason given"
 """Of a cordon without one: an empty text would read as "not cordoned" in many languages."""
 _USAGE_FIELDS = tuple(
@@ -109,7 +109,7 @@ def node_document(snapshot: NodeSnapshot) -> dict[str, Any]:
             "gpu_mem": snapshot.names.gpu_mem,
             "memory_block_bytes": snapshot.names.memory_block_mib * MIB,
         },
-        "cards": [gpu_document(gpu, snapshot) for gpu in sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)],
+        "gpus": [gpu_document(gpu, snapshot) for gpu in sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)],
         "topology": topology_document(snapshot.inventory.topology),
         "containers": [
             container_document(facts, snapshot)
@@ -169,7 +169,7 @@ def gpu_document(gpu: Gpu, snapshot: NodeSnapshot) -> dict[str, Any]:
             "allocated_bytes": snapshot.memory_allocated_bytes.get(gpu.uuid, 0),
         },
         "usage": _gpu_usage(sample) if sample is not None else None,
-        "strangers": [_process(process) for process in unattributed],
+        "unattributed": [_process(process) for process in unattributed],
     }
 
 
@@ -193,7 +193,7 @@ def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> dict[st
         "core_limit": facts.core_limit or None,
         "memory_bytes": facts.memory_bytes,
         "allocated": {"cores": facts.allocated_cores, "memory_bytes": facts.allocated_memory_bytes},
-        "cards": [
+        "gpus": [
             {
                 "index": gpu.index,
                 "uuid": gpu.uuid,
@@ -251,7 +251,7 @@ def link_word(link: Link) -> str:
 def _branch(branch: Branch) -> dict[str, Any]:
     return {
         "kind": link_word(Link(kind=branch.kind)).rstrip("0"),
-        "cards": list(branch.gpus),
+        "gpus": list(branch.gpus),
         "children": [_branch(child) for child in branch.children],
     }
 

@@ -97,7 +97,7 @@ class UsageHistory:
         head = _json({"at": self._at, "step_seconds": self._step_s})[:-1]
         halves: dict[str, list[_Curve]] = {}
         if gpus:
-            halves["cards"] = [
+            halves["gpus"] = [
                 (str(uuid), {}, "memory_used_bytes", pair.points(self._slot))
                 for uuid, pair in sorted(self._gpus.items())
             ]
@@ -114,7 +114,7 @@ class UsageHistory:
             "namespace": known.namespace if known is not None else None,
             "pod": known.pod if known is not None else None,
             "container": key.container,
-            "cards": list(known.gpus) if known is not None else [],
+            "gpus": list(known.gpus) if known is not None else [],
         }
 
     def _pair(self, pairs: dict[K, _Pair], key: K, most: int) -> _Pair | None:

@@ -114,7 +114,7 @@ async def test_a_gpu_lost_between_preference_and_allocate_is_not_given() -> None
         Moments(node, "unlucky").at_next("GetPreferredAllocation answered", lambda: _lose_gpu(agent, 0))
         node.api.create_pod(pod("unlucky", container(cores=30, blocks=10)))
         message = await wait_settled(node, "unlucky")
-        assert "NoHealthyCard" in message and "Create the pod again" in message
+        assert "NoHealthyGPU" in message and "Create the pod again" in message
         await _wait_healthy(node, 1)
         node.api.create_pod(pod("again", container(cores=30, blocks=10)))
         await wait_running(node, "again")

@@ -232,7 +232,7 @@ async def _shown(agent: InnerAgent) -> list[tuple[Any, ...]]:
         answer = await reader.read()
     writer.close()
     await writer.wait_closed()
-    gpus = json.loads(answer.partition(b"\r\n\r\n")[2])["cards"]
+    gpus = json.loads(answer.partition(b"\r\n\r\n")[2])["gpus"]
     return [(gpu["cordoned"], gpu["health_reason"], gpu["is_healthy"]) for gpu in gpus]
 
 

@@ -74,13 +74,13 @@ async def test_a_reload_keeps_counters_decisions_and_history() -> None:
         await wait_running(node, "before")
         admitted = await _admitted(url)
         assert admitted == [f"{ADMITTED} 1.0"]
-        while (history := await _get(f"{url}/api/v1/history?only=cards"))["at"] is None:
+        while (history := await _get(f"{url}/api/v1/history?only=gpus"))["at"] is None:
             await asyncio.sleep(0.05)
         child.send_signal(signal.SIGHUP)
         url = await _life(node, 2)
         await _recovered(node, 2)
         assert await _admitted(url) == admitted
-        assert (await _get(f"{url}/api/v1/history?only=cards"))["at"] >= history["at"]
+        assert (await _get(f"{url}/api/v1/history?only=gpus"))["at"] >= history["at"]
         node.api.create_pod(pod("after", container(cores=30, blocks=10)))
         await wait_running(node, "before", "after")
         found = (await _get(f"{url}/api/v1/decisions"))["decisions"]

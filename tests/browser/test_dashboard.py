@@ -114,16 +114,16 @@ async def test_what_is_shown_is_what_is_in_the_json() -> None:
 
         gpus.sort(key=lambda one: int(one["title"].split()[1]))  # those in use stand before the free ones
         assert [(one["uuid"], one["title"]) for one in gpus] == [
-            (gpu["uuid"], f"GPU {gpu['index']}") for gpu in document["cards"]
+            (gpu["uuid"], f"GPU {gpu['index']}") for gpu in document["gpus"]
         ]
-        for shown, gpu in zip(gpus, document["cards"], strict=True):
+        for shown, gpu in zip(gpus, document["gpus"], strict=True):
             assert shown["badge"] == "✓ Healthy"
             assert shown["values"][0].startswith(f"{gpu['cores']['allocated']}/100 cores allocated · ")
             assert shown["values"][0].endswith(f" · {round(gpu['usage']['sm_ratio'] * 100)} % in use")
             own = [
                 (one["pod"], allocated)
                 for one in document["containers"]
-                for allocated in one["cards"]
+                for allocated in one["gpus"]
                 if allocated["uuid"] == gpu["uuid"]
             ]
             for bar, limit, whole, used, factor in (
@@ -140,9 +140,9 @@ async def test_what_is_shown_is_what_is_in_the_json() -> None:
 
         assert [row["Pod"] for row in rows] == ["pair", "share-0", "share-1", "share-2", "share-3", "whole"]
         for row, one in zip(rows, document["containers"], strict=True):
-            used = sum(allocated["usage"]["sm_ratio"] for allocated in one["cards"]) * 100
+            used = sum(allocated["usage"]["sm_ratio"] for allocated in one["gpus"]) * 100
             assert row["Namespace"] == "default"
-            assert row["GPU"] == ", ".join(f"GPU {allocated['index']}" for allocated in one["cards"])
+            assert row["GPU"] == ", ".join(f"GPU {allocated['index']}" for allocated in one["gpus"])
             assert row["GPU cores"] == str(one["cores"])
             assert float(row["GPU cores in use"].split("/")[0]) == pytest.approx(used, abs=0.5)
             assert float(row["Memory"].split()[0]) == pytest.approx(one["memory_bytes"] / GIB, abs=0.01)
@@ -177,7 +177,7 @@ async def test_the_page_follows_the_node() -> None:
         await scene.browser.wait("document.querySelectorAll('.badge[data-kind=bad]').length === 1")
         [ill] = [gpu for gpu in await scene.browser.script(GPUS) if gpu["badge"] != "✓ Healthy"]
         assert ill["title"] == "GPU 6"
-        [reason] = [gpu["health_reason"] for gpu in (await scene.document())["cards"] if gpu["index"] == 6]
+        [reason] = [gpu["health_reason"] for gpu in (await scene.document())["gpus"] if gpu["index"] == 6]
         assert reason and reason in ill["reason"]
         assert await scene.browser.script("return document.title") == "(1 unhealthy) node-a: GPUs"
         await scene.browser.wait(

@@ -430,7 +430,7 @@ async def test_the_curve_is_the_agents_past() -> None:
     past: dict[str, Any] = {
         "at": None,
         "step_seconds": 5.0,
-        "cards": {uuid_of(0): {"sm_ratio": [None, 0.5, 1.0, None, 0.25], "memory_used_bytes": [None] * 5}},
+        "gpus": {uuid_of(0): {"sm_ratio": [None, 0.5, 1.0, None, 0.25], "memory_used_bytes": [None] * 5}},
         "containers": {},
     }
     node = SampleNode(gpus=1, containers=0)
@@ -448,7 +448,7 @@ async def test_the_curve_has_scales_and_the_values_under_the_pointer() -> None:
     past: dict[str, Any] = {
         "at": None,
         "step_seconds": 5.0,
-        "cards": {uuid_of(0): {"sm_ratio": [0.25] * 90 + [0.75] * 90, "memory_used_bytes": [0] * 180}},
+        "gpus": {uuid_of(0): {"sm_ratio": [0.25] * 90 + [0.75] * 90, "memory_used_bytes": [0] * 180}},
         "containers": {},
     }
     node = SampleNode(gpus=1, containers=1)

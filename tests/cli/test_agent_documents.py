@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 from rich.console import Console
 
 from gpushare_agent.cli.agent_documents import DECISIONS, NODE, check_document
@@ -19,7 +20,6 @@ from gpushare_agent.cli.render_explain import decision_parts
 from gpushare_agent.cli.render_inspect import inspection_document, inspection_tables
 from gpushare_agent.cli.render_top import Choice, heading, top_lines, top_table
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.observability.http.node_api import decision_document
 from tests.support_cli import busy_node, decision
 
 ABSENT = object()
@@ -72,19 +72,19 @@ def show_decisions(answer: dict[str, Any]) -> None:
 def node_answer() -> dict[str, Any]:
     """One GPU, one container."""
     document = json.loads(json.dumps(busy_node()))
-    document |= {"cards": document["cards"][:1], "containers": document["containers"][-1:]}
-    document["cards"][0]["mig"] = {"label": "0:1", "profile": "1g.10gb", "parent": "GPU-0", "gpu_instance": 1}
+    document |= {"gpus": document["gpus"][:1], "containers": document["containers"][-1:]}
+    document["gpus"][0]["mig"] = {"label": "0:1", "profile": "1g.10gb", "parent": "GPU-0", "gpu_instance": 1}
     return document | {"topology": {**document["topology"], "links": [["X", "NV4"], ["NV4", "X"]]}}
 
 
 def decisions_answer() -> dict[str, Any]:
-    return json.loads(json.dumps({"decisions": [decision_document(decision()), decision_document(decision(2))]}))
+    return json.loads(json.dumps({"decisions": [to_builtins(decision()), to_builtins(decision(2))]}))
 
 
 @pytest.mark.parametrize(
     ("answer", "show", "is_read", "is_not"),
     [
-        (node_answer(), show_node, ("cards", 0, "cores", "capacity"), ("containers", 0, "kept")),
+        (node_answer(), show_node, ("gpus", 0, "cores", "capacity"), ("containers", 0, "kept")),
         (decisions_answer(), show_decisions, ("decisions", 0, "asked"), ("decisions", 0, "candidates", 0, "uuid")),
     ],
     ids=["node", "decisions"],
@@ -108,5 +108,35 @@ def test_an_answer_is_refused_or_shown(
 def test_fields_of_a_newer_agent_are_kept() -> None:
     """`-o json` prints them."""
     answer = node_answer()
-    answer["cards"][0]["of_a_newer_agent"] = 1
-    assert check_document(NODE, answer, "a test")["cards"][0] == answer["cards"][0]
+    answer["gpus"][0]["of_a_newer_agent"] = 1
+    assert check_document(NODE, answer, "a test")["gpus"][0] == answer["gpus"][0]
+
+
+def test_the_document_of_an_earlier_build_is_read_in_the_words_of_schema_2() -> None:
+    """At every depth, and the reasons of its decisions; what only looks alike stays."""
+    answer, words = node_answer(), {"gpus": "cards", "unattributed": "strangers", "must_gpus": "must_cards"}
+
+    def earlier(value: Any) -> Any:
+        if isinstance(value, list):
+            return [earlier(one) for one in value]
+        return {words.get(k, k): earlier(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    old = earlier(answer) | {"schema": 1}
+    assert "gpus" not in json.dumps(old["topology"]) and old["cards"][0]["strangers"]
+    assert check_document(NODE, old, "a test") == answer
+
+    refused = decisions_answer()
+    refused["decisions"][0] |= {"reason": "NoHealthyCard", "pod": "NoHealthyCard"}
+    (found, _) = check_document(DECISIONS, earlier(refused), "a test")["decisions"]
+    assert (found["reason"], found["pod"], found["asked"]) == (
+        "NoHealthyGPU", "NoHealthyCard", refused["decisions"][0]["asked"],
+    )  # fmt: skip
+
+
+def test_an_answer_of_a_thousand_lists_in_each_other_is_refused() -> None:
+    """Not an error of the program's own depth."""
+    deep: Any = []
+    for _ in range(900):
+        deep = [deep]
+    with pytest.raises(Corrupt):
+        check_document(NODE, {**node_answer(), "topology": deep}, "a test")

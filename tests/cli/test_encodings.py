@@ -82,7 +82,7 @@ def test_the_settings_are_printed(form: str, encoding: str) -> None:
 async def test_tables_keep_their_columns(encoding: str) -> None:
     """`top`: one letter for each that is not to be had."""
     document = busy_node()
-    document["cards"][2]["cordoned"] = "fan…"
+    document["gpus"][2]["cordoned"] = "fan…"
     async with json_server(agent_answers(document)) as agent:
         words = ["top", "--once", "--server", agent.url]
         with printing(encoding) as output:

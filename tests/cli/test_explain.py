@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec import to_builtins
 
 from gpushare_agent.cli import explain, render_text
 from gpushare_agent.cli.agent_pods import AgentTarget
@@ -21,7 +22,6 @@ from gpushare_agent.cli.render_explain import ADVICE
 from gpushare_agent.model.decision_records import Asked, DecisionRecord, Outcome
 from gpushare_agent.model.errors import NotFound, RefusalReason, Unavailable
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.observability.http.node_api import decision_document
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.settings.settings import load_settings
 from tests.support_agent import open_agent
@@ -113,7 +113,7 @@ async def test_fragmentation_and_ill_gpus_are_explained(capsys: pytest.CaptureFi
             node.paths.faults.write_text(json.dumps({"all_lost": "GPU is lost"}))
             await _wait_sick(agent.parts)
             sick = await text_of(node, url, pod("sick", container(cores=10, blocks=1)), "Failed", capsys)
-            assert "container main was refused: NoHealthyCard" in sick
+            assert "container main was refused: NoHealthyGPU" in sick
             assert "GPU is lost" in sick
             assert f"  do      {ADVICE[RefusalReason.NO_HEALTHY_GPU]}." in sick
 
@@ -232,9 +232,9 @@ async def test_json_and_yaml_have_the_decisions_as_the_agent_has_them(capsys: py
     record = decision()
     document = json.loads(await explained(capsys, [record], PodQuery(pod="train"), "json"))
     assert document == {
-        "schema": 1,
+        "schema": 2,
         "pod": "train",
-        "decisions": [json.loads(json.dumps(decision_document(record)))],
+        "decisions": [json.loads(json.dumps(to_builtins(record)))],
     }
     assert yaml.safe_load(await explained(capsys, [record], PodQuery(pod="train"), "yaml")) == document
 

@@ -115,13 +115,13 @@ async def test_one_node_is_reported_by_its_agent(capsys: pytest.CaptureFixture[s
 async def test_a_gpu_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFixture[str]) -> None:
     """In table and document; without GPUs out of service there is no column for reasons."""
     document = busy_node()
-    document["cards"][1]["cordoned"] = "loud"
+    document["gpus"][1]["cordoned"] = "loud"
     async with json_server(agent_answers(document)) as agent:
         lines = (await inspected(capsys, LOCAL, AgentTarget(server=agent.url))).splitlines()
         shown = json.loads(await inspected(capsys, LOCAL, AgentTarget(server=agent.url), form="json"))["nodes"][0][
-            "cards"
+            "gpus"
         ]
-        agent.answers["/api/v1/node"] = document | {"cards": [document["cards"][0]]}
+        agent.answers["/api/v1/node"] = document | {"gpus": [document["gpus"][0]]}
         assert "REASON" not in await inspected(capsys, LOCAL, AgentTarget(server=agent.url))
     assert " Cordoned, Unhealthy " in lines[2]
     assert lines[2].endswith("  Cordoned: loud; Unhealthy: Xid 79: the GPU fell off the bus")
@@ -144,9 +144,9 @@ async def test_the_document_of_inspect_says_what_the_table_says(capsys: pytest.C
     async with json_server(agent_answers(busy_node())) as agent:
         document = json.loads(await inspected(capsys, LOCAL, AgentTarget(server=agent.url), form="json"))
         assert yaml.safe_load(await inspected(capsys, LOCAL, AgentTarget(server=agent.url), form="yaml")) == document
-    assert document["schema"] == 1
+    assert document["schema"] == 2
     (node,) = document["nodes"]
-    assert node["cards"][0] == {
+    assert node["gpus"][0] == {
         "index": 0,
         "uuid": "GPU-0",
         "name": "NVIDIA H100 80GB HBM3",
@@ -156,7 +156,7 @@ async def test_the_document_of_inspect_says_what_the_table_says(capsys: pytest.C
         "cores": {"allocated": 60, "capacity": 100},
         "memory": {"allocated_bytes": 6144 * MIB, "capacity_bytes": 24576 * MIB},
     }
-    assert node["cards"][2]["cordoned"] == "fan replaced on Monday"
+    assert node["gpus"][2]["cordoned"] == "fan replaced on Monday"
     assert [one["container"] for one in node["containers"]] == ["main", "evaluator", "trainer"]
     assert node["unplaced"] == {"containers": 0, "cores": 0, "memory_bytes": 0}
     assert document["totals"] == node["totals"]
@@ -187,7 +187,7 @@ async def test_a_mig_instance_has_nvidias_name(short_dir: Path, capsys: pytest.C
     node = raw_node("a", [raw_gpu(4, mig=mig)])
     async with cluster(short_dir, {"/api/v1/nodes": raw_list([node]), "/api/v1/pods": raw_list([])}) as (_, settings):
         lines = (await inspected(capsys, settings)).splitlines()
-        (gpu,) = json.loads(await inspected(capsys, settings, form="json"))["nodes"][0]["cards"]
+        (gpu,) = json.loads(await inspected(capsys, settings, form="json"))["nodes"][0]["gpus"]
     assert lines[1].split()[:3] == ["a", "0:1", "NVIDIA"]
     assert (gpu["index"], gpu["mig"]["label"]) == (4, "0:1")
 
@@ -199,7 +199,7 @@ async def test_of_all_nodes_a_cordon_is_reported_and_no_reason(
     node = raw_node("a", [raw_gpu(0, is_healthy=False, cordoned=True), raw_gpu(1, is_healthy=False)])
     async with cluster(short_dir, {"/api/v1/nodes": raw_list([node]), "/api/v1/pods": raw_list([])}) as (_, settings):
         lines = (await inspected(capsys, settings)).splitlines()
-        gpus = json.loads(await inspected(capsys, settings, form="json"))["nodes"][0]["cards"]
+        gpus = json.loads(await inspected(capsys, settings, form="json"))["nodes"][0]["gpus"]
     assert [line.split()[-7] for line in lines[1:3]] == ["Cordoned", "Unhealthy"]
     assert lines[-1].startswith("2 GPUs of the node, 1 unhealthy, 1 cordoned: ")
     assert [(gpu["is_healthy"], gpu["health_reason"]) for gpu in gpus] == [(False, None), (False, None)]
@@ -298,7 +298,7 @@ async def test_the_node_may_stand_behind_the_command(
         words = [command, "n1", "--kubeconfig", str(settings.kubeconfig), "-o", "json"]
         assert await asyncio.to_thread(PLUGIN_LINE.main, words, {}) == 0
     assert server.requests[0].query["fieldSelector"] == "spec.nodeName=n1"
-    assert "cards" in capsys.readouterr().out
+    assert "gpus" in capsys.readouterr().out
 
 
 async def test_the_containers_of_one_namespace_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,7 +312,7 @@ async def test_the_containers_of_one_namespace_are_shown(capsys: pytest.CaptureF
             shown = json.loads(capsys.readouterr().out)
             node = shown if command == "top" else shown["nodes"][0]
             assert [one["namespace"] for one in node["containers"]] == ["research"]
-            assert node["cards"][0]["cores"] == {"allocated": 60, "capacity": 100}
+            assert node["gpus"][0]["cores"] == {"allocated": 60, "capacity": 100}
         words = ["inspect", "-d", "-n", "empty", "--server", agent.url]
         assert await asyncio.to_thread(main, words, {"NODE_NAME": "n1"}) == 0
         assert "no containers to show" in capsys.readouterr().out
@@ -407,8 +407,8 @@ async def test_the_tree_tells_what_is_free_on_each_gpu(capsys: pytest.CaptureFix
 async def test_the_tree_tells_a_cordon_from_an_illness(capsys: pytest.CaptureFixture[str]) -> None:
     """Both target a GPU has both; without the operator's reason there is the one word."""
     document = busy_node()
-    document["cards"][1]["cordoned"] = "loud"
-    document["cards"][2]["cordoned"] = NO_REASON
+    document["gpus"][1]["cordoned"] = "loud"
+    document["gpus"][2]["cordoned"] = NO_REASON
     lines = (await drawn(capsys, document)).splitlines()
     assert lines[4].endswith("/24 GiB, Cordoned: loud; Unhealthy: Xid 79: the GPU fell off the bus")
     assert lines[6].endswith("/24 GiB, Cordoned")
@@ -420,8 +420,8 @@ async def test_the_graph_as_a_document_has_tree_links_and_what_is_free(capsys: p
     document = json.loads(await drawn(capsys, node, "json"))
     assert yaml.safe_load(await drawn(capsys, node, "yaml")) == document
     assert (document["tree"], document["links"]) == (node["topology"]["tree"], node["topology"]["links"])
-    assert document["cards"][0]["cores"] == {"capacity": 100, "allocated": 60, "free": 40}
-    assert document["cards"][1]["memory"]["free_bytes"] == 0
+    assert document["gpus"][0]["cores"] == {"capacity": 100, "allocated": 60, "free": 40}
+    assert document["gpus"][1]["memory"]["free_bytes"] == 0
 
 
 @pytest.mark.parametrize("kinds", [["NEW"], ["SYS"] * 40])
@@ -430,6 +430,6 @@ async def test_a_tree_of_another_kind_is_reported(kinds: list[str], capsys: pyte
     node = busy_node()
     tree = node["topology"]["tree"]
     for kind in kinds:
-        tree = {"kind": kind, "cards": [0, 1], "children": [tree]}
+        tree = {"kind": kind, "gpus": [0, 1], "children": [tree]}
     with pytest.raises(Corrupt, match="the agent's own version"):
         await drawn(capsys, node | {"topology": {"tree": tree, "links": []}})

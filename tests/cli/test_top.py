@@ -81,7 +81,7 @@ async def test_a_gpu_out_of_service_says_why(capsys: pytest.CaptureFixture[str])
     """Unhealthy with the driver's reason, Cordoned with the operator's, each whole on a line below the GPU."""
     document = busy_node()
     long = "Xid 79: the GPU fell off the bus; " + "it is probed again and again; " * 8 + "the end"
-    document["cards"][1]["health_reason"] = long
+    document["gpus"][1]["health_reason"] = long
     lines = (await printed(document, capsys)).splitlines()
     ill, cordoned = (next(n for n, line in enumerate(lines) if line.startswith(f"{index} ")) for index in (1, 2))
     assert (" Unhealthy " in lines[ill], lines[ill + 1]) == (True, f"    {long}")
@@ -91,8 +91,8 @@ async def test_a_gpu_out_of_service_says_why(capsys: pytest.CaptureFixture[str])
 async def test_a_gpu_that_is_cordoned_and_ill_says_both(capsys: pytest.CaptureFixture[str]) -> None:
     """With whose reason each is; without the operator's there is the one word."""
     document = busy_node()
-    document["cards"][1]["cordoned"] = "loud"
-    document["cards"][2]["cordoned"] = NO_REASON
+    document["gpus"][1]["cordoned"] = "loud"
+    document["gpus"][2]["cordoned"] = NO_REASON
     lines = (await printed(document, capsys)).splitlines()
     assert "4 GPUs, 1 unhealthy, 2 cordoned" in lines[0]
     ill, cordoned = (next(n for n, line in enumerate(lines) if line.startswith(f"{index} ")) for index in (1, 2))
@@ -106,7 +106,7 @@ def test_a_reason_is_folded_in_a_narrow_terminal() -> None:
     """Nothing of it is cut off."""
     document = busy_node()
     reason = "Xid 79: " + " ".join(f"word-{number}" for number in range(40))
-    document["cards"][1]["health_reason"] = reason
+    document["gpus"][1]["health_reason"] = reason
     text = "\n".join(drawn(document, 60))
     assert " ".join(reason.split()) in " ".join(text.split())
 
@@ -139,7 +139,7 @@ async def test_old_samples_are_reported(capsys: pytest.CaptureFixture[str]) -> N
 async def test_a_container_whose_gpu_is_gone_is_still_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """No allocated share is left out."""
     document = busy_node()
-    document["containers"][0]["cards"] = []
+    document["containers"][0]["gpus"] = []
     lines = (await printed(document, capsys)).splitlines()
     assert lines[-2] == "on no GPU that the driver names"
     assert lines[-1].split()[:3] == ["default/big/main", "Unknown", "whole"]
@@ -147,7 +147,7 @@ async def test_a_container_whose_gpu_is_gone_is_still_shown(capsys: pytest.Captu
 
 async def test_a_node_without_gpus_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """An empty table would look like a fault of the program."""
-    document = busy_node() | {"cards": [], "containers": []}
+    document = busy_node() | {"gpus": [], "containers": []}
     assert "this node has no GPU that the driver can name" in await printed(document, capsys)
 
 
@@ -182,7 +182,7 @@ def test_columns_go_in_the_order_of_their_worth() -> None:
 def test_control_characters_do_not_reach_the_terminal() -> None:
     """A name could clear the screen or set the window's title."""
     document = busy_node()
-    document["cards"][0]["name"] = "H100\x1b]0;title\x07\nx"
+    document["gpus"][0]["name"] = "H100\x1b]0;title\x07\nx"
     document["containers"][0]["phase"] = "\x1b[2J"
     text = "\n".join(drawn(document, 200))
     assert "\x1b" not in text
@@ -214,14 +214,14 @@ async def test_what_a_server_says_cannot_command_the_terminal() -> None:
     [
         (b"<html>", Corrupt, "no JSON"),
         (b"[1]", Corrupt, "no JSON object"),
-        ({"schema": 2, "cards": []}, Corrupt, "schema: Input should be 1; use .* of the agent.s own version"),
+        ({"schema": 3, "gpus": []}, Corrupt, "schema: Input should be 2; use .* of the agent.s own version"),
         ({"schema": 1}, Corrupt, "node: Field required"),
         (b" " * (MAX_ANSWER_BYTES + 1), Corrupt, "longer than 32 MiB"),
         ((404, {}), NotFound, "older than these commands"),
         ((503, {"error": "busy"}), Unavailable, "503.*busy.*try again"),
         ((500, b"oops"), Rejected, "500 .oops."),
     ],
-    ids=["html", "list", "other-format", "no-cards", "long", "404", "503", "500"],
+    ids=["html", "list", "other-format", "no-gpus", "long", "404", "503", "500"],
 )
 async def test_an_answer_that_is_not_the_agents_is_reported(answer: Any, error: type[Exception], text: str) -> None:
     """Each names what is wrong with the address or the other side."""

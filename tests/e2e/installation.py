@@ -224,7 +224,7 @@ class Installation:
             f"{one['namespace']}/{one['pod']}/{one['container']}": (
                 one["cores"],
                 one["memory_bytes"],
-                tuple(gpu["index"] for gpu in one["cards"]),
+                tuple(gpu["index"] for gpu in one["gpus"]),
             )
             for one in self.view()["containers"]
         }
@@ -251,7 +251,7 @@ class Installation:
         entries of pods that have ended until the next Allocate."""
         uids = {pod["metadata"]["uid"] for pod in pods}
         found: dict[str, dict[str, list[str]]] = {}
-        read = DeviceIds(GpuUuid(gpu["uuid"]) for gpu in self.view()["cards"]).read
+        read = DeviceIds(GpuUuid(gpu["uuid"]) for gpu in self.view()["gpus"]).read
         for entry in json.loads(self.exec("cat", CHECKPOINT))["Data"]["PodDeviceEntries"] or []:
             if entry["PodUID"] not in uids:
                 continue

@@ -43,7 +43,7 @@ def test_a_burst_of_pods_is_admitted_without_a_rejection(
     ledger = installed.wait_ledger(namespace, number)
     pods = cluster.pods(namespace)
     records = installed.kubelet_records(list(pods.values()))
-    indexes = {gpu["uuid"]: gpu["index"] for gpu in installed.view()["cards"]}
+    indexes = {gpu["uuid"]: gpu["index"] for gpu in installed.view()["gpus"]}
     used: Counter[str] = Counter()
     used_memory: Counter[str] = Counter()
     for name, pod in pods.items():

@@ -101,7 +101,7 @@ def wait_ended(cluster: Cluster, claims: Installation) -> None:
 
 def test_shares_and_whole_gpus(cluster: Cluster, claims: Installation, namespace: str) -> None:
     """The device plugins offer the other GPUs alone; a claim's share is booked on the GPU that the scheduler chose."""
-    gpus = {gpu["index"]: gpu for gpu in claims.view()["cards"]}
+    gpus = {gpu["index"]: gpu for gpu in claims.view()["gpus"]}
     devices = cluster.wait_for("the slice is published", lambda: published(cluster))
     assert {one["name"] for one in devices} == {f"gpu-{index}" for index in range(CLAIMED)}
     cluster.wait_for("the plugins offer the rest", lambda: claims.gpus() == len(gpus) - CLAIMED)
@@ -126,7 +126,7 @@ def test_admin_access_beside_shares_and_a_whole_gpu(cluster: Cluster, claims: In
     cluster.apply(monitor, least, share, whole, namespace=namespace)
     for name, claim in (("before", "monitor"), ("share", "share"), ("beside", "least"), ("whole", "whole")):
         cluster.start(namespace, claiming(cluster, name, claim))
-    uuids = sorted(gpu["uuid"] for gpu in claims.view()["cards"] if gpu["index"] < CLAIMED)
+    uuids = sorted(gpu["uuid"] for gpu in claims.view()["gpus"] if gpu["index"] < CLAIMED)
     assert [visible(cluster, namespace, name) for name in ("before", "beside")] == [uuids, uuids]
     assert sorted(booked(claims).values()) == [60, 100]
     results = [
@@ -150,7 +150,7 @@ def test_whole_gpus_by_an_extended_resource(cluster: Cluster, claims: Installati
     pod["metadata"]["annotations"] = {}
     cluster.start(namespace, pod)
     seen = [visible(cluster, namespace, "whole", name) for name in ("c0", "c1")]
-    uuids = sorted(gpu["uuid"] for gpu in claims.view()["cards"] if gpu["index"] < CLAIMED)
+    uuids = sorted(gpu["uuid"] for gpu in claims.view()["gpus"] if gpu["index"] < CLAIMED)
     assert sorted(seen[0] + seen[1]) == uuids and sum(booked(claims).values()) == 200
     cluster.delete_pods(namespace)
     wait_ended(cluster, claims)
@@ -160,7 +160,7 @@ def test_a_gpu_in_use_changes_sides_when_it_is_free(
     cluster: Cluster, installation: Installation, claims: Installation, namespace: str
 ) -> None:
     """Over the rollout that changes the setting: neither front end offers it until then, and its pod runs on."""
-    gpus = len(claims.view()["cards"])
+    gpus = len(claims.view()["gpus"])
     cluster.wait_for("the plugins offer the rest", lambda: claims.gpus() == gpus - CLAIMED)
     cluster.start(namespace, cluster.pod("by-plugin", 40, 4))
     (held,) = (indexes for _, _, indexes in claims.wait_ledger(namespace, 1).values())
@@ -202,7 +202,7 @@ def test_two_shares_in_one_claim_and_one_claim_in_two_pods(
         claiming(cluster, "one", "shared", "", "", is_template=False),
         claiming(cluster, "two", "shared", is_template=False),
     )
-    uuids = sorted(gpu["uuid"] for gpu in claims.view()["cards"] if gpu["index"] < CLAIMED)
+    uuids = sorted(gpu["uuid"] for gpu in claims.view()["gpus"] if gpu["index"] < CLAIMED)
     assert visible(cluster, namespace, "both") == uuids
     split = [visible(cluster, namespace, "split", name) for name in ("c0", "c1")]
     assert sorted(split[0] + split[1]) == uuids
@@ -377,7 +377,7 @@ def shown_health(cluster: Cluster, namespace: str, pod: str) -> list[tuple[str, 
 
 def test_a_cordoned_gpu_is_tainted_and_its_pods_say_so(cluster: Cluster, claims: Installation, namespace: str) -> None:
     """The pod on it goes on, the next one gets another GPU."""
-    uuids = {gpu["index"]: gpu["uuid"] for gpu in claims.view()["cards"]}
+    uuids = {gpu["index"]: gpu["uuid"] for gpu in claims.view()["gpus"]}
     cluster.apply(template("share", request(cores=20, memory="1Gi")), namespace=namespace)
     cluster.start(namespace, claiming(cluster, "first", "share"))
     assert visible(cluster, namespace, "first") == [uuids[0]]
@@ -413,7 +413,7 @@ def test_no_execute_evicts_the_pods_of_a_cordoned_gpu(
     cluster.apply(template("big", request(cores=60, memory="1Gi")), namespace=namespace)
     cluster.start(namespace, claiming(cluster, "one", "big"), claiming(cluster, "two", "big"))
     gone = visible(cluster, namespace, "one")[0]
-    index = next(gpu["index"] for gpu in claims.view()["cards"] if gpu["uuid"] == gone)
+    index = next(gpu["index"] for gpu in claims.view()["gpus"] if gpu["uuid"] == gone)
     claims.exec("gpushare-agent", "cordon", str(index))
     cluster.wait_for("the eviction", lambda: cluster.pods(namespace).keys() == {"two"})
     claims.exec("gpushare-agent", "uncordon", str(index))

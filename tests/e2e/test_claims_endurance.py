@@ -106,7 +106,7 @@ def compare(cluster: Cluster, installed: Installation, namespace: str, seen: See
         return
     seen.snapshots += 1
     check_capacity(view, seen)
-    uuids = {f"gpu-{gpu['index']}": gpu["uuid"] for gpu in view["cards"]}
+    uuids = {f"gpu-{gpu['index']}": gpu["uuid"] for gpu in view["gpus"]}
     by_pod = {
         user["name"]: {uuids[one["device"]]: one["request"] for one in allocation["devices"]["results"]}
         for claim in claims

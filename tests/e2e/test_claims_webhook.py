@@ -94,7 +94,7 @@ def test_an_old_pod_gets_by_a_claim_what_the_device_plugin_gives_it(
     assert [one["name"] for one in spec["resourceClaims"]] == ["gpushare-0", "gpushare-1"]
     assert CORE in old_spec["containers"][0]["resources"]["limits"] and "resourceClaims" not in old_spec
     assert len(templates(cluster, asking)) == 2 and not templates(cluster, plain)
-    booked = {gpu["uuid"]: gpu["index"] for gpu in installation.view()["cards"]}
+    booked = {gpu["uuid"]: gpu["index"] for gpu in installation.view()["gpus"]}
     for container in ("a", "b"):
         by_claim, by_plugin = (environment(cluster, namespace, container) for namespace in (asking, plain))
         assert by_plugin.keys() <= by_claim.keys()

@@ -61,7 +61,7 @@ def test_the_metric_is_the_size_of_the_largest_pods_status(
     entries = _start_with_entries(cluster, namespace, pod, sum(offered.values()))
     assert _size(entries) == installed.metric("gpushare_pod_status_max_bytes")
     assert f"has {_size(entries)} bytes of device IDs" in _check(installed)
-    memory = sum(gpu["memory"]["capacity_bytes"] for gpu in installed.view()["cards"]) >> 20
+    memory = sum(gpu["memory"]["capacity_bytes"] for gpu in installed.view()["gpus"]) >> 20
     block = next(size for size in (1 << exponent for exponent in range(16, -1, -1)) if memory // size * 48 > 2**19)
     assert "bytes of device IDs, more than 524288" in _check(installed, f"--resources.memory-block-mib={block}")
 
@@ -125,7 +125,7 @@ def test_an_upgrade_keeps_what_pods_hold_under_long_ids(cluster: Cluster, before
     cluster.delete_pods(namespace)
     cluster.start(namespace, *(cluster.pod(name, 100) for name in (*names, "last")))
     assert _allocated(cluster, before, namespace)[CORE] == dict.fromkeys(
-        (gpu["uuid"] for gpu in before.view()["cards"]), 100
+        (gpu["uuid"] for gpu in before.view()["gpus"]), 100
     )
 
 

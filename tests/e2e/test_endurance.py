@@ -216,13 +216,13 @@ def compare(cluster: Cluster, installed: Installation, namespace: str, seen: See
     environments = dict(re.findall(r"^\[pod/(\S+)\] gpus=(\S*)$", shown, flags=re.M))
     for container in environments.keys() & ledger.keys():
         seen.compared += 1
-        given = {gpu["uuid"] for gpu in ledger[container]["cards"]}
+        given = {gpu["uuid"] for gpu in ledger[container]["gpus"]}
         if set(environments[container].split(",")) != given:
             seen.faults.append(f"{container} sees {environments[container]}, allocated is {sorted(given)}")
 
 
 def check_capacity(view: Object, seen: Seen) -> None:
-    for gpu in view["cards"]:
+    for gpu in view["gpus"]:
         for unit, used in (("cores", gpu["cores"]), ("memory", gpu["memory"])):
             most, allocated = used.values()
             if allocated > most:

@@ -56,14 +56,14 @@ def started(cluster: Cluster, namespace: str) -> dict[str, list[str]]:
 def test_nvidias_example_pods(cluster: Cluster, installation: Installation, namespace: str) -> None:
     """One GPU, two GPUs, and shares beside them, unchanged; no GPU is given twice, and none is left over."""
     installation.install(components=["components/nvidia"])
-    total = len(installation.view()["cards"])
+    total = len(installation.view()["gpus"])
     # The node still shows what an earlier agent offered: other replicas are another number.
     cluster.wait_for("each GPU is offered once", lambda: offered(cluster) == total)
     cluster.start(namespace, asking(cluster, "one", 1), asking(cluster, "two", 2), cluster.pod("share", 30, 4))
     one, two = (visible(cluster, namespace, name) for name in ("one", "two"))
     assert len({*one, *two}) == 3 and all(gpu.startswith("GPU-") for gpu in one + two)
     (shared,) = installation.wait_ledger(namespace, 3)[f"{namespace}/share/main"][2]
-    cards = {gpu["uuid"]: gpu["index"] for gpu in installation.view()["cards"]}
+    cards = {gpu["uuid"]: gpu["index"] for gpu in installation.view()["gpus"]}
     assert shared not in {cards[gpu] for gpu in one + two}
     cluster.wait_for("the GPU of the share is withheld", lambda: offered(cluster) == total - 1)
 
@@ -79,7 +79,7 @@ def test_nvidias_example_of_time_slicing(cluster: Cluster, installation: Install
     cluster.apply(configuration, namespace=SYSTEM)
     chart = with_variables({"FAIL_ON_INIT_ERROR": "true", "MPS_ROOT": "/run/nvidia/mps"})
     installation.apply(installation.kustomization(components=["components/nvidia-config"], patches=[chart]))
-    gpus = len(installation.view()["cards"])
+    gpus = len(installation.view()["gpus"])
     cluster.wait_for("four replicas of each GPU", lambda: offered(cluster) == 4 * gpus)
     cluster.start(namespace, *(asking(cluster, f"replica-{number}", 1) for number in range(6)))
     seen = [gpu for number in range(6) for gpu in visible(cluster, namespace, f"replica-{number}")]
@@ -95,7 +95,7 @@ def test_a_node_is_moved_from_nvidias_plugin_while_pods_run(
     """Their containers go on and keep their GPUs, which no new pod gets while they run, and gets after."""
     patches = [with_variables({"GPUSHARE_NVIDIA__REPLICAS": f"*={replicas}"})] if replicas > 1 else []
     installation.install(components=["components/nvidia"], patches=patches)
-    gpus = [gpu["uuid"] for gpu in installation.view()["cards"]]
+    gpus = [gpu["uuid"] for gpu in installation.view()["gpus"]]
     installation.remove()
     cluster.wait_for("the agent's resource is gone", lambda: not offered(cluster))
     run_stand_in(cluster, installation, namespace, replicas, gpus)
@@ -129,7 +129,7 @@ def test_mig_instances_are_given_and_followed(cluster: Cluster, installation: In
     variables = {"GPUSHARE_NVIDIA__MIG_STRATEGY": "mixed", "GPUSHARE_SIMULATED__FAULTS": FAULTS}
     labelled = variables | {"GPUSHARE_NVIDIA__LABELS": "true"}
     installation.install(components=["components/nvidia"], patches=[with_variables(labelled)])
-    gpus = len(installation.view()["cards"])
+    gpus = len(installation.view()["gpus"])
     if gpus < 2:
         pytest.skip("the overlay has fewer than two simulated GPUs")
     divide(installation, {"0": ["1g.10gb", "1g.10gb", "2g.20gb"]})
@@ -138,7 +138,7 @@ def test_mig_instances_are_given_and_followed(cluster: Cluster, installation: In
     cluster.wait_for("the others are whole", lambda: offered(cluster) == gpus - 1)
     cluster.start(namespace, *(asking(cluster, name, 1, small) for name in ("small-1", "small-2")))
     seen = {one for name in ("small-1", "small-2") for one in visible(cluster, namespace, name)}
-    cards = {card["uuid"]: card for card in installation.view()["cards"]}
+    cards = {card["uuid"]: card for card in installation.view()["gpus"]}
     assert len(seen) == 2 and {cards[one]["mig"]["profile"] for one in seen} == {"1g.10gb"}
     labels = cluster.wait_for("the labels", lambda: counted(cluster))
     assert labels == {f"{small}.count": "2", f"{middle}.count": "1", f"{GPU}.count": str(gpus)}
@@ -149,7 +149,7 @@ def test_mig_instances_are_given_and_followed(cluster: Cluster, installation: In
     cluster.start(namespace, asking(cluster, "large", 1, large))
     (given,) = visible(cluster, namespace, "large")
     assert installation.wait_ledger(namespace, 3)
-    assert {card["uuid"]: card for card in installation.view()["cards"]}[given]["mig"]["profile"] == "3g.20gb"
+    assert {card["uuid"]: card for card in installation.view()["gpus"]}[given]["mig"]["profile"] == "3g.20gb"
     assert {name: one for name, one in started(cluster, namespace).items() if name in running} == running
     cluster.wait_for(
         "the labels follow", lambda: f"{large}.count" in counted(cluster) and f"{middle}.count" not in counted(cluster)

@@ -17,7 +17,7 @@ def test_a_share_has_the_same_gpu_in_every_record(cluster: Cluster, installed: I
     cluster.start(namespace, cluster.pod_of("share", cluster.container(40, 8, command="env; sleep 3600")))
     (core, memory, gpus) = installed.wait_ledger(namespace, 1)[f"{namespace}/share/main"]
     assert (core, memory, len(gpus)) == (40, 8 * BLOCK_BYTES, 1)
-    uuid = installed.view()["cards"][gpus[0]]["uuid"]
+    uuid = installed.view()["gpus"][gpus[0]]["uuid"]
     (records,) = installed.kubelet_records([cluster.pods(namespace)["share"]]).values()
     assert records[CORE] == [uuid] * 40
     assert len(records[MEMORY]) == 8
@@ -38,7 +38,7 @@ def test_a_whole_gpu_is_shared_with_nobody(cluster: Cluster, installed: Installa
     ledger = installed.wait_ledger(namespace, 2)
     (whole,), (share,) = (ledger[f"{namespace}/{pod}/main"][2] for pod in ("whole", "share"))
     assert whole != share
-    gpu = installed.view()["cards"][whole]
+    gpu = installed.view()["gpus"][whole]
     assert gpu["memory"]["allocated_bytes"] == gpu["memory"]["capacity_bytes"]
 
 

@@ -59,12 +59,12 @@ async def test_a_waiting_pod_with_every_gpu() -> None:
         assert pod["requests"] == [{"cores": 20, "memory_bytes": 65 * 256 << 20}]
         assert len(pod["message"]) == MAX_SCHEDULER_CHARS
         _, answer, _ = await ask(f"{url}api/v1/waiting?uid={pod['uid']}")
-        assert [(node["name"], len(node["cards"])) for node in answer["nodes"]] == [
+        assert [(node["name"], len(node["gpus"])) for node in answer["nodes"]] == [
             ("gpu-1", 8),
             ("gpu-2", 8),
             ("gpu-3", 2),
         ]
-        assert answer["nodes"][0]["cards"][0] == {
+        assert answer["nodes"][0]["gpus"][0] == {
             "index": 0,
             "label": "0",
             "free_cores": 20,
@@ -90,8 +90,8 @@ async def test_a_node_with_half_a_surrogate_pair_hides_no_other() -> None:
             await asyncio.sleep(0.01)
         assert answer[0] == 200
         node = answer[1]["nodes"][3]
-        gpu = node["cards"][0]
-        assert (gpu["name"], gpu["cordoned"], node["strangers"]) == ("\ud800", "\udfff fan", ["\ud801"])
+        gpu = node["gpus"][0]
+        assert (gpu["name"], gpu["cordoned"], node["unattributed"]) == ("\ud800", "\udfff fan", ["\ud801"])
 
 
 async def test_a_pod_that_waits_for_nvidias_resource_alone_is_not_listed() -> None:

@@ -477,7 +477,7 @@ class Machine(RuleBasedStateMachine):
         booked = {reservation.pod_uid for reservation in self.cluster.reservations()}
         assert booked == set(self.truth) | set(self.assumed)
         if not booked:
-            gpus = [gpu for one in state_document(self.cluster) for gpu in one["cards"]]
+            gpus = [gpu for one in state_document(self.cluster) for gpu in one["gpus"]]
             assert all(gpu["cores"] == gpu["blocks"] == 0 and not gpu["is_whole"] for gpu in gpus)
 
 

@@ -68,7 +68,7 @@ class Nodes:
     """`going` has gone by the time that it is shown."""
 
     def __init__(self, count: int) -> None:
-        self.known = {f"n{number:04}": {"name": f"n{number:04}", "cards": ["x" * 500]} for number in range(count)}
+        self.known = {f"n{number:04}": {"name": f"n{number:04}", "gpus": ["x" * 500]} for number in range(count)}
         self.going = ""
 
     def node_names(self) -> list[str]:

@@ -66,9 +66,9 @@ def test_the_topology_is_shown_as_matrix_tree_and_text() -> None:
     """All three agree on two GPUs."""
     found = topology_page(sources())
     assert found["links"] == [["X", "PIX"], ["PIX", "X"]]
-    assert found["tree"]["cards"] == [0, 1]
+    assert found["tree"]["gpus"] == [0, 1]
     assert found["graph"][0] == "ROOT:2"
-    assert [gpu["uuid"] for gpu in found["cards"]] == ["GPU-0", "GPU-1"]
+    assert [gpu["uuid"] for gpu in found["gpus"]] == ["GPU-0", "GPU-1"]
 
 
 def test_settings_tell_their_value_and_whether_it_is_the_default() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.explain import in_short
@@ -20,7 +21,6 @@ from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.requests import Request
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.observability.display_document import graph_text
-from gpushare_agent.observability.http.node_api import decision_document
 from gpushare_agent.observability.metrics.node import gpu_series
 from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_document
 from gpushare_agent.placement import Placed, place
@@ -58,8 +58,8 @@ def test_every_view_has_the_cores_that_the_node_offers(*, shares_in_mig: bool, a
     assert sum(node.names.units(gpu, ResourceKind.VCORE) for gpu in node.inventory.gpus) == capacity
     raw: Any = node_document(node)
     document = cast("NodeDocument", raw)
-    assert sum(gpu["cores"]["capacity"] for gpu in document["cards"]) == capacity
-    assert sum(gpu["cores"]["free"] for gpu in graph_document(document)["cards"]) == capacity - allocated
+    assert sum(gpu["cores"]["capacity"] for gpu in document["gpus"]) == capacity
+    assert sum(gpu["cores"]["free"] for gpu in graph_document(document)["gpus"]) == capacity - allocated
     assert f"allocated {allocated}/{capacity} GPU cores" in heading(document)[1].plain
     totals = inspection_document([sums_of_document(document)])["totals"]["cores"]
     assert totals == {"allocated": allocated, "capacity": capacity}
@@ -92,6 +92,6 @@ def test_every_view_has_nvidias_name_of_an_instance() -> None:
     assert isinstance(refused, Refused) and "GPU 1:1 comes closest" in refused.detail
     one = replace(candidate(3, is_chosen=True, verdict="chosen"), label="1:1")
     assert in_short([one], 100) == "GPU 1:1: chosen"
-    raw_decision: Any = decision_document(decision(1, gpus=(3,), labels=("1:1",), candidates=(one,)))
+    raw_decision: Any = to_builtins(decision(1, gpus=(3,), labels=("1:1",), candidates=(one,)))
     title = decision_parts(cast("DecisionDocument", raw_decision), 120)[0]
     assert "got GPU 1:1 " in str(title)

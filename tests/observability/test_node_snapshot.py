@@ -35,7 +35,7 @@ def test_replicas_on_two_gpus_have_their_part_of_each() -> None:
     shown = snapshot(facts(replicas))
     (container,) = node_document(shown)["containers"]
     parts = {gpu.index: gpu.memory_mib << 18 for gpu in shown.inventory.gpus}
-    assert [(one["cores"], one["memory_bytes"]) for one in container["cards"]] == [(25, parts[0]), (50, 2 * parts[1])]
+    assert [(one["cores"], one["memory_bytes"]) for one in container["gpus"]] == [(25, parts[0]), (50, 2 * parts[1])]
     limits = next(one for one in container_series(shown) if one.name.endswith("container_memory_limit_bytes"))
     assert sorted(value for _, value in limits.rows) == sorted((parts[0], 2 * parts[1]))
 
@@ -46,8 +46,8 @@ def test_a_container_has_no_use_on_a_gpu_that_lists_no_processes() -> None:
     gpus = driver_sample(gpu_sample(0, lists=False), gpu_sample(1))
     usage = join_usage(gpus, {}, AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={}), sampled_at=1.0)
     [container] = node_document(snapshot(facts(allocated), usage=usage))["containers"]
-    silent, listing = (gpu["usage"] for gpu in container["cards"])
+    silent, listing = (gpu["usage"] for gpu in container["gpus"])
     assert silent is None
     assert (listing["sm_ratio"], listing["memory_bytes"], listing["pids"]) == (0.0, 0, [])
     [before] = node_document(snapshot(facts(allocated)))["containers"]
-    assert [gpu["usage"] for gpu in before["cards"]] == [None, None]
+    assert [gpu["usage"] for gpu in before["gpus"]] == [None, None]

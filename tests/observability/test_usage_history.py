@@ -51,7 +51,7 @@ def document(kept: UsageHistory) -> dict[str, Any]:
 
 
 def gpu_ratios(kept: UsageHistory) -> list[Any]:
-    values: list[Any] = document(kept)["cards"]["GPU-0"]["sm_ratio"]
+    values: list[Any] = document(kept)["gpus"]["GPU-0"]["sm_ratio"]
     return values
 
 
@@ -81,7 +81,7 @@ def test_what_the_driver_does_not_tell_is_a_gap_of_that_curve_alone() -> None:
     """Memory is drawn though the compute is not known."""
     kept, _ = history()
     kept.add(usage(None))
-    gpu = document(kept)["cards"]["GPU-0"]
+    gpu = document(kept)["gpus"]["GPU-0"]
     assert (gpu["sm_ratio"][-1], gpu["memory_used_bytes"][-1]) == (None, 4096)
 
 
@@ -159,13 +159,13 @@ def test_the_number_of_curves_is_bounded() -> None:
     kept.add(usage(gpus=MAX_GPUS + 3))
     shown = document(kept)
     assert len(shown["containers"]) == MAX_CONTAINERS
-    assert len(shown["cards"]) == MAX_GPUS
+    assert len(shown["gpus"]) == MAX_GPUS
 
 
 def test_the_document_is_plain_json_and_says_when_and_how_far_apart() -> None:
     """Without a round there is no time either."""
     kept, _ = history()
-    assert document(kept) == {"at": None, "step_seconds": STEP_S, "cards": {}, "containers": {}}
+    assert document(kept) == {"at": None, "step_seconds": STEP_S, "gpus": {}, "containers": {}}
     kept.add(usage(at=123.5))
     text = b"".join(kept.pieces())
     assert json.loads(text)["at"] == 123.5
@@ -183,7 +183,7 @@ def test_a_curve_says_whose_it_is_also_when_the_container_is_gone() -> None:
     clock.now += STEP_S
     kept.add(usage(0.2, keys=()))
     (shown,) = document(kept)["containers"].values()
-    assert (shown["namespace"], shown["pod"], shown["container"], shown["cards"]) == (
+    assert (shown["namespace"], shown["pod"], shown["container"], shown["gpus"]) == (
         "default",
         "train",
         "main",
@@ -204,7 +204,7 @@ def test_a_reload_keeps_the_curves_unless_their_steps_change() -> None:
     for new in (same, other):
         new.take_over(old)
     assert document(same) == before
-    assert document(other)["cards"] == {}
+    assert document(other)["gpus"] == {}
     clock.now += STEP_S
     same.add(usage(0.25, keys=(A,)))
     assert document(same)["containers"]["pod-a/main"]["sm_ratio"][-2:] == [0.5, 0.25]

@@ -84,7 +84,7 @@ def reported(agent: Node, names: ResourceNames) -> list[tuple[int, int]]:
         node=node, gpus=agent.found.gpus, vcore=names.vcore, vmemory=names.vmemory, gpu_mem=names.gpu_mem,
         memory_block_mib=names.memory_block_mib, gpu_mem_unit_mib=names.gpu_mem_unit_mib,
     )  # fmt: skip
-    return [(one["cores_allocated"], one["memory_mib_allocated"]) for one in report(shown)["node"]["cards"]]
+    return [(one["cores_allocated"], one["memory_mib_allocated"]) for one in report(shown)["node"]["gpus"]]
 
 
 def raw_node(agent: Node, owners: dict[PodUid, Pod], names: ResourceNames) -> dict[str, Any]:

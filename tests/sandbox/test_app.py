@@ -41,7 +41,7 @@ async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path
     )
     assert done.code == 0, done.err
     document = json.loads(done.out)
-    gpus = document["node"]["cards"]
+    gpus = document["node"]["gpus"]
     assert [gpu["index"] for gpu in gpus] == [0, 1, 2, 3]
     assert sum(gpu["cores_allocated"] for gpu in gpus) == 25 + 60 + 200
     pods = {p["name"]: p for p in document["pods"]}
@@ -49,9 +49,9 @@ async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path
     assert all(0 < c["used"]["cores"] <= 180 for p in pods.values() for c in p["containers"])
     assert (
         pods["share"]["containers"][0]["env"]["NVIDIA_VISIBLE_DEVICES"]
-        == gpus[pods["share"]["containers"][0]["cards"][0]]["uuid"]
+        == gpus[pods["share"]["containers"][0]["gpus"][0]]["uuid"]
     )
-    assert len(pods["pair"]["containers"][0]["cards"]) == 2
+    assert len(pods["pair"]["containers"][0]["gpus"]) == 2
     assert not state.exists()
 
 
@@ -130,7 +130,7 @@ async def test_the_documented_runs_work(folder: Path, arguments: list[str]) -> N
     assert done.code == 0, done.err
     assert "web http" not in done.err
     if "json" in arguments:
-        gpus = json.loads(done.out)["node"]["cards"]
+        gpus = json.loads(done.out)["node"]["gpus"]
         assert [gpu["memory_mib"] for gpu in gpus] == [24576, 16384]
         whole = next(gpu for gpu in gpus if gpu["cores_allocated"])
         assert whole["memory_blocks_allocated"] == whole["memory_mib"] // 256

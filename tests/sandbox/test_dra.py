@@ -296,11 +296,11 @@ async def test_the_agent_serves_claims_in_the_sandbox(short_dir: Path) -> None:
     )
     assert done.code == 0, done.err
     document = json.loads(done.out)
-    cards = {one["name"]: [c["cards"] for c in one["containers"]] for one in document["pods"]}
+    cards = {one["name"]: [c["gpus"] for c in one["containers"]] for one in document["pods"]}
     assert cards == {"share": [[0], [0]], "whole": [[1]], "two-gpus": [[2, 3]]}
-    assert [card["cores_allocated"] for card in document["node"]["cards"]] == [40, 100, 100, 100]
-    assert [card["memory_mib_allocated"] for card in document["node"]["cards"]] == [8192, 24576, 24576, 24576]
-    assert {card["health"] for card in document["node"]["cards"]} == {"Healthy"}
+    assert [card["cores_allocated"] for card in document["node"]["gpus"]] == [40, 100, 100, 100]
+    assert [card["memory_mib_allocated"] for card in document["node"]["gpus"]] == [8192, 24576, 24576, 24576]
+    assert {card["health"] for card in document["node"]["gpus"]} == {"Healthy"}
     main = document["pods"][0]["containers"][0]
     assert sum(one["used"]["cores"] for one in document["pods"][0]["containers"] if one["used"]) <= 40
     assert main["claims"][0]["cores"] == 40 and (main["vdevice"]["cores"], main["vdevice"]["memory_mib"]) == (40, 8192)

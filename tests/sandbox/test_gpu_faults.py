@@ -196,7 +196,7 @@ async def test_fail_gpu_and_heal_gpu_from_another_terminal(folder: Path) -> None
         lost = await sandbox("fail-gpu", "1", "--lost", "a cable", "--state-dir", state)
         assert (lost.code, lost.out) == (0, "GPU 1 is lost: a cable\n"), lost.err
         document = await shown_until(state, 1, "Unhealthy")
-        assert [gpu["health_reason"] for gpu in document["node"]["cards"]] == ["", "a cable"]
+        assert [gpu["health_reason"] for gpu in document["node"]["gpus"]] == ["", "a cable"]
         used = {"cores": 20.0, "memory_mib": 1024}
         assert document["pods"][0]["containers"][0]["used"] == used
         status = await sandbox("status", "--state-dir", state)
@@ -207,11 +207,11 @@ async def test_fail_gpu_and_heal_gpu_from_another_terminal(folder: Path) -> None
             "GPU 1 is no longer lost (a cable); the agent takes it back once it has passed its probes\n"
         )
         document = await shown_until(state, 1, "Healthy")
-        assert [gpu["health_reason"] for gpu in document["node"]["cards"]] == ["", ""]
+        assert [gpu["health_reason"] for gpu in document["node"]["gpus"]] == ["", ""]
         xid = await sandbox("fail-gpu", "0", "--xid", "79", "--state-dir", state)
         assert (xid.code, xid.out) == (0, "GPU 0 has reported Xid 79\n"), xid.err
         document = await shown_until(state, 0, "Unhealthy")
-        assert [gpu["health_reason"] for gpu in document["node"]["cards"]] == ["Xid 79", ""]
+        assert [gpu["health_reason"] for gpu in document["node"]["gpus"]] == ["Xid 79", ""]
         assert [p["phase"] for p in document["pods"]] == ["Running"]
         missing = await sandbox("fail-gpu", "2", "--state-dir", state)
         assert (missing.code, missing.out) == (2, ""), missing.err  # as for every bad value of an argument
@@ -252,6 +252,6 @@ async def shown_until(state: Path, gpu: int, health: str) -> dict[str, Any]:
         while True:
             document = await document_of(state)
             is_used = document["pods"][0]["containers"][0]["used"] is not None
-            if document["node"]["cards"][gpu]["health"] == health and is_used:
+            if document["node"]["gpus"][gpu]["health"] == health and is_used:
                 return document
             await asyncio.sleep(0.05)  # another process: it can only be asked again

@@ -171,7 +171,7 @@ async def test_the_whole_command_with_two_nodes_and_the_extender() -> None:
         )
         assert done.code == 1, done.err
         document = json.loads(done.out)
-        assert [len(node["cards"]) for node in document["nodes"]] == [2, 1]
+        assert [len(node["gpus"]) for node in document["nodes"]] == [2, 1]
         asked_at = [where for node in document["nodes"] for where in node["addresses"].values()]
         assert len(set(asked_at)) == 6  # web, debug and control socket of each
         assert sorted(shown["node"] for shown in document["pods"]) == ["", "sandbox-0", "sandbox-0", "sandbox-1"]

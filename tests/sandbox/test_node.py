@@ -244,12 +244,12 @@ async def test_an_ended_pod_is_shown_without_gpus_and_with_its_exit_code() -> No
         node.api.create_pod(pod("p", container("main", cores=30), restartPolicy="Never"))
         await wait_phase(node, "p", "Running")
         shown = ReportedNode(node=node, gpus=(_gpu(0, "a"),), vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
-        assert report(shown)["pods"][0]["containers"][0]["cards"] == [0]
+        assert report(shown)["pods"][0]["containers"][0]["gpus"] == [0]
         node.kubelet.kill_container("default", "p", "main")
         await wait_phase(node, "p", "Failed")
         (ended,) = report(shown)["pods"]
     (main,) = ended["containers"]
-    assert (main["cards"], main["vdevice"], main["env"]) == ([], None, {"X": "y"})
+    assert (main["gpus"], main["vdevice"], main["env"]) == ([], None, {"X": "y"})
     assert (ended["reason"], ended["message"]) == ("Error", "container main ended with exit code 137")
 
 
@@ -276,7 +276,7 @@ async def test_the_report_charges_memory_to_the_gpu_of_the_cores() -> None:
             document = report(shown)
             process = node.kubelet.runtime.find(node.api.pod("default", "p")["metadata"]["uid"], "main")
             assert process is not None
-    first, second = document["node"]["cards"]
+    first, second = document["node"]["gpus"]
     assert (first["cores_allocated"], first["memory_blocks_allocated"]) == (0, 0)
     assert second == {
         "index": 1, "minor": 4, "uuid": "b", "name": "Test", "memory_mib": 1024, "numa": 1, "cores_allocated": 30,
@@ -292,7 +292,7 @@ async def test_the_report_charges_memory_to_the_gpu_of_the_cores() -> None:
         "Unschedulable",
     )
     assert p["containers"] == [{
-        "name": "main", "cards": [1], "claims": [], "vcore": 30, "vmemory": 3, "gpu_mem": 0, "memory_mib": 768, "units": {},
+        "name": "main", "gpus": [1], "claims": [], "vcore": 30, "vmemory": 3, "gpu_mem": 0, "memory_mib": 768, "units": {},
         "env": {"NVIDIA_VISIBLE_DEVICES": "b"},
         "mounts": [{"host_path": "/h", "container_path": "/c", "read_only": True}],
         "devices": [{"host_path": "/dev/x", "container_path": "/dev/x", "permissions": "rwm"}], "annotations": {"k": "v"},

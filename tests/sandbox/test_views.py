@@ -36,7 +36,7 @@ def shown_container(pids: int = 1, **reported: Any) -> dict[str, Any]:
     """Of a document, as far as the views read it."""
     return {
         "name": "main", "vcore": 30, "vmemory": 16, "gpu_mem": 0, "memory_mib": 4096, "units": {}, "claims": [],
-        "cards": [0], "pids": list(range(4711, 4711 + pids)),
+        "gpus": [0], "pids": list(range(4711, 4711 + pids)),
         "vdevice": {**SHARE, **reported}, "used": {"cores": 12.4, "memory_mib": 2048},
     }  # fmt: skip
 
@@ -169,7 +169,7 @@ GPU = {
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_tables_of_gpus_tell_what_is_allocated_from_what_is_used(width: int) -> None:
     """In a narrow terminal, too, where name and NUMA node go."""
-    table = printed(gpus_table({"name": "a", "cards": [GPU]}, is_narrow=width < 100), width)
+    table = printed(gpus_table({"name": "a", "gpus": [GPU]}, is_narrow=width < 100), width)
     cells = [*(["T", "-"] if width == 120 else []), "30/100", "12", "2/24", "4", "Healthy"]
     assert table.splitlines()[1].split() == ["0", *cells]
     assert ("NUMA" in table) is (width == 120)
@@ -191,7 +191,7 @@ def test_a_cordoned_gpu_is_cordoned_here_as_in_every_view(reported: dict[str, An
 
 def test_the_use_of_several_gpus_is_a_part_of_them_together() -> None:
     """180 % of two GPUs are 90 %."""
-    both = {**shown_container(), "cards": [0, 1], "used": {"cores": 180.0, "memory_mib": 2048}}
+    both = {**shown_container(), "gpus": [0, 1], "used": {"cores": 180.0, "memory_mib": 2048}}
     row = printed(pods_table({"nodes": [{}], "pods": [shown_pod(both)]}, 80), 80).splitlines()[1]
     assert re.split(r" {2,}", row.strip())[4] == "90"
 
@@ -199,7 +199,7 @@ def test_the_use_of_several_gpus_is_a_part_of_them_together() -> None:
 def test_status_says_where_each_nodes_agent_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     """Not what is switched off; and not the report of --once, for then nobody is there to be asked."""
     addresses = {"web": "http://localhost:1", "debug": "", "control_socket": "/s/agent-control.sock"}
-    document = {"nodes": [{"name": "a", "cards": [GPU], "addresses": addresses}], "pods": []}
+    document = {"nodes": [{"name": "a", "gpus": [GPU], "addresses": addresses}], "pods": []}
     print_document(document, "table", has_addresses=True)
     assert "web http://localhost:1  control socket /s/agent-control.sock\n" in capsys.readouterr().out
     print_document(document, "table")

@@ -124,7 +124,7 @@ def node_document(ledger: NodeLedger) -> dict[str, Any]:
         "model": ledger.node.model,
         "pool": ledger.node.pool,
         "is_exact": ledger.node.is_exact,
-        "cards": [
+        "gpus": [
             {
                 "index": gpu.index,
                 "label": gpu.label,
@@ -154,7 +154,7 @@ def node_document(ledger: NodeLedger) -> dict[str, Any]:
             }
             for _, reservation in sorted(ledger.reservations.items())
         ],
-        "strangers": sorted(ledger.unattributed),
+        "unattributed": sorted(ledger.unattributed),
     }
 
 

@@ -48,7 +48,7 @@ function draw(changed) {
 /** Its row and its shares are drawn again, though nothing else of it changed. */
 function recoloured(key, changed) {
   changed.containers.add(key);
-  for (const { uuid } of store.containers.get(key).cards) changed.shares.add(uuid);
+  for (const { uuid } of store.containers.get(key).gpus) changed.shares.add(uuid);
 }
 
 /** A GPU that failed, or works again, changes the rows of its containers. */
@@ -56,7 +56,7 @@ function checkHealth(uuid, changed) {
   const gpu = store.gpus.get(uuid);
   if (!gpu || unhealthy.has(uuid) === isUnhealthy(gpu)) return;
   if (!unhealthy.delete(uuid)) unhealthy.add(uuid);
-  for (const [key, container] of store.containers) if (container.cards.some((share) => share.uuid === uuid)) changed.containers.add(key);
+  for (const [key, container] of store.containers) if (container.gpus.some((share) => share.uuid === uuid)) changed.containers.add(key);
 }
 
 function sorted() {
@@ -73,7 +73,7 @@ function drawGpus(uuids) {
   }
   set(document.body, "data-many", store.containers.size > MANY);
   const on = containersByGpu();
-  const isFree = (gpu) => !on.has(gpu.uuid) && !(gpu.strangers.length);
+  const isFree = (gpu) => !on.has(gpu.uuid) && !(gpu.unattributed.length);
   const elements = (some) => some.map((gpu) => views.get(gpu.uuid).element);
   arrange(byId("gpus"), elements(gpus.filter((gpu) => views.has(gpu.uuid) && !isFree(gpu))));
   arrange(byId("gpus-free"), elements(gpus.filter((gpu) => views.has(gpu.uuid) && isFree(gpu))));
@@ -83,7 +83,7 @@ function drawGpus(uuids) {
 function containersByGpu() {
   const found = new Map();
   for (const [key, container] of inOrder) {
-    for (const { uuid } of container.cards) {
+    for (const { uuid } of container.gpus) {
       if (!found.has(uuid)) found.set(uuid, []);
       found.get(uuid).push([key, container]);
     }

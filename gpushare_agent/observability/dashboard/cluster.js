@@ -92,7 +92,7 @@ function memoryOf(gpu) {
 }
 
 function drawSummary(nodes, waiting) {
-  const gpus = nodes.flatMap((node) => node.cards);
+  const gpus = nodes.flatMap((node) => node.gpus);
   const total = (value) => gpus.reduce((sum, gpu) => sum + value(gpu), 0);
   const [cores, allCores, memory] = [total(coresOf), total((gpu) => gpu.cores_capacity), total(memoryOf)];
   const capacity = total((gpu) => gpu.memory_mib * 1048576);
@@ -146,7 +146,7 @@ async function showNodes(place, uid) {
     const { nodes, count } = await read(`api/v1/waiting?uid=${encodeURIComponent(uid)}`);
     const rows = nodes.flatMap((node) => [
       h("tr", { class: "of-node" }, h("th", { scope: "rowgroup", colspan: 4 }, node.name, h("span", { class: "quiet" }, ` ${node.verdict}`))),
-      ...node.cards.map((gpu) => h("tr", { "data-chosen": gpu.verdict === "fits" },
+      ...node.gpus.map((gpu) => h("tr", { "data-chosen": gpu.verdict === "fits" },
         h("th", { scope: "row" }, `GPU ${gpu.label}`),
         h("td", { "data-number": true }, `${gpu.free_cores}/100 cores`),
         h("td", { "data-number": true }, format.bytes(gpu.free_bytes)),
@@ -185,7 +185,7 @@ function drawNodes(nodes, namespace, text) {
 }
 
 function textOf(node) {
-  return [node.name, node.model, node.pool, ...node.cards.map((gpu) => gpu.name), ...node.reservations.map((one) => one.pod)].join("\n").toLowerCase();
+  return [node.name, node.model, node.pool, ...node.gpus.map((gpu) => gpu.name), ...node.reservations.map((one) => one.pod)].join("\n").toLowerCase();
 }
 
 class NodeView {
@@ -202,17 +202,17 @@ class NodeView {
 
   draw(node, namespace) {
     Object.assign(this, { node, namespace });
-    const { cards } = node;
-    const [unhealthy, out] = [cards.filter(isUnhealthy).length, cards.filter(isCordoned).length];
+    const { gpus } = node;
+    const [unhealthy, out] = [gpus.filter(isUnhealthy).length, gpus.filter(isCordoned).length];
     const own = ofNamespace(node, namespace).length;
-    const facts = [cards[0]?.name || node.model, format.count(cards.length, "GPU", "GPUs"), `${cards.reduce((sum, gpu) => sum + coresOf(gpu), 0)}/${cards.reduce((sum, gpu) => sum + gpu.cores_capacity, 0)} GPU cores`,
+    const facts = [gpus[0]?.name || node.model, format.count(gpus.length, "GPU", "GPUs"), `${gpus.reduce((sum, gpu) => sum + coresOf(gpu), 0)}/${gpus.reduce((sum, gpu) => sum + gpu.cores_capacity, 0)} GPU cores`,
       `${format.count(own, "pod", "pods")}${namespace ? ` of ${namespace}` : ""}`, node.is_exact ? "" : "GPUs not reported: capacity divided evenly"];
     write(this.facts, facts.filter(Boolean).join(" · "));
     set(this.badge, "data-kind", unhealthy ? "bad" : out ? "warn" : "good");
     write(this.badge, unhealthy ? `✕ ${unhealthy} unhealthy` : out ? `‖ ${out} cordoned` : "✓ Healthy");
-    set(this.strip, "aria-label", cards.map((gpu) => `GPU ${gpu.label}: ${coresOf(gpu)}/${gpu.cores_capacity} cores allocated`).join(", "));
-    while (this.strip.children.length > cards.length) this.strip.lastElementChild.remove();
-    cards.forEach((gpu, place) => {
+    set(this.strip, "aria-label", gpus.map((gpu) => `GPU ${gpu.label}: ${coresOf(gpu)}/${gpu.cores_capacity} cores allocated`).join(", "));
+    while (this.strip.children.length > gpus.length) this.strip.lastElementChild.remove();
+    gpus.forEach((gpu, place) => {
       const cell = this.strip.children[place] ?? this.strip.appendChild(h("i"));
       vary(cell, "--used", (Math.max(coresOf(gpu) / 100, memoryOf(gpu) / (gpu.memory_mib * 1048576 || 1))).toFixed(2));
       set(cell, "data-kind", kindOf(gpu));
@@ -227,7 +227,7 @@ class NodeView {
     if (!this.details.open || state === this.drawn) return;
     this.drawn = state;
     const pods = ofNamespace(node, namespace);
-    const rows = node.cards.map((gpu) => h("tr", { "data-gpu": gpu.index },
+    const rows = node.gpus.map((gpu) => h("tr", { "data-gpu": gpu.index },
       h("th", { scope: "row" }, `GPU ${gpu.label}`),
       h("td", { "data-number": true }, `${coresOf(gpu)}/${gpu.cores_capacity} cores`),
       h("td", { "data-number": true }, format.bytesOf(memoryOf(gpu), gpu.memory_mib * 1048576)),

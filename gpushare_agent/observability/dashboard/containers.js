@@ -11,7 +11,7 @@ const usedMemory = (container) => sum(container, (share) => share.usage?.memory_
 
 /** Null where no GPU reports it. */
 function sum(container, value, factor) {
-  const known = container.cards.map(value).filter((one) => one !== null && one !== undefined);
+  const known = container.gpus.map(value).filter((one) => one !== null && one !== undefined);
   return known.length ? known.reduce((total, one) => total + one * factor, 0) : null;
 }
 
@@ -19,7 +19,7 @@ const COLUMNS = [
   { id: "namespace", name: "Namespace", value: (one) => one.namespace },
   { id: "pod", name: "Pod", value: (one) => one.pod },
   { id: "container", name: "Container", value: (one) => one.container },
-  { id: "gpu", name: "GPU", value: (one) => one.cards.map((share) => String(share.index).padStart(3, "0")).join(" ") },
+  { id: "gpu", name: "GPU", value: (one) => one.gpus.map((share) => String(share.index).padStart(3, "0")).join(" ") },
   { id: "cores", name: "GPU cores", value: (one) => one.cores, isNumber: true },
   { id: "compute", name: "GPU cores in use", value: usedCores, isLive: true },
   { id: "memory", name: "Memory", value: (one) => one.memory_bytes, isNumber: true },
@@ -137,14 +137,14 @@ class Row {
 
   draw(container, hue, { gpus, node }) {
     const labelOf = (share) => format.gpuLabel(gpus.get(share.uuid) ?? share);
-    const unhealthy = container.cards.filter((share) => gpus.has(share.uuid) && isUnhealthy(gpus.get(share.uuid))).map(labelOf);
+    const unhealthy = container.gpus.filter((share) => gpus.has(share.uuid) && isUnhealthy(gpus.get(share.uuid))).map(labelOf);
     set(this.element, "class", `hue-${hue}`);
     set(this.element, "data-key", `${container.pod_uid}/${container.container}`);
     write(this.#cell("namespace"), container.namespace);
     write(this.#cell("pod"), container.pod);
     write(this.#cell("container"), container.kind === "main" ? container.container : `${container.container} (${container.kind})`);
     set(this.#cell("container"), "data-before", `${container.namespace}, `); // shown where a column does not fit
-    write(this.#cell("gpu"), format.gpuNames(container.cards.map(labelOf)) || "not on a GPU here");
+    write(this.#cell("gpu"), format.gpuNames(container.gpus.map(labelOf)) || "not on a GPU here");
     write(this.#cell("cores"), container.core_limit ? `${container.cores}, up to ${container.core_limit}` : container.cores);
     write(this.#cell("memory"), format.bytes(container.memory_bytes));
     this.#drawIsolation(container, node.agent.not_kept_texts ?? {});

@@ -116,7 +116,7 @@ export class GpuView {
     set(this.name, "title", `${gpu.uuid}, ${gpu.bus_id}`);
     this.#drawHealth(gpu);
     const shares = named(containers.flatMap(([key, container]) =>
-      container.cards.filter((allocation) => allocation.uuid === gpu.uuid).map((allocation) => shareOf(key, container, allocation, gpu))));
+      container.gpus.filter((allocation) => allocation.uuid === gpu.uuid).map((allocation) => shareOf(key, container, allocation, gpu))));
     write(this.free, `Free: ${gpu.cores.capacity} cores, ${format.bytes(gpu.memory.capacity_bytes)}`);
     this.#drawCompute(gpu, shares, hues);
     this.#drawMemory(gpu, shares, hues);
@@ -167,7 +167,7 @@ export class GpuView {
       isOver: isOver(share.memoryUsed, share.memory),
       text: `${place + 1}: ${share.name} (${share.container}), ${memoryText(share)}`,
     }));
-    const bytes = gpu.strangers.reduce((sum, one) => sum + (one.memory_bytes ?? 0), 0);
+    const bytes = gpu.unattributed.reduce((sum, one) => sum + (one.memory_bytes ?? 0), 0);
     const free = Math.max(0, capacity - allocated);
     const other = { size: capacity ? Math.min(bytes, free || bytes) / capacity : 0, text: `Processes of no container here: ${format.bytes(bytes)}` };
     const label = spoken("Memory", value, parts, format.bytes(free)) + (bytes ? ` ${other.text}.` : "");
@@ -228,11 +228,11 @@ export class GpuView {
   }
 
   #drawUnattributed(gpu) {
-    const count = gpu.strangers.length;
+    const count = gpu.unattributed.length;
     this.unattributed.hidden = !count;
     if (!count) return;
     write(this.unattributedTitle, `${format.count(count, "process", "processes")} of no container here`);
-    const texts = gpu.strangers.map((one) =>
+    const texts = gpu.unattributed.map((one) =>
       `PID ${one.pid} (${one.kind}): ${format.bytes(one.memory_bytes)}${one.sm_ratio === null ? "" : `, SM ${format.percent(one.sm_ratio)}`}`);
     if (count > texts.length) texts.push(`and ${count - texts.length} smaller ones`);
     while (this.unattributedList.children.length > texts.length) this.unattributedList.lastElementChild.remove();

@@ -24,13 +24,13 @@ export class History {
   async load() {
     let answered = {};
     try {
-      const answer = await fetch("api/v1/history?only=cards");
+      const answer = await fetch("api/v1/history?only=gpus");
       if (answer.ok) answered = await answer.json();
     } catch {
       // The curve then begins now; the connection's state is answered elsewhere.
     }
     this.step = answered.step_seconds || DEFAULT_STEP_S;
-    for (const [uuid, rows] of Object.entries(answered.cards ?? {})) {
+    for (const [uuid, rows] of Object.entries(answered.gpus ?? {})) {
       const capacity = this.store.gpus.get(uuid)?.memory.capacity_bytes || 1;
       const memory = (rows.memory_used_bytes ?? []).map((used) => (used === null ? null : used / capacity));
       this.gpus.set(uuid, { sm: rows.sm_ratio ?? [], memory });

@@ -15,7 +15,7 @@ export class Hues {
     const [before, used] = [this.given, new Map()]; // GPU -> count per hue
     this.given = new Map();
     for (const key of [...containers.keys()].sort()) {
-      const counts = containers.get(key).cards.map(({ uuid }) => countsOf(used, uuid));
+      const counts = containers.get(key).gpus.map(({ uuid }) => countsOf(used, uuid));
       const hue = rarest(counts, hash(key) % HUES);
       for (const one of counts) one[hue] += 1;
       this.given.set(key, hue);

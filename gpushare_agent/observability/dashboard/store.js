@@ -12,7 +12,7 @@ const areSame = (one, two) => JSON.stringify(one) === JSON.stringify(two);
 /** The container without the numbers of its use. */
 const exceptUse = (container) => ({
   ...container,
-  cards: container.cards.map(({ usage, ...share }) => ({ ...share, pids: usage && usage.pids })),
+  gpus: container.gpus.map(({ usage, ...share }) => ({ ...share, pids: usage && usage.pids })),
 });
 
 /** Throws where it is not answered, or with an error. */
@@ -99,13 +99,13 @@ export class Store {
     const whole = ["schema", "node", "resources", "topology"];
     changed.everything = isAnother || this.link.state !== "live" || whole.some((name) => !areSame(old[name], node[name]));
     changed.sampled = old?.agent.sampled_at !== node.agent.sampled_at;
-    this.#takeGpus(node.cards, changed);
+    this.#takeGpus(node.gpus, changed);
     this.#takeContainers(node.containers, changed);
   }
 
-  #takeGpus(cards, changed) {
+  #takeGpus(gpus, changed) {
     const before = this.gpus;
-    this.gpus = new Map(cards.map((gpu) => [gpu.uuid, gpu]));
+    this.gpus = new Map(gpus.map((gpu) => [gpu.uuid, gpu]));
     changed.everything ||= !areSame([...before.keys()], [...this.gpus.keys()]);
     for (const [uuid, gpu] of this.gpus) if (!areSame(before.get(uuid), gpu)) changed.gpus.add(uuid);
   }
@@ -116,7 +116,7 @@ export class Store {
     for (const key of new Set([...before.keys(), ...this.containers.keys()])) {
       const [was, is] = [before.get(key), this.containers.get(key)];
       if (areSame(was, is)) continue;
-      const shares = [...(was?.cards ?? []), ...(is?.cards ?? [])];
+      const shares = [...(was?.gpus ?? []), ...(is?.gpus ?? [])];
       if (was && is && areSame(exceptUse(was), exceptUse(is))) {
         changed.used.add(key);
         for (const share of shares) changed.gpus.add(share.uuid);

@@ -78,7 +78,7 @@ function leaf(gpu, middle, top, size) {
 function outline(branch, gpus, name, isTop = true) {
   const below = branch.children.length
     ? branch.children.map((child) => h("li", {}, outline(child, gpus, name, false)))
-    : branch.cards.map((index) => h("li", {}, name(index), h("span", { "data-kind": gpus.has(index) ? kindOf(gpus.get(index)) : "good" },
+    : branch.gpus.map((index) => h("li", {}, name(index), h("span", { "data-kind": gpus.has(index) ? kindOf(gpus.get(index)) : "good" },
       { bad: " ✕ unhealthy", warn: " ‖ cordoned", good: "" }[gpus.has(index) ? kindOf(gpus.get(index)) : "good"])));
   return h("div", { class: isTop ? "outline" : null }, h("span", { class: "outline-kind" }, branch.kind),
     h("span", { class: "quiet" }, ` ${WORDS[branch.kind] ?? ""}`), h("ul", {}, below));
@@ -89,7 +89,7 @@ function branches(branch, level, parts, place) {
   const y = place.top + level * LEVEL;
   const points = branch.children.length
     ? branch.children.map((child) => ({ x: middle(child, place.x), y: place.top + (level + 1) * LEVEL }))
-    : branch.cards.map((gpu) => ({ x: place.x.get(gpu), y: place.leafTop }));
+    : branch.gpus.map((gpu) => ({ x: place.x.get(gpu), y: place.leafTop }));
   for (const child of branch.children) branches(child, level + 1, parts, place);
   if (points.length < 2 && !branch.children.length) {
     for (const point of points) parts.unshift(s("path", { class: "stem", d: `M${point.x} ${y}V${point.y}` }));
@@ -108,7 +108,7 @@ function branches(branch, level, parts, place) {
       s("title", {}, `${branch.kind}: connected by ${WORDS[branch.kind] ?? branch.kind}`)));
 }
 
-const leaves = (branch) => (branch.children.length ? branch.children.flatMap(leaves) : branch.cards);
+const leaves = (branch) => (branch.children.length ? branch.children.flatMap(leaves) : branch.gpus);
 const depthOf = (branch) => 1 + Math.max(0, ...branch.children.map(depthOf));
 
 function middle(branch, x) {
@@ -141,8 +141,8 @@ function spoken(tree, links, name) {
   const of = (branch) => {
     const below = branch.children.length
       ? branch.children.map(of).join("; ")
-      : branch.cards.map(name).join(", ");
-    return branch.children.length || branch.cards.length > 1 ? `${branch.kind} (${below})` : below;
+      : branch.gpus.map(name).join(", ");
+    return branch.children.length || branch.gpus.length > 1 ? `${branch.kind} (${below})` : below;
   };
   return `Topology: ${of(tree)}. ${linkText(links)}`;
 }

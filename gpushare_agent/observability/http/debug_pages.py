@@ -60,7 +60,7 @@ def _allocation(allocation: Allocation, now: float) -> dict[str, Any]:
         "container": allocation.container_name,
         "kind": allocation.kind.value,
         "is_whole": allocation.is_whole,
-        "cards": list(allocation.gpus),
+        "gpus": list(allocation.gpus),
         "devices": {kind.value: device_ranges(ids) for kind, ids in sorted(allocation.ids.items())},
         "age_seconds": round(now - allocation.allocated_at, 3),
     }
@@ -136,7 +136,7 @@ def topology_page(sources: DebugSources) -> dict[str, Any]:
     snapshot = sources.snapshot()
     inventory = snapshot.inventory
     return {
-        "cards": [
+        "gpus": [
             {
                 "index": gpu.index,
                 "minor": gpu.minor,

@@ -107,7 +107,7 @@ def _node(shown: ReportedNode) -> dict[str, Any]:
         "name": shown.node.name,
         "capacity": {name: int(count) for name, count in sorted(capacity.items()) if "/" in name},
         "addresses": dict(shown.addresses),
-        "cards": _gpus(shown),
+        "gpus": _gpus(shown),
     }
 
 
@@ -264,7 +264,7 @@ def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
 
 def _of_phase(pod: RawObject) -> dict[str, Any]:
     """Stronger than the Allocate answers: a pod that has ended has no GPU and no limit."""
-    return {"cards": [], "vdevice": None, "used": None} if pod["status"]["phase"] in ("Succeeded", "Failed") else {}
+    return {"gpus": [], "vdevice": None, "used": None} if pod["status"]["phase"] in ("Succeeded", "Failed") else {}
 
 
 def _newest_allocations(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str, tuple[tuple[str, ...], bytes]]]:
@@ -295,12 +295,12 @@ def _container(
     vdevice = Path(given_at.host_path) if given_at else vdevice_directory(shown.node, pod_uid, spec.name)
     return {
         "name": spec.name,
-        "cards": sorted({gpu.index for gpu in gpus_of(ids, shown.gpus)} | {share.gpu for share in claims}),
+        "gpus": sorted({gpu.index for gpu in gpus_of(ids, shown.gpus)} | {share.gpu for share in claims}),
         "claims": [
             {
                 "claim": one.claim,
                 "request": one.request,
-                "card": one.gpu,
+                "gpu": one.gpu,
                 "cores": one.cores,
                 "memory_mib": one.memory_mib,
             }
