@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import NoReturn, Protocol
 
 import structlog
@@ -25,7 +26,7 @@ from gpushare_agent.admission.decisions.garbage import CorrectionKind, Evidence,
 from gpushare_agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.kit.supervision import forever, wait_for
+from gpushare_agent.kit.supervision import Reconciler, start_tasks, wait_for
 from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -119,12 +120,12 @@ class GarbageCollection:
         self._fresh_s = fresh_s
         self._on_correction = on_correction
         self._deleted: set[PodUid] = set()
-        self._has_deleted = asyncio.Event()
+        self._releases = Reconciler()
         self._has_released = asyncio.Event()
         self._processes_unknown = ReportOnce()
         self._still_running = ReportOnce()
         self._missing: frozenset[ContainerKey] = frozenset()
-        self._is_due = asyncio.Event()
+        self._reconciler = Reconciler()
         self._is_getting = False
         self._changed_pods: set[PodUid] = set()
         self._agreed: dict[PodUid, tuple[Pod, Sequence[Allocation]]] = {}  # as they were; the longest unasked first
@@ -135,7 +136,7 @@ class GarbageCollection:
             self._release(new.uid, "terminal")
         elif new is None and old is not None and self._cache.of_pod(old.uid):
             self._deleted.add(old.uid)
-            self._has_deleted.set()
+            self._releases.request()
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
         """For AllocationCache.subscribe."""
@@ -150,7 +151,7 @@ class GarbageCollection:
 
     def request_reconcile(self) -> None:
         """As soon as possible, not at the next period: the pod store has listed."""
-        self._is_due.set()
+        self._reconciler.request()
 
     async def recover(self) -> int:
         """Rebuild the cache from what the kubelet has on record; returns the number of containers.
@@ -173,21 +174,13 @@ class GarbageCollection:
         """Until cancelled: release deleted pods when their event comes, reconcile every period."""
         async with asyncio.TaskGroup() as group:
             # Two tasks: an admission may wait for a release, and a reconcile waits for admissions to pause.
-            group.create_task(forever("releasing", self._release_when_deleted), name="release deleted pods")
-            group.create_task(forever("reconciling", self._reconcile_when_due), name="reconcile")
+            release = partial(self._releases.run, self.release_deleted, self._retry_s)
+            reconcile = partial(self._reconciler.run, self.reconcile, lambda: self._period_s)
+            start_tasks(group, {"release deleted pods": release, "reconcile": reconcile})
         raise AssertionError("unreachable: neither task ends")
 
-    async def _release_when_deleted(self) -> NoReturn:
-        while True:
-            await wait_for(self._has_deleted, DELETED_RETRY_S if self._deleted else None)
-            self._has_deleted.clear()
-            await self.release_deleted()
-
-    async def _reconcile_when_due(self) -> NoReturn:
-        while True:
-            await wait_for(self._is_due, self._period_s)
-            self._is_due.clear()
-            await self.reconcile()
+    def _retry_s(self) -> float | None:
+        return DELETED_RETRY_S if self._deleted else None
 
     async def release_deleted(self) -> None:
         """Release the deleted pods, unless their processes still run."""
@@ -217,7 +210,7 @@ class GarbageCollection:
         if not is_ending and not self._deleted:
             return False
         self._has_released.clear()
-        self._has_deleted.set()
+        self._releases.request()
         return await wait_for(self._has_released, RELEASE_WAIT_S)
 
     async def reconcile(self) -> None:
@@ -331,7 +324,7 @@ class GarbageCollection:
         self._missing = result.missing
         self._deleted |= result.deleted
         if result.deleted:
-            self._has_deleted.set()
+            self._releases.request()
 
     def _release(self, uid: PodUid, reason: str) -> None:
         for old in self._cache.release_pod(uid):

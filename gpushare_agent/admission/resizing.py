@@ -16,7 +16,6 @@ docs/explanation/resize.md.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
@@ -44,7 +43,7 @@ from gpushare_agent.admission.resize_file import MAX_SHARES, ResizeFile
 from gpushare_agent.admission.resize_reports import FindsPods, Observer, ResizeReports, ResizeRound
 from gpushare_agent.isolation import Isolation
 from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.kit.supervision import Reconciler
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges
 from gpushare_agent.model.errors import AgentError
@@ -145,7 +144,7 @@ class ShareResizing:
         self._usage: UsageRound | None = None
         self._request_usage: Callable[[], None] = lambda: None
         self._enforced: dict[ContainerKey, _Enforced] = {}
-        self._is_due = asyncio.Event()
+        self._reconciler = Reconciler()
         self._has_refused = False
         self._save_failure = ReportOnce()
         self._reports = ResizeReports(cache=cache, pods=pods, policy=policy, observer=observer, clock=clock)
@@ -160,7 +159,7 @@ class ShareResizing:
 
     def changed(self) -> None:
         """A pod, an allocation or a GPU."""
-        self._is_due.set()
+        self._reconciler.request()
 
     async def load(self) -> tuple[ResizedShare, ...]:
         """What an earlier agent granted, for `restore`."""
@@ -185,12 +184,11 @@ class ShareResizing:
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
-        while True:
-            has_any = bool(self._cache.resized or self._saved or self._has_refused)
-            await wait_for(self._is_due, PERIOD_S if has_any else None)
-            self._is_due.clear()
-            await self.reconcile()
-            await asyncio.sleep(PAUSE_S)
+
+        def due_s() -> float | None:
+            return PERIOD_S if self._cache.resized or self._saved or self._has_refused else None
+
+        await self._reconciler.run(self.reconcile, due_s, pause_s=PAUSE_S)
 
     async def reconcile(self) -> None:
         """One round. A share that cannot be enforced does not stop the others."""

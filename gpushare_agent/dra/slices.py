@@ -10,16 +10,16 @@ State owned: the slice as last seen, and what was written last.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import structlog
 
 from gpushare_agent.cluster.informer import Handler
 from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.kit.supervision import Reconciler
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound
 
 log = structlog.get_logger(__name__)
@@ -52,12 +52,13 @@ class SlicePublisher(Handler):
         self._generation = 0
         self._written: tuple[list[dict[str, Any]], Any] | None = None
         self._written_at = float("-inf")
-        self._has_changed = asyncio.Event()
+        self._reconciler = Reconciler()
+        self._due_s = PERIOD_S
         self._failure = ReportOnce()
 
     def changed(self) -> None:
         """The GPUs, their health, or their use."""
-        self._has_changed.set()
+        self._reconciler.request()
 
     def key(self, raw: dict[str, Any]) -> str:
         name = raw.get("metadata", {}).get("name") if isinstance(raw.get("metadata"), dict) else None
@@ -68,36 +69,35 @@ class SlicePublisher(Handler):
     def put(self, raw: dict[str, Any]) -> bool:
         self._seen[self.key(raw)] = raw
         self._generation = max(self._generation, _generation(raw))
-        self._has_changed.set()
+        self._reconciler.request()
         return True
 
     def remove(self, key: str) -> None:
         self._seen.pop(key, None)
-        self._has_changed.set()
+        self._reconciler.request()
 
     def list_ended(self, keys: Any, missing: Any, version: str) -> None:
         super().list_ended(keys, missing, version)
         for name in self._seen.keys() - set(keys):  # written here, and deleted before the informer knew it
             del self._seen[name]
         self._is_listed = True
-        self._has_changed.set()
+        self._reconciler.request()
 
     async def run(self, api: SliceApi) -> NoReturn:
         """Until cancelled."""
-        due_s: float | None = PERIOD_S
-        while True:
-            await wait_for(self._has_changed, due_s)
-            self._has_changed.clear()
-            if not self._is_listed:
-                continue
-            try:
-                due_s = await self._reconcile(api)
-            except AgentError as e:
-                if self._failure.is_new(str(e)):
-                    log.error("slice_not_published", slice=self.name, error=str(e), retried_in_s=RETRY_S)
-                due_s = RETRY_S
-            else:
-                self._failure.is_over()
+        await self._reconciler.run(partial(self._try, api), lambda: self._due_s)
+
+    async def _try(self, api: SliceApi) -> None:
+        if not self._is_listed:
+            return
+        try:
+            self._due_s = await self._reconcile(api)
+        except AgentError as e:
+            if self._failure.is_new(str(e)):
+                log.error("slice_not_published", slice=self.name, error=str(e), retried_in_s=RETRY_S)
+            self._due_s = RETRY_S
+        else:
+            self._failure.is_over()
 
     async def _reconcile(self, api: SliceApi) -> float:
         """One comparison, and what it takes; after how many seconds the next is due."""

@@ -15,6 +15,7 @@ from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.state_file import HealthStateFile
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import Reconciler
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 
@@ -35,7 +36,8 @@ class HealthStateWriter:
         self._written = NOTHING_SAVED
         self._failure = ReportOnce()
         self._lock = asyncio.Lock()
-        self._has_changed = asyncio.Event()
+        self._reconciler = Reconciler()
+        self._failures = 0
 
     async def restore(self) -> None:
         if self._file is None:
@@ -74,18 +76,17 @@ class HealthStateWriter:
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
-        failures = 0
-        while True:
-            await self._has_changed.wait()
-            self._has_changed.clear()
-            failures = failures + 1 if await self.save_now() and self._file is not None else 0
-            if failures:
-                await asyncio.sleep(self._backoff.delay_s(failures))
-                self._has_changed.set()
+        await self._reconciler.run(self._save, lambda: None)
+
+    async def _save(self) -> None:
+        self._failures = self._failures + 1 if await self.save_now() and self._file is not None else 0
+        if self._failures:
+            await asyncio.sleep(self._backoff.delay_s(self._failures))
+            self._reconciler.request()
 
     def inventory_changed(self, inventory: GpuInventory) -> None:
         if self._inventory.saved != self._written:
-            self._has_changed.set()
+            self._reconciler.request()
 
     def _report_failure(self, error: str) -> None:
         if self._failure.is_new("cannot be written"):

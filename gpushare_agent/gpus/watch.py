@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NoReturn, Protocol, assert_never
 
 import structlog
@@ -20,7 +21,7 @@ from gpushare_agent.gpus.decisions.health import EventMeaning, describe_event
 from gpushare_agent.gpus.decisions.values import GpuEvent
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.kit.supervision import forever, wait_for
+from gpushare_agent.kit.supervision import Reconciler, forever
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import GpuUuid
@@ -68,7 +69,7 @@ class GpuWatch:
         self._metrics = metrics
         self._clock = clock
         self._poll_lock = asyncio.Lock()
-        self._poll_requested = asyncio.Event()
+        self._polls = Reconciler()
         self._event_failures = 0
         self._event_backoff = Backoff(base_s=2 * event_period_s, cap_s=max(EVENT_BACKOFF_MAX_S, event_period_s))
 
@@ -76,12 +77,14 @@ class GpuWatch:
         """Until cancelled. A poll that fails makes the GPUs Unhealthy."""
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("gpu events", self._run_events), name="gpu events")
-            group.create_task(forever("gpu polls", self._run_polls), name="gpu polls")
+            group.create_task(
+                forever("gpu polls", partial(self._polls.run, self.poll, self._pause_s)), name="gpu polls"
+            )
         raise AssertionError("unreachable: neither task returns")
 
     def poll_soon(self) -> None:
         """Starts the next poll without waiting for the period."""
-        self._poll_requested.set()
+        self._polls.request()
 
     async def poll(self) -> None:
         """One poll of all GPUs; a failure is applied to the inventory, not raised."""
@@ -120,12 +123,6 @@ class GpuWatch:
         while True:
             delay_s = await self.fetch_events()
             await asyncio.sleep(delay_s)
-
-    async def _run_polls(self) -> NoReturn:
-        while True:
-            await wait_for(self._poll_requested, self._pause_s())
-            self._poll_requested.clear()
-            await self.poll()
 
     def _pause_s(self) -> float:
         if not self._inventory.current.gpus:

@@ -1,4 +1,5 @@
-"""Small rules for tasks in a TaskGroup: bodies that must not end, stopping one task, waiting for an event. No state."""
+"""Small rules for tasks in a TaskGroup: bodies that must not end, stopping one task, waiting for an event; and the loop of a
+service that reconciles. State owned: whether a step of that loop is requested."""
 
 from __future__ import annotations
 
@@ -79,3 +80,24 @@ async def wait_for(event: asyncio.Event, at_most_s: float | None) -> bool:
     except TimeoutError:
         return event.is_set()
     return True
+
+
+class Reconciler:
+    """The loop of a service that compares what is with what should be: `request` a step at any time, `run` once."""
+
+    def __init__(self) -> None:
+        self._is_requested = asyncio.Event()
+
+    def request(self) -> None:
+        self._is_requested.set()
+
+    async def run(
+        self, step: Callable[[], Awaitable[object]], due_s: Callable[[], float | None], *, pause_s: float = 0.0
+    ) -> NoReturn:
+        """A step for each request, or burst of them, and one where none came for `due_s()` (None: none without a request),
+        until cancelled. `pause_s` is between two steps at least."""
+        while True:
+            await wait_for(self._is_requested, due_s())
+            self._is_requested.clear()  # before the step: what changes during it is seen by the next
+            await step()
+            await asyncio.sleep(pause_s)

@@ -20,7 +20,7 @@ from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.log_writer import WRITER
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.process import sd_notify
-from gpushare_agent.kit.supervision import EndedUnexpectedlyError, forever, stop_task, wait_for
+from gpushare_agent.kit.supervision import EndedUnexpectedlyError, Reconciler, forever, stop_task, wait_for
 from tests.support_deadline import DEADLINE_S
 
 
@@ -246,3 +246,39 @@ async def test_what_a_body_raises_is_raised_as_it_is_also_while_it_is_stopped() 
             await started.wait()
             await stop_task(task)
     assert [str(error) for error in caught.value.exceptions] == ["not cleaned up"]
+
+
+async def test_a_step_follows_each_request_also_one_that_comes_during_a_step() -> None:
+    """A burst of requests is one step; without a request the period decides."""
+    reconciler, steps, was_last = Reconciler(), [], asyncio.Event()
+
+    async def step() -> None:
+        steps.append("begun")
+        if len(steps) == 1:
+            reconciler.request()
+        elif len(steps) == 3:
+            was_last.set()
+
+    reconciler.request()
+    reconciler.request()
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        running = group.create_task(reconciler.run(step, lambda: None if len(steps) < 2 else 0.001))
+        await was_last.wait()
+        await stop_task(running)
+    assert steps == ["begun"] * len(steps)
+
+
+async def test_no_step_without_a_request_where_none_is_due() -> None:
+    """Whatever was requested before."""
+    reconciler, steps = Reconciler(), []
+
+    async def step() -> None:
+        steps.append(1)
+
+    reconciler.request()
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(reconciler.run(step, lambda: None))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        await stop_task(running)
+    assert steps == [1]

@@ -7,7 +7,6 @@ ambiguous until the next check. State owned: the agent's own spec file, and the 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
@@ -30,7 +29,7 @@ from gpushare_agent.isolation.device_lists import CONTROL_NODES
 from gpushare_agent.isolation.driver_volume.config import untouched_driver_directory
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.kit.supervision import Reconciler
 from gpushare_agent.model.cdi import SpecFile
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import Gpu
@@ -170,11 +169,11 @@ class CdiWatch:
         self._gpus = gpus
         self._period_s = period_s
         self._thread = DaemonThread("cdi-specs", advice="Check the disks of the setting cdi.spec_directories.")
-        self._has_changed = asyncio.Event()
+        self._reconciler = Reconciler()
         self._failure = ReportOnce()
 
     def gpus_changed(self) -> None:
-        self._has_changed.set()
+        self._reconciler.request()
 
     async def check(self) -> None:
         """Ensures the names once; a failure is logged once, and the next check tries again."""
@@ -194,10 +193,7 @@ class CdiWatch:
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
-        while True:
-            await wait_for(self._has_changed, self._period_s)
-            self._has_changed.clear()
-            await self.check()
+        await self._reconciler.run(self.check, lambda: self._period_s)
 
 
 def cdi_specs(settings: Settings) -> CdiSpecs:

@@ -21,7 +21,7 @@ import structlog
 
 from gpushare_agent.isolation.driver.edits import MemoryShare, pod_memory
 from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.kit.supervision import Reconciler
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Unavailable
 from gpushare_agent.model.memory_limits import MemoryLimit, MemoryLimiter
@@ -83,7 +83,7 @@ class DriverLimits:
         self._problems: dict[ContainerKey, str] = {}
         self._excess_bytes: dict[ContainerKey, int] = {}
         self._one_round = asyncio.Lock()
-        self._is_new = asyncio.Event()
+        self._reconciler = Reconciler()
         self._new_until = float("-inf")
         self._failure = ReportOnce()
 
@@ -108,7 +108,7 @@ class DriverLimits:
         if not uids:
             return None
         self._expect_new()
-        self._is_new.set()
+        self._reconciler.request()
         if not self._may_set:
             return None
         try:
@@ -122,16 +122,17 @@ class DriverLimits:
     async def run(self) -> NoReturn:
         """Until cancelled. A round that fails is logged, once for each error, and repeated."""
         self._expect_new()
-        while True:
-            try:
-                await self.reconcile()
-                if self._failure.is_over():
-                    log.info("memory_limits_read_again")
-            except AgentError as e:
-                if self._failure.is_new(str(e)):
-                    log.warning("memory_limits_not_read", error=str(e), then="the next round tries again")
-            await wait_for(self._is_new, self._period_s())
-            self._is_new.clear()
+        self._reconciler.request()
+        await self._reconciler.run(self._try, self._period_s)
+
+    async def _try(self) -> None:
+        try:
+            await self.reconcile()
+            if self._failure.is_over():
+                log.info("memory_limits_read_again")
+        except AgentError as e:
+            if self._failure.is_new(str(e)):
+                log.warning("memory_limits_not_read", error=str(e), then="the next round tries again")
 
     def _expect_new(self) -> None:
         self._new_until = asyncio.get_running_loop().time() + NEW_FOR_S
