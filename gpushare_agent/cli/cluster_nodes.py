@@ -39,7 +39,7 @@ async def open_cluster(settings: Settings) -> AsyncIterator[KubeApi]:
 
 async def serve_dashboard(settings: Settings, port: int) -> int:
     """Until cancelled. Raises AgentError: the cluster cannot be read, or the port not used."""
-    from gpushare_agent.extender.cluster_page import ClusterPage
+    from gpushare_agent.cli.cluster_page import ClusterPage
 
     def on_listening(found: int) -> None:
         print(f"The cluster's GPUs are at http://localhost:{found}/ until Ctrl-C.", flush=True)
