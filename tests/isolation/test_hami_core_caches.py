@@ -313,9 +313,9 @@ async def test_a_cache_made_ahead_serves_one_start(short_dir: Path) -> None:
     caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(forever("private caches", caches.run), name="private caches")
-        caches.prepare_ahead(ContainerKey(WHOLE, "cuda"))
-        caches.prepare_ahead(KEY)
-        await poll_until(lambda: caches.made_ahead == {KEY}, "the share's file made ahead")
+        caches.ahead.add(ContainerKey(WHOLE, "cuda"))
+        caches.ahead.add(KEY)
+        await poll_until(lambda: caches.ahead.prepared == {KEY}, "the share's file made ahead")
         assert await caches.prepare([KEY]) is None
         assert (files.prepared, world.cache.is_file()) == (1, True)
         world.cache.write_bytes(b"of the first instance")
@@ -332,13 +332,13 @@ async def test_a_start_that_overtakes_the_file_made_ahead_leaves_none_behind(sho
     caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(forever("private caches", caches.run), name="private caches")
-        caches.prepare_ahead(KEY)
+        caches.ahead.add(KEY)
         await poll_until(files.begun.is_set, "the file being made")
         start = group.create_task(caches.prepare([KEY]), name="start")
         await asyncio.sleep(0)  # it has begun to wait
         files.go_on.set()
         assert await start is None
-        assert (files.prepared, caches.made_ahead) == (2, frozenset())
+        assert (files.prepared, caches.ahead.prepared) == (2, frozenset())
         assert await caches.prepare([KEY]) is None
         assert files.prepared == 3
         await stop_task(task)

@@ -254,13 +254,13 @@ async def test_a_container_prepared_ahead_starts_without_waiting_for_the_files(s
     manager = world.manager(clock=time.monotonic)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(manager.run(), name="virtual manager")
-        manager.prepare_ahead(KEY)
-        await poll_until(lambda: manager.prepared_ahead == {KEY}, "the container prepared ahead")
+        manager.ahead.add(KEY)
+        await poll_until(lambda: manager.ahead.prepared == {KEY}, "the container prepared ahead")
         await manager.poll()
         assert world.pids == ()
         with world.files.step_held():
             assert await manager.prepare([KEY]) is None
-        assert manager.prepared_ahead == frozenset()
+        assert manager.ahead.prepared == frozenset()
         await poll_until(lambda: world.pids == (7, 11), "the processes of the pod")
         shutil.rmtree(world.directory)
         assert await manager.prepare([KEY]) is None
@@ -274,8 +274,8 @@ async def test_a_container_prepared_ahead_that_was_changed_since_is_prepared_aga
     manager = world.manager(clock=time.monotonic)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(manager.run(), name="virtual manager")
-        manager.prepare_ahead(KEY)
-        await poll_until(lambda: manager.prepared_ahead == {KEY}, "the container prepared ahead")
+        manager.ahead.add(KEY)
+        await poll_until(lambda: manager.ahead.prepared == {KEY}, "the container prepared ahead")
         world.pods[POD] = replace(world.pod, annotations={CORE_LIMIT_ANNOTATION: "60"})
         assert await manager.prepare([KEY]) is None
         assert (world.limit, world.pids) == (60, ())

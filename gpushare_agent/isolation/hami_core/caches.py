@@ -4,26 +4,25 @@ Every share of the node gets one, whatever isolation its pod names: the annotati
 the mounts, and the runtime makes a missing mount source an empty directory. Level-triggered: each cycle compares the
 directories with the pods. File access is in a thread, bounded.
 
-The file of a container that was allocated now is made at once, while the kubelet makes its sandbox: in a burst of pods disk
-and processors are busy, and PreStartContainer, which the container's start waits for, finds it there. One such file serves
-one start; each later one gets another.
+The file of a container that was allocated now is made at once (ahead.py); it serves one start, each later one gets another.
 
 A claim's container is started again without a call of the kubelet: there each container that runs gets its file to itself,
 within seconds of its start, and the next start finds another.
 
-State owned: which library was installed last, the failures that were logged last, the files that are made ahead, the
-claims' containers that have theirs, and those whose file was found too large.
+State owned: which library was installed last, the failures that were logged last, the claims' containers that have their
+files, and those whose file was found too large.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NoReturn, Protocol, TypeVar
 
 import structlog
 
+from gpushare_agent.isolation.ahead import PreparedAhead
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles, LibraryStamp
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.report_once import ReportOnce
@@ -77,10 +76,7 @@ class PrivateCaches:
         self._failures = ReportOnce()
         self._too_large: set[ContainerKey] = set()
         self._installed: LibraryStamp | None = None
-        self._to_make: dict[ContainerKey, None] = {}
-        self._being_made: ContainerKey | None = None
-        self._made: set[ContainerKey] = set()
-        self._is_new = asyncio.Event()
+        self.ahead = PreparedAhead(self._make_ahead, at_once=1)  # a start takes the next one out before its turn
 
     async def check(self) -> None:
         """The library is there for this machine, and in its place for containers, with what goes with it. A library that
@@ -99,25 +95,14 @@ class PrivateCaches:
         await self._in_thread(self._files.library_content, "reading HAMi-core's library")
         await self._in_thread(partial(require_writable, self._files.directory), "probing hami_core.directory")
 
-    def prepare_ahead(self, key: ContainerKey) -> None:
-        """For a container that was allocated now and has not started yet. A failure is left to `prepare`."""
-        self._to_make[key] = None
-        self._is_new.set()
-
-    @property
-    def made_ahead(self) -> frozenset[ContainerKey]:
-        """Containers whose file is there and which have not started yet."""
-        return frozenset(self._made)
-
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Makes empty files for the shares among containers that are about to start; bounded."""
         allocations = self._allocations()
         shares = [key for key in sorted(keys) if key in allocations and allocations[key].is_limited]
         try:
             for key in shares:
-                if self._take_made(key):
-                    continue
-                await self._in_thread(partial(self._files.prepare, key), f"preparing the cache of {key.container}")
+                if not self.ahead.take(key):
+                    await self._make(key)
         except AgentError as e:
             log.error("private_cache_not_prepared", error=str(e))
             return Refused(
@@ -129,7 +114,7 @@ class PrivateCaches:
     async def run(self) -> NoReturn:
         """Until cancelled. A cycle that fails is logged, once for each error, and repeated."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(forever("private caches ahead", self._make_ahead), name="private caches ahead")
+            group.create_task(forever("private caches ahead", self.ahead.run), name="private caches ahead")
             group.create_task(forever("private caches removal", self._remove_aside), name="private caches removal")
             group.create_task(forever("private caches sizes", self._keep_sizes), name="private caches sizes")
             while True:
@@ -162,44 +147,25 @@ class PrivateCaches:
                 self._kept[key] = container_id
         self._kept = {key: known for key, known in self._kept.items() if key in running}
 
-    async def _make_ahead(self) -> NoReturn:
-        while True:
-            while self._to_make:
-                await self._make_one_ahead(next(iter(self._to_make)))
-            self._is_new.clear()
-            await self._is_new.wait()
-
-    async def _make_one_ahead(self, key: ContainerKey) -> None:
-        del self._to_make[key]
-        allocation = self._allocations().get(key)
-        if allocation is None or not allocation.is_limited:
-            return
-        self._being_made = key
+    async def _make_ahead(self, keys: Sequence[ContainerKey]) -> list[ContainerKey]:
+        allocations = self._allocations()
         try:
-            await self._in_thread(partial(self._files.prepare, key), f"preparing the cache of {key.container}")
+            shares = [key for key in keys if key in allocations and allocations[key].is_limited]
+            for key in shares:
+                await self._make(key)
         except AgentError:
-            return
-        finally:
-            is_untaken, self._being_made = self._being_made == key, None
-        if is_untaken and key not in self._to_make:
-            self._made.add(key)
+            return []
+        return shares
 
-    def _take_made(self, key: ContainerKey) -> bool:
-        """Whether the file was made ahead; from now on it is the container's, and no other is made ahead for it."""
-        self._to_make.pop(key, None)
-        if self._being_made == key:
-            self._being_made = None
-        if key not in self._made:
-            return False
-        self._made.remove(key)
-        return True
+    async def _make(self, key: ContainerKey) -> None:
+        await self._in_thread(partial(self._files.prepare, key), f"preparing the cache of {key.container}")
 
     async def remove_stale(self) -> None:
         """Puts the files of pods that the pod store no longer has aside. A pod whose files cannot be moved does not stop the
         others; its error is raised at the end. Raises AgentError."""
         present = await self._in_thread(self._files.list_pods, "listing private caches")
         living = {key.pod_uid for key in self._allocations()}
-        self._made = {key for key in self._made if key.pod_uid in living}
+        self.ahead.keep_only(lambda key: key.pod_uid in living)
         failed: AgentError | None = None
         for uid in present:
             if uid in living or self._pods.get(uid) is not None:

@@ -70,7 +70,7 @@ def build(host: IsolationHost) -> IsolationPart:
         check=caches.check,
         look=caches.look,
         prepare=caches.prepare,
-        prepare_ahead=caches.prepare_ahead,
+        prepare_ahead=caches.ahead.add,
         enforce=limits.enforce,
         circumstances=circumstances,
     )

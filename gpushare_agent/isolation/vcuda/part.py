@@ -71,7 +71,7 @@ def build(host: IsolationHost) -> IsolationPart:
         check=partial(_both, manager.check, shared),
         look=partial(_both, manager.look, shared),
         prepare=manager.prepare,
-        prepare_ahead=manager.prepare_ahead,
+        prepare_ahead=manager.ahead.add,
         enforce=enforce,
         changed=manager.changed,
         log_contradictions=log_contradictions,

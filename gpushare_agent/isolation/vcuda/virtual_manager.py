@@ -2,26 +2,25 @@
 
 Level-triggered: each poll compares the allocation cache with the directories, so a lost event costs some seconds. Between
 two polls only the processes are compared with those listed last; `changed` reports what else is new. A container is
-prepared when it is allocated, while the kubelet makes its sandbox: in a burst of pods disk and processors are busy, and
-PreStartContainer, which the container's start waits for, finds everything there. Later starts, and one that comes before
-that, are prepared in PreStartContainer. Containers that run when the agent starts get their socket back in the first poll.
+prepared when it is allocated (ahead.py). Containers that run when the agent starts get their socket back in the first poll.
 Nothing here waits for the runtime or the API server except the reading of container IDs, which has a task of its own;
 access to files and cgroups runs in threads and is bounded.
 
-State owned: which containers were prepared recently or ahead of their start, and the refreshes under way. Directories and
+State owned: which containers were prepared recently, and the refreshes under way. Directories and
 servers belong to `DirectoryReconciler` (reconcile.py), the processes to `ContainerProcesses`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import structlog
 from msgspec import Struct, field
 
+from gpushare_agent.isolation.ahead import PreparedAhead
 from gpushare_agent.isolation.names import is_nameable
 from gpushare_agent.isolation.part import CountsRegistrations
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
@@ -49,9 +48,6 @@ POLLED_SHARE = 5
 """In a burst of starts the polls of the recent ones take at most one part in so many of the time: PreStartContainer waits
 for the one under way."""
 AHEAD_DELAY_S = 0.03
-"""After an allocation: the admission goes on with the container's other resource, and needs no thread beside it."""
-AHEAD_S = 60.0
-"""For so long at most a container counts as not started."""
 FILES_TIMEOUT_S = 5.0
 """One poll of all containers, or the preparation of one pod's; the kubelet waits 30 s for PreStartContainer."""
 
@@ -109,8 +105,7 @@ class VirtualManager:
             run_blocking=self._in_thread,
             new_server=self._new_server,
         )
-        self._ahead: dict[ContainerKey, float | None] = {}
-        self._has_allocated = asyncio.Event()
+        self.ahead = PreparedAhead(self._prepare_ahead, delay_s=AHEAD_DELAY_S, clock=clock)
         self._has_root = False
         self._prepared_at: dict[ContainerKey, float] = {}
         self._has_recent = asyncio.Event()
@@ -142,7 +137,7 @@ class VirtualManager:
                 detail=f"no directory can be named after pod {invalid[0].pod_uid!r}, container {invalid[0].container!r}.",
             )
         wanted = self._wanted(keys)
-        ahead = [key for key in wanted if self._take_ahead(key)]
+        ahead = [key for key in wanted if self.ahead.take(key)]
         is_done = len(ahead) == len(wanted) and all(self._reconciler.is_new(wanted[key]) for key in ahead)
         for key in wanted:
             self._processes.begin_instance(key)
@@ -158,16 +153,6 @@ class VirtualManager:
             detail=f"the container's vDevice directory cannot be prepared: {error}. The kubelet tries again.",
         )
 
-    def prepare_ahead(self, key: ContainerKey) -> None:
-        """For a container that was allocated now and has not started yet. A failure is left to `prepare`."""
-        self._ahead[key] = None
-        self._has_allocated.set()
-
-    @property
-    def prepared_ahead(self) -> frozenset[ContainerKey]:
-        """Containers that were prepared and have not started yet."""
-        return frozenset(key for key, at in self._ahead.items() if at is not None)
-
     async def enforce(self, key: ContainerKey) -> None:
         """Writes vcuda.config of a share whose size was changed; the next poll would do so too. Raises AgentError."""
         for one in await self._reconciler.reconcile(self._wanted([key]), await self._processes.read([key])):
@@ -178,7 +163,7 @@ class VirtualManager:
         """Until cancelled (its tasks are endless); then every server stops. A poll that fails is logged and repeated."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(forever("vdevices ahead", self._run_ahead), name="vdevices ahead")
+                group.create_task(forever("vdevices ahead", self.ahead.run), name="vdevices ahead")
                 group.create_task(forever("vdevice polls", self._run_polls), name="vdevice polls")
                 group.create_task(forever("container ids", self._run_ids), name="container ids")
         finally:
@@ -194,11 +179,10 @@ class VirtualManager:
         """Reconciles every container that has cores, and stops the servers of all others. Raises Unavailable."""
         wanted = self._wanted()
         state: dict[ContainerKey, Any]
-        for state in (self._prepared_at, self._ahead, self._refreshes):
+        for state in (self._prepared_at, self._refreshes):
             for key in [key for key in state if key not in wanted]:
                 del state[key]
-        for key in [key for key, at in self._ahead.items() if at is not None and self._clock() - at >= AHEAD_S]:
-            del self._ahead[key]
+        self.ahead.keep_only(wanted.__contains__)
         self._processes.keep_only(wanted)
         self._configs.keep_only(wanted)
         await self._reconciler.forget_others(wanted)
@@ -237,7 +221,7 @@ class VirtualManager:
             refreshes.is_done, refreshes.container_id = True, container_id
 
     async def _refresh(self, key: ContainerKey, container_id: str | None) -> None:
-        self._take_ahead(key)
+        self.ahead.take(key)
         allocation = self._allocations().get(key)
         if allocation is None:
             raise Unavailable(f"container {key.container} of pod {key.pod_uid} has no allocation any more")
@@ -262,18 +246,9 @@ class VirtualManager:
             return e
         return next((one.error for one in results if one.error is not None), None)
 
-    async def _run_ahead(self) -> NoReturn:
-        while True:
-            await self._has_allocated.wait()
-            await asyncio.sleep(AHEAD_DELAY_S)
-            self._has_allocated.clear()
-            wanted = self._wanted([key for key, at in self._ahead.items() if at is None])
-            if await self._prepare(wanted) is None:
-                self._ahead |= {key: self._clock() for key in wanted if key in self._ahead}
-
-    def _take_ahead(self, key: ContainerKey) -> bool:
-        """Whether the container was prepared ahead. It counts for this start only."""
-        return self._ahead.pop(key, None) is not None
+    async def _prepare_ahead(self, keys: Sequence[ContainerKey]) -> Collection[ContainerKey]:
+        wanted = self._wanted(keys)
+        return wanted if await self._prepare(wanted) is None else ()
 
     async def _run_polls(self) -> NoReturn:
         cleaned_at, polls = float("-inf"), 0
@@ -320,7 +295,7 @@ class VirtualManager:
             await self._poll_containers(keys)
 
     async def _poll_containers(self, keys: Collection[ContainerKey]) -> None:
-        processes = await self._processes.read(set(keys) - self.prepared_ahead)
+        processes = await self._processes.read(set(keys) - self.ahead.prepared)
         self._may_lack_ids.set()  # of those that have ended
         results = await self._reconciler.reconcile(self._wanted(keys), processes)
         self._reconciler.log_failures(results)
