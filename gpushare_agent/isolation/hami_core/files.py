@@ -31,7 +31,6 @@ Source of the layout: docs/reference/formats.md, section 7, and isolation/hami_c
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import stat
@@ -39,8 +38,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from gpushare_agent.isolation.directories import container_path, opened_container, opened_root, pods_in, step_failed
 from gpushare_agent.isolation.hami_core.region import Region, cut, is_oversized, occupied_bytes, opened_region
-from gpushare_agent.isolation.names import is_pod_uid, require_nameable
+from gpushare_agent.isolation.names import require_nameable
 from gpushare_agent.kit.directories import (
     DIRECTORY,
     DIRECTORY_MODE,
@@ -70,7 +70,6 @@ _CURE = (
     " --hami-core.library names, or choose another isolation"
 )
 _FRESH = ".new"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -127,8 +126,7 @@ class HamiCoreFiles:
 
     def cache_file(self, key: ContainerKey) -> Path:
         """What is mounted into the container. Raises Rejected for a name that cannot be part of a path."""
-        require_nameable(key)
-        return self.directory / CONTAINERS_NAME / key.pod_uid / key.container / f"{key.container}.cache"
+        return container_path(self.directory / CONTAINERS_NAME, key) / f"{key.container}.cache"
 
     def prepare(self, key: ContainerKey) -> None:
         """An empty cache file in place of what an earlier instance left; preload file and library are put back if need be.
@@ -160,7 +158,7 @@ class HamiCoreFiles:
             suppress(NotFound),
             self._step("replacing", path),
             self._open_containers(make=False) as containers,
-            _opened_directory(containers, key) as directory,
+            opened_container(containers, key) as directory,
         ):
             own = status_of(directory, path.name)
             known = status_of(directory, kept)
@@ -190,7 +188,7 @@ class HamiCoreFiles:
         with ExitStack() as stack:
             with self._step("opening", path):
                 containers = stack.enter_context(self._open_containers(make=False))
-                directory = stack.enter_context(_opened_directory(containers, key))
+                directory = stack.enter_context(opened_container(containers, key))
                 kept = [name for name in names_in(directory) if name not in (path.name, f"{path.name}{_FRESH}")]
             yield stack.enter_context(opened_region(kept[0] if kept else path.name, directory))
 
@@ -226,7 +224,7 @@ class HamiCoreFiles:
         found = []
         with suppress(NotFound), self._step("listing", self.directory), self._open_containers(make=False) as containers:
             for key in keys:
-                with suppress(OSError), _opened_directory(containers, key) as directory:
+                with suppress(OSError), opened_container(containers, key) as directory:
                     statuses = [os.lstat(name, dir_fd=directory) for name in names_in(directory)]
                     found += [(key, occupied_bytes(status)) for status in statuses if is_oversized(status)]
         return sorted(found, key=lambda one: one[1], reverse=True)
@@ -237,7 +235,7 @@ class HamiCoreFiles:
         with (
             self._step("shortening", self.cache_file(key)),
             self._open_containers(make=False) as containers,
-            _opened_directory(containers, key) as directory,
+            opened_container(containers, key) as directory,
         ):
             for name in names_in(directory):
                 cut(name, directory)
@@ -249,7 +247,7 @@ class HamiCoreFiles:
                 self._step("listing", self.directory / CONTAINERS_NAME),
                 self._open_containers(make=False) as containers,
             ):
-                return tuple(PodUid(name) for name in names_in(containers) if is_pod_uid(name))
+                return pods_in(containers)
         except NotFound:
             return ()
 
@@ -267,7 +265,7 @@ class HamiCoreFiles:
         """The directory of all cache files; `make` creates it and the preload file beside it, and the library if given."""
         if make:
             self.directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-        with opened(self.directory, None, DIRECTORY & ~os.O_NOFOLLOW) as root:  # the operator's choice may be a link
+        with opened_root(self.directory) as root:
             if make:
                 if library is not None:
                     replace_file(root, LIBRARY_NAME, library, is_synced=True)
@@ -316,18 +314,7 @@ class HamiCoreFiles:
         except FileNotFoundError as e:
             raise NotFound(f"{verb} {path} failed: {e.strerror}") from e
         except OSError as e:
-            remedy = (
-                "free space or inodes on its file system"
-                if e.errno in _FULL
-                else "check that the agent may write there (setting hami_core.directory)"
-            )
-            raise Unavailable(f"{verb} {path} failed: {e.strerror or e}; it is tried again: {remedy}") from e
-
-
-@contextmanager
-def _opened_directory(containers: int, key: ContainerKey) -> Iterator[int]:
-    with opened(key.pod_uid, containers, DIRECTORY) as pod, opened(key.container, pod, DIRECTORY) as directory:
-        yield directory
+            raise step_failed(verb, path, e, "hami_core.directory") from e
 
 
 def _put_aside(containers: int, directory: int, name: str) -> None:

@@ -14,7 +14,6 @@ but the files. Source of the layout: docs/reference/formats.md, section 5.
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import stat
 import threading
@@ -24,7 +23,15 @@ from pathlib import Path
 
 import structlog
 
-from gpushare_agent.isolation.names import is_container_name, is_pod_uid, require_nameable
+from gpushare_agent.isolation.directories import (
+    container_path,
+    made_container,
+    opened_container,
+    opened_root,
+    pods_in,
+    step_failed,
+)
+from gpushare_agent.isolation.names import is_container_name, require_nameable
 from gpushare_agent.isolation.vcuda.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
@@ -48,7 +55,7 @@ from gpushare_agent.kit.directories import (
 )
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, file_identity, remove_socket
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import NotFound, Rejected, Unavailable
+from gpushare_agent.model.errors import NotFound, Rejected
 from gpushare_agent.model.names import PodUid, is_container_id
 
 log = structlog.get_logger(__name__)
@@ -56,7 +63,6 @@ log = structlog.get_logger(__name__)
 SOCKET_MODE = 0o666
 """Every user in the container may register: the mount, not the mode, decides who reaches the socket."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LARGEST_BYTES = max(CONFIG_BYTES, 4 * MAX_PIDS)
 
 
@@ -74,8 +80,7 @@ class VDeviceFiles:
 
     def path(self, key: ContainerKey) -> Path:
         """What is mounted at /etc/vcuda."""
-        require_nameable(key)
-        return self.root / key.pod_uid / key.container
+        return container_path(self.root, key)
 
     def _text_path(self, key: ContainerKey) -> str:
         """As `path`, for what is done for every container every second."""
@@ -91,11 +96,7 @@ class VDeviceFiles:
         """Makes the container's directory and clears what a killed agent left half-written in it."""
         with self._step("preparing", self.path(key)):
             self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-            with (
-                self._open_root() as root,
-                made_directory(root, key.pod_uid) as pod,
-                made_directory(pod, key.container) as directory,
-            ):
+            with opened_root(self.root) as root, made_container(root, key) as directory:
                 _clear_half_written(directory)
                 for copy_name in _copies(directory):
                     with made_directory(directory, copy_name) as copy:
@@ -151,7 +152,7 @@ class VDeviceFiles:
         require_nameable(ContainerKey(uid, "x"))
         with self._step("removing", self.root / uid):
             try:
-                with self._open_root() as root:
+                with opened_root(self.root) as root:
                     if foreign := _foreign_entry(root, uid):
                         raise Rejected(
                             f"{self.root / foreign} is nothing that the agent makes, so {uid} is not removed: is the "
@@ -163,11 +164,11 @@ class VDeviceFiles:
         return True
 
     def pod_names(self) -> tuple[PodUid, ...]:
-        """The pods that have an entry, in no order; other names are not listed."""
+        """The pods that have an entry."""
         with self._step("listing", self.root):
             try:
-                with self._open_root() as root:
-                    return tuple(PodUid(name) for name in names_in(root) if is_pod_uid(name))
+                with opened_root(self.root) as root:
+                    return pods_in(root)
             except FileNotFoundError:
                 return ()
 
@@ -206,20 +207,10 @@ class VDeviceFiles:
         return is_written
 
     @contextmanager
-    def _open_root(self) -> Iterator[int]:
-        """The operator's own choice: it may be a link."""
-        with opened(self.root, None, DIRECTORY & ~os.O_NOFOLLOW) as root:
-            yield root
-
-    @contextmanager
     def _open(self, key: ContainerKey) -> Iterator[int]:
         """The container's directory, which must be there."""
         try:
-            with (
-                self._open_root() as root,
-                opened(key.pod_uid, root, DIRECTORY) as pod,
-                opened(key.container, pod, DIRECTORY) as directory,
-            ):
+            with opened_root(self.root) as root, opened_container(root, key) as directory:
                 yield directory
         except (FileNotFoundError, NotADirectoryError) as e:
             raise NotFound(
@@ -234,14 +225,7 @@ class VDeviceFiles:
             try:
                 yield
             except OSError as e:
-                remedy = (
-                    "free space or inodes on its file system"
-                    if e.errno in _FULL
-                    else "check that the agent may write there (setting virtual_manager.path)"
-                )
-                raise Unavailable(
-                    f"{verb} {path} failed: {e.strerror or e}; nothing is left half-done and it is tried again: {remedy}"
-                ) from e
+                raise step_failed(verb, path, e, "virtual_manager.path") from e
 
 
 def _socket_path(directory: int) -> Path:

@@ -1,0 +1,63 @@
+"""The directory of a container, `<pod uid>/<container>/`, below the directory that an isolation has for all of them.
+
+Relative to a descriptor and following no link, so that nothing is written or removed elsewhere, whatever a tenant placed
+there; only names of Kubernetes (names.py) reach a path. No state.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gpushare_agent.isolation.names import is_pod_uid, require_nameable
+from gpushare_agent.kit.directories import DIRECTORY, made_directory, names_in, opened
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.names import PodUid
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def container_path(root: Path, key: ContainerKey) -> Path:
+    """Raises Rejected for a name that cannot be part of a path."""
+    require_nameable(key)
+    return root / key.pod_uid / key.container
+
+
+@contextmanager
+def opened_root(root: Path) -> Iterator[int]:
+    """The operator's own choice: it may be a link. Raises OSError."""
+    with opened(root, None, DIRECTORY & ~os.O_NOFOLLOW) as directory:
+        yield directory
+
+
+@contextmanager
+def opened_container(root: int, key: ContainerKey) -> Iterator[int]:
+    """It must be there. Raises OSError."""
+    with opened(key.pod_uid, root, DIRECTORY) as pod, opened(key.container, pod, DIRECTORY) as directory:
+        yield directory
+
+
+@contextmanager
+def made_container(root: int, key: ContainerKey) -> Iterator[int]:
+    """It is made where it is missing, or something else is there. Raises OSError."""
+    with made_directory(root, key.pod_uid) as pod, made_directory(pod, key.container) as directory:
+        yield directory
+
+
+def pods_in(root: int) -> tuple[PodUid, ...]:
+    """The pods that have an entry, sorted; other names are not listed. Raises OSError."""
+    return tuple(sorted(PodUid(name) for name in names_in(root) if is_pod_uid(name)))
+
+
+def step_failed(verb: str, path: Path, error: OSError, setting: str) -> Unavailable:
+    """In the words of whoever can mend it; `setting` names the directory."""
+    remedy = (
+        "free space or inodes on its file system"
+        if error.errno in _FULL
+        else f"check that the agent may write there (setting {setting})"
+    )
+    return Unavailable(f"{verb} {path} failed: {error.strerror or error}; it is tried again: {remedy}")
