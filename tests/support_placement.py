@@ -24,7 +24,7 @@ from gpushare_agent.model.names import (
     device_id,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import KINDS, ResourceKind, ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind
 from gpushare_agent.model.units import terms_of
 from gpushare_agent.placement import GpuAccount
@@ -50,7 +50,7 @@ class Node:
         self.policy = policy
         self.cache = AllocationCache()
         self._random = random.Random(seed)
-        self._taken: dict[ResourceKind, set[str]] = {kind: set() for kind in ResourceKind}
+        self._taken: dict[ResourceKind, set[str]] = {kind: set() for kind in KINDS}
 
     def admit(self, owner: Pod, hints: dict[str, str] | None = None) -> Refused | dict[str, tuple[int, ...]]:
         """GPU indexes by container, or the first refusal."""
@@ -89,7 +89,7 @@ class Node:
         names = self.policy.names
         if kind is not ResourceKind.GPU:
             return [device_id(gpu.uuid, n) for gpu in self.found.gpus for n in range(names.units(gpu, kind))]
-        by_gpu = unit_ids(self.found.gpus, names.name_in(target.container, kind), names, ())
+        by_gpu = unit_ids(self.found.gpus, names.name_in(target.container, kind), names.nvidia, ())
         return [device for ids in by_gpu.values() for device in ids]
 
     def _allocate(self, target: Target, kind: ResourceKind, reusable: set[str]) -> Refused | None:

@@ -32,8 +32,9 @@ from gpushare_agent.model.allocations import Allocation, ContainerEdits, Contain
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.isolation import Sharing
-from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid
+from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.requests import request_of
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.model.units import GpuUnits, terms_of, units_of
 from gpushare_agent.node import Pods
@@ -186,7 +187,7 @@ class Admission:
         free = free_ids(target, offer.kind, offer.available, ledger)
         if len(free) < len(offer.available):
             self._observer.taken_ids_offered(resource, len(offer.available) - len(free))
-        is_gpu_mem = self._policy.names.wanted(target.container, ResourceKind.GPU_MEM) > 0
+        is_gpu_mem = request_of(target.container, self._policy.names).units > 0
         hint = hinted_gpus(target.pod.annotations, target.container, self._node_name, is_gpu_mem=is_gpu_mem)
         gpus = offer_accounts(target, offer, free, ledger, self._policy)
         outcome: Plan | Refused = decide.plan(
@@ -210,7 +211,7 @@ class Admission:
         if units is not None:
             is_share = units.sharing in (Sharing.MPS, Sharing.SHARES)
         else:
-            is_share = self._policy.names.wanted(target.container, ResourceKind.VCORE) < CORES_PER_GPU
+            is_share = not request_of(target.container, self._policy.names).whole_gpus
         name = isolation_of(target.pod.annotations, units, self._edit_policy())
         if not is_share or isinstance(name, Refused):
             return None
@@ -278,11 +279,11 @@ class Admission:
             kind=target.container.kind,
             gpus=gpus,
             ids={**(old.ids if old is not None else {}), kind: frozenset(DeviceId(device) for device in ids)},
-            is_whole=self._policy.names.wanted(target.container, ResourceKind.VCORE) >= CORES_PER_GPU
-            if kind is not ResourceKind.GPU
-            else all(terms_of(device).is_whole for device in ids),
+            is_whole=all(terms_of(device).is_whole for device in ids)
+            if kind.is_part
+            else request_of(target.container, self._policy.names).whole_gpus > 0,
             allocated_at=self._clock(),
-            gpu_resource=self._policy.names.name_in(target.container, kind) if kind is ResourceKind.GPU else "",
+            gpu_resource=self._policy.names.name_in(target.container, kind) if kind.is_part else "",
         )
 
     def _edits(
@@ -297,7 +298,7 @@ class Admission:
 
     def _units(self, target: Target, ids: Sequence[str]) -> GpuUnits | None:
         """None where the container asks for no unit under NVIDIA's names."""
-        is_unit = self._policy.names.wanted(target.container, ResourceKind.GPU) > 0
+        is_unit = self._policy.names.part_kind(target.container) is not None
         return units_of(cast(Sequence[DeviceId], ids)) if is_unit else None
 
     def _refuse(

@@ -15,6 +15,7 @@ containers see: the greater of what is booked and of the IDs that the kubelet ha
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from msgspec.structs import replace
@@ -24,7 +25,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedSh
 from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges, charges_of
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.model.resources import Measure, ResourceKind
 
 
 class AllocationCache:
@@ -33,7 +34,7 @@ class AllocationCache:
     def __init__(self) -> None:
         self._allocations: dict[ContainerKey, Allocation] = {}
         self._pods: dict[PodUid, dict[ContainerKey, None]] = {}
-        self._holders: dict[ResourceKind, dict[DeviceId, frozenset[ContainerKey]]] = {kind: {} for kind in ResourceKind}
+        self._holders: defaultdict[ResourceKind, dict[DeviceId, frozenset[ContainerKey]]] = defaultdict(dict)
         self._of_pod: dict[PodUid, dict[GpuUuid, Charge]] = {}
         self._charges: dict[GpuUuid, Charge] = {}
         self._resized: dict[ContainerKey, ResizedShare] = {}
@@ -212,7 +213,7 @@ class AllocationCache:
 
         cores = extra(ResourceKind.VCORE, share.booked.cores, share.allocated.cores)
         memory = extra(share.kind, share.booked.memory, share.allocated.memory)
-        if share.kind is ResourceKind.GPU_MEM:
+        if share.kind.measure is Measure.UNITS:
             return Charge(cores=cores, units=memory)
         return Charge(cores=cores, blocks=memory)
 

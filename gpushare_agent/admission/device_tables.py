@@ -8,25 +8,24 @@ behind does no harm: the admission decides by the cache itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn
 
 import structlog
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.ledger import Ledger, Policy, gpu_accounts
+from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
 from gpushare_agent.admission.decisions.offered_devices import offered_ids, unit_ids, withheld, withheld_units
 from gpushare_agent.admission.decisions.recovery import gpus_of
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.kubelet.device_ids import DeviceIds
-from gpushare_agent.kubelet.device_table import DeviceRow, DeviceTable, device_rows
+from gpushare_agent.kubelet.device_table import DeviceTable, device_rows
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import has_kubelet_text
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.placement import GpuAccount
+from gpushare_agent.model.names import DeviceId, has_kubelet_text
+from gpushare_agent.model.resources import ResourceNames
 
 log = structlog.get_logger(__name__)
 
@@ -80,7 +79,7 @@ class DeviceTables:
     def refresh(self) -> None:
         """Bring every table up to date now."""
         known = self._inventory()
-        if self._names.gpu:
+        if self._names.gpu:  # the kubelet may have texts of NVIDIA's plugin
             served = {gpu.uuid: self._names.nvidia.served(gpu) for gpu in known.gpus}
             self._ids.expect_units({uuid: found.terms for uuid, found in served.items() if found is not None})
         if self._ids.add_gpus(gpu.uuid for gpu in known.gpus):
@@ -89,7 +88,8 @@ class DeviceTables:
         ledger = self._cache.ledger(inventory)
         gpus = gpu_accounts(None, ledger, Policy(names=self._names))
         no_shares = self._no_shares()
-        unlike = self._names.nvidia.unlike(inventory.gpus) if self._names.gpu else ""
+        layouts = [kind.layout(self._names) for kind in self._names.kinds if kind.layout is not None]
+        unlike = "; ".join(filter(None, (layout.unlike(inventory.gpus) for layout in layouts)))
         if not unlike:
             self._unlike.is_over()
         elif self._unlike.is_new(unlike):
@@ -98,28 +98,25 @@ class DeviceTables:
         self._has_lent = False
         for resource, table in self.tables.items():
             kind = self._names.kind_of(resource)
-            if kind is ResourceKind.GPU:
-                table.set_devices(self._unit_rows(resource, inventory, ledger, gpus, no_units=bool(unlike)))
+            holders = ledger.holders[kind]
+            if kind.layout is not None:
+                layout = kind.layout(self._names)
+                ids = unit_ids(inventory.gpus, resource, layout, self._in_use(resource, holders))
+                no_units = bool(layout.unlike(inventory.gpus))
+                kept_back = withheld_units(gpus, ids, holders, no_replicas=self._no_replicas(), no_units=no_units)
+                table.set_devices(device_rows(inventory, ids, self._ids, kept_back))
                 continue
             lent_of_kind = {gpu: count for gpu, charge in lent.items() if (count := charge.count(kind))}
-            holders = ledger.holders[kind]
             ids = offered_ids({gpu.uuid: self._names.units(gpu, kind) for gpu in inventory.gpus}, holders)
             kept_back = withheld(kind, gpus, ids, ledger.holders, self._names, no_shares=no_shares, lent=lent_of_kind)
             self._has_lent = self._has_lent or bool(lent_of_kind)
             table.set_devices(device_rows(inventory, ids, self._ids, kept_back))
         self._has_earlier_ids = any(has_kubelet_text(ledger.holders[kind]) for kind in self._names.kinds)
 
-    def _unit_rows(
-        self, resource: str, inventory: GpuInventory, ledger: Ledger, gpus: Sequence[GpuAccount], *, no_units: bool
-    ) -> list[DeviceRow]:
-        holders = ledger.holders[ResourceKind.GPU]
-        in_use = [device for device, keys in holders.items() if self._resource_of(keys) == resource]
-        ids = unit_ids(inventory.gpus, resource, self._names, in_use)
-        kept_back = withheld_units(gpus, ids, holders, no_replicas=self._no_replicas(), no_units=no_units)
-        return device_rows(inventory, ids, self._ids, kept_back)
-
-    def _resource_of(self, keys: Collection[ContainerKey]) -> str:
-        return next((found.gpu_resource for key in keys if (found := self._cache.get(key)) is not None), "")
+    def _in_use(self, resource: str, holders: Mapping[DeviceId, Collection[ContainerKey]]) -> list[DeviceId]:
+        """Units that containers have under this name."""
+        held = ((device, next(map(self._cache.get, keys), None)) for device, keys in holders.items())
+        return [device for device, allocation in held if allocation is not None and allocation.gpu_resource == resource]
 
     def _read_again(self, inventory: GpuInventory) -> None:
         """Containers may hold IDs of GPUs that were not there when the kubelet's records were read."""

@@ -34,7 +34,7 @@ from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavaila
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.node import Pods
 
 log = structlog.get_logger(__name__)
@@ -336,8 +336,8 @@ class GarbageCollection:
                 container=old.key.container,
                 gpus=list(old.gpus),
                 resources={
-                    (old.gpu_resource if kind is ResourceKind.GPU else self._names.name(kind)) or kind.value: len(ids)
-                    for kind, ids in sorted(old.ids.items())
+                    (old.gpu_resource if kind.is_part else self._names.name(kind)) or kind.value: len(ids)
+                    for kind, ids in old.ids.items()
                 },
             )
 

@@ -56,9 +56,8 @@ from gpushare_agent.kubelet.registration import Registrar
 from gpushare_agent.kubelet.registration_client import register
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.names import GPU_MEM_SOCKET, GPU_SOCKET, VCORE_SOCKET, VMEMORY_SOCKET
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.node import Node
 from gpushare_agent.settings.settings import Settings
 
@@ -242,14 +241,6 @@ class FirstRegistration:
             self.done.set()
 
 
-SOCKETS: Mapping[ResourceKind, str] = {
-    ResourceKind.VCORE: VCORE_SOCKET,
-    ResourceKind.VMEMORY: VMEMORY_SOCKET,
-    ResourceKind.GPU_MEM: GPU_MEM_SOCKET,
-    ResourceKind.GPU: GPU_SOCKET,
-}
-
-
 def build(
     node: Node,
     cache: AllocationCache,
@@ -385,12 +376,6 @@ def _build_garbage_collection(
     )
 
 
-def _socket(resource: str, names: ResourceNames) -> str:
-    """Of NVIDIA's resources each has its own: two names may differ in their prefixes alone."""
-    kind = names.kind_of(resource)
-    return f"{SOCKETS[kind]}{names.gpu.index(resource)}" if kind is ResourceKind.GPU else SOCKETS[kind]
-
-
 def _build_registrar(
     node: Node, calls: QueuedCalls, handover: Handover, tables: DeviceTables, ids: DeviceIds
 ) -> Registrar:
@@ -400,7 +385,7 @@ def _build_registrar(
         endpoints=[
             PluginEndpoint(
                 device_plugin_path=directory,
-                socket_name=instance_socket_name(_socket(resource, node.names)),
+                socket_name=instance_socket_name(node.names.socket(resource)),
                 plugin=DevicePlugin(
                     resource,
                     table,

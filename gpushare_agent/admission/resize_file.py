@@ -21,7 +21,7 @@ from gpushare_agent.kit.state_file import StateFile
 from gpushare_agent.model.allocations import ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid, is_container_id
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.model.resources import KINDS, Measure
 
 log = structlog.get_logger(__name__)
 
@@ -29,6 +29,7 @@ VERSION = 1
 MAX_SHARES = 1024
 """Such a file is below the megabyte that is read. Further shares are not resized."""
 _NAME = re.compile(r"[0-9A-Za-z:._-]{1,128}")
+_MEMORY_KINDS = tuple(kind for kind in KINDS if kind.measure in (Measure.BLOCKS, Measure.UNITS))
 _SIZE = re.compile(r"([0-9]{1,7}),([0-9]{1,7})")
 
 
@@ -80,9 +81,10 @@ def _parsed(raw: Any) -> tuple[ResizedShare, ...]:
 
 def _share(raw: Any) -> ResizedShare:
     fields = raw if isinstance(raw, dict) else {}
-    kind, instance = fields.get("resource"), fields.get("instance")
+    instance = fields.get("instance")
+    kind = next((kind for kind in _MEMORY_KINDS if kind.value == fields.get("resource")), None)
     target, booked, allocated = (_size(fields.get(name)) for name in ("target", "booked", "allocated"))
-    if kind not in (ResourceKind.VMEMORY, ResourceKind.GPU_MEM):
+    if kind is None:
         raise Corrupt("a share in it has no memory")
     if not (isinstance(instance, str) and (not instance or is_container_id(instance))):
         raise Corrupt("the container ID of a share in it is none")
@@ -91,7 +93,7 @@ def _share(raw: Any) -> ResizedShare:
     return ResizedShare(
         key=ContainerKey(PodUid(_name(fields.get("pod_uid"))), _name(fields.get("container"))),
         gpu=GpuUuid(_name(fields.get("gpu"))),
-        kind=ResourceKind(kind),
+        kind=kind,
         allocated=allocated,
         target=target,
         booked=booked,

@@ -10,7 +10,7 @@ from msgspec import Struct
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU, MIB, GpuUuid
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import Measure, ResourceNames
 from gpushare_agent.model.units import cores_of_part
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
@@ -88,7 +88,7 @@ def share_cores(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], names: Reso
     if allocation.unit_ids:
         return allocation.cores
     is_memory_alone = allocation.claim is not None and not allocation.size.cores
-    is_memory_alone = is_memory_alone or allocation.memory_kind is ResourceKind.GPU_MEM
+    is_memory_alone = is_memory_alone or allocation.memory_kind.measure is Measure.UNITS
     gpu = gpus.get(allocation.gpus[0]) if is_memory_alone and allocation.gpus else None
     if gpu is None or gpu.memory_mib < 1:  # a GPU of which the driver reports the UUID alone
         return allocation.size.cores

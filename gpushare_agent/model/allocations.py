@@ -12,7 +12,7 @@ from msgspec.structs import force_setattr, replace
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.model.resources import Measure, ResourceKind
 from gpushare_agent.model.units import parts_of, terms_of
 
 NO_IDS: frozenset[DeviceId] = frozenset()
@@ -106,13 +106,16 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     @property
     def unit_ids(self) -> frozenset[DeviceId]:
-        """Units of GPUs under NVIDIA's names."""
-        return self.ids.get(ResourceKind.GPU, NO_IDS)
+        """Units of GPUs under a name such as NVIDIA's."""
+        for kind, ids in self.ids.items():
+            if kind.is_part:
+                return ids
+        return NO_IDS
 
     @property
     def memory_kind(self) -> ResourceKind:
         """The resource that its memory counts."""
-        return ResourceKind.GPU_MEM if ResourceKind.GPU_MEM in self.ids else ResourceKind.VMEMORY
+        return next((kind for kind in self.ids if kind.measure is Measure.UNITS), ResourceKind.VMEMORY)
 
     @property
     def parts(self) -> dict[GpuUuid, Fraction]:

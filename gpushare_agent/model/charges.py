@@ -15,7 +15,7 @@ from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import DeviceId, GpuUuid, gpu_of
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.model.resources import Measure, ResourceKind
 from gpushare_agent.model.units import parts_of
 
 K = TypeVar("K")
@@ -42,9 +42,9 @@ class Charge(NamedTuple):
         return self.wholes > 0
 
     def count(self, kind: ResourceKind) -> int:
-        """Of the resource's units; of NVIDIA's there is no count, but a part."""
-        counts = {ResourceKind.VCORE: self.cores, ResourceKind.VMEMORY: self.blocks, ResourceKind.GPU_MEM: self.units}
-        return counts.get(kind, 0)
+        """Of the resource's units; of parts of GPUs there is no count."""
+        counts = {Measure.CORES: self.cores, Measure.BLOCKS: self.blocks, Measure.UNITS: self.units}
+        return counts.get(kind.measure, 0)
 
     def plus(self, more: Charge, times: int = 1) -> Charge:
         return Charge(
@@ -81,28 +81,27 @@ def charges_of(allocations: Iterable[Allocation]) -> dict[GpuUuid, Charge]:
     charged to the GPU of the container's cores, whatever GPU their IDs name; whole GPUs come with all of theirs. An init
     container is no share, for it ends before the others start.
     """
-    cores: set[DeviceId] = set()
-    units: set[DeviceId] = set()
-    replicas: set[DeviceId] = set()
+    found: dict[Measure, set[DeviceId]] = {measure: set() for measure in Measure}
     blocks: set[tuple[GpuUuid, DeviceId]] = set()
     wholes: set[GpuUuid] = set()
     shares: list[GpuUuid] = []
     for one in allocations:
-        cores |= one.ids_of(ResourceKind.VCORE)
-        units |= one.ids_of(ResourceKind.GPU_MEM)
-        replicas |= one.unit_ids
+        for kind, ids in one.ids.items():
+            if kind.binds_gpu:
+                found[kind.measure] |= ids
+            elif not one.is_whole:
+                blocks.update((gpu, device) for gpu in one.gpus[:1] for device in ids)
         if one.is_whole:
             wholes.update(one.gpus)
             continue
-        blocks.update((gpu, device) for gpu in one.gpus[:1] for device in one.ids_of(ResourceKind.VMEMORY))
         if one.kind is ContainerKind.INIT:
             continue
         if not one.unit_ids:
             shares += one.gpus[:1]
         elif one.sharing in (Sharing.MPS, Sharing.SHARES):
             shares += one.gpus
-    of_cores, of_units = Counter(map(gpu_of, cores)), Counter(map(gpu_of, units))
-    of_blocks, of_shares, parts = Counter(gpu for gpu, _ in blocks), Counter(shares), parts_of(replicas)
+    of_cores, of_units = (Counter(map(gpu_of, found[measure])) for measure in (Measure.CORES, Measure.UNITS))
+    of_blocks, of_shares, parts = Counter(gpu for gpu, _ in blocks), Counter(shares), parts_of(found[Measure.PART])
     return {
         gpu: Charge(
             cores=of_cores[gpu],

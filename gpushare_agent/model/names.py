@@ -19,12 +19,6 @@ DeviceId = NewType("DeviceId", str)
 VCORE_RESOURCE = "tencent.com/vcuda-core"
 VMEMORY_RESOURCE = "tencent.com/vcuda-memory"
 
-VCORE_SOCKET = "vcore"
-VMEMORY_SOCKET = "vmemory"
-GPU_MEM_SOCKET = "gpumem"
-GPU_SOCKET = "gpu"
-"""Followed by a number of the resource."""
-
 NVIDIA_GPU_RESOURCE = "nvidia.com/gpu"
 NVIDIA_MIG_PREFIX = "nvidia.com/mig-"
 SHARED_SUFFIX = ".shared"

@@ -1,32 +1,66 @@
-"""The extended resources, and how their names (a setting) map to them."""
+"""The kinds of extended resources, a row of a table each, and how their names (a setting) map to them.
+
+To add a kind, write its row (`ResourceKind`) into `KINDS`: its names, which may be a field of `ResourceNames` that a setting
+fills, its socket, and what of a GPU one device is, its `Measure`. A kind whose devices are parts of GPUs has a rule
+too, its `UnitLayout` (model/units.py): which GPU serves how many. Device lists, planning, the ledger, recovery, garbage
+collection and the annotations follow from the row; tests/admission/test_new_kind.py adds one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+from typing import ClassVar
 
-from msgspec import Struct
+from msgspec import Struct, field
+from msgspec.structs import force_setattr
 
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.model.pods import ContainerSpec, Pod
-from gpushare_agent.model.units import NvidiaNames
+from gpushare_agent.model.units import NvidiaNames, UnitLayout
 
 NO_NVIDIA_NAMES = NvidiaNames()
 
 
-class ResourceKind(StrEnum):
-    """What one device ID counts: 1/100 of a GPU's compute, one block of its memory, one unit of GPUShare's memory; or a GPU
-    or a replica of one under a name of NVIDIA's, of which a node may have several."""
+class Measure(StrEnum):
+    """What of a GPU a device is: the field of a Request, and of a Charge, that counts it."""
 
-    VCORE = "vcore"
-    VMEMORY = "vmemory"
-    GPU_MEM = "gpu-mem"
-    GPU = "gpu"
+    CORES = "cores"
+    """1/100 of the GPU's compute."""
+    BLOCKS = "blocks"
+    """A block of memory. Its IDs are counters: the GPU is that of the container's other IDs."""
+    UNITS = "units"
+    """A unit of memory, and as large a part of the compute."""
+    PART = "part"
+    """A part of memory and compute alike. It is in the ID, for a container keeps the layout under which it was admitted."""
 
-    @property
-    def binds_gpu(self) -> bool:
-        """The ID says which GPU the container is on. vmemory IDs are counters, charged to the GPU of the vcore IDs."""
-        return self is not ResourceKind.VMEMORY
+
+class ResourceKind(Struct, frozen=True, kw_only=True, eq=False):
+    """A row: what there is to know of one kind. `value` names it in files and pages. A kind whose names are several has the
+    number of the name in its `socket`, as `{}`. `layout` is the rule of a kind whose devices are parts of GPUs."""
+
+    value: str
+    socket: str
+    measure: Measure
+    names: Callable[[ResourceNames], tuple[str, ...]]
+    layout: Callable[[ResourceNames], UnitLayout] | None = None
+    is_part: bool = False
+    binds_gpu: bool = True
+    """The ID says which GPU the container is on. Others are charged to the GPU of the IDs that do. Both follow from
+    `measure`, and are fields because every admission call asks them of every allocation."""
+
+    VCORE: ClassVar[ResourceKind]
+    VMEMORY: ClassVar[ResourceKind]
+    GPU_MEM: ClassVar[ResourceKind]
+    GPU: ClassVar[ResourceKind]
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "is_part", self.measure is Measure.PART)
+        force_setattr(self, "binds_gpu", self.measure is not Measure.BLOCKS)
+
+    def __str__(self) -> str:
+        return self.value
 
 
 class ResourceNames(Struct, frozen=True, kw_only=True):
@@ -42,41 +76,28 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
     nvidia: NvidiaNames = NO_NVIDIA_NAMES
     shares_in_mig: bool = False
     """Whether the node's isolation keeps shares inside MIG instances: else these have no units but NVIDIA's."""
+    table: tuple[ResourceKind, ...] = field(default_factory=lambda: KINDS)
 
     @property
     def kinds(self) -> tuple[ResourceKind, ...]:
         """Of the resources that the node offers."""
-        return tuple(kind for kind in ResourceKind if self.name(kind))
+        return tuple(kind for kind in self.table if kind.names(self))
 
     @property
     def names(self) -> tuple[str, ...]:
-        shares = (self.name(kind) for kind in self.kinds if kind is not ResourceKind.GPU)
-        return (*shares, *self.gpu)
+        return tuple(name for kind in self.table for name in kind.names(self))
 
     def name(self, kind: ResourceKind) -> str:
-        """Of NVIDIA's several the first."""
-        match kind:
-            case ResourceKind.VCORE:
-                return self.vcore
-            case ResourceKind.VMEMORY:
-                return self.vmemory
-            case ResourceKind.GPU_MEM:
-                return self.gpu_mem
-            case ResourceKind.GPU:
-                return self.gpu[0] if self.gpu else ""
+        """Of several the first; empty where the node does not offer it."""
+        return next(iter(kind.names(self)), "")
 
     def name_in(self, container: ContainerSpec, kind: ResourceKind) -> str:
         """The name by which the container asks for it."""
-        return (
-            next((name for name in self.gpu if container.requests.get(name)), "")
-            if kind is ResourceKind.GPU
-            else self.name(kind)
-        )
+        names = kind.names(self)
+        return names[0] if len(names) == 1 else next((name for name in names if container.requests.get(name)), "")
 
     def kind(self, name: str) -> ResourceKind | None:
-        if name in self.gpu:
-            return ResourceKind.GPU
-        return next((kind for kind in self.kinds if self.name(kind) == name), None)
+        return next((kind for kind in self.table if name in kind.names(self)), None)
 
     def kind_of(self, resource: str) -> ResourceKind:
         """Of a resource that a device plugin of this node serves."""
@@ -85,35 +106,68 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
             raise AssertionError(f"a plugin serves {resource!r}, which is no resource of the settings")
         return kind
 
+    def socket(self, resource: str) -> str:
+        """Each name has its own: two may differ in their prefixes alone."""
+        kind = self.kind_of(resource)
+        return kind.socket.format(kind.names(self).index(resource))
+
     def wanted(self, container: ContainerSpec, kind: ResourceKind) -> int:
         """Units of the resource that the container asks for."""
-        if kind is ResourceKind.GPU:
-            return sum(container.requests.get(name, 0) for name in self.gpu)
-        return container.requests.get(self.name(kind), 0)
+        count, requests = 0, container.requests
+        for name in kind.names(self):
+            count += requests.get(name, 0)
+        return count
 
     def wants_any(self, pod: Pod) -> bool:
         return any(pod.wants(name) for name in self.names)
 
+    def binding(self, container: ContainerSpec) -> ResourceKind:
+        """The resource whose IDs bind the container's GPU."""
+        asked = (kind for kind in self.table if kind.binds_gpu and self.wanted(container, kind))
+        return next(asked, ResourceKind.VCORE)
+
+    def part_kind(self, container: ContainerSpec) -> ResourceKind | None:
+        """The resource of parts of GPUs that the container asks for."""
+        return next((kind for kind in self.table if kind.is_part and self.wanted(container, kind)), None)
+
     def units(self, gpu: Gpu, kind: ResourceKind) -> int:
-        """Whole units of a GPU; of NVIDIA's resources of the one that it serves."""
-        if gpu.mig is not None and not self.shares_in_mig and kind is not ResourceKind.GPU:
+        """Whole units of a GPU; of a resource with several names of the one that it serves."""
+        if kind.layout is not None:
+            served = kind.layout(self).served(gpu) if kind.names(self) else None
+            return served.terms.of if served is not None else 0
+        if gpu.mig is not None and not self.shares_in_mig:
             return 0
-        match kind:
-            case ResourceKind.VCORE:
-                return CORES_PER_GPU
-            case ResourceKind.VMEMORY:
-                return gpu.memory_mib // self.memory_block_mib
-            case ResourceKind.GPU_MEM:
-                return gpu.memory_mib // self.gpu_mem_unit_mib
-            case ResourceKind.GPU:
-                served = self.nvidia.served(gpu) if self.gpu else None
-                return served.terms.of if served is not None else 0
+        return CORES_PER_GPU if kind.measure is Measure.CORES else gpu.memory_mib // self.unit_mib(kind)
 
     def unit_mib(self, kind: ResourceKind) -> int:
         """Of a unit of memory."""
-        return self.gpu_mem_unit_mib if kind is ResourceKind.GPU_MEM else self.memory_block_mib
+        return self.gpu_mem_unit_mib if kind.measure is Measure.UNITS else self.memory_block_mib
 
     def memory_mib(self, container: ContainerSpec) -> int:
         """The memory that the container asks for, by whichever resource."""
         blocks = self.wanted(container, ResourceKind.VMEMORY) * self.memory_block_mib
         return blocks + self.wanted(container, ResourceKind.GPU_MEM) * self.gpu_mem_unit_mib
+
+
+ResourceKind.VCORE = ResourceKind(
+    value="vcore", socket="vcore", measure=Measure.CORES, names=lambda names: (names.vcore,)
+)
+ResourceKind.VMEMORY = ResourceKind(
+    value="vmemory", socket="vmemory", measure=Measure.BLOCKS, names=lambda names: (names.vmemory,)
+)
+ResourceKind.GPU_MEM = ResourceKind(
+    value="gpu-mem",
+    socket="gpumem",
+    measure=Measure.UNITS,
+    names=lambda names: (names.gpu_mem,) if names.gpu_mem else (),
+)
+ResourceKind.GPU = ResourceKind(
+    value="gpu",
+    socket="gpu{}",
+    measure=Measure.PART,
+    names=lambda names: names.gpu,
+    layout=lambda names: names.nvidia,
+)
+
+KINDS: tuple[ResourceKind, ...] = (ResourceKind.VCORE, ResourceKind.VMEMORY, ResourceKind.GPU_MEM, ResourceKind.GPU)
+"""The table, in the order in which the kubelet learns of the resources."""

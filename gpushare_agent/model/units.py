@@ -60,9 +60,26 @@ class ServedUnits(NamedTuple):
         return [unit_id(gpu, number, suffix) for number in range(self.terms.of)]
 
 
-class NvidiaNames(Struct, frozen=True, kw_only=True):
-    """The settings that say which GPU serves which resource. Selectors as `Gpu.is_selected`; of pairs the first that matches
-    counts."""
+class UnitLayout(Struct, frozen=True, kw_only=True):
+    """The rule of a kind of resource whose devices are parts of GPUs: `served`. What limits the parts is `sharing`.
+    `refuses_several` is of parts in one container; `is_packed` fills the fullest GPU first."""
+
+    sharing: Sharing = Sharing.TIME_SLICING
+    refuses_several: bool = False
+    is_packed: bool = False
+
+    def served(self, gpu: Gpu) -> ServedUnits | None:
+        """None where the GPU serves none of these resources."""
+        raise NotImplementedError
+
+    def unlike(self, gpus: Iterable[Gpu]) -> str:
+        """Why the node gives no unit at all, with the cure; empty where it does."""
+        return ""
+
+
+class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
+    """The settings that say which GPU serves which of NVIDIA's names. Selectors as `Gpu.is_selected`; of pairs the first
+    that matches counts."""
 
     resource: str = NVIDIA_GPU_RESOURCE
     gpus: tuple[str, ...] = ("all",)
@@ -70,13 +87,9 @@ class NvidiaNames(Struct, frozen=True, kw_only=True):
     mig_strategy: Literal["none", "single", "mixed"] = "none"
     mig_names: tuple[tuple[str, str], ...] = ()
     replicas: tuple[tuple[str, int], ...] = ()
-    sharing: Sharing = Sharing.TIME_SLICING
     is_renamed: bool = False
-    refuses_several: bool = False
-    is_packed: bool = False
 
     def served(self, gpu: Gpu) -> ServedUnits | None:
-        """None where the GPU serves none of these resources."""
         name = self._name(gpu) if gpu.is_selected(self.gpus) else None
         if name is None:
             return None

@@ -16,7 +16,8 @@ from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges
 from gpushare_agent.model.gpus import GpuReport
 from gpushare_agent.model.names import MIB
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.requests import request_of
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.observability.gpu_summaries import GpuSummaries
 from gpushare_agent.placement.gpu_account import account_of
 
@@ -140,8 +141,7 @@ def _containers_of(
 
 
 def _requested(container: ContainerSpec, names: ResourceNames) -> _Amounts:
-    blocks, units = names.wanted(container, ResourceKind.VMEMORY), names.wanted(container, ResourceKind.GPU_MEM)
     return {
-        "cores": names.wanted(container, ResourceKind.VCORE),
-        "memory_bytes": (blocks * names.memory_block_mib + units * names.gpu_mem_unit_mib) * MIB,
+        "cores": request_of(container, names).cores,
+        "memory_bytes": names.memory_mib(container) * MIB,
     }

@@ -23,7 +23,7 @@ from typing import TextIO
 from gpushare_agent.kit.directories import DIRECTORY, made_directory, names_in, opened, status_of
 from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.model.names import VMEMORY_SOCKET
+from gpushare_agent.model.resources import ResourceKind
 
 _OWNER, _VIRTUAL_MANAGER = "owner", "vm"
 _MADE = "this sandbox made the directory"
@@ -134,7 +134,7 @@ def owned_state_directory(state: Path) -> Iterator[NodePaths]:
 def _opened(paths: NodePaths) -> Iterator[tuple[int, bool]]:
     """A descriptor of the directory, which is checked before anything is written by it, and whether it was made just now:
     whoever else may make it under this name at any moment, it is one directory from here on. Raises StartupError."""
-    sockets = paths.device_plugin_path / VMEMORY_SOCKET, paths.pod_resources_socket
+    sockets = paths.device_plugin_path / ResourceKind.VMEMORY.socket, paths.pod_resources_socket
     longest = max(len(os.fsencode(path)) for path in sockets)
     if longest > MAX_ADDRESS_BYTES:
         raise StartupError(

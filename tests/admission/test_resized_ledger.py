@@ -67,7 +67,7 @@ class Node(RuleBasedStateMachine):
 
     def healthy_ids(self, kind: ResourceKind) -> list[str]:
         """Those that ListAndWatch offers and the kubelet has not handed out."""
-        holders = {kind: self.cache.holders(kind) for kind in ResourceKind}
+        holders = {kind: self.cache.holders(kind) for kind in NAMES.table}
         offered = offered_ids({gpu.uuid: NAMES.units(gpu, kind) for gpu in GPUS.gpus}, holders[kind])
         lent = {gpu: charge.count(kind) for gpu, charge in self.cache.lent().items()}
         kept_back = withheld(kind, accounts(self.cache), offered, holders, NAMES, no_shares=False, lent=lent)

@@ -85,7 +85,7 @@ def healthy(world: Node, resource: str) -> dict[int, int]:
     ledger = world.cache.ledger(world.found)
     accounts, holders = gpu_accounts(None, ledger, world.policy), ledger.holders
     if kind is ResourceKind.GPU:
-        ids = unit_ids(world.found.gpus, resource, world.policy.names, ())
+        ids = unit_ids(world.found.gpus, resource, world.policy.names.nvidia, ())
         unlike = world.policy.names.nvidia.unlike(world.found.gpus)
         kept_back = withheld_units(accounts, ids, holders[kind], no_replicas=False, no_units=bool(unlike))
     else:
@@ -327,7 +327,7 @@ def test_what_a_container_holds_stays_listed_until_it_ends() -> None:
     ids = DeviceIds([GPU_0])
     ids.expect_units({GPU_0: UnitTerms(2)})
     held = ids.read(["8f3e2b1c-2/4", f"{GPU_0}::1"])
-    listed = unit_ids([found], GPU, names(replicas=(("*", 2),)), held)[GPU_0]
+    listed = unit_ids([found], GPU, names(replicas=(("*", 2),)).nvidia, held)[GPU_0]
     assert sorted(map(ids.write, listed)) == sorted(["8f3e2b1c-0/2", "8f3e2b1c-2/4", f"{GPU_0}::1"])
 
 

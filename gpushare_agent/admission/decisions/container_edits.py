@@ -28,7 +28,8 @@ from gpushare_agent.model.names import (
     MIB,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.requests import request_of
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.units import GpuUnits, cores_of_part
 
 
@@ -71,7 +72,7 @@ def edits_for(
         by_index=units is not None and policy.is_named_by_index,
     )
     parts = [_base(container, gpus, names, units), device_edits(request, policy.strategies)]
-    if names.wanted(container, ResourceKind.GPU_MEM):
+    if request_of(container, names).units:
         parts.append(_gpushare(pod, container, gpus[0], names))
     return merged(*parts, isolated)
 
@@ -80,8 +81,8 @@ def _isolation_request(
     pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: EditPolicy, units: GpuUnits | None
 ) -> IsolationRequest:
     names = policy.names
-    cores = names.wanted(container, ResourceKind.VCORE) or _cores_of_memory(container, gpus, names)
-    is_whole = cores >= CORES_PER_GPU and not names.wanted(container, ResourceKind.GPU_MEM)
+    asked = request_of(container, names)
+    cores, is_whole = asked.cores or _cores_of_memory(container, gpus, names), asked.whole_gpus > 0
     if units is None:
         shares = _shares(gpus, cores, names.memory_mib(container), is_whole=is_whole)
     else:
@@ -132,7 +133,7 @@ def _without_gpus(pod: Pod, container: ContainerSpec) -> Refused:
 
 def _cores_of_memory(container: ContainerSpec, gpus: Sequence[Gpu], names: ResourceNames) -> int:
     """A request for memory alone gets compute in proportion: 100 × requested / GPU, at least 1 (GPUShare's rule)."""
-    if not names.wanted(container, ResourceKind.GPU_MEM) or not gpus:
+    if not request_of(container, names).units or not gpus:
         return 0
     return min(CORES_PER_GPU, max(1, CORES_PER_GPU * names.memory_mib(container) // gpus[0].memory_mib))
 
@@ -156,11 +157,11 @@ def _base(
     """gpu-manager's annotations, which its tools read."""
     if units is not None:
         return ContainerEdits()
-    blocks = names.wanted(container, ResourceKind.VMEMORY)
+    asked = request_of(container, names)
     return ContainerEdits(
         annotations=(
-            (names.vcore, str(names.wanted(container, ResourceKind.VCORE))),
-            (names.vmemory, str(blocks * names.memory_block_mib * MIB)),
+            (names.vcore, str(asked.cores)),
+            (names.vmemory, str(asked.blocks * names.memory_block_mib * MIB)),
             (DEVICE_CONTAINER_ANNOTATION, ",".join(f"/dev/nvidia{gpu.minor}" for gpu in gpus)),
         ),
     )

@@ -54,18 +54,18 @@ def explain(
     outcome: Plan | Refused,
 ) -> Explanation:
     """The verdict on every one of `gpus`, in order of index; none where the request makes no sense on any GPU."""
-    names, count = policy.names, policy.names.wanted(target.container, ResourceKind.GPU)
-    kinds = (ResourceKind.GPU_MEM, ResourceKind.GPU)
-    binding = next((kind for kind in kinds if names.wanted(target.container, kind)), ResourceKind.VCORE)
+    names, kind = policy.names, policy.names.part_kind(target.container)
     asked = Asked(
         cores=names.wanted(target.container, ResourceKind.VCORE),
         memory_bytes=names.memory_mib(target.container) * MIB,
         hint=hint,
-        must_gpus=must_gpus(target, offer, ledger, binding),
+        must_gpus=must_gpus(target, offer, ledger, names),
     )
-    request: Request | Refused = Request(cores=CORES_PER_GPU * count, must_gpus=asked.must_gpus)
-    if not count:
+    request: Request | Refused
+    if kind is None:
         request = plan_request(target, offer, ledger, names, hint)
+    else:
+        request = Request(cores=CORES_PER_GPU * names.wanted(target.container, kind), must_gpus=asked.must_gpus)
     if isinstance(request, Refused) or (isinstance(outcome, Refused) and outcome.reason in _NEVER):
         return Explanation(asked=asked, candidates=())
     by_index = sorted(gpus, key=lambda gpu: gpu.index)
@@ -100,21 +100,21 @@ def _verdicts(
     gpus: Sequence[GpuAccount],
     outcome: Plan | Refused,
 ) -> dict[GpuUuid, str]:
-    resource = names.name_in(target.container, ResourceKind.GPU)
-    served = served_units(ledger, names, resource) if resource else {}
-    of_node = capacity_of(gpus).lack(request) if request.whole_gpus and not resource else None
+    kind = names.part_kind(target.container)
+    served = served_units(target, kind, ledger, names) if kind is not None else {}
+    of_node = capacity_of(gpus).lack(request) if request.whole_gpus and kind is None else None
     reasons = {gpu.uuid: gpu.unhealthy_reason for gpu in ledger.inventory.gpus}
     found = {}
     for gpu in gpus:
         lack = gpu.lack(Request(part=served[gpu.uuid].terms.part) if gpu.uuid in served else request)
         if isinstance(outcome, Plan) and gpu.uuid in outcome.gpus:
             verdict = CHOSEN
-        elif resource and gpu.is_healthy and gpu.uuid not in served:
+        elif kind is not None and gpu.is_healthy and gpu.uuid not in served:
             verdict = "serves another resource"
         elif lack is not None:
             verdict = lack.of_gpu(_unhealthy(reasons[gpu.uuid]))
         elif isinstance(outcome, Plan):
-            usable = [one for one in gpus if not resource or one.uuid in served]
+            usable = [one for one in gpus if kind is None or one.uuid in served]
             verdict = why_not_chosen(gpu, request, outcome.placed, usable, ledger.inventory.topology)
         elif outcome.reason is RefusalReason.WRONG_GPUS and gpu.uuid not in request.must_gpus:
             verdict = "fits, but the kubelet's IDs name another"

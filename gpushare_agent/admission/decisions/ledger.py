@@ -18,7 +18,7 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import Measure, ResourceKind, ResourceNames
 from gpushare_agent.placement.gpu_account import GpuAccount, account_of
 from gpushare_agent.placement.request import SharePolicy
 
@@ -67,7 +67,7 @@ def gpu_accounts(
     names = policy.names
     per_gpu = Counter(_gpus_of(offered)) if offered is not None else None
     handed_on = _handed_on(target, ledger) if target is not None else {}
-    wants_units = target is not None and names.wanted(target.container, ResourceKind.GPU) > 0
+    wants_units = target is not None and names.part_kind(target.container) is not None
     is_unlimited = target is not None and _is_unlimited(target.container, names)
     found = []
     for gpu in ledger.inventory.gpus:
@@ -91,8 +91,9 @@ def gpu_accounts(
 
 def _is_unlimited(container: ContainerSpec, names: ResourceNames) -> bool:
     """It asks for what is no sharing container of the isolation's."""
-    if names.wanted(container, ResourceKind.GPU):
-        return names.nvidia.sharing is Sharing.TIME_SLICING
+    kind = names.part_kind(container)
+    if kind is not None and kind.layout is not None:
+        return kind.layout(names).sharing is Sharing.TIME_SLICING
     return names.wanted(container, ResourceKind.VCORE) >= CORES_PER_GPU
 
 
@@ -100,7 +101,7 @@ def offer_accounts(
     target: Target, offer: Offer, free: Collection[DeviceId], ledger: Ledger, policy: Policy
 ) -> list[GpuAccount]:
     """Each GPU as `target` may use it in this call; `free` are the offer's IDs that nobody else has."""
-    return gpu_accounts(target, ledger, policy, offered=free if offer.kind is ResourceKind.VCORE else None)
+    return gpu_accounts(target, ledger, policy, offered=free if offer.kind.measure is Measure.CORES else None)
 
 
 def free_ids(target: Target, kind: ResourceKind, available: Sequence[str], ledger: Ledger) -> list[DeviceId]:
@@ -115,11 +116,9 @@ def free_ids(target: Target, kind: ResourceKind, available: Sequence[str], ledge
     return [d for d in offered if d not in holders or may_take_over(target, holders[d], ledger)]
 
 
-def must_gpus(
-    target: Target, offer: Offer, ledger: Ledger, kind: ResourceKind = ResourceKind.VCORE
-) -> tuple[GpuUuid, ...]:
-    """GPUs that the container cannot avoid: of the IDs to include, and of what init containers leave to it. `kind` is the
-    resource whose IDs bind the GPU."""
+def must_gpus(target: Target, offer: Offer, ledger: Ledger, names: ResourceNames) -> tuple[GpuUuid, ...]:
+    """GPUs that the container cannot avoid: of the IDs to include, and of what init containers leave to it."""
+    kind = names.binding(target.container)
     ids: set[str] = set()
     if offer.kind is kind:
         ids.update(offer.must_include)

@@ -19,8 +19,8 @@ from gpushare_agent.model.names import (
     has_kubelet_text,
     split_device_id,
 )
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.units import terms_of
+from gpushare_agent.model.resources import Measure, ResourceKind, ResourceNames
+from gpushare_agent.model.units import UnitLayout, terms_of
 from gpushare_agent.placement import GpuAccount
 
 Holders = Mapping[ResourceKind, Mapping[DeviceId, frozenset[ContainerKey]]]
@@ -50,7 +50,7 @@ def offered_ids(
 
 
 def unit_ids(
-    gpus: Sequence[Gpu], resource: str, names: ResourceNames, in_use: Collection[DeviceId]
+    gpus: Sequence[Gpu], resource: str, layout: UnitLayout, in_use: Collection[DeviceId]
 ) -> dict[GpuUuid, list[DeviceId]]:
     """The units under one of NVIDIA's names: of every GPU those that it serves, by number, and those that containers hold on
     other terms or under NVIDIA's own texts, until they end. `in_use` are this resource's that containers have."""
@@ -59,7 +59,7 @@ def unit_ids(
         by_gpu.setdefault(gpu_of(device), []).append(device)
     found: dict[GpuUuid, list[DeviceId]] = {}
     for gpu in gpus:
-        served = names.nvidia.served(gpu)
+        served = layout.served(gpu)
         own = served.ids(gpu.uuid) if served is not None and served.resource == resource else []
         if of_gpu := by_gpu.get(gpu.uuid, []):
             under_another_text = {device.partition("~")[0] for device in of_gpu if has_kubelet_text((device,))}
@@ -113,7 +113,7 @@ def withheld(
     if (
         not lent
         and not has_units
-        and (kind is ResourceKind.VCORE or (kind is ResourceKind.VMEMORY and not names.gpu_mem and not no_shares))
+        and (kind.measure is Measure.CORES or (kind.measure is Measure.BLOCKS and not names.gpu_mem and not no_shares))
     ):
         return frozenset()
     found: set[DeviceId] = set()
@@ -121,19 +121,19 @@ def withheld(
     left: list[DeviceId] = []
     for gpu in gpus:
         own = ids[gpu.uuid]
-        if no_shares and kind is not ResourceKind.VCORE:
+        if no_shares and kind.measure is not Measure.CORES:
             found.update(own)
             continue
         unallocated = [device for device in own if device not in holders[kind]]
-        if kind is ResourceKind.GPU_MEM:
+        if kind.measure is Measure.UNITS:
             found.update(unallocated[gpu.free_units :])
             continue
         of_memory = gpu.blocks_of_units + gpu.blocks_of_part
-        others = of_memory if kind is ResourceKind.VMEMORY else gpu.cores_of_part
+        others = of_memory if kind.measure is Measure.BLOCKS else gpu.cores_of_part
         count = lent.get(gpu.uuid, 0) + others
         unbacked += max(0, count - len(unallocated))
         found.update(unallocated[max(0, len(unallocated) - count) :])
         left += unallocated[: max(0, len(unallocated) - count)]
-    if kind is ResourceKind.VMEMORY and (lent or has_units):
+    if kind.measure is Measure.BLOCKS and (lent or has_units):
         found.update(left[max(0, len(left) - unbacked) :])
     return frozenset(found)

@@ -71,7 +71,7 @@ def plan(
     (`free_ids`)."""
     if (refused := _invalid(target, policy)) is not None:
         return refused
-    if offer.kind is ResourceKind.GPU:
+    if offer.kind.is_part:
         found = units.plan_units(target, offer, free, ledger, policy, gpus)
         if isinstance(found, Refused):
             return _named(target, _with_unhealthy_gpus(found, ledger), policy.names)
@@ -93,8 +93,7 @@ def plan_request(
     effective = effective_request(target.pod, target.container, names)
     if isinstance(effective, Refused):
         return effective
-    binding = ResourceKind.GPU_MEM if effective.units else ResourceKind.VCORE
-    return effective._replace(hint=hint, must_gpus=must_gpus(target, offer, ledger, binding))
+    return effective._replace(hint=hint, must_gpus=must_gpus(target, offer, ledger, names))
 
 
 def check(
@@ -107,8 +106,8 @@ def check(
     refused = _check_ids(target, kind, ids, ledger, policy) or _invalid(target, policy)
     if refused is not None:
         return refused
-    if kind is ResourceKind.GPU:
-        named = units.check_units(target, ids, ledger, policy)
+    if kind.is_part:
+        named = units.check_units(target, kind, ids, ledger, policy)
         return _named(target, named, policy.names) if isinstance(named, Refused) else named
     own = ledger.allocations.get(target.key)
     if kind.binds_gpu:
@@ -125,7 +124,7 @@ def _invalid(target: Target, policy: Policy) -> Refused | None:
     names = policy.names
     if problem := units.unusable_request(target.container, names):
         return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{_who(target)}: {problem}.")
-    if names.wanted(target.container, ResourceKind.GPU):
+    if names.part_kind(target.container) is not None:
         return None
     refused = validate_request(request_of(target.container, names), names, share_mode=policy.share_mode)
     return _named(target, refused, names) if refused is not None else None
@@ -163,7 +162,7 @@ def _choose(offer: Offer, free: Sequence[DeviceId], gpus: tuple[GpuUuid, ...]) -
     for gpu in gpus:
         prefix = f"{gpu}::"
         _fill(chosen, offer.size, [device for device in free if device.startswith(prefix)])
-    if offer.kind is ResourceKind.VMEMORY and len(chosen) < offer.size:
+    if not offer.kind.binds_gpu and len(chosen) < offer.size:
         _fill(chosen, offer.size, free)
     return tuple(chosen)
 
@@ -209,8 +208,8 @@ def _check_ids(
 def _unknown_id(
     target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, names: ResourceNames
 ) -> str | None:
-    if kind is ResourceKind.GPU:
-        return units.unknown_unit(target, ids, ledger, names)
+    if kind.is_part:
+        return units.unknown_unit(target, kind, ids, ledger, names)
     counts = {gpu.uuid: names.units(gpu, kind) for gpu in ledger.inventory.gpus}
     for device in ids:
         split = split_device_id(device)
@@ -276,7 +275,7 @@ def _spread(ids: Sequence[str]) -> str:
 def _named(target: Target, refused: Refused, names: ResourceNames) -> Refused:
     """Placement knows numbers; the user knows the pod and the resources by name."""
     wanted = {kind: names.wanted(target.container, kind) for kind in names.kinds}
-    always = () if wanted.get(ResourceKind.GPU) else (ResourceKind.VCORE, ResourceKind.VMEMORY)
+    always = () if names.part_kind(target.container) is not None else (ResourceKind.VCORE, ResourceKind.VMEMORY)
     asked = ", ".join(
         f"{count} {names.name_in(target.container, kind)}" for kind, count in wanted.items() if count or kind in always
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -63,7 +64,7 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
     written = _from_checkpoint(records.checkpoint, names)
     found = {key: one for pod in records.listed for key, one in _from_listed(pod, records, names, written).items()}
     listed_uids = {key.pod_uid for key in found}
-    listed_ids = {kind: {d for one in found.values() for d in one.ids.get(kind, ())} for kind in ResourceKind}
+    listed_ids = {kind: {d for one in found.values() for d in one.ids.get(kind, ())} for kind in names.table}
     by_uid = {pod.uid: pod for pod in records.pods or ()}
     live = None if records.pods is None else {uid for uid, pod in by_uid.items() if not pod.is_terminal}
     for key, ids in written.items():
@@ -140,7 +141,7 @@ def _unit_resources(records: Records, names: ResourceNames) -> dict[DeviceId, st
     return {
         DeviceId(device): resource
         for resource, devices in recorded
-        if resource in names.gpu or names.kind(resource) is None
+        if (kind := names.kind(resource)) is None or kind.is_part
         for device in devices
     }
 
@@ -221,21 +222,23 @@ def _allocation(
     now: float,
     resources: Mapping[DeviceId, str],
 ) -> Allocation:
-    vcore_ids = recorded.ids.get(ResourceKind.VCORE, frozenset())
-    unit_ids = recorded.ids.get(ResourceKind.GPU, frozenset())
-    bound_ids = next((ids for kind, ids in recorded.ids.items() if kind.binds_gpu), frozenset())
     spec = pod.container(key.container) if pod is not None else None
     assumed = ContainerKind.MAIN if recorded.is_listed else ContainerKind.INIT
-    return Allocation(
+    found = Allocation(
         key=key,
         namespace=pod.namespace if pod is not None else recorded.namespace,
         pod_name=pod.name if pod is not None else recorded.pod_name,
         kind=spec.kind if spec is not None else assumed,
-        gpus=gpus_of(bound_ids, inventory),
+        gpus=(),
         ids=recorded.ids,
-        gpu_resource=resources[min(unit_ids)] if unit_ids else "",
-        is_whole=all(terms_of(device).is_whole for device in unit_ids)
-        if unit_ids
-        else bool(vcore_ids) and len(vcore_ids) % CORES_PER_GPU == 0,
         allocated_at=now,
+    )
+    units, cores = found.unit_ids, len(found.ids_of(ResourceKind.VCORE))
+    return replace(
+        found,
+        gpus=gpus_of(found.bound_ids, inventory),
+        gpu_resource=resources[min(units)] if units else "",
+        is_whole=all(terms_of(device).is_whole for device in units)
+        if units
+        else cores > 0 and cores % CORES_PER_GPU == 0,
     )

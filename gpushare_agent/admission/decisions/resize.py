@@ -28,7 +28,7 @@ from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import CORES_PER_GPU, RESIZE_ANNOTATION
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.requests import NOTHING, Request
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import Measure, ResourceKind, ResourceNames
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.lack import describe_request
 
@@ -234,7 +234,7 @@ def enforced(share: ResizedShare, isolation: Isolation, instance: str, *, uses_n
 
 def describe(size: ShareSize, kind: ResourceKind, names: ResourceNames) -> str:
     """`50 cores with 24 memory blocks (6 GiB)`."""
-    if kind is ResourceKind.GPU_MEM:
+    if kind.measure is Measure.UNITS:
         return describe_request(Request(units=size.memory), names)
     return describe_request(Request(cores=size.cores, blocks=size.memory), names)
 
@@ -283,7 +283,7 @@ def _contradiction(
     allocation: Allocation, wanted: WantedSize, target: ShareSize, policy: ResizePolicy
 ) -> ResizeRefused | None:
     """What no node could do."""
-    if allocation.memory_kind is ResourceKind.GPU_MEM and wanted.cores is not None:
+    if allocation.memory_kind.measure is Measure.UNITS and wanted.cores is not None:
         return ResizeRefused(
             reason=ResizeReason.INVALID_REQUEST,
             detail=f"it asked for {policy.names.gpu_mem}, whose compute follows the memory: leave cores out.",
@@ -315,7 +315,7 @@ def _not_possible(before: ShareSize, target: ShareSize, isolation: Isolation) ->
 def _lack(booked: ShareSize, target: ShareSize, allocation: Allocation, account: GpuAccount) -> ResizeRefused | None:
     """What the GPU lacks. What is booked for the share already needs no free capacity."""
     memory = target.memory if target.memory > booked.memory else 0
-    is_units = allocation.memory_kind is ResourceKind.GPU_MEM
+    is_units = allocation.memory_kind.measure is Measure.UNITS
     request = Request(
         cores=target.cores if target.cores > booked.cores else 0,
         blocks=0 if is_units else memory,

@@ -18,42 +18,38 @@ from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, gpu_of,
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.requests import Request
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.units import ServedUnits, parts_of, terms_of
+from gpushare_agent.model.units import ServedUnits, UnitLayout, parts_of, terms_of
 from gpushare_agent.placement import GpuAccount, Placed, place
 
 
 def unusable_request(container: ContainerSpec, names: ResourceNames) -> str:
-    """Why no node could serve what the container asks for, with the cure; empty where NVIDIA's names are not asked for, or
-    one of them alone is."""
-    asked = [name for name in names.gpu if container.requests.get(name)]
-    others = [
-        names.name(kind) for kind in ResourceKind if kind is not ResourceKind.GPU and names.wanted(container, kind)
-    ]
-    if not asked or len(asked) + len(others) == 1:
+    """Why no node could serve what the container asks for, with the cure; empty where no parts of GPUs are asked for, or
+    one resource alone is."""
+    asked = [(kind, name) for kind in names.kinds for name in kind.names(names) if container.requests.get(name)]
+    units, others = ([name for kind, name in asked if kind.is_part is of_parts] for of_parts in (True, False))
+    if not units or len(asked) == 1:
         return ""
-    together = " and ".join([*asked, *others])
-    return f"it asks for {together} together. Ask for one of them: {asked[0]} comes with its memory, and is no share"
+    together = " and ".join([*units, *others])
+    return f"it asks for {together} together. Ask for one of them: {units[0]} comes with its memory, and is no share"
 
 
 def plan_units(
     target: Target, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy, gpus: Sequence[GpuAccount]
 ) -> tuple[Placed, tuple[DeviceId, ...]] | Refused:
     """The GPUs, and the IDs to prefer."""
-    served = served_units(ledger, policy.names, policy.names.name_in(target.container, ResourceKind.GPU))
+    layout, served = layout_of(offer.kind, policy.names), served_units(target, offer.kind, ledger, policy.names)
     must = [DeviceId(device) for device in offer.must_include]
-    if (refused := _unlike(ledger, policy) or _several(must + list(free), offer.size, policy)) is not None:
+    if (refused := _unlike(layout, ledger) or _several(layout, must + list(free), offer.size)) is not None:
         return refused
     usable = {gpu.uuid: gpu for gpu in gpus if gpu.is_healthy and gpu.uuid in served}
     by_gpu = _by_number(free, usable, without=must)
     has_instances = any(gpu.mig is not None and gpu.uuid in served for gpu in ledger.inventory.gpus)
     if by_gpu and not has_instances and all(found.terms.is_whole for found in served.values()):
-        return _plan_whole(
-            offer, by_gpu, ledger, policy, gpus, must_gpus(target, offer, ledger, ResourceKind.GPU), must
-        )
+        return _plan_whole(offer, by_gpu, ledger, policy, gpus, must_gpus(target, offer, ledger, policy.names), must)
     room = {uuid: account.free_part for uuid, account in usable.items() if not account.is_full}
     for uuid, part in parts_of(must).items():
         room[uuid] = room.get(uuid, Fraction(0)) - part
-    chosen, sign = list(must), -1 if policy.names.nvidia.is_packed else 1
+    chosen, sign = list(must), -1 if layout.is_packed else 1
     fitting = {uuid: ids[: max(0, int(room.get(uuid, 0) * terms_of(ids[0]).of))] for uuid, ids in by_gpu.items()}
     queue = [
         (sign * (served[uuid].terms.of - len(by_gpu[uuid])), usable[uuid].index, ids[::-1])
@@ -72,15 +68,17 @@ def plan_units(
             heappop(queue)
     having = {gpu_of(device) for device in chosen}
     named = sorted((gpu for gpu in gpus if gpu.uuid in having), key=lambda gpu: gpu.index)
-    which = "fullest" if policy.names.nvidia.is_packed else "emptiest"
+    which = "fullest" if layout.is_packed else "emptiest"
     why = f"GPU {', '.join(gpu.label for gpu in named)}: replicas go to the {which} GPU with room"
     return Placed(gpus=tuple(gpu.uuid for gpu in named), policy="replicas", explanation=why), tuple(chosen)
 
 
-def check_units(target: Target, ids: Sequence[str], ledger: Ledger, policy: Policy) -> tuple[GpuUuid, ...] | Refused:
+def check_units(
+    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy
+) -> tuple[GpuUuid, ...] | Refused:
     """The GPUs of these IDs, which are the node's and free, by index; refused where they have no room for them."""
-    devices = [DeviceId(device) for device in ids]
-    if (refused := _unlike(ledger, policy) or _several(devices, len(devices), policy)) is not None:
+    devices, layout = [DeviceId(device) for device in ids], layout_of(kind, policy.names)
+    if (refused := _unlike(layout, ledger) or _several(layout, devices, len(devices))) is not None:
         return refused
     accounts = {account.uuid: account for account in gpu_accounts(target, ledger, policy)}
     parts = parts_of(devices)
@@ -95,11 +93,13 @@ def check_units(target: Target, ids: Sequence[str], ledger: Ledger, policy: Poli
     return tuple(sorted(parts, key=lambda uuid: accounts[uuid].index))
 
 
-def unknown_unit(target: Target, ids: Sequence[str], ledger: Ledger, names: ResourceNames) -> str | None:
+def unknown_unit(
+    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, names: ResourceNames
+) -> str | None:
     """The first that is no unit of a GPU that serves the resource, be it on the terms of before: the kubelet may have begun
     the admission before it had the new list. What a container of the pod has is one."""
-    served = served_units(ledger, names, names.name_in(target.container, ResourceKind.GPU))
-    present, holders = ledger.inventory.by_uuid(), ledger.holders[ResourceKind.GPU]
+    served = served_units(target, kind, ledger, names)
+    present, holders = ledger.inventory.by_uuid(), ledger.holders[kind]
     for device in ids:
         split = split_device_id(device)
         if split is None or split[0] not in present:
@@ -111,9 +111,18 @@ def unknown_unit(target: Target, ids: Sequence[str], ledger: Ledger, names: Reso
     return None
 
 
-def served_units(ledger: Ledger, names: ResourceNames, resource: str) -> dict[GpuUuid, ServedUnits]:
-    """The GPUs that serve the resource."""
-    found = ((gpu.uuid, names.nvidia.served(gpu)) for gpu in ledger.inventory.gpus)
+def layout_of(kind: ResourceKind, names: ResourceNames) -> UnitLayout:
+    if kind.layout is None:
+        raise AssertionError(f"{kind} is no resource of parts of GPUs")
+    return kind.layout(names)
+
+
+def served_units(
+    target: Target, kind: ResourceKind, ledger: Ledger, names: ResourceNames
+) -> dict[GpuUuid, ServedUnits]:
+    """The GPUs that serve the resource by which the container asks for units."""
+    resource, layout = names.name_in(target.container, kind), layout_of(kind, names)
+    found = ((gpu.uuid, layout.served(gpu)) for gpu in ledger.inventory.gpus)
     return {uuid: served for uuid, served in found if served is not None and served.resource == resource}
 
 
@@ -139,14 +148,14 @@ def _plan_whole(
     return placed, (*chosen, *(by_gpu[uuid][0] for uuid in placed.gpus if uuid not in having))
 
 
-def _unlike(ledger: Ledger, policy: Policy) -> Refused | None:
-    why = policy.names.nvidia.unlike(ledger.inventory.gpus)
+def _unlike(layout: UnitLayout, ledger: Ledger) -> Refused | None:
+    why = layout.unlike(ledger.inventory.gpus)
     return Refused(reason=RefusalReason.NO_HEALTHY_GPU, detail=f"{why}.") if why else None
 
 
-def _several(devices: Collection[DeviceId], size: int, policy: Policy) -> Refused | None:
+def _several(layout: UnitLayout, devices: Collection[DeviceId], size: int) -> Refused | None:
     """NVIDIA's failRequestsGreaterThanOne."""
-    if size < 2 or not policy.names.nvidia.refuses_several or all(terms_of(device).is_whole for device in devices):
+    if size < 2 or not layout.refuses_several or all(terms_of(device).is_whole for device in devices):
         return None
     return Refused(
         reason=RefusalReason.INVALID_REQUEST,

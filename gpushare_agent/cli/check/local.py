@@ -17,7 +17,8 @@ from gpushare_agent.kubelet.handover import instance_socket_name
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.finding import Finding, Level, error, ok, warning
 from gpushare_agent.model.gpus import Gpu, GpuInventory
-from gpushare_agent.model.names import MIB, VMEMORY_SOCKET
+from gpushare_agent.model.names import MIB
+from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import Settings
 
@@ -107,7 +108,7 @@ async def check_kubelet(settings: Settings) -> list[Finding]:
     except Unavailable as failure:
         cure = "start the kubelet, or set --device-plugin-path to its device-plugins directory (mounted into the pod)"
         findings.append(error("kubelet socket", str(failure), cure))
-    longest = str(directory / instance_socket_name(VMEMORY_SOCKET))
+    longest = str(directory / instance_socket_name(ResourceKind.VMEMORY.socket))
     length, limit = len(longest.encode()), MAX_ADDRESS_BYTES
     if length > limit:
         detail = f"{longest} has {length} bytes, a socket's path may have {limit}"

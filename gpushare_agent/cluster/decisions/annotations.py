@@ -17,6 +17,7 @@ from gpushare_agent.model.names import (
     GpuUuid,
 )
 from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.requests import request_of
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 
 
@@ -30,8 +31,7 @@ def pod_annotations(
     wanting = [
         container
         for container in pod.containers
-        if container.kind is ContainerKind.MAIN
-        and (names.wanted(container, ResourceKind.VCORE) or names.wanted(container, ResourceKind.GPU_MEM))
+        if container.kind is ContainerKind.MAIN and ((asked := request_of(container, names)).cores or asked.units)
     ]
     found = {c.position: a for c in wanting if (a := allocations.get(ContainerKey(pod.uid, c.name))) is not None}
     if not wanting or len(found) < len(wanting) or not all(a.bound_ids for a in found.values()):

@@ -37,7 +37,7 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.requests import request_of
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import validate_request
 
 DEVICE_CLASS = f"gpu.{DRIVER}"
@@ -172,7 +172,7 @@ def _warnings(
     container: ContainerSpec, template: Template, annotations: Mapping[str, str], names: ResourceNames
 ) -> Iterator[str]:
     who, has_ceiling = f"container {container.name}", CORE_LIMIT_ANNOTATION in annotations
-    if names.wanted(container, ResourceKind.GPU_MEM):
+    if request_of(container, names).units:
         asked_mib = names.memory_mib(container)
         if template.memory_mib != asked_mib:
             yield f"{who}: {asked_mib} MiB become {template.memory_mib}, in blocks of {names.memory_block_mib}"

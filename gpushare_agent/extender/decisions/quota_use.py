@@ -10,7 +10,8 @@ from msgspec import Struct
 
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.requests import request_of
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement.gpu_account import blocks_of_units
 
 
@@ -51,8 +52,8 @@ def use_of(pod: Pod, names: ResourceNames, *, gpu_memory_mib: int) -> QuotaUse:
 
 
 def _use_of_container(container: ContainerSpec, names: ResourceNames, gpu_memory_mib: int) -> QuotaUse:
-    cores, blocks = names.wanted(container, ResourceKind.VCORE), names.wanted(container, ResourceKind.VMEMORY)
-    units = names.wanted(container, ResourceKind.GPU_MEM)
+    asked = request_of(container, names)
+    cores, blocks, units = asked.cores, asked.blocks, asked.units
     if cores >= CORES_PER_GPU:
         whole = cores // CORES_PER_GPU * (gpu_memory_mib // names.memory_block_mib)
         blocks = max(blocks, whole)

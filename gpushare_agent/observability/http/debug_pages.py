@@ -61,7 +61,7 @@ def _allocation(allocation: Allocation, now: float) -> dict[str, Any]:
         "kind": allocation.kind.value,
         "is_whole": allocation.is_whole,
         "gpus": list(allocation.gpus),
-        "devices": {kind.value: device_ranges(ids) for kind, ids in sorted(allocation.ids.items())},
+        "devices": dict(sorted((kind.value, device_ranges(ids)) for kind, ids in allocation.ids.items())),
         "age_seconds": round(now - allocation.allocated_at, 3),
     }
 
