@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol, cast
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions import plan as decide
@@ -62,43 +63,25 @@ class AdmissionGate(Protocol):
     def allocating(self) -> AbstractContextManager[None]: ...
 
 
-class Admission:
+class Admission(Struct, kw_only=True, eq=False):
     """The handler of the device plugins."""
 
-    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
-        self,
-        *,
-        gate: AdmissionGate,
-        identification: Identification,
-        cache: AllocationCache,
-        pods: Pods,
-        inventory: Callable[[], GpuInventory],
-        policy: Policy,
-        edits: Callable[[], EditPolicy],
-        node_name: str,
-        refused_pods: RefusedPods,
-        observer: OutcomeReporter,
-        wait_for_release: Callable[[], Awaitable[bool]],
-        prepare_ahead: Callable[[ContainerKey], None] = lambda _: None,
-        isolation_unavailable_reason: Callable[[str], str] = lambda _: "",
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._gate = gate
-        self._identification = identification
-        self._cache = cache
-        self._pods = pods
-        self._inventory = inventory
-        self._policy = policy
-        self._edit_policy = edits
-        self._node_name = node_name
-        self._refused_pods = refused_pods
-        self._observer = observer
-        self._wait_for_release = wait_for_release
-        self._prepare_ahead = prepare_ahead
-        self._isolation_unavailable_reason = isolation_unavailable_reason
-        self._clock = clock
-        self._pending = PendingAdmissions()
-        self._last_edits: tuple[_EditsQuestion, ContainerEdits | Refused] | None = None
+    gate: AdmissionGate
+    identification: Identification
+    cache: AllocationCache
+    pods: Pods
+    inventory: Callable[[], GpuInventory]
+    policy: Policy
+    edits: Callable[[], EditPolicy]
+    node_name: str
+    refused_pods: RefusedPods
+    observer: OutcomeReporter
+    wait_for_release: Callable[[], Awaitable[bool]]
+    prepare_ahead: Callable[[ContainerKey], None] = lambda _: None
+    isolation_unavailable_reason: Callable[[str], str] = lambda _: ""
+    clock: Callable[[], float] = time.monotonic
+    _pending: PendingAdmissions = field(default_factory=PendingAdmissions)
+    _last_edits: tuple[_EditsQuestion, ContainerEdits | Refused] | None = None
 
     async def preferred(
         self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
@@ -109,23 +92,23 @@ class Admission:
         2. It is planned (`_plan`), and the outcome is pending.
         3. Refused for want of free capacity while pods are ending: planned again after each release, for a moment.
         """
-        kind = self._policy.names.kind_of(resource)
-        async with self._gate.preferring() as inside:
-            found = await self._identification.identify(
+        kind = self.policy.names.kind_of(resource)
+        async with self.gate.preferring() as inside:
+            found = await self.identification.identify(
                 Call(resource=resource, kind=kind, size=size, must_include=frozenset(must_include)), inside
             )
             if isinstance(found, Refused):
-                plan = PendingPlan(resource=resource, size=size, target=None, outcome=found, planned_at=self._clock())
+                plan = PendingPlan(resource=resource, size=size, target=None, outcome=found, planned_at=self.clock())
                 self._pending.add(plan)
                 return list(must_include)
             offer = Offer(kind=kind, available=available, must_include=must_include, size=size)
             outcome = self._plan(found, resource, offer)
-            started_at = self._clock()
+            started_at = self.clock()
             while (
                 isinstance(outcome, Refused)
                 and outcome.reason in _CURED_BY_A_RELEASE
-                and self._clock() - started_at < RELEASE_WAIT_S
-                and await self._wait_for_release()  # one was released; several pods may be ending at once
+                and self.clock() - started_at < RELEASE_WAIT_S
+                and await self.wait_for_release()  # one was released; several pods may be ending at once
             ):
                 outcome = self._plan(found, resource, offer)
         return outcome.ids if isinstance(outcome, Plan) else list(must_include)
@@ -141,11 +124,11 @@ class Admission:
         | 4. already one container's, which does not run yet | that one | the same answer again, no change |
         | 5. anything else | unknown | refused |
         """
-        kind = self._policy.names.kind_of(resource)
-        with self._gate.allocating():
+        kind = self.policy.names.kind_of(resource)
+        with self.gate.allocating():
             pending = self._pending.take_exact(resource, ids)
             if pending is None:
-                successor = self._identification.successor(resource, ids)
+                successor = self.identification.successor(resource, ids)
                 if successor is not None:
                     return self._allocate(successor, kind, ids, self._initial_gpus(successor.pod.uid))
                 pending = self._pending.take_of_size(resource, len(set(ids)))
@@ -155,20 +138,20 @@ class Admission:
             if repeated is not None:
                 return repeated
             refused = _without_plan(resource, ids)
-            self._observer.refused(None, resource, refused, None)
+            self.observer.refused(None, resource, refused, None)
             return refused
 
     def is_between_admissions(self) -> bool:
         """No Allocate is due, and the pod that was under admission has all that it asks for, or was refused."""
         uid = self._pending.pod
-        pod = self._pods.get(uid) if uid is not None else None
-        if self._pending.is_due(self._clock()):
+        pod = self.pods.get(uid) if uid is not None else None
+        if self._pending.is_due(self.clock()):
             return False
-        return pod is None or pod.uid in self._refused_pods or not self._is_lacking(pod)
+        return pod is None or pod.uid in self.refused_pods or not self._is_lacking(pod)
 
     def _is_lacking(self, pod: Pod) -> bool:
-        names = self._policy.names
-        has = {container.name: self._cache.get(ContainerKey(pod.uid, container.name)) for container in pod.containers}
+        names = self.policy.names
+        has = {container.name: self.cache.get(ContainerKey(pod.uid, container.name)) for container in pod.containers}
         return any(
             names.wanted(container, kind) and ((found := has[container.name]) is None or not found.ids_of(kind))
             for container in pod.containers
@@ -177,27 +160,27 @@ class Admission:
 
     def kubelet_restarted(self) -> None:
         """No Allocate will come for what was planned before, and a pod refused just before may be admitted anew."""
-        self._refused_pods.clear()
+        self.refused_pods.clear()
         self._pending.clear()
 
     def _plan(self, target: Target, resource: str, offer: Offer) -> Plan | Refused:
         """Choose GPU and IDs, and keep the outcome for the Allocate."""
         self._pending.begin(target.pod.uid)
-        ledger = self._cache.ledger(self._inventory(), without=target.key)
+        ledger = self.cache.ledger(self.inventory(), without=target.key)
         free = free_ids(target, offer.kind, offer.available, ledger)
         if len(free) < len(offer.available):
-            self._observer.taken_ids_offered(resource, len(offer.available) - len(free))
-        is_gpu_mem = request_of(target.container, self._policy.names).units > 0
-        hint = hinted_gpus(target.pod.annotations, target.container, self._node_name, is_gpu_mem=is_gpu_mem)
-        gpus = offer_accounts(target, offer, free, ledger, self._policy)
+            self.observer.taken_ids_offered(resource, len(offer.available) - len(free))
+        is_gpu_mem = request_of(target.container, self.policy.names).units > 0
+        hint = hinted_gpus(target.pod.annotations, target.container, self.node_name, is_gpu_mem=is_gpu_mem)
+        gpus = offer_accounts(target, offer, free, ledger, self.policy)
         outcome: Plan | Refused = decide.plan(
-            target, offer, free=free, ledger=ledger, policy=self._policy, hint=hint, gpus=gpus
+            target, offer, free=free, ledger=ledger, policy=self.policy, hint=hint, gpus=gpus
         )
         if isinstance(outcome, Plan):
             outcome = self._obstacle(target, outcome, ledger) or outcome
-        why = explain(target, offer, ledger, self._policy, hint, gpus, outcome)
+        why = explain(target, offer, ledger, self.policy, hint, gpus, outcome)
         plan = PendingPlan(
-            resource=resource, size=offer.size, target=target, outcome=outcome, planned_at=self._clock(), why=why
+            resource=resource, size=offer.size, target=target, outcome=outcome, planned_at=self.clock(), why=why
         )
         self._pending.add(plan)
         return outcome
@@ -211,11 +194,11 @@ class Admission:
         if units is not None:
             is_share = units.sharing in (Sharing.MPS, Sharing.SHARES)
         else:
-            is_share = not request_of(target.container, self._policy.names).whole_gpus
-        name = isolation_of(target.pod.annotations, units, self._edit_policy())
+            is_share = not request_of(target.container, self.policy.names).whole_gpus
+        name = isolation_of(target.pod.annotations, units, self.edits())
         if not is_share or isinstance(name, Refused):
             return None
-        reason = self._isolation_unavailable_reason(name)
+        reason = self.isolation_unavailable_reason(name)
         if not reason:
             return None
         return Refused(
@@ -248,30 +231,30 @@ class Admission:
         What the container gets is answered with the resource that binds its GPU, cores or GPUShare's memory.
         """
         _bind_to_log(target)
-        resource = self._policy.names.name_in(target.container, kind)
-        pod = self._pods.get(target.pod.uid)
+        resource = self.policy.names.name_in(target.container, kind)
+        pod = self.pods.get(target.pod.uid)
         if pod is None or pod.is_terminal:
             return self._refuse(target, resource, _deleted(target))
-        ledger = self._cache.ledger(self._inventory(), without=target.key)
-        gpus = decide.check(target, kind, ids, ledger, self._policy, planned)
+        ledger = self.cache.ledger(self.inventory(), without=target.key)
+        gpus = decide.check(target, kind, ids, ledger, self.policy, planned)
         if isinstance(gpus, Refused):
             return self._refuse(target, resource, gpus, why)
         edits = self._edits(target, gpus, ids, ledger.inventory.by_uuid())
         if isinstance(edits, Refused):
             return self._refuse(target, resource, edits, why)
-        is_first = self._cache.get(target.key) is None
+        is_first = self.cache.get(target.key) is None
         allocation = self._allocation(target, kind, ids, gpus)
-        self._cache.put(allocation)
+        self.cache.put(allocation)
         self._pending.add_allocated(target.key)
-        self._prepare_ahead(target.key)
-        self._observer.allocated(target, allocation, resource, why if is_first else None)
+        self.prepare_ahead(target.key)
+        self.observer.allocated(target, allocation, resource, why if is_first else None)
         return edits if kind.binds_gpu else ContainerEdits()
 
     def _allocation(
         self, target: Target, kind: ResourceKind, ids: Sequence[str], gpus: tuple[GpuUuid, ...]
     ) -> Allocation:
         """The container's allocation with these IDs of one resource and those that it has of the others."""
-        old = self._cache.get(target.key)
+        old = self.cache.get(target.key)
         return Allocation(
             key=target.key,
             namespace=target.pod.namespace,
@@ -281,9 +264,9 @@ class Admission:
             ids={**(old.ids if old is not None else {}), kind: frozenset(DeviceId(device) for device in ids)},
             is_whole=all(terms_of(device).is_whole for device in ids)
             if kind.is_part
-            else request_of(target.container, self._policy.names).whole_gpus > 0,
-            allocated_at=self._clock(),
-            gpu_resource=self._policy.names.name_in(target.container, kind) if kind.is_part else "",
+            else request_of(target.container, self.policy.names).whole_gpus > 0,
+            allocated_at=self.clock(),
+            gpu_resource=self.policy.names.name_in(target.container, kind) if kind.is_part else "",
         )
 
     def _edits(
@@ -291,14 +274,14 @@ class Admission:
     ) -> ContainerEdits | Refused:
         """The calls of one container ask for the same thing up to four times, so the last answer is kept. `ids` count where
         they are units under NVIDIA's names."""
-        question = (target, tuple(known[gpu] for gpu in gpus), self._edit_policy(), self._units(target, ids))
+        question = (target, tuple(known[gpu] for gpu in gpus), self.edits(), self._units(target, ids))
         if self._last_edits is None or self._last_edits[0] != question:
             self._last_edits = question, edits_for(target.pod, target.container, *question[1:])
         return self._last_edits[1]
 
     def _units(self, target: Target, ids: Sequence[str]) -> GpuUnits | None:
         """None where the container asks for no unit under NVIDIA's names."""
-        is_unit = self._policy.names.part_kind(target.container) is not None
+        is_unit = self.policy.names.part_kind(target.container) is not None
         return units_of(cast(Sequence[DeviceId], ids)) if is_unit else None
 
     def _refuse(
@@ -308,31 +291,31 @@ class Admission:
         if target is not None:
             _bind_to_log(target)
             for key in self._pending.take_allocated(target.pod.uid):
-                self._cache.release(key)
-            if not target.pod.has_started and self._pods.get(target.pod.uid) is not None:
-                self._refused_pods.add(target.pod.uid)
-        self._observer.refused(target, resource, refused, why)
+                self.cache.release(key)
+            if not target.pod.has_started and self.pods.get(target.pod.uid) is not None:
+                self.refused_pods.add(target.pod.uid)
+        self.observer.refused(target, resource, refused, why)
         return refused
 
     def _answer_again(self, kind: ResourceKind, ids: Sequence[str]) -> ContainerEdits | Refused | None:
         """The same answer as before for the IDs of exactly one container; nothing changes."""
         wanted = frozenset(DeviceId(device) for device in ids)
-        keys = self._cache.holders(kind).get(next(iter(wanted)), frozenset()) if wanted else frozenset()
-        allocation = self._cache.get(next(iter(keys))) if len(keys) == 1 else None
+        keys = self.cache.holders(kind).get(next(iter(wanted)), frozenset()) if wanted else frozenset()
+        allocation = self.cache.get(next(iter(keys))) if len(keys) == 1 else None
         if allocation is None or allocation.ids_of(kind) != wanted:
             return None
-        pod = self._pods.get(allocation.key.pod_uid)
+        pod = self.pods.get(allocation.key.pod_uid)
         container = pod.container(allocation.key.container) if pod is not None else None
         if pod is None or container is None or container.name in pod.running:
             return None  # a container that runs needs nothing: the call is for another one
         if not kind.binds_gpu:
             return ContainerEdits()
-        known = self._inventory().by_uuid()
+        known = self.inventory().by_uuid()
         target = Target(pod=pod, container=container)
         return self._edits(target, [gpu for gpu in allocation.gpus if gpu in known], ids, known)
 
     def _initial_gpus(self, uid: PodUid) -> tuple[GpuUuid, ...]:
-        return next((a.gpus for a in self._cache.of_pod(uid) if a.kind is ContainerKind.INIT and a.gpus), ())
+        return next((a.gpus for a in self.cache.of_pod(uid) if a.kind is ContainerKind.INIT and a.gpus), ())
 
 
 def _bind_to_log(target: Target) -> None:

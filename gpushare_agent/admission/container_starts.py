@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.identity import Target
@@ -25,56 +26,44 @@ from gpushare_agent.node import Pods
 log = structlog.get_logger(__name__)
 
 
-class ContainerStarts:
+class ContainerStarts(Struct, kw_only=True, eq=False):
     """`prepare` makes on the host what the isolation of these containers needs, and returns a refusal where it cannot."""
 
-    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
-        self,
-        *,
-        cache: AllocationCache,
-        pods: Pods,
-        names: ResourceNames,
-        inventory: Callable[[], GpuInventory],
-        records: KubeletCheckpoint,
-        prepare: Callable[[Collection[ContainerKey]], Awaitable[Refused | None]],
-        observer: OutcomeReporter,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._cache = cache
-        self._pods = pods
-        self._names = names
-        self._inventory = inventory
-        self._records = records
-        self._prepare = prepare
-        self._observer = observer
-        self._clock = clock
+    cache: AllocationCache
+    pods: Pods
+    names: ResourceNames
+    inventory: Callable[[], GpuInventory]
+    records: KubeletCheckpoint
+    prepare: Callable[[Collection[ContainerKey]], Awaitable[Refused | None]]
+    observer: OutcomeReporter
+    clock: Callable[[], float] = time.monotonic
 
     async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None:
         """Check that the container about to start holds these IDs, and prepare its isolation. An allocation that the cache
         has lost is read from the kubelet's checkpoint."""
-        kind = self._names.kind_of(resource)
+        kind = self.names.kind_of(resource)
         wanted = frozenset(DeviceId(device) for device in ids)
         refused = await self._adopt(kind, wanted) if not self._containers_with(kind, wanted) else None
         if refused is None:
-            refused = await self._prepare(self._containers_with(kind, wanted))
+            refused = await self.prepare(self._containers_with(kind, wanted))
         if refused is not None:
-            self._observer.start_refused(self._last_target(self._containers_with(kind, wanted)), resource, refused)
+            self.observer.start_refused(self._last_target(self._containers_with(kind, wanted)), resource, refused)
         return refused
 
     async def _adopt(self, kind: ResourceKind, wanted: frozenset[DeviceId]) -> Refused | None:
         try:
-            entries = await self._records.read()
+            entries = await self.records.read()
         except AgentError as e:
             log.warning("kubelet_checkpoint_unreadable", error=str(e))
             entries = ()
         if self._containers_with(kind, wanted):
             return None  # allocated during the read
-        adopted = adopt(entries, kind, wanted, self._cache.view(), self._names, self._inventory(), self._clock())
+        adopted = adopt(entries, kind, wanted, self.cache.view(), self.names, self.inventory(), self.clock())
         if isinstance(adopted, Refused):
             log.warning("pre_start_refused", reason=adopted.reason.value, detail=adopted.detail)
             return adopted
         for allocation in adopted:
-            self._cache.put(allocation)
+            self.cache.put(allocation)
         log.info("allocation_adopted", pod_uid=adopted[0].key.pod_uid, container=adopted[0].key.container)
         return None
 
@@ -82,10 +71,10 @@ class ContainerStarts:
         """Those that have exactly these IDs: several where an init container's IDs were passed on."""
         if not ids:
             return []
-        keys = self._cache.holders(kind).get(next(iter(ids)), frozenset())
-        return sorted(key for key in keys if (found := self._cache.get(key)) is not None and found.ids_of(kind) == ids)
+        keys = self.cache.holders(kind).get(next(iter(ids)), frozenset())
+        return sorted(key for key in keys if (found := self.cache.get(key)) is not None and found.ids_of(kind) == ids)
 
     def _last_target(self, keys: Sequence[ContainerKey]) -> Target | None:
-        pod = self._pods.get(keys[-1].pod_uid) if keys else None
+        pod = self.pods.get(keys[-1].pod_uid) if keys else None
         container = pod.container(keys[-1].container) if pod is not None else None
         return Target(pod=pod, container=container) if pod is not None and container is not None else None

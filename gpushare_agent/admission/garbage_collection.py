@@ -20,6 +20,7 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.garbage import CorrectionKind, Evidence, Reconciliation, reconcile
@@ -80,61 +81,44 @@ class PodGets(Protocol):
     async def get_pod(self, namespace: str, name: str, *, timeout_s: float) -> Listing: ...
 
 
-class GarbageCollection:
+class GarbageCollection(Struct, kw_only=True, eq=False):
     """One per agent, subscribed to the pod store (`pod_changed`) and the allocation cache (`allocation_changed`).
 
     `kubelet_age_s` is how long the kubelet has been up, None where it is down; with one younger than
     TRUST_AFTER_S nothing is released, for it lists a pod only after it has admitted it again.
     """
 
-    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
-        self,
-        *,
-        cache: AllocationCache,
-        pods: Pods,
-        static_pods: StaticPodReader,
-        gate: QuietLists,
-        pod_resources: PodGets,
-        checkpoint: KubeletCheckpoint,
-        processes: PodProcesses,
-        names: ResourceNames,
-        inventory: Callable[[], GpuInventory],
-        kubelet_age_s: Callable[[], float | None],
-        clock: Callable[[], float] = time.monotonic,
-        period_s: float,
-        fresh_s: float = FRESH_S,
-        on_correction: Callable[[str], None] = lambda kind: None,
-    ) -> None:
-        self._cache = cache
-        self._pods = pods
-        self._static_pods = static_pods
-        self._gate = gate
-        self._pod_resources = pod_resources
-        self._checkpoint = checkpoint
-        self._processes = processes
-        self._names = names
-        self._inventory = inventory
-        self._kubelet_age_s = kubelet_age_s
-        self._clock = clock
-        self._period_s = period_s
-        self._fresh_s = fresh_s
-        self._on_correction = on_correction
-        self._deleted: set[PodUid] = set()
-        self._releases = Reconciler()
-        self._has_released = asyncio.Event()
-        self._processes_unknown = ReportOnce()
-        self._still_running = ReportOnce()
-        self._missing: frozenset[ContainerKey] = frozenset()
-        self._reconciler = Reconciler()
-        self._is_getting = False
-        self._changed_pods: set[PodUid] = set()
-        self._agreed: dict[PodUid, tuple[Pod, Sequence[Allocation]]] = {}  # as they were; the longest unasked first
+    cache: AllocationCache
+    pods: Pods
+    static_pods: StaticPodReader
+    gate: QuietLists
+    pod_resources: PodGets
+    checkpoint: KubeletCheckpoint
+    processes: PodProcesses
+    names: ResourceNames
+    inventory: Callable[[], GpuInventory]
+    kubelet_age_s: Callable[[], float | None]
+    clock: Callable[[], float] = time.monotonic
+    period_s: float
+    fresh_s: float = FRESH_S
+    on_correction: Callable[[str], None] = lambda kind: None
+    _deleted: set[PodUid] = field(default_factory=set)
+    _releases: Reconciler = field(default_factory=Reconciler)
+    _has_released: asyncio.Event = field(default_factory=asyncio.Event)
+    _processes_unknown: ReportOnce = field(default_factory=ReportOnce)
+    _still_running: ReportOnce = field(default_factory=ReportOnce)
+    _missing: frozenset[ContainerKey] = frozenset()
+    _reconciler: Reconciler = field(default_factory=Reconciler)
+    _is_getting: bool = False
+    _changed_pods: set[PodUid] = field(default_factory=set)
+    _agreed: dict[PodUid, tuple[Pod, Sequence[Allocation]]] = field(default_factory=dict)
+    """As they were; the longest unasked first."""
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         """For PodStore.subscribe: releases an ended pod's allocations at once."""
         if new is not None and new.is_terminal:
             self._release(new.uid, "terminal")
-        elif new is None and old is not None and self._cache.of_pod(old.uid):
+        elif new is None and old is not None and self.cache.of_pod(old.uid):
             self._deleted.add(old.uid)
             self._releases.request()
 
@@ -162,20 +146,20 @@ class GarbageCollection:
         checkpoint = await self._read_checkpoint()
         listed: list[ListedPod] = []
         try:
-            async with self._gate.quiet_list("recovery", wait_s=1.0) as entries:
+            async with self.gate.quiet_list("recovery", wait_s=1.0) as entries:
                 listed = [entry.decoded() for entry in entries]
         except AgentError as e:
             log.warning("pod_resources_unavailable", purpose="recovery", error=str(e))
         records = Records(listed=listed, checkpoint=checkpoint, pods=self._known_pods())
-        self._cache.replace_all(rebuild(records, self._names, self._inventory(), _LONG_AGO))
-        return len(self._cache)
+        self.cache.replace_all(rebuild(records, self.names, self.inventory(), _LONG_AGO))
+        return len(self.cache)
 
     async def run(self) -> NoReturn:
         """Until cancelled: release deleted pods when their event comes, reconcile every period."""
         async with asyncio.TaskGroup() as group:
             # Two tasks: an admission may wait for a release, and a reconcile waits for admissions to pause.
             release = partial(self._releases.run, self.release_deleted, self._retry_s)
-            reconcile = partial(self._reconciler.run, self.reconcile, lambda: self._period_s)
+            reconcile = partial(self._reconciler.run, self.reconcile, lambda: self.period_s)
             start_tasks(group, {"release deleted pods": release, "reconcile": reconcile})
         raise AssertionError("unreachable: neither task ends")
 
@@ -185,16 +169,16 @@ class GarbageCollection:
     async def release_deleted(self) -> None:
         """Release the deleted pods, unless their processes still run."""
         for uid in sorted(self._deleted):
-            if self._pods.get(uid) is None and await self._may_have_processes(uid):
+            if self.pods.get(uid) is None and await self._may_have_processes(uid):
                 continue
             self._deleted.discard(uid)
             self._still_running.is_over(uid)
-            if self._pods.get(uid) is None:
+            if self.pods.get(uid) is None:
                 self._release(uid, "deleted")
 
     async def _may_have_processes(self, uid: PodUid) -> bool:
         try:
-            has_processes = await self._processes.are_running(uid)
+            has_processes = await self.processes.are_running(uid)
         except Unavailable as e:
             if self._processes_unknown.is_new("unavailable"):  # of whichever pod: it is one file system
                 log.warning("share_kept", pod_uid=uid, because="its processes cannot be read", error=str(e))
@@ -206,7 +190,7 @@ class GarbageCollection:
 
     async def wait_for_release(self) -> bool:
         """Wait a moment for allocations of pods that are ending; True when one was released."""
-        is_ending = any((pod := self._pods.get(a.key.pod_uid)) is None or pod.is_deleting for a in self._cache)
+        is_ending = any((pod := self.pods.get(a.key.pod_uid)) is None or pod.is_deleting for a in self.cache)
         if not is_ending and not self._deleted:
             return False
         self._has_released.clear()
@@ -215,12 +199,12 @@ class GarbageCollection:
 
     async def reconcile(self) -> None:
         """Compare the cache with the kubelet and correct it. A kubelet that cannot be asked changes nothing."""
-        if self._pods.is_synced and self._may_lack_static_pods():
-            await self._static_pods.refresh_static(timeout_s=STATIC_PODS_S)
+        if self.pods.is_synced and self._may_lack_static_pods():
+            await self.static_pods.refresh_static(timeout_s=STATIC_PODS_S)
         checkpoint = await self._read_checkpoint()
         try:
-            if self._pod_resources.has_get is False or not await self._reconcile_by_get(checkpoint):
-                async with self._gate.quiet_list("reconcile", wait_s=QUIET_WAIT_S) as entries:
+            if self.pod_resources.has_get is False or not await self._reconcile_by_get(checkpoint):
+                async with self.gate.quiet_list("reconcile", wait_s=QUIET_WAIT_S) as entries:
                     self._apply(self._decide([entry.decoded() for entry in entries], checkpoint, None))
         except AgentError as e:
             log.warning("reconcile_failed", error=str(e))
@@ -228,13 +212,13 @@ class GarbageCollection:
     def _may_lack_static_pods(self) -> bool:
         """Of a static pod without a mirror pod no event comes, neither its end nor, after the agent's start, that it is
         there."""
-        return any(pod.object_uid is None for pod in self._pods.pods()) or any(
-            self._pods.get(allocation.key.pod_uid) is None for allocation in self._cache
+        return any(pod.object_uid is None for pod in self.pods.pods()) or any(
+            self.pods.get(allocation.key.pod_uid) is None for allocation in self.cache
         )
 
     async def _reconcile_by_get(self, checkpoint: Sequence[CheckpointEntry]) -> bool:
         """False where the kubelet has no Get. Pods whose allocations change meanwhile are left for the next time."""
-        if not self._pods.is_synced:
+        if not self.pods.is_synced:
             return False
         self._changed_pods.clear()
         self._is_getting = True
@@ -248,18 +232,18 @@ class GarbageCollection:
         asked = self._pods_to_ask()
         for number, pod in enumerate(asked, start=1):
             try:
-                listed.append((await self._pod_resources.get_pod(pod.namespace, pod.name, timeout_s=2.0)).decoded())
+                listed.append((await self.pod_resources.get_pod(pod.namespace, pod.name, timeout_s=2.0)).decoded())
             except NotFound:
                 pass
             except Rejected:
                 return False
             if number % GETS_AT_ONCE == 0:
                 await asyncio.sleep(GET_PAUSE_S)
-        if not self._gate.is_idle:
+        if not self.gate.is_idle:
             return True  # an admission is under way: cache and kubelet may differ for a moment
-        deleted = {a.key.pod_uid for a in self._cache if self._pods.get(a.key.pod_uid) is None}
+        deleted = {a.key.pod_uid for a in self.cache if self.pods.get(a.key.pod_uid) is None}
         scope = ({pod.uid for pod in asked} - self._changed_pods) | deleted
-        in_scope = {(p.namespace, p.name) for uid in scope if (p := self._pods.get(uid)) is not None}
+        in_scope = {(p.namespace, p.name) for uid in scope if (p := self.pods.get(uid)) is not None}
         result = self._decide([p for p in listed if (p.namespace, p.name) in in_scope], checkpoint, scope)
         self._apply(result)
         self._note_agreed(scope, result)
@@ -267,8 +251,8 @@ class GarbageCollection:
 
     def _pods_to_ask(self) -> Sequence[Pod]:
         """Those that may differ from the kubelet's records, and some of those that agreed with them."""
-        pods = [p for p in self._pods.pods() if self._names.wants_any(p) or self._cache.of_pod(p.uid)]
-        agree = {p.uid for p in pods if self._agreed.get(p.uid) == (p, self._cache.of_pod(p.uid))}
+        pods = [p for p in self.pods.pods() if self.names.wants_any(p) or self.cache.of_pod(p.uid)]
+        agree = {p.uid for p in pods if self._agreed.get(p.uid) == (p, self.cache.of_pod(p.uid))}
         self._agreed = {uid: agreed for uid, agreed in self._agreed.items() if uid in agree}
         left = agree - set(list(self._agreed)[:RECHECKED_PODS])
         return [pod for pod in pods if pod.uid not in left]
@@ -276,11 +260,11 @@ class GarbageCollection:
     def _note_agreed(self, scope: set[PodUid], result: Reconciliation) -> None:
         """Not of a kubelet that has just started, not before the pod has, and not while the records may lag."""
         differ = {c.key.pod_uid for c in result.corrections} | {key.pod_uid for key in result.missing}
-        age_s = self._kubelet_age_s()
+        age_s = self.kubelet_age_s()
         is_trusted = age_s is not None and age_s >= TRUST_AFTER_S
         for uid in sorted(scope):
             self._agreed.pop(uid, None)
-            pod, allocations = self._pods.get(uid), self._cache.of_pod(uid)
+            pod, allocations = self.pods.get(uid), self.cache.of_pod(uid)
             if uid in differ or pod is None or not (pod.has_started or pod.is_terminal):
                 continue
             if is_trusted and not any(self._is_fresh(allocation) for allocation in allocations):
@@ -290,27 +274,27 @@ class GarbageCollection:
         self, listed: Sequence[ListedPod], checkpoint: Sequence[CheckpointEntry], scope: set[PodUid] | None
     ) -> Reconciliation:
         pods = self._known_pods()
-        age_s = self._kubelet_age_s()
+        age_s = self.kubelet_age_s()
         entries = [e for e in checkpoint if scope is None or e.pod_uid in scope]
         records = Records(listed=listed, checkpoint=entries, pods=pods)
         evidence = Evidence(
             listed=listed,
-            rebuilt=rebuild(records, self._names, self._inventory(), _LONG_AGO),
+            rebuilt=rebuild(records, self.names, self.inventory(), _LONG_AGO),
             pods=None if pods is None else {pod.uid: pod for pod in pods},
             scope=scope,
             is_trusted=age_s is not None and age_s >= TRUST_AFTER_S,
             missing_before=self._missing,
-            fresh={a.key for a in self._cache if self._is_fresh(a)},
+            fresh={a.key for a in self.cache if self._is_fresh(a)},
         )
-        return reconcile(self._cache.view(), evidence)
+        return reconcile(self.cache.view(), evidence)
 
     def _is_fresh(self, allocation: Allocation) -> bool:
-        return self._clock() - allocation.allocated_at < self._fresh_s
+        return self.clock() - allocation.allocated_at < self.fresh_s
 
     def _apply(self, result: Reconciliation) -> None:
         for correction in result.corrections:
             if correction.kind is not CorrectionKind.NAMED:  # every restart brings these
-                self._on_correction(correction.kind.value)
+                self.on_correction(correction.kind.value)
                 log.warning(
                     "allocation_corrected",
                     kind=correction.kind.value,
@@ -318,16 +302,16 @@ class GarbageCollection:
                     container=correction.key.container,
                 )
             if correction.allocation is not None:
-                self._cache.put(correction.allocation)
+                self.cache.put(correction.allocation)
             else:
-                self._cache.release(correction.key)
+                self.cache.release(correction.key)
         self._missing = result.missing
         self._deleted |= result.deleted
         if result.deleted:
             self._releases.request()
 
     def _release(self, uid: PodUid, reason: str) -> None:
-        for old in self._cache.release_pod(uid):
+        for old in self.cache.release_pod(uid):
             log.info(
                 "share_freed",
                 reason=reason,
@@ -336,17 +320,17 @@ class GarbageCollection:
                 container=old.key.container,
                 gpus=list(old.gpus),
                 resources={
-                    (old.gpu_resource if kind.is_part else self._names.name(kind)) or kind.value: len(ids)
+                    (old.gpu_resource if kind.is_part else self.names.name(kind)) or kind.value: len(ids)
                     for kind, ids in old.ids.items()
                 },
             )
 
     def _known_pods(self) -> tuple[Pod, ...] | None:
-        return self._pods.pods() if self._pods.is_synced else None
+        return self.pods.pods() if self.pods.is_synced else None
 
     async def _read_checkpoint(self) -> Sequence[CheckpointEntry]:
         try:
-            return await self._checkpoint.read()
+            return await self.checkpoint.read()
         except AgentError as e:
             log.debug("kubelet_checkpoint_unreadable", error=str(e))
             return ()

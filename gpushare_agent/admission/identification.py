@@ -93,36 +93,23 @@ class _Explained(Struct, frozen=True):
     allocations: tuple[tuple[ContainerKey, Allocation | None], ...]
 
 
-class Identification:
+class Identification(Struct, kw_only=True, eq=False):
     """`on_identified` is called with the method by which a container was found, a metric's label."""
 
-    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
-        self,
-        *,
-        pods: PodStore,
-        fetcher: PodFetcher,
-        kubelet: KubeletFacts,
-        allocations: Callable[[], Mapping[ContainerKey, Allocation]],
-        refused: Container[PodUid],
-        names: ResourceNames,
-        clock: Callable[[], float] = time.monotonic,
-        timeouts: Timeouts,
-        on_identified: Callable[[str], None] = lambda method: None,
-    ) -> None:
-        self._pods = pods
-        self._fetcher = fetcher
-        self._kubelet = kubelet
-        self._allocations = allocations
-        self._refused = refused
-        self._names = names
-        self._clock = clock
-        self._timeouts = timeouts
-        self._on_identified = on_identified
-        self._explained: dict[str, dict[PodUid, _Explained]] = {}
+    pods: PodStore
+    fetcher: PodFetcher
+    kubelet: KubeletFacts
+    allocations: Callable[[], Mapping[ContainerKey, Allocation]]
+    refused: Container[PodUid]
+    names: ResourceNames
+    clock: Callable[[], float] = time.monotonic
+    timeouts: Timeouts
+    on_identified: Callable[[str], None] = lambda method: None
+    _explained: dict[str, dict[PodUid, _Explained]] = field(default_factory=dict)
 
     def successor(self, resource: str, ids: Sequence[str]) -> Target | None:
         """The container of an Allocate without a GetPreferredAllocation: its IDs are an init container's."""
-        return successor_of(ids, resource, self._pods.get, self._known())
+        return successor_of(ids, resource, self.pods.get, self._known())
 
     async def identify(self, call: Call, inside: InsideLister) -> Target | Refused:
         """The container of the call, or a refusal with the reason. Never raises for outside faults."""
@@ -147,21 +134,21 @@ class Identification:
 
         Raises Unavailable, Corrupt: what the kubelet lists cannot be had or read, as a whole or of one pod.
         """
-        lookup = _Lookup(started_at=self._clock())
+        lookup = _Lookup(started_at=self.clock())
         while True:
             listed = await self._list(inside, self._left_s(lookup))
             result = await self._decide(call, listed, lookup)
             if isinstance(result, Refused):
-                if self._clock() - lookup.started_at + RETRY_S >= self._timeouts.lookup_s:
+                if self.clock() - lookup.started_at + RETRY_S >= self.timeouts.lookup_s:
                     return result
                 await asyncio.sleep(RETRY_S)
                 continue
             if isinstance(result, Unresolved) and not lookup.is_first_poll:
                 result = _without_deleted(result, lookup.verified)
             if isinstance(result, Target):
-                self._on_identified(_method(listed, lookup))
+                self.on_identified(_method(listed, lookup))
                 return result
-            if self._clock() - lookup.started_at >= self._timeouts.poll_again_s:
+            if self.clock() - lookup.started_at >= self.timeouts.poll_again_s:
                 doubt = "several" if result.candidates else "none"
                 log.warning("pod_not_identified", doubt=doubt, candidates=_texts(result))
                 return _refusal(result, call, lookup.unverifiable)
@@ -180,7 +167,7 @@ class Identification:
         while (
             isinstance(result, Unresolved)
             and lookup.fetches < MAX_FETCHES_IN_ALL
-            and (not lookup.fetches or self._clock() - lookup.started_at < self._timeouts.lookup_s)
+            and (not lookup.fetches or self.clock() - lookup.started_at < self.timeouts.lookup_s)
             and (names := _to_fetch(result, lookup.verified))
         ):
             lookup.fetches += len(names)
@@ -197,15 +184,15 @@ class Identification:
         self, verified: Collection[tuple[str, str]] = (), unverifiable: Collection[tuple[str, str]] = ()
     ) -> Known:
         """What is known now."""
-        pods = self._pods.by_name()
+        pods = self.pods.by_name()
         if unverifiable:
-            known = [p for p in self._pods.pods() if not p.is_static or (p.namespace, p.name) not in unverifiable]
+            known = [p for p in self.pods.pods() if not p.is_static or (p.namespace, p.name) not in unverifiable]
             pods = {(pod.namespace, pod.name): pod for pod in sorted(known, key=liveliness)}
         return Known(
             pods=pods,
-            allocations=self._allocations(),
-            refused=self._refused,
-            names=self._names,
+            allocations=self.allocations(),
+            refused=self.refused,
+            names=self.names,
             verified=verified,
         )
 
@@ -237,10 +224,10 @@ class Identification:
 
     async def _list(self, inside: InsideLister, timeout_s: float) -> Sequence[ListedDevices]:
         """What the kubelet lists; for a kubelet in which a List could cause a panic, the pending pods of the pod store."""
-        if await self._kubelet.wait_lists_inside(timeout_s=timeout_s):
+        if await self.kubelet.wait_lists_inside(timeout_s=timeout_s):
             return await inside.list_entries()
         known = self._known()
-        return [_Unlisted(pod, known) for pod in self._pods.pods() if not pod.is_terminal and not pod.has_started]
+        return [_Unlisted(pod, known) for pod in self.pods.pods() if not pod.is_terminal and not pod.has_started]
 
     async def _fetch(self, names: Sequence[tuple[str, str]], lookup: _Lookup) -> Refused | None:
         failures: list[str] = []
@@ -248,7 +235,7 @@ class Identification:
 
         async def fetch(namespace: str, name: str) -> None:
             try:
-                await self._fetcher.fetch(namespace, name, timeout_s=timeout_s)
+                await self.fetcher.fetch(namespace, name, timeout_s=timeout_s)
                 lookup.unverifiable.pop((namespace, name), None)
             except NotFound as e:
                 lookup.unverifiable[namespace, name] = str(e)
@@ -265,7 +252,7 @@ class Identification:
         return Refused(
             reason=RefusalReason.POD_UNKNOWN,
             detail="The kubelet admits a pod that this agent does not know, and the API server did not answer for it within "
-            f"{self._timeouts.lookup_s:g} s ({sorted(failures)[0]}). Nothing was allocated. Create the pod again when the "
+            f"{self.timeouts.lookup_s:g} s ({sorted(failures)[0]}). Nothing was allocated. Create the pod again when the "
             "API server answers.",
         )
 
@@ -276,12 +263,12 @@ class Identification:
             await self._fetch(names, lookup)
 
     def _left_s(self, lookup: _Lookup) -> float:
-        return max(LEAST_S, self._timeouts.lookup_s - (self._clock() - lookup.started_at))
+        return max(LEAST_S, self.timeouts.lookup_s - (self.clock() - lookup.started_at))
 
     async def _pause(self) -> None:
         try:
-            async with asyncio.timeout(self._timeouts.poll_pause_s):
-                await self._pods.wait_change(self._pods.version)
+            async with asyncio.timeout(self.timeouts.poll_pause_s):
+                await self.pods.wait_change(self.pods.version)
         except TimeoutError:
             pass
 

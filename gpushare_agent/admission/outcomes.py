@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decision_log import DecisionLog
@@ -25,43 +26,34 @@ from gpushare_agent.node import Metrics
 _GPU_BY_GPU = " GPU by GPU: "
 
 
-class OutcomeReporter:
+class OutcomeReporter(Struct, kw_only=True, eq=False):
     """Every outcome is counted and, unless it only follows an earlier one of its container, recorded. A refusal becomes an
     Event of its pod."""
 
-    def __init__(
-        self,
-        *,
-        metrics: Metrics,
-        events: PodEvents,
-        inventory: Callable[[], GpuInventory],
-        decisions: DecisionLog,
-        wall_clock_ns: Callable[[], int] = time.time_ns,
-    ) -> None:
-        self._wall_clock_ns = wall_clock_ns
-        self._metrics = metrics
-        self._events = events
-        self._inventory = inventory
-        self._decisions = decisions
+    metrics: Metrics
+    events: PodEvents
+    inventory: Callable[[], GpuInventory]
+    decisions: DecisionLog
+    wall_clock_ns: Callable[[], int] = time.time_ns
 
     def allocated(self, target: Target, allocation: Allocation, resource: str, why: Explanation | None) -> None:
         """`why` is None where nothing was decided now: an init container's IDs are passed on, or a further resource of a
         container is added to those that it has."""
-        self._metrics.admission(resource, "allocated", "")
+        self.metrics.admission(resource, "allocated", "")
         if why is not None:
             self._record(target, resource, why=with_gpus(why, allocation.gpus), refused=None, gpus=allocation.gpus)
 
     def refused(self, target: Target | None, resource: str, refused: Refused, why: Explanation | None) -> None:
-        self._metrics.admission(resource, "refused", refused.reason.value)
+        self.metrics.admission(resource, "refused", refused.reason.value)
         why = with_gpus(why, ()) if why is not None else None
         self._record(target, resource, why=why, refused=refused, gpus=())
         if target is not None:
-            self._events.refused(target.pod, _with_verdicts(refused, why))
+            self.events.refused(target.pod, _with_verdicts(refused, why))
 
     def start_refused(self, target: Target | None, resource: str, refused: Refused) -> None:
         self._record(target, resource, why=None, refused=refused, gpus=())
         if target is not None:
-            self._events.refused(target.pod, refused)
+            self.events.refused(target.pod, refused)
 
     def _record(
         self,
@@ -72,11 +64,11 @@ class OutcomeReporter:
         refused: Refused | None,
         gpus: tuple[GpuUuid, ...],
     ) -> None:
-        chosen = sorted((gpu for gpu in self._inventory().gpus if gpu.uuid in gpus), key=lambda gpu: gpu.index)
-        self._decisions.add(
+        chosen = sorted((gpu for gpu in self.inventory().gpus if gpu.uuid in gpus), key=lambda gpu: gpu.index)
+        self.decisions.add(
             DecisionRecord(
                 number=0,
-                at=self._wall_clock_ns() / 1e9,
+                at=self.wall_clock_ns() / 1e9,
                 namespace=target.pod.namespace if target is not None else "",
                 pod=target.pod.name if target is not None else "",
                 pod_uid=target.pod.uid if target is not None else "",
@@ -94,7 +86,7 @@ class OutcomeReporter:
         )
 
     def taken_ids_offered(self, resource: str, count: int) -> None:
-        self._metrics.taken_ids_offered(resource, count)
+        self.metrics.taken_ids_offered(resource, count)
 
 
 def _with_verdicts(refused: Refused, why: Explanation | None) -> Refused:

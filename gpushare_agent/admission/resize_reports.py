@@ -86,53 +86,44 @@ class ResizeRound(Struct):
     unenforced: dict[ContainerKey, str] = field(default_factory=dict)
 
 
-class ResizeReports:
+class ResizeReports(Struct, kw_only=True, eq=False):
     """`report` after each round, while the pods are known."""
 
-    def __init__(
-        self,
-        *,
-        cache: AllocationCache,
-        pods: FindsPods,
-        policy: ResizePolicy,
-        observer: Observer,
-        clock: Callable[[], float],
-    ) -> None:
-        self._cache = cache
-        self._pods = pods
-        self._policy = policy
-        self._observer = observer
-        self._clock = clock
-        self._reported_refusals = ReportOnce(MAX_REPORTED)
-        self._reported_sizes = ReportOnce(MAX_REPORTED)
-        self._reported_at: dict[PodUid, float] = {}
+    cache: AllocationCache
+    pods: FindsPods
+    policy: ResizePolicy
+    observer: Observer
+    clock: Callable[[], float]
+    _reported_refusals: ReportOnce = field(default_factory=lambda: ReportOnce(MAX_REPORTED))
+    _reported_sizes: ReportOnce = field(default_factory=lambda: ReportOnce(MAX_REPORTED))
+    _reported_at: dict[PodUid, float] = field(default_factory=dict)
 
     def report(self, found: ResizeRound) -> None:
-        uids = {key.pod_uid for key in (*self._cache.resized, *found.refused)} | found.unknown.keys()
-        for uid in [uid for uid in self._reported_at if self._pods.get(uid) is None]:
+        uids = {key.pod_uid for key in (*self.cache.resized, *found.refused)} | found.unknown.keys()
+        for uid in [uid for uid in self._reported_at if self.pods.get(uid) is None]:
             del self._reported_at[uid]
         reasons = {key: one.reason for key, one in found.refused.items()}
         for uid in sorted(uids):
-            if (pod := self._pods.get(uid)) is not None:
+            if (pod := self.pods.get(uid)) is not None:
                 self._report_pod(pod, found, reasons)
         self._remove_status(uids)
 
     def _report_pod(self, pod: Pod, found: ResizeRound, reasons: Mapping[ContainerKey, ResizeReason]) -> None:
         """The status always; an Event for each refusal and each size, once, and not too often."""
-        names = self._policy.names
+        names = self.policy.names
         text = pod.annotations.get(RESIZE_ANNOTATION, "")
-        allocations = self._cache.of_pod(pod.uid)
-        status = status_text(allocations, self._cache.resized, reasons, found.unenforced)
+        allocations = self.cache.of_pod(pod.uid)
+        status = status_text(allocations, self.cache.resized, reasons, found.unenforced)
         if pod.annotations.get(RESIZE_STATUS_ANNOTATION) != status:
-            self._observer.resize_status(pod, status)
-        if self._clock() - self._reported_at.get(pod.uid, float("-inf")) < EVENT_PAUSE_S:
+            self.observer.resize_status(pod, status)
+        if self.clock() - self._reported_at.get(pod.uid, float("-inf")) < EVENT_PAUSE_S:
             return
         if (unknown := found.unknown.get(pod.uid)) is not None:
             detail = f"{RESIZE_ANNOTATION} names a container {unknown}, which the pod does not have."
             self._event_once(self._reported_refusals, f"{pod.uid}/", text, pod, detail, is_refusal=True)
         for allocation in allocations:
             key, subject = allocation.key, f"{pod.uid}/{allocation.key.container}"
-            share = self._cache.resized.get(key)
+            share = self.cache.resized.get(key)
             name = f"{'Container' if allocation.claim is None else 'Claim'} {shown_name(allocation, allocations)}"
             if (refused := found.refused.get(key)) is not None:
                 detail = f"{name} keeps its share: {refused.detail}"
@@ -150,12 +141,12 @@ class ResizeReports:
     ) -> None:
         if not reported.is_new(what, subject):
             return
-        self._reported_at[pod.uid] = self._clock()
-        (self._observer.resize_refused if is_refusal else self._observer.resized)(pod, detail)
+        self._reported_at[pod.uid] = self.clock()
+        (self.observer.resize_refused if is_refusal else self.observer.resized)(pod, detail)
 
     def _remove_status(self, present: set[PodUid]) -> None:
-        for allocation in self._cache:
+        for allocation in self.cache:
             uid = allocation.key.pod_uid
-            pod = self._pods.get(uid) if uid not in present else None
+            pod = self.pods.get(uid) if uid not in present else None
             if pod is not None and RESIZE_STATUS_ANNOTATION in pod.annotations:
-                self._observer.resize_status(pod, None)
+                self.observer.resize_status(pod, None)

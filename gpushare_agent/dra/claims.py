@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
@@ -49,49 +50,34 @@ class ClaimApi(Protocol):
     async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> dict[str, Any]: ...
 
 
-class Claims:
+class Claims(Struct, kw_only=True, eq=False):
     """`restore` once, before the first call; `attach` when the API server can be reached."""
 
-    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
-        self,
-        *,
-        driver: str,
-        pool: str,
-        cache: AllocationCache,
-        inventory: Callable[[], GpuInventory],
-        claimable: Callable[[], Collection[GpuUuid]],
-        pods: Pods,
-        policy: Callable[[], EditPolicy],
-        names: ResourceNames,
-        files: ClaimFiles,
-        prepare_host: Callable[[Collection[ContainerKey], str], Awaitable[Refused | None]],
-        unavailable_reason: Callable[[str], str],
-        outcomes: ClaimOutcomes,
-        clock: Callable[[], float] = time.monotonic,
-        wait_s: float,
-        pods_timeout_s: float = 2.0,
-    ) -> None:
-        self._driver = driver
-        self._pool = pool
-        self._cache = cache
-        self._inventory = inventory
-        self._claimable = claimable
-        self._pods = pods
-        self._policy = policy
-        self._names = names
-        self._files = files
-        self._prepare_host = prepare_host
-        self._unavailable_reason = unavailable_reason
-        self._outcomes = outcomes
-        self._clock = clock
-        self._wait_s = wait_s
-        self._pods_timeout_s = pods_timeout_s
-        self._api: ClaimApi | None = None
-        self._prepared: dict[str, PreparedClaim] = {}
-        self._refusals: dict[str, Refused] = {}
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._has_changed = asyncio.Event()
-        self._thread = DaemonThread("claims", advice="Check the disks of dra.record_directory and dra.cdi_directory.")
+    driver: str
+    pool: str
+    cache: AllocationCache
+    inventory: Callable[[], GpuInventory]
+    claimable: Callable[[], Collection[GpuUuid]]
+    pods: Pods
+    policy: Callable[[], EditPolicy]
+    names: ResourceNames
+    files: ClaimFiles
+    prepare_host: Callable[[Collection[ContainerKey], str], Awaitable[Refused | None]]
+    unavailable_reason: Callable[[str], str]
+    outcomes: ClaimOutcomes
+    clock: Callable[[], float] = time.monotonic
+    wait_s: float
+    pods_timeout_s: float = 2.0
+    _api: ClaimApi | None = None
+    _prepared: dict[str, PreparedClaim] = field(default_factory=dict)
+    _refusals: dict[str, Refused] = field(default_factory=dict)
+    _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _thread: DaemonThread = field(
+        default_factory=lambda: DaemonThread(
+            "claims", advice="Check the disks of dra.record_directory and dra.cdi_directory."
+        )
+    )
 
     def attach(self, api: ClaimApi) -> None:
         self._api = api
@@ -114,14 +100,14 @@ class Claims:
     async def restore(self) -> None:
         """Enters in the ledger what an earlier agent has recorded, and puts back specs that a reboot has removed. Raises
         Unavailable: the records cannot be read."""
-        for claim in await self._in_thread(self._files.load, "reading the claims' records"):
+        for claim in await self._in_thread(self.files.load, "reading the claims' records"):
             self._book(claim)
             try:
-                await self._in_thread(partial(self._files.write_spec, claim), f"the CDI spec of {claim.ref.name}")
+                await self._in_thread(partial(self.files.write_spec, claim), f"the CDI spec of {claim.ref.name}")
             except AgentError as e:  # its running containers need it no more, and Prepare writes it again
                 log.error("claim_spec_not_written", claim=claim.ref.name, claim_uid=claim.ref.uid, error=str(e))
         known = set(self._prepared)
-        for uid in await self._in_thread(partial(self._files.remove_other_specs, known), "removing stale CDI specs"):
+        for uid in await self._in_thread(partial(self.files.remove_other_specs, known), "removing stale CDI specs"):
             log.info("claim_spec_removed", claim_uid=uid, why="no record of it: its claim was never prepared whole")
         log.info("claims_restored", claims=len(self._prepared))
 
@@ -131,15 +117,15 @@ class Claims:
         async with self._lock(ref.uid):
             known = self._prepared.get(ref.uid)
             if known is not None:  # its record too: the call before may have been cut off
-                await self._in_thread(partial(self._files.save, known), f"recording claim {ref.name}")
+                await self._in_thread(partial(self.files.save, known), f"recording claim {ref.name}")
                 return known
-            made = await self._prepare(ref, self._clock() + self._wait_s)
+            made = await self._prepare(ref, self.clock() + self.wait_s)
             if isinstance(made, PreparedClaim):
                 self._refusals.pop(ref.uid, None)
-                self._outcomes.prepared(made)
+                self.outcomes.prepared(made)
             else:
                 if self._refusals.get(ref.uid) != made:  # the kubelet asks again and again
-                    self._outcomes.refused(ref, made)
+                    self.outcomes.refused(ref, made)
                 self._refusals[ref.uid] = made  # until it unprepares the claim, as it does with failed ones too
             return made
 
@@ -147,7 +133,7 @@ class Claims:
         """Ends a claim; an unknown one has ended. Raises Unavailable: a file cannot be removed; the claim stays booked."""
         async with self._lock(ref.uid):
             # Also of an unknown one: a Prepare that was cut off may have left files.
-            await self._in_thread(partial(self._files.remove, ref.uid), f"removing the files of claim {ref.name}")
+            await self._in_thread(partial(self.files.remove, ref.uid), f"removing the files of claim {ref.name}")
             self._refusals.pop(ref.uid, None)
             if self._release(ref.uid):
                 log.info("claim_unprepared", namespace=ref.namespace, claim=ref.name, claim_uid=ref.uid)
@@ -158,7 +144,7 @@ class Claims:
             outcome = await self._try(ref)
             if isinstance(outcome, PreparedClaim) or outcome.reason is RefusalReason.INVALID_REQUEST:
                 return outcome
-            left_s = ends_at - self._clock()
+            left_s = ends_at - self.clock()
             if left_s <= 0:
                 return outcome
             await wait_for(self._has_changed, min(POLL_S, left_s))
@@ -176,10 +162,10 @@ class Claims:
             return made
         keys, is_saving = [one.key for one in made.charged], False
         try:
-            refused = await self._prepare_host(keys, made.isolation)
+            refused = await self.prepare_host(keys, made.isolation)
             if refused is None:
                 is_saving = True
-                await self._in_thread(partial(self._files.save, made), f"recording claim {ref.name}")
+                await self._in_thread(partial(self.files.save, made), f"recording claim {ref.name}")
         except BaseException as e:
             # Cut off while saving, the record is written all the same and the next agent reads it: so it stays booked.
             if not is_saving or not isinstance(e, asyncio.CancelledError):
@@ -198,7 +184,7 @@ class Claims:
             return _not_ready("the agent has no connection to the API server yet")
         try:
             raw = await self._api.get_claim(ref.namespace, ref.name, timeout_s=GET_TIMEOUT_S)
-            claim = read_claim(raw, driver=self._driver, pool=self._pool)
+            claim = read_claim(raw, driver=self.driver, pool=self.pool)
         except NotFound:
             return _invalid("it is gone from the API server")
         except Corrupt as e:
@@ -214,51 +200,51 @@ class Claims:
         after a while those that are known will do, as for a pod that joins the claim later."""
         pods: list[Pod] = []
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._pods_timeout_s):
+            async with asyncio.timeout(self.pods_timeout_s):
                 while True:
-                    version = self._pods.version
-                    found = [pod for _, uid in claim.users if (pod := self._pods.get(uid)) is not None]
+                    version = self.pods.version
+                    found = [pod for _, uid in claim.users if (pod := self.pods.get(uid)) is not None]
                     pods = [pod for pod in found if claim.ref.name in pod.claims.values()]
                     if len(pods) == len(claim.users):
                         return pods
-                    await self._pods.wait_change(version)
+                    await self.pods.wait_change(version)
         return pods or _not_ready("the agent does not know the claim's pod yet")
 
     def _decide_and_book(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> PreparedClaim | Refused:
         """No await in here: two claims cannot be given the same share."""
-        inventory = self._inventory()
+        inventory = self.inventory()
         gpus = {gpu.index: gpu for gpu in inventory.gpus}
-        mine = self._claimable()
+        mine = self.claimable()
         for result in claim.results:
             gpu = gpus.get(result.index)
             if gpu is None:
-                return _not_ready(f"{result.device} is not in the inventory of node {self._pool}")
+                return _not_ready(f"{result.device} is not in the inventory of node {self.pool}")
             if gpu.uuid not in mine:
                 return _not_ready(
-                    f"{result.device} is not offered to claims on node {self._pool} now (setting dra.gpus)"
+                    f"{result.device} is not offered to claims on node {self.pool} now (setting dra.gpus)"
                 )
-        made = prepare_claim(claim, gpus, pods, self._policy(), self._names.memory_block_mib)
+        made = prepare_claim(claim, gpus, pods, self.policy(), self.names.memory_block_mib)
         if isinstance(made, Refused):
             return made
         if why := conflict(made, self._prepared.values(), pods):
             return _invalid(why)
-        if made.charged and (why := self._unavailable_reason(made.isolation)):
+        if made.charged and (why := self.unavailable_reason(made.isolation)):
             return _not_ready(f"isolation {made.isolation}: {why}")
-        if why := shortage(made, self._cache.ledger(inventory), self._names):
+        if why := shortage(made, self.cache.ledger(inventory), self.names):
             return _not_ready(why)
         self._book(made)
         return made
 
     def _book(self, claim: PreparedClaim) -> None:
         self._prepared[claim.ref.uid] = claim
-        ledger = self._cache.ledger(self._inventory())
-        for allocation in allocations_of(claim, ledger, self._names, self._clock()):
-            self._cache.put(allocation)
+        ledger = self.cache.ledger(self.inventory())
+        for allocation in allocations_of(claim, ledger, self.names, self.clock()):
+            self.cache.put(allocation)
 
     def _release(self, uid: str) -> bool:
         if self._prepared.pop(uid, None) is None:
             return False
-        self._cache.release_pod(PodUid(uid))
+        self.cache.release_pod(PodUid(uid))
         self.changed()
         return True
 

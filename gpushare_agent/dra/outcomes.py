@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from msgspec import Struct
+
 from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.allocations import ClaimRef
@@ -19,25 +21,17 @@ from gpushare_agent.model.pods import Pod
 from gpushare_agent.node import Metrics
 
 
-class ClaimOutcomes:
+class ClaimOutcomes(Struct, kw_only=True, eq=False):
     """`pods` are those of the node; the one that uses the claim is named in the record."""
 
-    def __init__(
-        self,
-        *,
-        metrics: Metrics,
-        decisions: DecisionLog,
-        inventory: Callable[[], GpuInventory],
-        pods: Callable[[], Iterable[Pod]],
-    ) -> None:
-        self._metrics = metrics
-        self._decisions = decisions
-        self._inventory = inventory
-        self._pods = pods
+    metrics: Metrics
+    decisions: DecisionLog
+    inventory: Callable[[], GpuInventory]
+    pods: Callable[[], Iterable[Pod]]
 
     def prepared(self, claim: PreparedClaim) -> None:
-        self._metrics.admission(CLAIMS_RESOURCE, "allocated", "")
-        by_uuid = self._inventory().by_uuid()
+        self.metrics.admission(CLAIMS_RESOURCE, "allocated", "")
+        by_uuid = self.inventory().by_uuid()
         gpus = sorted({gpu.index for one in claim.results if (gpu := by_uuid.get(GpuUuid(one.gpu))) is not None})
         asked = Asked(
             cores=sum(one.cores for one in claim.results),
@@ -47,7 +41,7 @@ class ClaimOutcomes:
         self._record(claim.ref, claim.pod, gpus=tuple(gpus), asked=asked, why=why)
 
     def refused(self, ref: ClaimRef, refused: Refused) -> None:
-        self._metrics.admission(CLAIMS_RESOURCE, "refused", refused.reason.value)
+        self.metrics.admission(CLAIMS_RESOURCE, "refused", refused.reason.value)
         self._record(ref, "", reason=refused.reason.value, why=refused.detail)
 
     def _record(
@@ -63,14 +57,14 @@ class ClaimOutcomes:
         pod, shown_as = next(
             (
                 (pod, name)
-                for pod in self._pods()
+                for pod in self.pods()
                 if pod.namespace == ref.namespace
                 for name, claim in pod.claims.items()
                 if claim == ref.name
             ),
             (None, ref.name),
         )
-        self._decisions.add(
+        self.decisions.add(
             DecisionRecord(
                 number=0,
                 at=time.time(),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim
@@ -56,25 +56,16 @@ class _Waiting(Struct):
     pause_s: float = FIRST_S
 
 
-class PodWaker:
+class PodWaker(Struct, kw_only=True, eq=False):
     """`pod_changed` for PodStore.subscribe; `run` once."""
 
-    def __init__(
-        self,
-        *,
-        driver: str,
-        pool: str,
-        pod: Callable[[PodUid], Pod | None],
-        claims: Claims,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._driver = driver
-        self._pool = pool
-        self._pod = pod
-        self._claims = claims
-        self._clock = clock
-        self._waiting: dict[PodUid, _Waiting] = {}
-        self._has_waiting = asyncio.Event()
+    driver: str
+    pool: str
+    pod: Callable[[PodUid], Pod | None]
+    claims: Claims
+    clock: Callable[[], float] = time.monotonic
+    _waiting: dict[PodUid, _Waiting] = field(default_factory=dict)
+    _has_waiting: asyncio.Event = field(default_factory=asyncio.Event)
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         pod = new or old
@@ -83,7 +74,7 @@ class PodWaker:
         if new is None or not _may_wait(new):
             self._waiting.pop(pod.uid, None)
         elif new.uid not in self._waiting:
-            self._waiting[new.uid] = _Waiting(self._clock() + FIRST_S)
+            self._waiting[new.uid] = _Waiting(self.clock() + FIRST_S)
             self._has_waiting.set()
 
     async def run(self, api: WakeApi) -> NoReturn:
@@ -92,17 +83,17 @@ class PodWaker:
             if not self._waiting:
                 self._has_waiting.clear()
                 await wait_for(self._has_waiting, None)
-            for uid in [uid for uid, one in self._waiting.items() if one.due_at <= self._clock()]:
+            for uid in [uid for uid, one in self._waiting.items() if one.due_at <= self.clock()]:
                 await self._consider(api, uid)
             await asyncio.sleep(POLL_S)
 
     async def _consider(self, api: WakeApi, uid: PodUid) -> None:
-        pod, one = self._pod(uid), self._waiting.get(uid)
+        pod, one = self.pod(uid), self._waiting.get(uid)
         if pod is None or one is None:
             self._waiting.pop(uid, None)
             return
         one.pause_s = min(MOST_S, one.pause_s * GROWTH)
-        one.due_at = self._clock() + one.pause_s
+        one.due_at = self.clock() + one.pause_s
         try:
             if await self._needs_call(api, pod):
                 await api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, {ANNOTATION: str(time.time_ns())})
@@ -116,14 +107,14 @@ class PodWaker:
     async def _needs_call(self, api: WakeApi, pod: Pod) -> bool:
         """A claim of another driver alone is none of ours to hurry. One that is prepared for the pod is not read: of a burst
         most pods start long after their claims are prepared."""
-        prepared = {one.ref.name for one in self._claims.prepared.values() if pod.uid in one.users}
+        prepared = {one.ref.name for one in self.claims.prepared.values() if pod.uid in one.users}
         for name in sorted(set(pod.claims.values()) - prepared):
             raw = await api.get_claim(pod.namespace, name, timeout_s=GET_TIMEOUT_S)
             try:
-                claim = read_claim(raw, driver=self._driver, pool=self._pool)
+                claim = read_claim(raw, driver=self.driver, pool=self.pool)
             except Corrupt:
                 continue
-            if not self._claims.is_answered(claim.ref.uid):
+            if not self.claims.is_answered(claim.ref.uid):
                 return True
         return False
 

@@ -51,30 +51,20 @@ class _Failed(Exception):  # noqa: N818 - the bind's, not the program's; never l
     """Why there is no bind; the text is for the scheduler's Event on the pod."""
 
 
-class Binder:
+class Binder(Struct, kw_only=True, eq=False):
     """`bind` for each request of the scheduler; `run` once, resolves binds of unknown outcome. `unscheduled` finds a pod
     without a node; `before_reserve` is called with each pod before it is reserved."""
 
-    def __init__(
-        self,
-        *,
-        state: ClusterState,
-        writes: PodWrites,
-        unscheduled: Callable[[PodUid], Pod | None],
-        before_reserve: Callable[[Pod], None],
-        metrics: ExtenderMetrics,
-        timing: BindTiming,
-    ) -> None:
-        self._state = state
-        self._writes = writes
-        self._unscheduled = unscheduled
-        self._before_reserve = before_reserve
-        self._metrics = metrics
-        self._timing = timing
-        self._under_way: set[PodUid] = set()
-        self._open: dict[PodUid, Reservation] = {}
-        self._filter_reservations: dict[PodUid, Reservation] = {}
-        self._stale: dict[PodUid, Reservation] = {}
+    state: ClusterState
+    writes: PodWrites
+    unscheduled: Callable[[PodUid], Pod | None]
+    before_reserve: Callable[[Pod], None]
+    metrics: ExtenderMetrics
+    timing: BindTiming
+    _under_way: set[PodUid] = field(default_factory=set)
+    _open: dict[PodUid, Reservation] = field(default_factory=dict)
+    _filter_reservations: dict[PodUid, Reservation] = field(default_factory=dict)
+    _stale: dict[PodUid, Reservation] = field(default_factory=dict)
 
     @property
     def open_binds(self) -> int:
@@ -85,21 +75,21 @@ class Binder:
         """Empty when the pod is bound, else why not."""
         what = f"cannot bind pod {args.namespace}/{args.pod} to node {args.node}"
         if args.uid in self._under_way:
-            self._metrics.bind_ended("refused")
+            self.metrics.bind_ended("refused")
             return f"{what}: another bind of it is under way. The scheduler tries again."
-        ends_at = asyncio.get_running_loop().time() + self._timing.bind_s
+        ends_at = asyncio.get_running_loop().time() + self.timing.bind_s
         self._under_way.add(args.uid)
         try:
             async with asyncio.timeout_at(ends_at):
                 pod = await self._find(args)
             if pod.node_name:  # bound already, to this node
-                self._state.bound(args.uid)
-                self._metrics.bind_ended("bound")
+                self.state.bound(args.uid)
+                self.metrics.bind_ended("bound")
                 return ""
             if not pod.containers:  # asks for nothing of ours: a scheduler without managedResources sends every pod
                 async with asyncio.timeout_at(ends_at):
-                    await self._writes.bind_plain(pod, args.node)
-                self._metrics.bind_ended("bound")
+                    await self.writes.bind_plain(pod, args.node)
+                self.metrics.bind_ended("bound")
                 return ""
             await self._wait_report(args.node)
             bind = self._reserve(pod, args.node)
@@ -108,11 +98,11 @@ class Binder:
         except _Failed as e:
             return f"{what}: {e}"
         except (AgentError, TimeoutError) as e:  # where nothing was reserved
-            self._metrics.bind_ended("failed")
+            self.metrics.bind_ended("failed")
             return f"{what}: {str(e) or 'the API server did not answer in time'}. The scheduler tries again."
         finally:
             self._under_way.discard(args.uid)
-        self._metrics.bind_ended("bound")
+        self.metrics.bind_ended("bound")
         log.info("pod_bound", pod=f"{args.namespace}/{args.pod}", node=args.node, gpus=_gpus(bind.reservation))
         return ""
 
@@ -120,7 +110,7 @@ class Binder:
         """Reserve and annotate for a scheduler that binds by itself. Empty, or why not."""
         if pod.uid in self._under_way:
             return f"another request about pod {pod.namespace}/{pod.name} is under way. The scheduler tries again."
-        ends_at = asyncio.get_running_loop().time() + self._timing.bind_s
+        ends_at = asyncio.get_running_loop().time() + self.timing.bind_s
         self._under_way.add(pod.uid)
         try:
             await self._wait_report(node)
@@ -136,12 +126,12 @@ class Binder:
     def release(self, uid: PodUid) -> None:
         """Drop a reservation made by `reserve`: the scheduler filters the pod again, so it has not bound it."""
         if uid not in self._under_way and self._filter_reservations.pop(uid, None) is not None:
-            self._state.undo(uid)
+            self.state.undo(uid)
 
     async def run(self) -> NoReturn:
         """Reconcile until cancelled."""
         while True:
-            await asyncio.sleep(self._timing.reconcile_s)
+            await asyncio.sleep(self.timing.reconcile_s)
             await self.reconcile()
 
     # reconcile, in the order of the code:
@@ -167,11 +157,11 @@ class Binder:
         work = [(uid, one, self._resolve) for uid, one in sorted(self._open.items())]
         work += [(uid, one, self._clean) for uid, one in sorted(self._stale.items())]
         for uid, reservation, step in work[:MAX_RECONCILED]:
-            if uid in self._under_way or not self._writes.leads():
+            if uid in self._under_way or not self.writes.leads():
                 continue
             self._under_way.add(uid)
             try:
-                async with asyncio.timeout(self._timing.bind_s):
+                async with asyncio.timeout(self.timing.bind_s):
                     await step(uid, reservation)
             except (AgentError, TimeoutError) as e:
                 log.warning(
@@ -182,20 +172,20 @@ class Binder:
 
     def _expire(self) -> None:
         for uid, reservation in sorted(self._filter_reservations.items()):
-            known = self._state.reservation(uid)
+            known = self.state.reservation(uid)
             if known is None or known.stage is not Stage.ASSUMED:
                 self._filter_reservations.pop(uid, None)
-            elif self._timing.clock() - reservation.at >= self._timing.assume_s and uid not in self._under_way:
+            elif self.timing.clock() - reservation.at >= self.timing.assume_s and uid not in self._under_way:
                 del self._filter_reservations[uid]
                 self._open[uid] = reservation
-                self._metrics.reservation_expired()
+                self.metrics.reservation_expired()
 
     # --- one bind ---
 
     async def _find(self, args: BindArgs) -> Pod:
-        pod = self._unscheduled(args.uid)
+        pod = self.unscheduled(args.uid)
         if pod is None:  # the watch has not delivered it yet, or it has a node
-            pod = await self._writes.read(args.namespace, args.pod)
+            pod = await self.writes.read(args.namespace, args.pod)
         if (pod.namespace, pod.name, pod.uid) != (args.namespace, args.pod, args.uid):
             raise self._refused("another pod has this name by now. Nothing is left to do.")
         if pod.node_name and pod.node_name != args.node:
@@ -206,22 +196,22 @@ class Binder:
         """The node's agent follows the plan, and one without the links between its GPUs may be worse than its own. At most
         half of the bind's time: the other half is for the API server."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._timing.bind_s / 2):
-                while self._state.awaits_report(node, self._timing.clock()):  # noqa: ASYNC110 - once in a node's life
+            async with asyncio.timeout(self.timing.bind_s / 2):
+                while self.state.awaits_report(node, self.timing.clock()):  # noqa: ASYNC110 - once in a node's life
                     await asyncio.sleep(REPORT_POLL_S)
 
     def _reserve(self, pod: Pod, node: str) -> Bind:
         """Decides and commits, without an await."""
-        if not self._writes.leads():
+        if not self.writes.leads():
             raise self._refused(NOT_LEADING)
-        self._before_reserve(pod)
-        reserved = self._state.reserve(pod, node, self._timing.clock())
+        self.before_reserve(pod)
+        reserved = self.state.reserve(pod, node, self.timing.clock())
         if isinstance(reserved, Refused):
             raise self._refused(reserved.detail.removeprefix(f"node {node}: "))
         return Bind(reserved, is_open=pod.uid in self._open)
 
     def _refused(self, text: str) -> _Failed:
-        self._metrics.bind_ended("refused")
+        self.metrics.bind_ended("refused")
         return _Failed(text)
 
     async def _finish(self, bind: Bind, work: Coroutine[Any, Any, None], ends_at: float) -> None:
@@ -231,7 +221,7 @@ class Binder:
                 await work
         except (AgentError, ElsewhereError, TimeoutError) as e:
             self._abort(bind)
-            self._metrics.bind_ended("unknown" if bind.is_open else "failed")
+            self.metrics.bind_ended("unknown" if bind.is_open else "failed")
             reason = str(e) or "the API server did not answer in time"
             gpus = "stay reserved until it is known whether the pod was bound" if bind.is_open else "are free again"
             raise _Failed(f"{reason}. Its GPUs {gpus}; the scheduler tries again.") from e
@@ -248,7 +238,7 @@ class Binder:
             self._open[reservation.pod_uid] = reservation
             return
         self._open.pop(reservation.pod_uid, None)
-        self._state.undo(reservation.pod_uid)
+        self.state.undo(reservation.pod_uid)
         if bind.is_annotated:
             self._mark_stale(reservation)
 
@@ -258,17 +248,17 @@ class Binder:
         for tried in range(1, TRIES + 1):
             if tried > 1:
                 await self._pause(error, tried - 1, ends_at)
-            error = await self._writes.bind_once(bind)
+            error = await self.writes.bind_once(bind)
             if error is None:
-                self._state.bound(bind.reservation.pod_uid)
+                self.state.bound(bind.reservation.pod_uid)
                 return
         raise Unavailable(f"{error}, tried {TRIES} times")
 
     async def _annotate_only(self, bind: Bind, ends_at: float) -> None:
         for tried in range(1, TRIES + 1):
             try:
-                if await self._writes.announce(bind) is None:
-                    self._state.bound(bind.reservation.pod_uid)
+                if await self.writes.announce(bind) is None:
+                    self.state.bound(bind.reservation.pod_uid)
                 return
             except (Unavailable, Conflict) as e:
                 if tried == TRIES:
@@ -277,50 +267,50 @@ class Binder:
 
     async def _pause(self, error: AgentError | None, failures: int, ends_at: float) -> None:
         """Before another try. Raises Unavailable where the API server asks for more time than there is."""
-        wait_s = error.retry_after_s if isinstance(error, Throttled) else self._timing.backoff.delay_s(failures)
+        wait_s = error.retry_after_s if isinstance(error, Throttled) else self.timing.backoff.delay_s(failures)
         if isinstance(error, Throttled) and asyncio.get_running_loop().time() + wait_s >= ends_at:
             more = " or more" if wait_s >= MAX_RETRY_AFTER_S else ""
             raise Unavailable(
-                f"{error}; it asks to wait {wait_s:g} s{more}, and a bind may take {self._timing.bind_s:g} s"
+                f"{error}; it asks to wait {wait_s:g} s{more}, and a bind may take {self.timing.bind_s:g} s"
             ) from error
-        self._metrics.bind_retried()
+        self.metrics.bind_retried()
         await asyncio.sleep(wait_s)
 
     # --- later ---
 
     async def _resolve(self, uid: PodUid, reservation: Reservation) -> None:
         """A bind of unknown outcome: one accepted patch shows it, and makes it final (pod_writes.py)."""
-        known = self._state.reservation(uid)
+        known = self.state.reservation(uid)
         if known is not None and known.stage is Stage.ASSUMED:
             try:
-                if await self._writes.annotate(Bind(reservation)) is not None:
-                    self._state.undo(uid)
+                if await self.writes.annotate(Bind(reservation)) is not None:
+                    self.state.undo(uid)
                     self._mark_stale(reservation)
                 else:
-                    self._state.bound(uid)
+                    self.state.bound(uid)
             except (NotFound, ElsewhereError):
-                self._state.undo(uid)
+                self.state.undo(uid)
             except Conflict:
-                if not await self._writes.is_gone(reservation):
+                if not await self.writes.is_gone(reservation):
                     raise
-                self._state.undo(uid)
+                self.state.undo(uid)
             except Rejected:
                 if not await self._resolve_by_read(reservation):
                     raise
         del self._open[uid]
-        is_bound = self._state.reservation(uid) is not None
-        self._metrics.bind_resolved("bound" if is_bound else "not-bound")
+        is_bound = self.state.reservation(uid) is not None
+        self.metrics.bind_resolved("bound" if is_bound else "not-bound")
         log.info("bind_resolved", pod=_name(reservation), node=reservation.node, is_bound=is_bound)
 
     async def _resolve_by_read(self, reservation: Reservation) -> bool:
         """Where the patch is rejected. A pod that is not bound after `assume_s` is not going to be. False: not known yet."""
-        pod = await self._writes.read(reservation.namespace, reservation.pod)
+        pod = await self.writes.read(reservation.namespace, reservation.pod)
         if (pod.uid, pod.node_name) == (reservation.pod_uid, reservation.node):
-            self._state.bound(pod.uid)
+            self.state.bound(pod.uid)
             return True
-        if not pod.node_name and self._timing.clock() - reservation.at < self._timing.assume_s:
+        if not pod.node_name and self.timing.clock() - reservation.at < self.timing.assume_s:
             return False
-        self._state.undo(reservation.pod_uid)
+        self.state.undo(reservation.pod_uid)
         return True
 
     def _mark_stale(self, reservation: Reservation) -> None:
@@ -332,10 +322,10 @@ class Binder:
     async def _clean(self, uid: PodUid, reservation: Reservation) -> None:
         """Removes stale annotations. They mislead readers; no program reads them."""
         del self._stale[uid]
-        if self._state.reservation(uid) is not None:
+        if self.state.reservation(uid) is not None:
             return
         try:
-            await self._writes.clean(reservation)
+            await self.writes.clean(reservation)
         except (NotFound, Conflict, Rejected):
             return
         except Unavailable:

@@ -34,7 +34,7 @@ from typing import NoReturn
 
 import structlog
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent import __version__
@@ -177,32 +177,21 @@ class WebhookVerb:
         return _Result(body, outcome)
 
 
-class ExtenderWeb:
+class ExtenderWeb(Struct, kw_only=True, eq=False):
     """`run` once. `ready` returns why the verbs are not answered now, nothing when they are; `warm` why this replica could
     not take over at once, which is what /readyz answers."""
 
-    def __init__(
-        self,
-        *,
-        config: ListenConfig,
-        verbs: ExtenderVerbs,
-        metrics: ExtenderMetrics,
-        ready: Callable[[], Sequence[str]],
-        warm: Callable[[], Sequence[str]],
-        pages: StatePages,
-        webhook: WebhookVerb | None = None,
-    ) -> None:
-        self._config = config
-        self._verbs = verbs
-        self._metrics = metrics
-        self._ready = ready
-        self._warm = warm
-        self._pages = pages
-        self._webhook = webhook
-        self._long_bodies = _LongBodies(LONG_AT_ONCE)
-        self._long_reviews = _LongBodies(LONG_REVIEWS_AT_ONCE, MAX_REVIEW_BYTES)
-        self._is_listening = asyncio.Event()
-        self.bound_port = 0
+    config: ListenConfig
+    verbs: ExtenderVerbs
+    metrics: ExtenderMetrics
+    ready: Callable[[], Sequence[str]]
+    warm: Callable[[], Sequence[str]]
+    pages: StatePages
+    webhook: WebhookVerb | None = None
+    _long_bodies: _LongBodies = field(default_factory=lambda: _LongBodies(LONG_AT_ONCE))
+    _long_reviews: _LongBodies = field(default_factory=lambda: _LongBodies(LONG_REVIEWS_AT_ONCE, MAX_REVIEW_BYTES))
+    _is_listening: asyncio.Event = field(default_factory=asyncio.Event)
+    bound_port: int = 0
 
     async def wait_listening(self) -> int:
         """Wait until requests are served; the port."""
@@ -215,7 +204,7 @@ class ExtenderWeb:
         Raises:
             StartupError: the address or the certificate cannot be used.
         """
-        config = self._config
+        config = self.config
         context = tls_context(config.tls) if config.tls is not None else None
         server = HttpServer("extender", self._routes(), limits=self._limits(), tls=context)
         try:
@@ -235,7 +224,7 @@ class ExtenderWeb:
         raise AssertionError("unreachable: the server serves until it is cancelled")
 
     def _limits(self) -> HttpLimits:
-        config = self._config
+        config = self.config
         return replace(
             config.limits or HttpLimits(idle_s=IDLE_S),
             body_bytes=config.max_body_bytes,
@@ -244,8 +233,8 @@ class ExtenderWeb:
         )
 
     def _routes(self) -> list[web.AbstractRouteDef]:
-        verbs = self._verbs
-        webhook = self._webhook
+        verbs = self.verbs
+        webhook = self.webhook
         of_webhook = []
         if webhook is not None:
             is_open = not webhook.needs_certificate
@@ -276,7 +265,7 @@ class ExtenderWeb:
         ready: Callable[[], Sequence[str]] | None = None,
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         """`is_open`: for clients without a certificate too. `ready`: in the place of the server's own."""
-        not_ready, bound = ready or self._ready, long_bodies or self._long_bodies
+        not_ready, bound = ready or self.ready, long_bodies or self._long_bodies
 
         async def answer(request: web.Request) -> web.Response:
             if not is_open and not self._is_known(request):
@@ -286,7 +275,7 @@ class ExtenderWeb:
             try:
                 content = await self._body(request, bound)
             except UnreadError as e:
-                self._metrics.request(name, "bad", 0.0)
+                self.metrics.request(name, "bad", 0.0)
                 unread = web.Response(status=e.status, text=f"{e}\n")
                 unread.force_close()
                 return unread
@@ -294,7 +283,7 @@ class ExtenderWeb:
                 return self._unready(name, reasons)
             began_at = time.monotonic()
             result = await verb(content)
-            self._metrics.request(name, result.outcome, time.monotonic() - began_at)
+            self.metrics.request(name, result.outcome, time.monotonic() - began_at)
             kind = _JSON if result.status == 200 else "text/plain"
             return web.Response(status=result.status, body=result.body, content_type=kind)
 
@@ -317,23 +306,23 @@ class ExtenderWeb:
 
     async def _content(self, request: web.Request) -> bytes:
         try:
-            async with asyncio.timeout(self._config.body_s):
+            async with asyncio.timeout(self.config.body_s):
                 return await request.read()
         except TimeoutError as e:
-            raise UnreadError(408, f"no whole request within {self._config.body_s:g} s") from e
+            raise UnreadError(408, f"no whole request within {self.config.body_s:g} s") from e
         except (OSError, web.PayloadAccessError, web.RequestPayloadError) as e:
             raise UnreadError(400, f"the request did not come to its end: {e or type(e).__name__}") from e
 
     def _is_known(self, request: web.Request) -> bool:
         """The TLS layer has checked any certificate that was shown."""
-        if self._config.tls is None or self._config.tls.client_ca is None:
+        if self.config.tls is None or self.config.tls.client_ca is None:
             return True
         return request.transport is not None and bool(request.transport.get_extra_info("peercert"))
 
     def _unready(self, verb: str, reasons: Sequence[str]) -> web.Response:
         """The connection ends with it: a Service chooses a replica for each connection, and kube-scheduler would keep this
         one, to a former leader, as long as it asks."""
-        self._metrics.request(verb, "unready", 0.0)
+        self.metrics.request(verb, "unready", 0.0)
         answer = _unavailable(reasons)
         answer.force_close()
         return answer
@@ -341,7 +330,7 @@ class ExtenderWeb:
     async def _show_state(self, request: web.Request) -> web.StreamResponse:
         if not self._is_known(request):
             return web.Response(status=403, text=_UNKNOWN_CLIENT)
-        return await self._pages.show(request)
+        return await self.pages.show(request)
 
     async def _show_version(self, _request: web.Request) -> web.Response:
         return web.Response(text=json.dumps({"version": __version__}) + "\n", content_type=_JSON)
@@ -350,11 +339,11 @@ class ExtenderWeb:
         return web.Response(text="ok\n")
 
     async def _show_readiness(self, _request: web.Request) -> web.Response:
-        reasons = self._warm()
+        reasons = self.warm()
         return _unavailable(reasons) if reasons else web.Response(text="ok\n")
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        content_type, text = self._metrics.exposition(request.headers.get("Accept", ""))
+        content_type, text = self.metrics.exposition(request.headers.get("Accept", ""))
         return web.Response(body=text, headers={"Content-Type": content_type})
 
 

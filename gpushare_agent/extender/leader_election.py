@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from typing import Any, NoReturn
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gpushare_agent.cluster.kube.cluster import ClusterApi
 from gpushare_agent.cluster.kube.pods import mapping_or_empty
@@ -52,36 +52,28 @@ class LeaseTerms(Struct, frozen=True, kw_only=True):
     retry_s: float = 2.0
 
 
-class LeaderElection:
+class LeaderElection(Struct, kw_only=True, eq=False):
     """`run` once; `leads` at any time. `identity` is this process's alone: one that restarts has another."""
 
-    def __init__(
-        self,
-        *,
-        api: ClusterApi,
-        identity: str,
-        terms: LeaseTerms,
-        clock: Callable[[], float] = boot_time_s,
-    ) -> None:
-        self._api = api
-        self._identity = identity
-        self._terms = terms
-        self._clock = clock
-        self._seen: tuple[object, ...] = ()
-        self._seen_at = float("-inf")
-        self._absent_since: float | None = None
-        self._raw: dict[str, Any] | None = None
-        self._leads_until = float("-inf")
-        self._was_leading = False
-        self._changed = asyncio.Event()
-        self.term = 0
-        """Counts the times that this replica became the leader."""
-        self.holder = ""
-        """The holder of the lease when it was last read."""
+    api: ClusterApi
+    identity: str
+    terms: LeaseTerms
+    clock: Callable[[], float] = boot_time_s
+    _seen: tuple[object, ...] = ()
+    _seen_at: float = float("-inf")
+    _absent_since: float | None = None
+    _raw: dict[str, Any] | None = None
+    _leads_until: float = float("-inf")
+    _was_leading: bool = False
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    term: int = 0
+    """Counts the times that this replica became the leader."""
+    holder: str = ""
+    """The holder of the lease when it was last read."""
 
     def leads(self) -> bool:
         """Whether this replica may decide at this moment."""
-        return self._clock() < self._leads_until
+        return self.clock() < self._leads_until
 
     async def wait_change(self, term: int, is_leading: bool) -> None:
         """Until leadership differs from what the caller knows."""
@@ -109,19 +101,19 @@ class LeaderElection:
         self.report_transition()
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                await self._api.replace_lease(
-                    self._terms.namespace, self._terms.name, self._record("", duration_s=RELEASED_S)
+                await self.api.replace_lease(
+                    self.terms.namespace, self.terms.name, self._record("", duration_s=RELEASED_S)
                 )
         except (AgentError, TimeoutError) as e:
             log.info("lease_not_released", error=str(e), then="it ends by itself")
 
     async def _pause(self) -> None:
         """Until the next read, or until the time to lead, or to wait for an absent lease, is over."""
-        pause_s = self._terms.retry_s * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load, no secret
+        pause_s = self.terms.retry_s * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load, no secret
         if self.leads():
-            pause_s = min(pause_s, max(self._leads_until - self._clock(), 0.0))
+            pause_s = min(pause_s, max(self._leads_until - self.clock(), 0.0))
         elif self._absent_since is not None:
-            pause_s = min(pause_s, max(self._absent_since + self._absence_s() - self._clock(), SHORTEST_PAUSE_S))
+            pause_s = min(pause_s, max(self._absent_since + self._absence_s() - self.clock(), SHORTEST_PAUSE_S))
         await asyncio.sleep(pause_s)
 
     async def try_acquire_or_renew(self) -> None:
@@ -130,32 +122,32 @@ class LeaderElection:
             await self._read()
         if self._raw is None:
             if self._may_create():
-                await self._write(self._api.create_lease, (self._terms.namespace,))
-        elif self.holder == self._identity or self._was_released() or self._has_ended():
+                await self._write(self.api.create_lease, (self.terms.namespace,))
+        elif self.holder == self.identity or self._was_released() or self._has_ended():
             await self._replace()
 
     async def _read(self) -> None:
         """Not while leading: a leader's renewal fails where another client has written the lease."""
         try:
-            self._note(await self._api.get_lease(self._terms.namespace, self._terms.name))
+            self._note(await self.api.get_lease(self.terms.namespace, self.terms.name))
         except NotFound:
             self._note_absent()
 
     async def _replace(self) -> None:
         """Renew the lease, or take it."""
-        place = self._terms.namespace, self._terms.name
+        place = self.terms.namespace, self.terms.name
         try:
-            await self._write(self._api.replace_lease, place)
+            await self._write(self.api.replace_lease, place)
         except Conflict:
-            if self._raw is None or self.holder != self._identity:
+            if self._raw is None or self.holder != self.identity:
                 raise
-            await self._write(self._api.replace_lease, place)  # ours after all: another client has labelled it, say
+            await self._write(self.api.replace_lease, place)  # ours after all: another client has labelled it, say
 
     async def _write(self, write: Callable[..., Awaitable[dict[str, Any]]], place: tuple[str, ...]) -> None:
         """Make the lease ours. Where it is no longer what we read, we lead no more until it was read as ours."""
-        began_at = self._clock()
+        began_at = self.clock()
         try:
-            self._note(await write(*place, self._record(self._identity)))
+            self._note(await write(*place, self._record(self.identity)))
         except Conflict:
             self._stop_leading()  # another client wrote it, perhaps to take it
             await self._read()
@@ -164,7 +156,7 @@ class LeaderElection:
             self._note_absent()
             self._stop_leading()
             raise
-        self._leads_until = began_at + self._terms.renew_deadline_s
+        self._leads_until = began_at + self.terms.renew_deadline_s
 
     def _stop_leading(self) -> None:
         self._leads_until = float("-inf")
@@ -172,16 +164,16 @@ class LeaderElection:
     def _note_absent(self) -> None:
         """The lease was deleted, or never existed."""
         if self._absent_since is None:
-            self._absent_since = self._clock()
+            self._absent_since = self.clock()
         self._raw, self.holder = None, ""
 
     def _may_create(self) -> bool:
-        return self._absent_since is not None and self._clock() - self._absent_since >= self._absence_s()
+        return self._absent_since is not None and self.clock() - self._absent_since >= self._absence_s()
 
     def _absence_s(self) -> float:
         """How long a lease has to be absent before it is created: as long as another replica may lead by the deleted one.
         Where none was ever read this is the first installation, most likely, and no replica leads."""
-        return self._terms.duration_s if self._seen else self._terms.retry_s
+        return self.terms.duration_s if self._seen else self.terms.retry_s
 
     def _note(self, raw: dict[str, Any]) -> None:
         """The lease as read, and since when it is unchanged."""
@@ -197,7 +189,7 @@ class LeaderElection:
             str(spec.get("leaseTransitions")),
         )
         if seen != self._seen:
-            self._seen, self._seen_at = seen, self._clock()
+            self._seen, self._seen_at = seen, self.clock()
 
     def _was_released(self) -> bool:
         """Released in order, as `release` and client-go do it. A holder emptied by hand leaves a leader that does not know
@@ -210,7 +202,7 @@ class LeaderElection:
     def _has_ended(self) -> bool:
         raw_duration = mapping_or_empty((self._raw or {}).get("spec")).get("leaseDurationSeconds")
         theirs_s = float(raw_duration) if isinstance(raw_duration, int) and raw_duration > 0 else 0.0
-        return self._clock() - self._seen_at > max(self._terms.duration_s, min(theirs_s, MAX_DURATION_S))
+        return self.clock() - self._seen_at > max(self.terms.duration_s, min(theirs_s, MAX_DURATION_S))
 
     def _record(self, holder: str, duration_s: float | None = None) -> dict[str, Any]:
         """The lease as it should be; its metadata stays as read."""
@@ -219,14 +211,14 @@ class LeaderElection:
         transitions = spec.get("leaseTransitions")
         count = transitions if isinstance(transitions, int) else 0
         is_new = holder != spec.get("holderIdentity")
-        metadata = {"name": self._terms.name, "namespace": self._terms.namespace}
+        metadata = {"name": self.terms.name, "namespace": self.terms.namespace}
         return {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
             "metadata": mapping_or_empty((self._raw or {}).get("metadata")) or metadata,
             "spec": {
                 "holderIdentity": holder,
-                "leaseDurationSeconds": max(1, round(duration_s or self._terms.duration_s)),
+                "leaseDurationSeconds": max(1, round(duration_s or self.terms.duration_s)),
                 "acquireTime": now if is_new else spec.get("acquireTime") or now,
                 "renewTime": now,
                 "leaseTransitions": count + 1 if is_new and self._raw is not None and holder else count,
@@ -238,9 +230,9 @@ class LeaderElection:
         is_leading = self.leads()
         if is_leading and not self._was_leading:
             self.term += 1
-            log.info("leading", lease=f"{self._terms.namespace}/{self._terms.name}", identity=self._identity)
+            log.info("leading", lease=f"{self.terms.namespace}/{self.terms.name}", identity=self.identity)
         elif self._was_leading and not is_leading:
-            log.warning("leading_no_more", lease=f"{self._terms.namespace}/{self._terms.name}", holder=self.holder)
+            log.warning("leading_no_more", lease=f"{self.terms.namespace}/{self.terms.name}", holder=self.holder)
         if is_leading != self._was_leading:
             self._was_leading = is_leading
             self._changed.set()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from typing import NoReturn
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.pod_writes import PodWrites
@@ -37,27 +38,18 @@ RETRY_S = 1.0
 CHECKED_AT_ONCE = 64
 
 
-class QuotaWaiters:
+class QuotaWaiters(Struct, kw_only=True, eq=False):
     """`answered` is called by the verbs, `gained` by QuotaState; `run` once. `unscheduled` finds a pod
     without a node."""
 
-    def __init__(
-        self,
-        *,
-        quota: QuotaState,
-        writes: PodWrites,
-        unscheduled: Callable[[PodUid], Pod | None],
-        metrics: ExtenderMetrics,
-        pace_s: float = PACE_S,
-    ) -> None:
-        self._quota = quota
-        self._writes = writes
-        self._unscheduled = unscheduled
-        self._metrics = metrics
-        self._pace_s = pace_s
-        self._waiting: dict[PodUid, tuple[NodeKind, ...]] = {}
-        self._gained = asyncio.Event()
-        self._problems = ReportOnce()
+    quota: QuotaState
+    writes: PodWrites
+    unscheduled: Callable[[PodUid], Pod | None]
+    metrics: ExtenderMetrics
+    pace_s: float = PACE_S
+    _waiting: dict[PodUid, tuple[NodeKind, ...]] = field(default_factory=dict)
+    _gained: asyncio.Event = field(default_factory=asyncio.Event)
+    _problems: ReportOnce = field(default_factory=ReportOnce)
 
     def answered(self, uid: PodUid, closed: Collection[NodeKind]) -> None:
         """Filter has answered about the pod; `closed` are the kinds of nodes that only the quota refused it, none where it
@@ -87,19 +79,19 @@ class QuotaWaiters:
                     break
 
     def _is_allowed(self, uid: PodUid) -> bool:
-        kinds, pod = self._waiting.get(uid, ()), self._unscheduled(uid)
+        kinds, pod = self._waiting.get(uid, ()), self.unscheduled(uid)
         if pod is None:
             self._waiting.pop(uid, None)
             return False
-        return any(self._quota(pod, model=model, pool=pool) is None for model, pool in kinds)
+        return any(self.quota(pod, model=model, pool=pool) is None for model, pool in kinds)
 
     async def _try_again(self, uid: PodUid) -> bool:
         """Each pod once for each refusal. False where the API server did not answer."""
-        kinds, pod = self._waiting.pop(uid), self._unscheduled(uid)
-        if pod is None or not self._writes.leads():
+        kinds, pod = self._waiting.pop(uid), self.unscheduled(uid)
+        if pod is None or not self.writes.leads():
             return True
         try:
-            await self._writes.ask_for_retry(pod)
+            await self.writes.ask_for_retry(pod)
         except (NotFound, Conflict):  # gone, or another pod by now
             return True
         except AgentError as e:
@@ -111,6 +103,6 @@ class QuotaWaiters:
                 self._waiting.setdefault(uid, kinds)
             return not is_retried
         self._problems.is_over()
-        self._metrics.quota_retried()
-        await asyncio.sleep(self._pace_s)
+        self.metrics.quota_retried()
+        await asyncio.sleep(self.pace_s)
         return True

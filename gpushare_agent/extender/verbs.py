@@ -11,6 +11,8 @@ import asyncio
 from collections.abc import Generator, Mapping, Sequence
 from typing import TypeVar
 
+from msgspec import Struct
+
 from gpushare_agent.extender.bind import Binder
 from gpushare_agent.extender.cluster_state import ClusterState, Filtered
 from gpushare_agent.extender.messages import BindArgs, NodesArgs, PreemptArgs
@@ -22,65 +24,56 @@ from gpushare_agent.model.names import PodUid
 A = TypeVar("A")
 
 
-class Extender:
+class Extender(Struct, kw_only=True, eq=False):
     """Answers the requests that http.py reads."""
 
-    def __init__(
-        self,
-        *,
-        state: ClusterState,
-        binder: Binder,
-        metrics: ExtenderMetrics,
-        quota_waiters: QuotaWaiters,
-        reserves_at_filter: bool = False,
-    ) -> None:
-        self._state = state
-        self._binder = binder
-        self._metrics = metrics
-        self._quota_waiters = quota_waiters
-        self._reserves_at_filter = reserves_at_filter
+    state: ClusterState
+    binder: Binder
+    metrics: ExtenderMetrics
+    quota_waiters: QuotaWaiters
+    reserves_at_filter: bool = False
 
     async def filter(self, args: NodesArgs) -> Filtered:
         """Where the pod fits. A pod that asks for nothing of ours fits everywhere."""
         if not args.pod.containers:
             return Filtered(fitting=list(args.names))
-        if self._reserves_at_filter:
+        if self.reserves_at_filter:
             return await self._filter_and_reserve(args)
         return await self._judge(args)
 
     def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
         if not args.pod.containers:
             return [(name, 0) for name in args.names]
-        return self._state.prioritize(args.pod, args.names)
+        return self.state.prioritize(args.pod, args.names)
 
     def preempt(self, args: PreemptArgs) -> Mapping[str, Sequence[PodUid]]:
         """The nodes where the pod would fit once the victims are gone, each with its victims."""
         if not args.pod.containers:
             return args.victims
-        return self._state.victims(args.pod, args.victims)
+        return self.state.victims(args.pod, args.victims)
 
     async def bind(self, args: BindArgs) -> str:
         """Empty when the pod is bound, else why not."""
-        return await self._binder.bind(args)
+        return await self.binder.bind(args)
 
     async def _judge(self, args: NodesArgs) -> Filtered:
-        found = await in_steps(self._state.filter_steps(args.pod, args.names))
-        self._quota_waiters.answered(args.pod.uid, () if found.fitting else found.over_quota)
-        self._metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
+        found = await in_steps(self.state.filter_steps(args.pod, args.names))
+        self.quota_waiters.answered(args.pod.uid, () if found.fitting else found.over_quota)
+        self.metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
         return found
 
     async def _filter_and_reserve(self, args: NodesArgs) -> Filtered:
         """One node, where the GPUs are reserved."""
         pod = args.pod
-        self._binder.release(pod.uid)
-        known = self._state.reservation(pod.uid)
+        self.binder.release(pod.uid)
+        known = self.state.reservation(pod.uid)
         if known is not None and known.stage is not Stage.ASSUMED:
             return Filtered(error=f"pod {pod.namespace}/{pod.name} is on node {known.node} already")
         found = await self._judge(args)
         if not found.fitting:
             return found
-        best, _ = min(self._state.prioritize(pod, found.fitting), key=lambda one: (-one[1], one[0]))
-        error = await self._binder.reserve(pod, best)
+        best, _ = min(self.state.prioritize(pod, found.fitting), key=lambda one: (-one[1], one[0]))
+        error = await self.binder.reserve(pod, best)
         if error:
             return Filtered(error=f"cannot reserve GPUs of node {best} for pod {pod.namespace}/{pod.name}: {error}")
         others = {name: f"the pod is reserved on node {best}" for name in found.fitting if name != best}

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.gpus.decisions.cordon import gpu_document, select_gpus
 from gpushare_agent.gpus.decisions.values import HealthState
@@ -56,17 +57,14 @@ MAX_GPU_CHARS = 100
 STATUS = {Rejected: 400, NotFound: 404, Conflict: 409}
 
 
-class ControlServer:
+class ControlServer(Struct, eq=False):
     """`poll_soon` lets a GPU that an operator put back be polled at once."""
 
-    def __init__(
-        self, path: Path, inventory: GpuInventoryState, writer: HealthStateWriter, *, poll_soon: Callable[[], None]
-    ) -> None:
-        self._path = path
-        self._inventory = inventory
-        self._writer = writer
-        self._poll_soon = poll_soon
-        self._is_listening = asyncio.Event()
+    path: Path
+    inventory: GpuInventoryState
+    writer: HealthStateWriter
+    poll_soon: Callable[[], None]
+    _is_listening: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait_listening(self) -> None:
         await self._is_listening.wait()
@@ -80,7 +78,7 @@ class ControlServer:
                 listener, identity = self._bind()
                 reported.is_over()
                 await self._serve_until_gone(listener, identity)
-                log.warning("control_socket_gone", path=str(self._path), then="opened anew")
+                log.warning("control_socket_gone", path=str(self.path), then="opened anew")
             except Unavailable as e:
                 if reported.is_new(str(e)):
                     log.warning("control_socket_not_open", error=str(e), retried_in_s=CHECK_PERIOD_S)
@@ -89,7 +87,7 @@ class ControlServer:
     async def _wait_gone(self, identity: FileIdentity | None) -> None:
         while True:
             await asyncio.sleep(CHECK_PERIOD_S)
-            if identity != file_identity(self._path):
+            if identity != file_identity(self.path):
                 return
 
     async def _serve_until_gone(self, listener: socket.socket, identity: FileIdentity | None) -> None:
@@ -105,7 +103,7 @@ class ControlServer:
         limits = HttpLimits(connections=16, body_bytes=MAX_REQUEST_BYTES, cancels_handlers=False)
         server = HttpServer("control", routes, limits=limits)
         self._is_listening.set()
-        log.info("control_listening", path=str(self._path))
+        log.info("control_listening", path=str(self.path))
         try:
             async with asyncio.TaskGroup() as group:
                 serving = group.create_task(server.serve([listener]), name="control server")
@@ -117,27 +115,27 @@ class ControlServer:
 
     def _remove_file(self, identity: FileIdentity | None) -> None:
         try:
-            remove_socket(self._path, identity)
+            remove_socket(self.path, identity)
         except OSError as e:  # a directory that has become read-only: the next agent replaces the stale socket
-            log.warning("control_socket_not_removed", path=str(self._path), error=str(e))
+            log.warning("control_socket_not_removed", path=str(self.path), error=str(e))
 
     def _bind(self) -> tuple[socket.socket, FileIdentity | None]:
         """The bound socket and its file's identity, None where the file is gone already."""
         lost = "GPUs cannot be cordoned by command until it can"
         try:
-            self._path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-            if is_served(self._path):
+            self.path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            if is_served(self.path):
                 raise Unavailable(
-                    f"the control socket {self._path} is not opened: another process listens there. {lost}: end that one, "
+                    f"the control socket {self.path} is not opened: another process listens there. {lost}: end that one, "
                     "or choose another path with --control.socket"
                 )
-            listener = bind_unix_socket(self._path, mode=SOCKET_MODE)
+            listener = bind_unix_socket(self.path, mode=SOCKET_MODE)
             listener.setblocking(False)
             listener.listen(BACKLOG)
-            return listener, file_identity(self._path)
+            return listener, file_identity(self.path)
         except OSError as e:
             raise Unavailable(
-                f"the control socket {self._path} cannot be opened: {e.strerror or e}. {lost}: make its directory writable, "
+                f"the control socket {self.path} cannot be opened: {e.strerror or e}. {lost}: make its directory writable, "
                 "or choose another path with --control.socket"
             ) from e
 
@@ -167,36 +165,36 @@ class ControlServer:
         raw = await _body(request)
         reason = _text(raw, "reason", MAX_REASON_CHARS)
         gpu = self._gpu(_text(raw, "gpu", MAX_GPU_CHARS))
-        changed = self._inventory.cordon(gpu.uuid, reason)
+        changed = self.inventory.cordon(gpu.uuid, reason)
         log.info("cordon_asked", index=gpu.index, uuid=gpu.uuid, reason=reason, changed=changed)
-        return self._result(gpu, changed, await self._writer.save_now())
+        return self._result(gpu, changed, await self.writer.save_now())
 
     async def _uncordon(self, request: web.Request) -> dict[str, Any]:
         gpu = self._gpu(_text(await _body(request), "gpu", MAX_GPU_CHARS))
-        before = self._inventory.healths[gpu.uuid]
-        changed = self._inventory.uncordon(gpu.uuid)
+        before = self.inventory.healths[gpu.uuid]
+        changed = self.inventory.uncordon(gpu.uuid)
         ended_wait = before.cause if before.state is HealthState.NEEDS_RESET else ""
         log.info("uncordon_asked", index=gpu.index, uuid=gpu.uuid, changed=changed, ended_wait=ended_wait)
-        self._poll_soon()
-        return self._result(gpu, changed, await self._writer.save_now()) | {"ended_wait": ended_wait}
+        self.poll_soon()
+        return self._result(gpu, changed, await self.writer.save_now()) | {"ended_wait": ended_wait}
 
     async def _show(self, _request: web.Request) -> dict[str, Any]:
-        return {"cards": [self._shown(gpu) for gpu in self._inventory.current.gpus]}
+        return {"cards": [self._shown(gpu) for gpu in self.inventory.current.gpus]}
 
     def _result(self, gpu: Gpu, changed: bool, not_kept: str) -> dict[str, Any]:
-        now = self._inventory.current.by_uuid()[gpu.uuid]
+        now = self.inventory.current.by_uuid()[gpu.uuid]
         return {"card": self._shown(now), "changed": changed, "not_kept": not_kept}
 
     def _shown(self, gpu: Gpu) -> dict[str, Any]:
         return gpu_document(
             gpu,
-            self._inventory.healths[gpu.uuid],
-            unhealthy_reason=self._inventory.unhealthy_reasons.get(gpu.uuid, ""),
-            probes=self._inventory.policy.recovery_probes,
+            self.inventory.healths[gpu.uuid],
+            unhealthy_reason=self.inventory.unhealthy_reasons.get(gpu.uuid, ""),
+            probes=self.inventory.policy.recovery_probes,
         )
 
     def _gpu(self, text: str) -> Gpu:
-        gpus = self._inventory.current.gpus
+        gpus = self.inventory.current.gpus
         selected = select_gpus(text, gpus)
         if len(selected) == 1:
             return selected[0]

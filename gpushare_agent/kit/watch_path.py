@@ -15,6 +15,7 @@ from pathlib import Path
 
 import structlog
 from asyncinotify import Inotify, Mask, Watch
+from msgspec import Struct, field
 
 from gpushare_agent.kit.report_once import ReportOnce
 
@@ -24,19 +25,18 @@ _EVENTS = Mask.CREATE | Mask.MOVED_TO | Mask.MOVED_FROM | Mask.DELETE | Mask.DEL
 _LOST = Mask.IGNORED | Mask.DELETE_SELF | Mask.MOVE_SELF | Mask.UNMOUNT
 
 
-class DirectoryWatch:
+class DirectoryWatch(Struct, eq=False):
     """Watches the names in one directory. One waiter at a time; open it with `open_directory_watch`."""
 
-    def __init__(self, directory: Path, *, poll_s: float, fast_poll_s: float, retry_s: float) -> None:
-        self._directory = directory
-        self._poll_s = poll_s
-        self._fast_poll_s = fast_poll_s
-        self._retry_s = retry_s
-        self._retry_at = float("-inf")
-        self._failures = ReportOnce()
-        self._inotify: Inotify | None = None
-        self._watch: Watch | None = None
-        self._watched: tuple[int, int] | None = None
+    directory: Path
+    poll_s: float
+    fast_poll_s: float
+    retry_s: float
+    _retry_at: float = float("-inf")
+    _failures: ReportOnce = field(default_factory=ReportOnce)
+    _inotify: Inotify | None = None
+    _watch: Watch | None = None
+    _watched: tuple[int, int] | None = None
 
     async def wait_change(self) -> None:
         """Waits for an event or the next poll, whichever is first.
@@ -46,10 +46,10 @@ class DirectoryWatch:
         if self._rewatch():
             return
         if self._inotify is None or self._watch is None:
-            await asyncio.sleep(self._fast_poll_s)
+            await asyncio.sleep(self.fast_poll_s)
             return
         try:
-            async with asyncio.timeout(self._poll_s):
+            async with asyncio.timeout(self.poll_s):
                 event = await self._inotify.get()
         except TimeoutError:
             return
@@ -58,7 +58,7 @@ class DirectoryWatch:
 
     def _rewatch(self) -> bool:
         """Puts the watch onto what the path names now; true if that is another directory than before."""
-        current = _directory_identity(self._directory)
+        current = _directory_identity(self.directory)
         if self._watch is not None and current is not None and current == self._watched:
             return False
         self._unwatch()
@@ -68,17 +68,17 @@ class DirectoryWatch:
         try:
             if self._inotify is None:
                 self._inotify = Inotify()
-            self._watch = self._inotify.add_watch(self._directory, _EVENTS | Mask.ONLYDIR)
+            self._watch = self._inotify.add_watch(self.directory, _EVENTS | Mask.ONLYDIR)
         except (FileNotFoundError, NotADirectoryError):  # it went away just now
             return False
         except OSError as e:  # a limit of inotify or of open files: it may be over later
-            self._retry_at = now + self._retry_s
+            self._retry_at = now + self.retry_s
             if self._failures.is_new(str(e)):
-                fields = {"poll_s": self._fast_poll_s, "retried_in_s": self._retry_s}
-                log.warning("directory_not_watched", directory=str(self._directory), error=str(e), **fields)
+                fields = {"poll_s": self.fast_poll_s, "retried_in_s": self.retry_s}
+                log.warning("directory_not_watched", directory=str(self.directory), error=str(e), **fields)
             return False
         if self._failures.is_over():
-            log.info("directory_watched_again", directory=str(self._directory))
+            log.info("directory_watched_again", directory=str(self.directory))
         self._watched = current
         return True
 

@@ -19,6 +19,7 @@ import structlog
 from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 from grpclib.server import Stream
+from msgspec import Struct, field
 
 from gpushare_agent.kit.grpc_codec import Decoder
 from gpushare_agent.kit.wire_build import bytes_field, integer_field, string_list
@@ -72,35 +73,24 @@ class RpcObserver(Protocol):
     def rpc_finished(self, resource: str, method: str, code: str, duration_s: float) -> None: ...
 
 
-class DevicePlugin:
+class DevicePlugin(Struct, eq=False):
     """Serves one resource, by a GrpcServer with FAST_DECODERS. Without `pre_start` the kubelet does not call
     PreStartContainer. `on_streams_changed` is called whenever a ListAndWatch stream opens or ends."""
 
-    def __init__(
-        self,
-        resource: str,
-        table: DeviceTable,
-        handler: AdmissionHandler,
-        metrics: RpcObserver,
-        ids: DeviceIds,
-        *,
-        pre_start: PreStart | None = None,
-        call_timeout_s: float = CALL_TIMEOUT_S,
-    ) -> None:
-        self.resource = resource
-        self.on_streams_changed: Callable[[], None] = lambda: None
-        self._table = table
-        self._handler = handler
-        self._pre_start = pre_start
-        self._metrics = metrics
-        self._ids = ids
-        self._call_timeout_s = call_timeout_s
-        self._waits: dict[Stream[Any, Any], asyncio.Timeout] = {}
+    resource: str
+    table: DeviceTable
+    handler: AdmissionHandler
+    metrics: RpcObserver
+    ids: DeviceIds
+    pre_start: PreStart | None = None
+    call_timeout_s: float = CALL_TIMEOUT_S
+    on_streams_changed: Callable[[], None] = field(default_factory=lambda: lambda: None)
+    _waits: dict[Stream[Any, Any], asyncio.Timeout] = field(default_factory=dict)
 
     @property
     def options(self) -> v1beta1.DevicePluginOptions:
         return v1beta1.DevicePluginOptions(
-            pre_start_required=self._pre_start is not None, get_preferred_allocation_available=True
+            pre_start_required=self.pre_start is not None, get_preferred_allocation_available=True
         )
 
     @property
@@ -110,10 +100,10 @@ class DevicePlugin:
 
     def continue_as(self, other: DevicePlugin) -> None:
         """Serves what `other` was made for, of the same resource and options: the streams stay, and send its devices."""
-        table, self._table = self._table, other._table
-        self._table.take_over(table)
-        self._handler, self._pre_start = other._handler, other._pre_start
-        self._metrics, self._ids = other._metrics, other._ids
+        table, self.table = self.table, other.table
+        self.table.take_over(table)
+        self.handler, self.pre_start = other.handler, other.pre_start
+        self.metrics, self.ids = other.metrics, other.ids
         table.wake()
 
     def end_streams(self) -> None:
@@ -149,7 +139,7 @@ class DevicePlugin:
                 self._waits[stream] = wait
                 self.on_streams_changed()
                 while True:
-                    await self._send_lists(stream, self._table)
+                    await self._send_lists(stream, self.table)
         except TimeoutError:
             return  # end_streams(): grpclib ends the stream with status OK
         finally:
@@ -159,7 +149,7 @@ class DevicePlugin:
     async def _send_lists(self, stream: Stream[Any, Any], table: DeviceTable) -> None:
         """Until another table is in its place."""
         seen = await table.wait_change(-1)
-        while table is self._table:
+        while table is self.table:
             await stream.send_message(table.encode())
             log.debug("device_list_sent", resource=self.resource, version=seen)
             seen = await table.wait_change(seen)
@@ -167,53 +157,53 @@ class DevicePlugin:
     async def _serve_preferred(self, stream: Stream[Any, Any]) -> None:
         containers: list[PreferredContainer] = await _request(stream)
         started = time.perf_counter()
-        deadline = asyncio.get_running_loop().time() + self._call_timeout_s
+        deadline = asyncio.get_running_loop().time() + self.call_timeout_s
         answers = []
         code = Status.OK.name
         for container in containers:
             ids, code = await self._prefer(container, deadline)
             answers.append(bytes_field(1, string_list(1, ids)))
         await _answer(stream, b"".join(answers))
-        self._metrics.rpc_finished(self.resource, "GetPreferredAllocation", code, time.perf_counter() - started)
+        self.metrics.rpc_finished(self.resource, "GetPreferredAllocation", code, time.perf_counter() - started)
 
     async def _prefer(self, container: PreferredContainer, deadline: float) -> tuple[Sequence[str], str]:
         """The handler's advice; empty where it fails, because an error here rejects the pod with a worse message."""
         fields = {"resource": self.resource, "offered": len(container.available), "asked": container.size}
         try:
             async with asyncio.timeout_at(deadline):
-                devices = await self._handler.preferred(
+                devices = await self.handler.preferred(
                     self.resource,
-                    self._ids.read(container.available),
-                    self._ids.read(container.must_include),
+                    self.ids.read(container.available),
+                    self.ids.read(container.must_include),
                     container.size,
                 )
         except TimeoutError:
-            log.warning("preferred_allocation_timed_out", timeout_s=self._call_timeout_s, **fields)
+            log.warning("preferred_allocation_timed_out", timeout_s=self.call_timeout_s, **fields)
             return (), Status.DEADLINE_EXCEEDED.name
         except Exception:  # a servicer's edge: Allocate can explain better, and the traceback is in the log
             log.exception("preferred_allocation_failed", **fields)
             return (), Status.INTERNAL.name
-        return [self._ids.write(device) for device in devices], Status.OK.name
+        return [self.ids.write(device) for device in devices], Status.OK.name
 
     async def _serve_allocate(self, stream: Stream[Any, Any]) -> None:
         texts: list[list[str]] = await _request(stream)
-        containers = [self._ids.read(ids) for ids in texts]
-        async with self._answering("Allocate", containers, self._call_timeout_s):
+        containers = [self.ids.read(ids) for ids in texts]
+        async with self._answering("Allocate", containers, self.call_timeout_s):
             answers = [await self._allocate(ids) for ids in containers]
             await _answer(stream, b"".join(answers))
 
     async def _allocate(self, ids: Sequence[DeviceId]) -> bytes:
         """The answer for one container, as it is in the AllocateResponse."""
-        outcome = await self._handler.allocate(self.resource, ids)
+        outcome = await self.handler.allocate(self.resource, ids)
         if isinstance(outcome, Refused):
             raise _error_of(outcome)
         return bytes_field(1, _encoded(outcome))
 
     async def _serve_pre_start(self, stream: Stream[Any, Any]) -> None:
         texts: list[str] = await _request(stream)
-        ids = self._ids.read(texts)
+        ids = self.ids.read(texts)
         async with self._answering("PreStartContainer", [ids], PRE_START_TIMEOUT_S):
-            if self._pre_start is not None and (refused := await self._pre_start(self.resource, ids)) is not None:
+            if self.pre_start is not None and (refused := await self.pre_start(self.resource, ids)) is not None:
                 raise _error_of(refused)
             await _answer(stream, v1beta1.PreStartContainerResponse())
 
@@ -243,7 +233,7 @@ class DevicePlugin:
                 duration_ms=round(took_s * 1000, 2),
                 **({"detail": detail} if detail else {}),
             )
-            self._metrics.rpc_finished(self.resource, method, code.name, took_s)
+            self.metrics.rpc_finished(self.resource, method, code.name, took_s)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
@@ -31,30 +32,21 @@ class ReadsNodes(Protocol):
     async def get_node(self, name: str) -> dict[str, Any]: ...
 
 
-class KubeletFacts:
+class KubeletFacts(Struct, kw_only=True, eq=False):
     """Ask `wait_lists_inside` before a List; run `run` once an API connection may come."""
 
-    def __init__(
-        self,
-        *,
-        node_name: str,
-        kubelet_socket: Path,
-        allow_unsupported: bool,
-        retry_s: float = RETRY_S,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._node_name = node_name
-        self._socket = kubelet_socket
-        self._allow_unsupported = allow_unsupported
-        self._retry_s = retry_s
-        self._wall_clock = wall_clock
-        self._version: tuple[int, int] | None = None
-        self._text = ""
-        self._is_known = asyncio.Event()
-        self._is_outdated = asyncio.Event()
-        self._has_waiter = asyncio.Event()
-        self._waiting = 0
-        self._unavailable_reason = "it has not been read yet"
+    node_name: str
+    kubelet_socket: Path
+    allow_unsupported: bool
+    retry_s: float = RETRY_S
+    wall_clock: Callable[[], float] = time.time
+    _version: tuple[int, int] | None = None
+    _text: str = ""
+    _is_known: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_outdated: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_waiter: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiting: int = 0
+    _unavailable_reason: str = "it has not been read yet"
 
     @property
     def version(self) -> str:
@@ -70,7 +62,7 @@ class KubeletFacts:
     def age_s(self) -> float | None:
         """Seconds since the kubelet created its socket, None where there is none."""
         try:
-            return max(0.0, self._wall_clock() - self._socket.stat().st_ctime)
+            return max(0.0, self.wall_clock() - self.kubelet_socket.stat().st_ctime)
         except OSError:
             return None
 
@@ -85,7 +77,7 @@ class KubeletFacts:
         try:
             if not await wait_for(self._is_known, timeout_s):
                 raise Unavailable(
-                    f"the kubelet's version is not known yet, because node {self._node_name} could not be read: "
+                    f"the kubelet's version is not known yet, because node {self.node_name} could not be read: "
                     f"{self._unavailable_reason}"
                 )
         finally:
@@ -97,10 +89,10 @@ class KubeletFacts:
         while True:
             try:
                 async with asyncio.timeout(10):
-                    node = await api.get_node(self._node_name)
+                    node = await api.get_node(self.node_name)
             except (AgentError, TimeoutError) as e:
                 self._unavailable_reason = str(e) or "no answer within 10 s"
-                log.warning("kubelet_version_unknown", node=self._node_name, error=self._unavailable_reason)
+                log.warning("kubelet_version_unknown", node=self.node_name, error=self._unavailable_reason)
                 await self._pause()
                 continue
             self._read_version(node)
@@ -109,10 +101,10 @@ class KubeletFacts:
 
     async def _pause(self) -> None:
         """Until the next read of the Node; shorter where an admission waits for it."""
-        await asyncio.sleep(min(ADMISSION_RETRY_S, self._retry_s))
+        await asyncio.sleep(min(ADMISSION_RETRY_S, self.retry_s))
         if not self._waiting:
             self._has_waiter.clear()
-            await wait_for(self._has_waiter, self._retry_s)
+            await wait_for(self._has_waiter, self.retry_s)
 
     def _read_version(self, node: dict[str, Any]) -> None:
         status = node.get("status")
@@ -121,11 +113,11 @@ class KubeletFacts:
         match = _VERSION.match(text) if isinstance(text, str) else None
         version = (int(match[1]), int(match[2])) if match else None
         if version is None:
-            log.warning("kubelet_version_unreadable", node=self._node_name, version=str(text)[:64], assumed="supported")
+            log.warning("kubelet_version_unreadable", node=self.node_name, version=str(text)[:64], assumed="supported")
         elif version < OLDEST:
-            if not self._allow_unsupported:
+            if not self.allow_unsupported:
                 raise StartupError(
-                    f"kubelet {text} on node {self._node_name} is older than {OLDEST[0]}.{OLDEST[1]}: a PodResources "
+                    f"kubelet {text} on node {self.node_name} is older than {OLDEST[0]}.{OLDEST[1]}: a PodResources "
                     "List during an admission can crash it. Upgrade the kubelet, or set --kubelet.allow-unsupported=true "
                     "(pods are then identified by the API server alone, and refused where two match)."
                 )

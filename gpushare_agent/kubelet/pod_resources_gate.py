@@ -22,6 +22,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
+from msgspec import Struct, field
+
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.kubelet.pod_resources import PodListing
 from gpushare_agent.model.errors import Unavailable
@@ -31,29 +33,20 @@ class Lister(Protocol):
     async def list_entries(self, *, timeout_s: float) -> Sequence[PodListing]: ...
 
 
-class PodResourcesGate:
+class PodResourcesGate(Struct, eq=False):
     """Counts the admission calls that the kubelet has open, and lets a List through where none can be harmed by it."""
 
-    def __init__(
-        self,
-        lister: Lister,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        quiet_s: float = 0.1,
-        list_timeout_s: float = 2.0,
-        on_list: Callable[[str], None] = lambda purpose: None,
-    ) -> None:
-        self._lister = lister
-        self._clock = clock
-        self._quiet_s = quiet_s
-        self._list_timeout_s = list_timeout_s
-        self._on_list = on_list
-        self._preferring = 0
-        self._allocating = 0
-        self._listing = 0
-        self._is_outside = False
-        self._last_call_at = float("-inf")
-        self._changed = asyncio.Event()
+    lister: Lister
+    clock: Callable[[], float] = time.monotonic
+    quiet_s: float = 0.1
+    list_timeout_s: float = 2.0
+    on_list: Callable[[str], None] = lambda purpose: None
+    _preferring: int = 0
+    _allocating: int = 0
+    _listing: int = 0
+    _is_outside: bool = False
+    _last_call_at: float = float("-inf")
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_idle(self) -> bool:
@@ -77,7 +70,7 @@ class PodResourcesGate:
         """The time of one Allocate."""
         self._allocating += 1
         if self._listing:
-            self._on_list("overlapped")
+            self.on_list("overlapped")
         try:
             yield
         finally:
@@ -92,12 +85,12 @@ class PodResourcesGate:
         try:
             async with asyncio.timeout(wait_s):
                 while not self._is_quiet():
-                    await self._wait(self._quiet_s)
+                    await self._wait(self.quiet_s)
         except TimeoutError as e:
-            raise Unavailable(f"admissions did not pause for {self._quiet_s:g} s within {wait_s:g} s") from e
+            raise Unavailable(f"admissions did not pause for {self.quiet_s:g} s within {wait_s:g} s") from e
         self._is_outside = True
         try:
-            yield await self._list(purpose, self._list_timeout_s)
+            yield await self._list(purpose, self.list_timeout_s)
         finally:
             self._is_outside = False
             self._notify()
@@ -106,32 +99,32 @@ class PodResourcesGate:
     async def quiet(self) -> AsyncIterator[None]:
         """The time between admissions, without a List."""
         while not self._is_quiet():
-            await self._wait(self._quiet_s)
+            await self._wait(self.quiet_s)
         yield
 
     def _is_quiet(self) -> bool:
-        return self.is_idle and not self._is_outside and self._clock() - self._last_call_at >= self._quiet_s
+        return self.is_idle and not self._is_outside and self.clock() - self._last_call_at >= self.quiet_s
 
     async def _list_inside(self) -> Sequence[PodListing]:
-        until = self._clock() + self._list_timeout_s
+        until = self.clock() + self.list_timeout_s
         try:
-            async with asyncio.timeout(self._list_timeout_s):
+            async with asyncio.timeout(self.list_timeout_s):
                 while self._allocating:
                     await self._wait()
         except TimeoutError as e:
             raise Unavailable("an Allocate of another container stays open, so the kubelet cannot be asked") from e
-        return await self._list("admission", until - self._clock())
+        return await self._list("admission", until - self.clock())
 
     async def _list(self, purpose: str, timeout_s: float) -> Sequence[PodListing]:
-        self._on_list(purpose)
+        self.on_list(purpose)
         self._listing += 1
         try:
-            return await self._lister.list_entries(timeout_s=timeout_s)
+            return await self.lister.list_entries(timeout_s=timeout_s)
         finally:
             self._listing -= 1
 
     def _call_ended(self) -> None:
-        self._last_call_at = self._clock()
+        self._last_call_at = self.clock()
         self._notify()
 
     def _notify(self) -> None:

@@ -19,6 +19,7 @@ from grpclib import GRPCError, Status
 from grpclib.const import Cardinality
 from grpclib.const import Handler as RpcHandler
 from grpclib.server import Stream
+from msgspec import Struct, field
 
 from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits
 from gpushare_agent.kit.report_once import ReportOnce
@@ -46,25 +47,17 @@ _SLOW_MODULES = ("gpushare_agent.observability.display_document", "gpushare_agen
 _LIMITS = ServerLimits(max_connections=16)
 
 
-class DisplayServer:
+class DisplayServer(Struct, eq=False):
     """Serves at `path`; while it cannot, it tries again every `retry_s`. `before_reading` is awaited before a snapshot is
     read."""
 
-    def __init__(
-        self,
-        path: Path,
-        snapshot: ReadSnapshot,
-        *,
-        before_reading: Callable[[], Awaitable[None]] = at_once,
-        retry_s: float = RETRY_S,
-    ) -> None:
-        self.path = path
-        self._snapshot = snapshot
-        self._before_reading = before_reading
-        self._retry_s = retry_s
-        self._server: BoundedGrpcServer | None = None
-        self._identity: FileIdentity | None = None
-        self._reported = ReportOnce()
+    path: Path
+    snapshot: ReadSnapshot
+    before_reading: Callable[[], Awaitable[None]] = at_once
+    retry_s: float = RETRY_S
+    _server: BoundedGrpcServer | None = None
+    _identity: FileIdentity | None = None
+    _reported: ReportOnce = field(default_factory=ReportOnce)
 
     @property
     def is_serving(self) -> bool:
@@ -78,7 +71,7 @@ class DisplayServer:
         try:
             while True:
                 await self._ensure_serving()
-                await asyncio.sleep(self._retry_s)
+                await asyncio.sleep(self.retry_s)
         finally:
             await self._stop()
 
@@ -90,7 +83,7 @@ class DisplayServer:
             await self._serve()
         except Unavailable as e:
             if self._reported.is_new(str(e)):
-                log.warning("display_unavailable", error=str(e), again_in_s=self._retry_s)
+                log.warning("display_unavailable", error=str(e), again_in_s=self.retry_s)
         else:
             self._reported.is_over()
             log.info("display_serving", socket=str(self.path))
@@ -110,7 +103,7 @@ class DisplayServer:
             ) from e
         self._identity = file_identity(self.path)
         server = BoundedGrpcServer(
-            [_Display(self._snapshot, self._before_reading)], limits=_LIMITS, fields={"service": SERVICE}
+            [_Display(self.snapshot, self.before_reading)], limits=_LIMITS, fields={"service": SERVICE}
         )
         try:
             await server.serve(sock)

@@ -55,35 +55,26 @@ class Tally(Struct, kw_only=True):
     ended_at: float = 0.0
 
 
-class Replay:
+class Replay(Struct, eq=False):
     """One run. `on_progress` is called with the number of pods that have arrived."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        scheduler: Scheduler,
-        meter: Meter,
-        pods: PodMaker,
-        *,
-        on_progress: Callable[[int], None],
-    ) -> None:
-        self._workload = workload
-        self._scheduler = scheduler
-        self._meter = meter
-        self._pods = pods
-        self._on_progress = on_progress
-        self._events: list[tuple[float, _Kind, int, _Running | Job | Shape]] = []
-        self._order = count()
-        self._waiting = WaitingPods()
-        self._woken: set[Shape] = set()
-        """A wake is under way."""
-        self._pausing = 0
-        """Jobs whose pod was refused, until they make the next."""
-        self._tally = Tally()
+    workload: Workload
+    scheduler: Scheduler
+    meter: Meter
+    pods: PodMaker
+    on_progress: Callable[[int], None]
+    _events: list[tuple[float, _Kind, int, _Running | Job | Shape]] = field(default_factory=list)
+    _order: count[int] = field(default_factory=count)
+    _waiting: WaitingPods = field(default_factory=WaitingPods)
+    _woken: set[Shape] = field(default_factory=set)
+    """A wake is under way."""
+    _pausing: int = 0
+    """Jobs whose pod was refused, until they make the next."""
+    _tally: Tally = field(default_factory=Tally)
 
     def run(self) -> Tally:
         impossible = self._impossible()
-        for number, arrival in enumerate(self._workload.arrivals):
+        for number, arrival in enumerate(self.workload.arrivals):
             self._play_until(arrival.at_s)
             self._pass_to(arrival.at_s)
             if arrival.shape in impossible:
@@ -91,13 +82,13 @@ class Replay:
             else:
                 self._try(Job(arrival=arrival, number=number), arrival.at_s)
             if number % _PROGRESS_EVERY == 0:
-                self._on_progress(number)
+                self.on_progress(number)
         self._play_until(None)
         return self._tally
 
     def _impossible(self) -> set[Shape]:
-        shapes = dict.fromkeys(arrival.shape for arrival in self._workload.arrivals)
-        return {shape for shape in shapes if not self._scheduler.can_ever(self._pods.pod("probe", shape), shape)}
+        shapes = dict.fromkeys(arrival.shape for arrival in self.workload.arrivals)
+        return {shape for shape in shapes if not self.scheduler.can_ever(self.pods.pod("probe", shape), shape)}
 
     def _play_until(self, limit: float | None) -> None:
         """All events up to then; all there are where it is None."""
@@ -115,7 +106,7 @@ class Replay:
                     self._retry(what, at)
 
     def _pass_to(self, now: float) -> None:
-        self._meter.advance(now, len(self._waiting) + self._pausing)
+        self.meter.advance(now, len(self._waiting) + self._pausing)
         self._tally.ended_at = now
 
     def _later(self, at: float, kind: _Kind, what: _Running | Job | Shape) -> None:
@@ -123,8 +114,8 @@ class Replay:
 
     def _end(self, running: _Running, now: float) -> None:
         placed = running.placed
-        self._scheduler.end(placed.pod_uid, running.job.arrival.shape, placed.node)
-        self._meter.changed(placed.node)
+        self.scheduler.end(placed.pod_uid, running.job.arrival.shape, placed.node)
+        self.meter.changed(placed.node)
         for job in self._waiting.firsts():
             self._retry(job.arrival.shape, now)
 
@@ -136,7 +127,7 @@ class Replay:
                     self._woken.add(shape)
                     self._later(job.ready_at, _Kind.WAKE, shape)
                 return
-            placed = self._scheduler.place(self._pods.pod(job.pod_name, shape), shape, now)
+            placed = self.scheduler.place(self.pods.pod(job.pod_name, shape), shape, now)
             if isinstance(placed, NoNode):
                 return
             self._waiting.remove_first(shape)
@@ -144,7 +135,7 @@ class Replay:
 
     def _try(self, job: Job, now: float) -> None:
         shape = job.arrival.shape
-        placed = self._scheduler.place(self._pods.pod(job.pod_name, shape), shape, now)
+        placed = self.scheduler.place(self.pods.pod(job.pod_name, shape), shape, now)
         if not isinstance(placed, NoNode):
             self._start(job, placed, now)
             return
@@ -156,7 +147,7 @@ class Replay:
     def _start(self, job: Job, placed: Placed | Refused, now: float) -> None:
         """The pod is on a node: it runs, or the agent has refused it."""
         if isinstance(placed, Placed):
-            self._meter.changed(placed.node)
+            self.meter.changed(placed.node)
             self._tally.waited_s[job.arrival.shape.size].append(now - job.arrival.at_s)
             self._later(now + job.arrival.duration_s, _Kind.END, _Running(job=job, placed=placed))
             return

@@ -92,7 +92,7 @@ async def test_the_other_replica_takes_over_what_a_killed_one_had_bound(short_di
         asked = len(cluster.seen)
         await cluster.wait(lambda: sum(m == "GET" and "leases" in path for m, path in cluster.seen[asked:]) > 2)
         assert isinstance(second.parts.election, LeaderElection)
-        second.parts.election._clock = lambda: boot_time_s() + ELECTION["lease_duration_s"]
+        second.parts.election.clock = lambda: boot_time_s() + ELECTION["lease_duration_s"]
         await eventually(lambda: second.parts.leadership.listed_in == second.parts.election.term > 0)
         assert "cores" in await second.bind(pods[1], "n1")
 

@@ -101,8 +101,8 @@ async def test_time_counts_from_before_the_request() -> None:
             clock.now += 9.0
             return answer
 
-        replace = first._api.replace_lease
-        first._api.replace_lease = slow  # type: ignore[method-assign]
+        replace = first.api.replace_lease
+        first.api.replace_lease = slow  # type: ignore[method-assign]
         await first.try_acquire_or_renew()
         clock.now = began + 10.5
         assert not first.leads()
@@ -287,7 +287,7 @@ async def test_a_conflict_that_cannot_be_looked_into_ends_leadership() -> None:
         async def away(namespace: str, name: str) -> dict[str, Any]:
             raise Unavailable("as scripted")
 
-        first._api.get_lease = away  # type: ignore[method-assign]
+        first.api.get_lease = away  # type: ignore[method-assign]
         with pytest.raises(Unavailable):
             await first.try_acquire_or_renew()
         assert not first.leads()

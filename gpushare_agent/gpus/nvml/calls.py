@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
+from msgspec import Struct
+
 from gpushare_agent.gpus.nvml.session import NvmlSession
 
 
@@ -57,19 +59,16 @@ class UnsupportedCalls(set[object]):
     """What one GPU does not support, from round to round: (function, arguments), a field's key, or a function's name."""
 
 
-class NvmlCaller:
+class NvmlCaller(Struct, eq=False):
     """For one GPU in one round. `unsupported` lasts for the next rounds, `errors` counts over all GPUs of the round."""
 
-    def __init__(
-        self, session: NvmlSession, nvml: Any, handle: Any, *, unsupported: UnsupportedCalls, errors: Counter[str]
-    ) -> None:
-        self.nvml = nvml
-        self.handle = handle
-        self.unsupported = unsupported
-        self._session = session
-        self._errors = errors
-        self._answers = 0
-        self._unknowns = 0
+    session: NvmlSession
+    nvml: Any
+    handle: Any
+    unsupported: UnsupportedCalls
+    errors: Counter[str]
+    _answers: int = 0
+    _unknowns: int = 0
 
     def value(self, name: str, *arguments: Any) -> Any | None:
         """The value of NVML's function of this name, None where the GPU has none.
@@ -98,11 +97,11 @@ class NvmlCaller:
         return answer
 
     def _judge(self, error: Exception) -> Verdict:
-        self._session.check_driver(error)
-        error_name = self._session.error_name(error)
+        self.session.check_driver(error)
+        error_name = self.session.error_name(error)
         verdict = _VERDICTS.get(error_name, Verdict.FAILED)
         if verdict is Verdict.FAILED:
-            self._errors[error_name.lower()] += 1
+            self.errors[error_name.lower()] += 1
             self._unknowns += error_name == _MAYBE_LOST
         else:
             self._answers += verdict is Verdict.EMPTY
@@ -123,7 +122,7 @@ class NvmlCaller:
                 return []
             if answer is not Verdict.GREW:
                 return answer if isinstance(answer, Verdict) else list(answer)
-        self._errors["insufficient_size"] += 1
+        self.errors["insufficient_size"] += 1
         return Verdict.FAILED
 
     def fields(self, keys: Sequence[tuple[int, int]]) -> list[float | None]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.gpus.nvml.mig import (
@@ -64,31 +65,22 @@ _ACTIONS = {
 _REMAPPING_FAILED = "row remapping failed: the GPU's memory needs replacement. Take the GPU out of service."
 
 
-class NvmlReader:
+class NvmlReader(Struct, eq=False):
     """Reads through `session`, which it closes where NVML has to be opened again. `close_others` closes the other openings;
     `on_read` gets what each poll found, to be compared with the poll before. `mig_minors` is the host's file of capability
     nodes, None where MIG instances are not to be offered."""
 
-    def __init__(
-        self,
-        session: NvmlSession,
-        *,
-        pci_devices: Path,
-        close_others: Callable[[], None],
-        on_read: Callable[[object], None],
-        mig_minors: Path | None = None,
-    ) -> None:
-        self._session = session
-        self._close_others = close_others
-        self._on_read = on_read
-        self._pci_devices = pci_devices
-        self._mig_minors = mig_minors
-        self._in_use: Collection[GpuUuid] = ()
-        self._topology = NvmlTopology()
-        self._opening_of_links = 0
-        self._known: dict[GpuUuid, Gpu] = {}
-        self._last_nvml_index: dict[GpuUuid, int] = {}
-        self._answering: set[GpuUuid] = set()
+    session: NvmlSession
+    pci_devices: Path
+    close_others: Callable[[], None]
+    on_read: Callable[[object], None]
+    mig_minors: Path | None = None
+    _in_use: Collection[GpuUuid] = ()
+    _topology: NvmlTopology = field(default_factory=NvmlTopology)
+    _opening_of_links: int = 0
+    _known: dict[GpuUuid, Gpu] = field(default_factory=dict)
+    _last_nvml_index: dict[GpuUuid, int] = field(default_factory=dict)
+    _answering: set[GpuUuid] = field(default_factory=set)
 
     def read(self, in_use: Collection[GpuUuid] = ()) -> GpuInventory:
         """One poll. Where NVML is lost, as a whole or with all its GPUs, it is opened again at once and read once more.
@@ -116,8 +108,8 @@ class NvmlReader:
         return inventory
 
     def _close_wholly(self) -> None:
-        self._session.close()
-        self._close_others()
+        self.session.close()
+        self.close_others()
 
     def _is_all_lost(self, inventory: GpuInventory) -> bool:
         """No GPU answers. One that answers but must not be used, as with MIG enabled, shows that NVML works."""
@@ -125,14 +117,14 @@ class NvmlReader:
 
     def _read_once(self) -> GpuInventory:
         self._answering.clear()
-        found, unnamed = self._session.find_gpus()
-        nvml = self._session.open()
+        found, unnamed = self.session.find_gpus()
+        nvml = self.session.open()
         seen: dict[GpuUuid, Gpu] = {}
         for gpu in found:
             seen[gpu.uuid] = self._read_gpu(nvml, gpu, taken={earlier.index for earlier in seen.values()})
-        self._session.set_answering(self._answering)
-        divided = self._read_divided(nvml, found, seen) if self._mig_minors is not None else frozenset()
-        self._on_read((tuple((gpu.nvml_index, gpu.uuid) for gpu in found), frozenset(self._answering)))
+        self.session.set_answering(self._answering)
+        divided = self._read_divided(nvml, found, seen) if self.mig_minors is not None else frozenset()
+        self.on_read((tuple((gpu.nvml_index, gpu.uuid) for gpu in found), frozenset(self._answering)))
         return self._inventory(nvml, seen, found, unnamed, divided)
 
     def _read_gpu(self, nvml: Any, found: FoundGpu, *, taken: Iterable[int]) -> Gpu:
@@ -142,8 +134,8 @@ class NvmlReader:
         index = known.index if known else self._new_index(found.nvml_index, taken)
         try:
             bus_id = canonical_bus_id(text_of(nvml.nvmlDeviceGetPciInfo(handle).busId))
-            capability = self._session.ask("nvmlDeviceGetCudaComputeCapability", handle)
-            mode = self._session.ask("nvmlDeviceGetComputeMode", handle)
+            capability = self.session.ask("nvmlDeviceGetCudaComputeCapability", handle)
+            mode = self.session.ask("nvmlDeviceGetComputeMode", handle)
             gpu = Gpu(
                 index=index,
                 minor=nvml.nvmlDeviceGetMinorNumber(handle),
@@ -155,21 +147,21 @@ class NvmlReader:
                 pcie_root=self._pcie_root(bus_id),
                 compute_capability=(capability[0], capability[1]) if capability is not None else None,
                 is_exclusive_process=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
-                mig_mode=mig_mode(self._session, handle),
-                fabric=_fabric(self._session, nvml, handle),
+                mig_mode=mig_mode(self.session, handle),
+                fabric=_fabric(self.session, nvml, handle),
             )
         except nvml.NVMLError as error:
-            self._session.check_driver(error)
+            self.session.check_driver(error)
             blank = Gpu(index=index, minor=_UNKNOWN_MINOR, uuid=uuid, bus_id="", name="", memory_mib=0)
             return _unhealthy(known or blank, f"NVML: {error}")
         self._answering.add(uuid)
-        is_out = self._mig_minors is None and gpu.mig_mode
-        reason = _MIG_REASON if is_out else _repair_reason(self._session, nvml, handle)
+        is_out = self.mig_minors is None and gpu.mig_mode
+        reason = _MIG_REASON if is_out else _repair_reason(self.session, nvml, handle)
         return _unhealthy(gpu, reason) if reason else gpu
 
     def _read_divided(self, nvml: Any, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
         """Adds the MIG instances to `seen`; the GPUs that they are of. One without instances is Unhealthy."""
-        caps = read_cap_minors(self._mig_minors) if self._mig_minors is not None else {}
+        caps = read_cap_minors(self.mig_minors) if self.mig_minors is not None else {}
         divided = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
         for gpu in found:
             parent = seen[gpu.uuid]
@@ -178,7 +170,7 @@ class NvmlReader:
             divided.discard(gpu.uuid)
             if not parent.mig_mode:
                 continue
-            instances = find_instances(self._session, gpu.handle)
+            instances = find_instances(self.session, gpu.handle)
             for instance in instances:
                 seen[instance.uuid] = self._read_instance(nvml, instance, parent, gpu.handle, caps, seen)
             if instances or any(known.mig.parent == gpu.uuid for known in self._kept(seen) if known.mig is not None):
@@ -195,10 +187,10 @@ class NvmlReader:
         index = known.index if known else self._new_index(len(self._last_nvml_index), taken)
         gpu = replace(parent, index=index, uuid=found.uuid, nvlinks=())
         try:
-            place = read_place(self._session, nvml, found, parent=parent, parent_handle=handle, caps=caps)
+            place = read_place(self.session, nvml, found, parent=parent, parent_handle=handle, caps=caps)
             memory_mib = nvml.nvmlDeviceGetMemoryInfo(found.handle).total // MIB
         except nvml.NVMLError as error:
-            self._session.check_driver(error)
+            self.session.check_driver(error)
             return _unhealthy(known or replace(gpu, memory_mib=0), f"NVML: {error}")
         gpu = replace(gpu, name=f"{parent.name} MIG {place.profile}", memory_mib=memory_mib, mig=place)
         if not parent.is_healthy:
@@ -206,7 +198,7 @@ class NvmlReader:
         if "/" in found.uuid:
             return _unhealthy(gpu, _OLD_UUID)
         if place.gi_cap is None or place.ci_cap is None:
-            return _unhealthy(gpu, _NO_CAPS.format(path=self._mig_minors))
+            return _unhealthy(gpu, _NO_CAPS.format(path=self.mig_minors))
         return gpu
 
     def _kept(self, seen: dict[GpuUuid, Gpu]) -> list[Gpu]:
@@ -227,7 +219,7 @@ class NvmlReader:
 
     def _numa_node(self, bus_id: str) -> int | None:
         try:
-            directory = self._pci_devices / kernel_bus_id(bus_id)
+            directory = self.pci_devices / kernel_bus_id(bus_id)
             node = int((directory / "numa_node").read_text(encoding="ascii"))
         except (OSError, ValueError):
             return None
@@ -235,7 +227,7 @@ class NvmlReader:
 
     def _pcie_root(self, bus_id: str) -> str:
         """The entry links to the device's place below its root: /sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0."""
-        place = (self._pci_devices / kernel_bus_id(bus_id)).resolve()
+        place = (self.pci_devices / kernel_bus_id(bus_id)).resolve()
         return next((part for part in place.parts if _PCIE_ROOT.fullmatch(part)), "")
 
     def _inventory(
@@ -253,17 +245,17 @@ class NvmlReader:
             kept = replace(gpu, mig=replace(gpu.mig, is_gone=True)) if gpu.mig is not None and is_gone else gpu
             seen[gpu.uuid] = _unhealthy(kept, self._why_missing(gpu, seen, unnamed))
         gpus = sorted(seen.values(), key=lambda gpu: gpu.index)
-        if self._opening_of_links != self._session.openings:
+        if self._opening_of_links != self.session.openings:
             self._topology.expire_links()
-            self._opening_of_links = self._session.openings
+            self._opening_of_links = self.session.openings
         gpus, topology = self._topology.read(nvml, gpus, handles)
         self._known = {gpu.uuid: gpu for gpu in gpus}
         return GpuInventory(
             gpus=tuple(gpu for gpu in gpus if gpu.uuid not in divided),
             divided=tuple(gpu for gpu in gpus if gpu.uuid in divided),
             topology=topology,
-            driver_version=text_of(self._session.ask("nvmlSystemGetDriverVersion") or ""),
-            cuda_version=_cuda_version(self._session.ask("nvmlSystemGetCudaDriverVersion")),
+            driver_version=text_of(self.session.ask("nvmlSystemGetDriverVersion") or ""),
+            cuda_version=_cuda_version(self.session.ask("nvmlSystemGetCudaDriverVersion")),
             unreadable=tuple(sorted(unnamed.items())),
         )
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 import structlog
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.isolation.hami_core.edits import live_limits
@@ -42,34 +43,25 @@ class Pods(Protocol):
     def get(self, uid: PodUid) -> Pod | None: ...
 
 
-class RegionLimits:
+class RegionLimits(Struct, kw_only=True, eq=False):
     """`enforce` at any time, `run` once. `is_in_use` is whether the pod's isolation is hami-core."""
 
-    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
-        self,
-        *,
-        files: HamiCoreFiles,
-        config: HamiCoreConfig,
-        names: ResourceNames,
-        inventory: Callable[[], GpuInventory],
-        allocations: Callable[[], Mapping[ContainerKey, Allocation]],
-        resized: Callable[[], Mapping[ContainerKey, ResizedShare]],
-        pods: Pods,
-        is_in_use: Callable[[Pod], bool],
-        period_s: float = PERIOD_S,
-    ) -> None:
-        self._files = files
-        self._config = config
-        self._names = names
-        self._inventory = inventory
-        self._allocations = allocations
-        self._resized = resized
-        self._pods = pods
-        self._is_in_use = is_in_use
-        self._period_s = period_s
-        self._thread = DaemonThread("region-limits", advice="Check the disk of the setting hami_core.directory.")
-        self._elastic: set[ContainerKey] = set()
-        self._logged: set[ContainerKey] = set()
+    files: HamiCoreFiles
+    config: HamiCoreConfig
+    names: ResourceNames
+    inventory: Callable[[], GpuInventory]
+    allocations: Callable[[], Mapping[ContainerKey, Allocation]]
+    resized: Callable[[], Mapping[ContainerKey, ResizedShare]]
+    pods: Pods
+    is_in_use: Callable[[Pod], bool]
+    period_s: float = PERIOD_S
+    _thread: DaemonThread = field(
+        default_factory=lambda: DaemonThread(
+            "region-limits", advice="Check the disk of the setting hami_core.directory."
+        )
+    )
+    _elastic: set[ContainerKey] = field(default_factory=set)
+    _logged: set[ContainerKey] = field(default_factory=set)
 
     async def enforce(self, allocation: Allocation, pod: Pod) -> str:
         """Make the region's limits those of the share as it is now; why they are not, empty where they are.
@@ -78,11 +70,11 @@ class RegionLimits:
             Corrupt: the tenant made something else of the file.
             NotFound, Unavailable: it is not there, or the file system refuses.
         """
-        gpus = self._inventory().by_uuid()
-        limits = live_limits(allocation, pod.annotations, gpus, self._names, self._config)
-        share = self._resized().get(allocation.key)
+        gpus = self.inventory().by_uuid()
+        limits = live_limits(allocation, pod.annotations, gpus, self.names, self.config)
+        share = self.resized().get(allocation.key)
         booked = allocation if share is None else replace(allocation, granted=share.booked)
-        most = live_limits(booked, pod.annotations, gpus, self._names, self._config)
+        most = live_limits(booked, pod.annotations, gpus, self.names, self.config)
         if limits is None or most is None:
             return "its GPU's memory is not known, or it is not wholly allocated yet"
         write = partial(self._write, allocation.key, *limits, most[0])
@@ -91,15 +83,15 @@ class RegionLimits:
     async def run(self) -> NoReturn:
         """Until cancelled: keeps the limits of shares with an elastic ceiling, and of those whose ceiling was removed."""
         while True:
-            for allocation in list(self._allocations().values()):
+            for allocation in list(self.allocations().values()):
                 await self._follow_ceiling(allocation)
-            self._elastic &= self._allocations().keys()
-            self._logged &= self._allocations().keys()
-            await asyncio.sleep(self._period_s)
+            self._elastic &= self.allocations().keys()
+            self._logged &= self.allocations().keys()
+            await asyncio.sleep(self.period_s)
 
     async def _follow_ceiling(self, allocation: Allocation) -> None:
-        key, pod = allocation.key, self._pods.get(allocation.key.pod_uid)
-        if pod is None or not allocation.is_limited or allocation.claim is not None or not self._is_in_use(pod):
+        key, pod = allocation.key, self.pods.get(allocation.key.pod_uid)
+        if pod is None or not allocation.is_limited or allocation.claim is not None or not self.is_in_use(pod):
             return
         if CORE_LIMIT_ANNOTATION in pod.annotations and not allocation.unit_ids:
             self._elastic.add(key)
@@ -117,7 +109,7 @@ class RegionLimits:
 
     def _write(self, key: ContainerKey, memory_bytes: int, percent: int, most_bytes: int) -> str:
         """`most_bytes` is what is booked for the share, and so the most that its processes can have."""
-        with self._files.opened_region(key) as region:
+        with self.files.opened_region(key) as region:
             head = region.head() if region is not None else None
             if region is None or head is None:
                 return NO_REGION

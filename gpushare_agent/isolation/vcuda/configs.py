@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 
+from msgspec import Struct, field
+
 from gpushare_agent.isolation.shares import core_limit, share_limits
 from gpushare_agent.isolation.vcuda.format import VDeviceConfig, encode_config
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -21,22 +23,14 @@ from gpushare_agent.model.resources import ResourceNames
 _DRIVER = re.compile(r"(\d{1,6})\.(\d{1,6})")
 
 
-class VDeviceConfigs:
+class VDeviceConfigs(Struct, kw_only=True, eq=False):
     """`on_problem` is called with an elastic limit that is ignored, each time that it is read."""
 
-    def __init__(
-        self,
-        *,
-        inventory: Callable[[], GpuInventory],
-        driver_version: Callable[[], str],
-        names: ResourceNames,
-        on_problem: Callable[[Pod, str], None],
-    ) -> None:
-        self._inventory = inventory
-        self._driver_version = driver_version
-        self._names = names
-        self._on_problem = on_problem
-        self._encoded: dict[ContainerKey, tuple[tuple[object, ...], bytes]] = {}
+    inventory: Callable[[], GpuInventory]
+    driver_version: Callable[[], str]
+    names: ResourceNames
+    on_problem: Callable[[Pod, str], None]
+    _encoded: dict[ContainerKey, tuple[tuple[object, ...], bytes]] = field(default_factory=dict)
 
     def keep_only(self, keys: Collection[ContainerKey]) -> None:
         for key in [key for key in self._encoded if key not in keys]:
@@ -44,7 +38,7 @@ class VDeviceConfigs:
 
     def config(self, allocation: Allocation, pod: Pod | None) -> bytes:
         """`pod` None: its annotations are not known yet; the config has no elastic limit then."""
-        inputs = (allocation, pod, self._inventory(), self._driver_version())
+        inputs = (allocation, pod, self.inventory(), self.driver_version())
         known = self._encoded.get(allocation.key)
         if known is not None and all(old is new for old, new in zip(known[0], inputs, strict=True)):
             return known[1]
@@ -56,10 +50,10 @@ class VDeviceConfigs:
         annotations = pod.annotations if pod is not None else {}
         if allocation.claim is not None:
             annotations = {CORE_LIMIT_ANNOTATION: str(allocation.claim.core_limit)}
-        share = share_limits(allocation, annotations, self._inventory().by_uuid(), self._names)
+        share = share_limits(allocation, annotations, self.inventory().by_uuid(), self.names)
         is_pods = pod is not None and not allocation.is_whole and allocation.claim is None and not allocation.unit_ids
         if pod is not None and is_pods and (problem := core_limit(annotations, share.cores).problem):
-            self._on_problem(pod, problem)
+            self.on_problem(pod, problem)
         config = VDeviceConfig(
             pod_uid=allocation.key.pod_uid,
             container=allocation.key.container,
@@ -67,7 +61,7 @@ class VDeviceConfigs:
             memory_bytes=share.memory_bytes,
             utilization=share.cores,
             hard_limit=not share.core_limit,
-            driver=driver_numbers(self._driver_version()),
+            driver=driver_numbers(self.driver_version()),
             enable=share.is_limited,
         )
         return encode_config(config)

@@ -63,24 +63,15 @@ class Processes(Struct, frozen=True, kw_only=True):
     instance: object
 
 
-class ContainerProcesses:
+class ContainerProcesses(Struct, eq=False):
     """`read` may be overtaken by `begin_instance`: ask `is_current` before using what it gave."""
 
-    def __init__(
-        self,
-        ids: ContainerIds,
-        cgroups: Cgroups,
-        *,
-        clock: Callable[[], float],
-        module: KernelModule | None = None,
-        sharers: Sharers = lambda key: None,
-    ) -> None:
-        self._source = ids
-        self._sharers = sharers
-        self._cgroups = cgroups
-        self._module = module
-        self._clock = clock
-        self._instances: dict[ContainerKey, _Instance] = {}
+    ids: ContainerIds
+    cgroups: Cgroups
+    clock: Callable[[], float]
+    module: KernelModule | None = None
+    sharers: Sharers = lambda key: None
+    _instances: dict[ContainerKey, _Instance] = field(default_factory=dict)
 
     def begin_instance(self, key: ContainerKey) -> None:
         """The container is about to start, again or for the first time."""
@@ -94,19 +85,19 @@ class ContainerProcesses:
             del self._instances[key]
 
     def is_known(self, key: ContainerKey) -> bool:
-        if self._sharers(key) is not None:
+        if self.sharers(key) is not None:
             return True
         instance = self._instances.get(key)
         return instance is not None and instance.id is not None
 
     def is_awaited(self, key: ContainerKey) -> bool:
         """Its ID is unknown, and not for so long that the whole pod's processes take the place of its own."""
-        if self._sharers(key) is not None:
+        if self.sharers(key) is not None:
             return True
         instance = self._instances.get(key)
         if instance is None or instance.id is not None or instance.unknown_since is None:
             return False
-        return self._clock() - instance.unknown_since < LONG_UNKNOWN_S
+        return self.clock() - instance.unknown_since < LONG_UNKNOWN_S
 
     def is_current(self, key: ContainerKey, processes: Processes) -> bool:
         return self._instances.get(key) is processes.instance
@@ -126,7 +117,7 @@ class ContainerProcesses:
 
     def unknown(self, keys: Iterable[ContainerKey]) -> frozenset[Instance]:
         """The instances whose ID is not known yet."""
-        own = [key for key in keys if self._sharers(key) is None]
+        own = [key for key in keys if self.sharers(key) is None]
         instances = {key: self._instances.setdefault(key, _Instance()) for key in own}
         return frozenset((key, instance.number) for key, instance in instances.items() if instance.id is None)
 
@@ -134,7 +125,7 @@ class ContainerProcesses:
         """Takes over the running containers' IDs. A source that does not answer only delays."""
         instances = dict(self._instances)
         try:
-            reported = await self._source.running()
+            reported = await self.ids.running()
         except AgentError as e:
             log.warning("container_ids_unknown", error=str(e), then="read again")
             return
@@ -148,13 +139,13 @@ class ContainerProcesses:
         for key, instance in self._instances.items():
             if instance.id == container_id:
                 return key
-        return await self._source.owner_of(container_id)
+        return await self.ids.owner_of(container_id)
 
     async def changed(self) -> set[ContainerKey]:
         """The containers whose processes may be others than at the last `read`. Raises Unavailable."""
         listed = {key: instance.listed for key, instance in self._instances.items()}
         known = {key: processes for key, processes in listed.items() if processes}
-        return {*(listed.keys() - known.keys()), *(await self._cgroups.changed_in_thread(known) if known else ())}
+        return {*(listed.keys() - known.keys()), *(await self.cgroups.changed_in_thread(known) if known else ())}
 
     async def read(self, wanted: Collection[ContainerKey]) -> dict[ContainerKey, Processes]:
         """The processes of those whose cgroup is known now. Raises Unavailable."""
@@ -163,12 +154,12 @@ class ContainerProcesses:
             instance.listed = ()
         own = await self._own_cgroups(instances) | await self._sharers_cgroups(instances)
         cgroups = own | await self._pods_cgroups(
-            {key: one for key, one in instances.items() if key not in own and self._sharers(key) is None}
+            {key: one for key, one in instances.items() if key not in own and self.sharers(key) is None}
         )
         if not cgroups:
             return {}
         every = [place for places in cgroups.values() for place in places]
-        read = await self._cgroups.processes_round_in_thread(every) if every else {}
+        read = await self.cgroups.processes_round_in_thread(every) if every else {}
         host_pids: dict[ContainerKey, list[int]] = {}
         for key, places in cgroups.items():
             lists = [listed for place in places if (listed := read.get(place.container_id)) is not None]
@@ -183,17 +174,17 @@ class ContainerProcesses:
 
     def _reported(self, instance: _Instance, host_pids: Sequence[int]) -> tuple[int, ...]:
         known = instance.namespace_pids
-        return tuple(sorted({n for pid in host_pids for n in reported_pids(pid, known.get(pid, ()), self._module)}))
+        return tuple(sorted({n for pid in host_pids for n in reported_pids(pid, known.get(pid, ()), self.module)}))
 
     async def _read_namespace_pids(
         self, instances: Mapping[ContainerKey, _Instance], host_pids: Mapping[ContainerKey, Sequence[int]]
     ) -> None:
         """Of processes that were not there at the last read. Of each container as many as its list can hold."""
-        if self._module is None or not self._module.lists_namespace_pids:
+        if self.module is None or not self.module.lists_namespace_pids:
             return
         wanted = {key: [pid for pid in pids if pid > 0][:MAX_PIDS] for key, pids in host_pids.items()}
         new = {pid for key, pids in wanted.items() for pid in pids if pid not in instances[key].namespace_pids}
-        read = await self._cgroups.namespace_pids_in_thread(new) if new else {}
+        read = await self.cgroups.namespace_pids_in_thread(new) if new else {}
         for key, pids in wanted.items():
             before = instances[key].namespace_pids
             instances[key].namespace_pids = {
@@ -204,7 +195,7 @@ class ContainerProcesses:
         ids = {key: instance.id for key, instance in instances.items() if instance.id is not None}
         if not ids:
             return {}
-        places = await self._cgroups.find_many_in_thread([(id_, key.pod_uid) for key, id_ in ids.items()])
+        places = await self.cgroups.find_many_in_thread([(id_, key.pod_uid) for key, id_ in ids.items()])
         for key, id_ in ids.items():
             if id_ in places:
                 instances[key].unknown_since = None
@@ -218,13 +209,13 @@ class ContainerProcesses:
         """Of claims; without those of which no user is known yet. Containers that have ended are forgotten."""
         ids: dict[ContainerKey, dict[str, PodUid | None]] = {}
         for key, instance in instances.items():
-            if sharers := self._sharers(key):
+            if sharers := self.sharers(key):
                 running = {container_id: user.pod_uid for user, container_id in sharers.items() if container_id}
                 ids[key] = {**instance.registered, **running}
         if not ids:
             return {}
         wanted = [(container_id, uid) for found in ids.values() for container_id, uid in found.items()]
-        places = await self._cgroups.find_many_in_thread(wanted) if wanted else {}
+        places = await self.cgroups.find_many_in_thread(wanted) if wanted else {}
         for key, found in ids.items():
             registered = instances[key].registered
             for container_id in [one for one in registered if one in found and one not in places]:
@@ -232,7 +223,7 @@ class ContainerProcesses:
         return {key: [places[one] for one in found if one in places] for key, found in ids.items()}
 
     async def _pods_cgroups(self, instances: Mapping[ContainerKey, _Instance]) -> dict[ContainerKey, list[CgroupDir]]:
-        now = self._clock()
+        now = self.clock()
         for instance in instances.values():
             if instance.unknown_since is None:
                 instance.unknown_since = now
@@ -243,7 +234,7 @@ class ContainerProcesses:
         }
         if not unknown:
             return {}
-        pods = await self._cgroups.find_pods_in_thread({key.pod_uid for key in unknown})
+        pods = await self.cgroups.find_pods_in_thread({key.pod_uid for key in unknown})
         taken = {instance.id: key for key, instance in self._instances.items() if instance.id is not None}
         return {
             key: [

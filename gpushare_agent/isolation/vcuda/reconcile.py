@@ -16,7 +16,7 @@ from functools import partial
 from typing import Protocol
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
@@ -140,30 +140,20 @@ def _with_existing_limit(config: bytes, existing: bytes | None) -> bytes:
     return existing if replace(old, limit=new.limit, hard_limit=new.hard_limit) == new else config
 
 
-class DirectoryReconciler:
+class DirectoryReconciler(Struct, kw_only=True, eq=False):
     """`run_blocking` runs a blocking call in a thread, bounded; `new_server` makes a server that has not started."""
 
-    def __init__(
-        self,
-        *,
-        files: VDeviceFiles,
-        pods: Pods,
-        configs: VDeviceConfigs,
-        processes: ContainerProcesses,
-        run_blocking: RunsBlocking,
-        new_server: Callable[[ContainerKey], VDeviceServer],
-    ) -> None:
-        self._files = files
-        self._pods = pods
-        self._configs = configs
-        self._processes = processes
-        self._run_blocking = run_blocking
-        self._new_server = new_server
-        self._servers: dict[ContainerKey, VDeviceServer] = {}
-        self._written: dict[ContainerKey, Written] = {}
-        self._failures = ReportOnce(_REPORTED_FAILURES)
-        self._lock = asyncio.Lock()
-        self._is_closed = False
+    files: VDeviceFiles
+    pods: Pods
+    configs: VDeviceConfigs
+    processes: ContainerProcesses
+    run_blocking: RunsBlocking
+    new_server: Callable[[ContainerKey], VDeviceServer]
+    _servers: dict[ContainerKey, VDeviceServer] = field(default_factory=dict)
+    _written: dict[ContainerKey, Written] = field(default_factory=dict)
+    _failures: ReportOnce = field(default_factory=lambda: ReportOnce(_REPORTED_FAILURES))
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _is_closed: bool = False
 
     async def reconcile(
         self, wanted: Mapping[ContainerKey, Allocation], processes: Mapping[ContainerKey, Processes] | None
@@ -190,12 +180,12 @@ class DirectoryReconciler:
             everything = [self._desired(wanted[key], self._pids_of(key, processes)) for key in sorted(wanted)]
             desired = [one for one in everything if not one.is_as_written]
             if as_written := [one for one in everything if one.is_as_written]:
-                check = partial(changed_by_others, self._files, as_written)
-                desired += await self._run_blocking(check, f"checking {self._files.root}")
+                check = partial(changed_by_others, self.files, as_written)
+                desired += await self.run_blocking(check, f"checking {self.files.root}")
             if not desired:
                 return []
-            write = partial(write_directories, self._files, desired)
-            results = await self._run_blocking(write, f"writing {self._files.root}")
+            write = partial(write_directories, self.files, desired)
+            results = await self.run_blocking(write, f"writing {self.files.root}")
             without_socket = [one.key for one in results if one.error is None and not one.has_socket]
             await self._stop([key for key in without_socket if key in self._servers])
             return [await self._apply(one) for one in results]
@@ -216,7 +206,7 @@ class DirectoryReconciler:
         """Removes a pod's directory if `is_stale` still holds once no reconciliation runs; whether there was one. Raises as
         `VDeviceFiles.remove_pod`."""
         async with self._lock:
-            return is_stale() and await self._run_blocking(partial(self._files.remove_pod, uid), f"removing {uid}")
+            return is_stale() and await self.run_blocking(partial(self.files.remove_pod, uid), f"removing {uid}")
 
     async def close(self, timeout_s: float) -> None:
         """Stops every server; `reconcile` raises from now on. Where a disk hangs for `timeout_s` the sockets' files stay."""
@@ -239,10 +229,10 @@ class DirectoryReconciler:
                 )
 
     def _desired(self, allocation: Allocation, pids: tuple[int, ...] | None) -> DesiredDirectory:
-        pod, server = self._pods.get(allocation.key.pod_uid), self._servers.get(allocation.key)
+        pod, server = self.pods.get(allocation.key.pod_uid), self._servers.get(allocation.key)
         return DesiredDirectory(
             key=allocation.key,
-            config=self._configs.config(allocation, pod),
+            config=self.configs.config(allocation, pod),
             is_config_known=pod is not None,
             pids=pids,
             before=self._written.get(allocation.key),
@@ -254,7 +244,7 @@ class DirectoryReconciler:
         if processes is None:
             return ()
         found = processes.get(key)
-        return found.pids if found is not None and self._processes.is_current(key, found) else None
+        return found.pids if found is not None and self.processes.is_current(key, found) else None
 
     async def _apply(self, one: Result) -> Result:
         """Cases 4 to 7 of the table, for one container."""
@@ -269,7 +259,7 @@ class DirectoryReconciler:
         return one
 
     async def _start_server(self, one: Result) -> Result:
-        server = self._new_server(one.key)
+        server = self.new_server(one.key)
         self._servers[one.key] = server  # before it starts: `close` stops what is in here
         try:
             await server.start()

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from msgspec import to_builtins
+from msgspec import Struct, field, to_builtins
 
 from gpushare_agent.model.decision_records import DecisionRecord
 from gpushare_agent.observability.http.answers import (
@@ -56,25 +56,17 @@ class Decisions(Protocol):
     ) -> tuple[DecisionRecord, ...]: ...
 
 
-class NodeApi:
+class NodeApi(Struct, kw_only=True, eq=False):
     """`snapshot` is read for each request. State owned: the last answers, while they are current, and the JSON of the
     decisions that were requested last."""
 
-    def __init__(
-        self,
-        *,
-        snapshot: Callable[[], NodeSnapshot],
-        history: UsageHistory,
-        decisions: Decisions,
-        kept_decisions: int,
-    ) -> None:
-        self._snapshot = snapshot
-        self._history = history
-        self._decisions = decisions
-        self._kept_decisions = kept_decisions
-        self._node: tuple[NodeSnapshot, JsonBody] | None = None
-        self._curves: dict[str, tuple[int, JsonBody]] = {}
-        self._encoded: dict[int, tuple[DecisionRecord, bytes]] = {}
+    snapshot: Callable[[], NodeSnapshot]
+    history: UsageHistory
+    decisions: Decisions
+    kept_decisions: int
+    _node: tuple[NodeSnapshot, JsonBody] | None = None
+    _curves: dict[str, tuple[int, JsonBody]] = field(default_factory=dict)
+    _encoded: dict[int, tuple[DecisionRecord, bytes]] = field(default_factory=dict)
 
     def routes(self) -> list[Route]:
         return [
@@ -84,17 +76,17 @@ class NodeApi:
         ]
 
     async def _node_body(self, _query: Mapping[str, Any]) -> JsonBody:
-        snapshot = self._snapshot()
+        snapshot = self.snapshot()
         if self._node is None or self._node[0] is not snapshot:
             self._node = snapshot, _node_answer(node_document(snapshot))
         return self._node[1]
 
     async def _history_body(self, query: Mapping[str, Any]) -> JsonBody:
-        only, version = query["only"], self._history.version
+        only, version = query["only"], self.history.version
         known = self._curves.get(only)
         if known is not None and known[0] == version:
             return known[1]
-        pieces = self._history.pieces(gpus=only != "containers", containers=only != "gpus")
+        pieces = self.history.pieces(gpus=only != "containers", containers=only != "gpus")
         body = JsonBody(await join_in_slices(pieces))
         self._curves.pop(only, None)
         if len(body.text) <= MOST_KEPT_BYTES:
@@ -104,10 +96,10 @@ class NodeApi:
     async def _decisions_body(self, query: Mapping[str, Any]) -> JsonBody:
         named = {"namespace": query["namespace"], "pod": query["pod"]}
         if query["number"]:
-            newer = self._decisions.newest(self._kept_decisions, **named, after=query["number"] - 1)
+            newer = self.decisions.newest(self.kept_decisions, **named, after=query["number"] - 1)
             found: Sequence[DecisionRecord] = [one for one in newer if one.number == query["number"]]
         else:
-            found = self._decisions.newest(query["limit"], **named, after=query["after"])
+            found = self.decisions.newest(query["limit"], **named, after=query["after"])
         return JsonBody(b'{"decisions":[' + await join_in_slices(self._decision_pieces(found)) + b"]}")
 
     def _decision_pieces(self, records: Sequence[DecisionRecord]) -> Iterator[bytes]:

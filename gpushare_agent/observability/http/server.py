@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent import __version__
 from gpushare_agent.kit.tcp_listeners import close_all, listen_tcp
@@ -44,33 +45,22 @@ BACKLOG = 128
 """Of the kernel: connections that wait to be accepted."""
 
 
-class WebServer:
+class WebServer(Struct, eq=False):
     """`routes` are further paths for GET, answered one at a time. Before any of them and the metrics `before_reading` is
     awaited. `ready` returns why the agent is not ready, nothing when it is."""
 
-    def __init__(
-        self,
-        addr: str,
-        port: int,
-        *,
-        metrics: AgentMetrics,
-        ready: Callable[[], Sequence[str]],
-        routes: Sequence[Route] = (),
-        before_reading: Callable[[], Awaitable[None]] = at_once,
-        limits: HttpLimits | None = None,
-    ) -> None:
-        self._addr = addr
-        self._port = port
-        self._metrics = metrics
-        self._ready = ready
-        self._extra_routes = routes
-        self._limits = limits
-        self._before_reading = before_reading
-        self._page = WebPage()
-        self._paths: list[str] = []
-        self._is_listening = asyncio.Event()
-        self._listeners: list[socket.socket] = []
-        self.bound_port = 0
+    addr: str
+    port: int
+    metrics: AgentMetrics
+    ready: Callable[[], Sequence[str]]
+    routes: Sequence[Route] = ()
+    before_reading: Callable[[], Awaitable[None]] = at_once
+    limits: HttpLimits | None = None
+    _page: WebPage = field(default_factory=WebPage)
+    _paths: list[str] = field(default_factory=list)
+    _is_listening: asyncio.Event = field(default_factory=asyncio.Event)
+    _listeners: list[socket.socket] = field(default_factory=list)
+    bound_port: int = 0
 
     async def wait_listening(self) -> int:
         """Wait until requests are served; the port (not the configured one where that is 0)."""
@@ -100,11 +90,11 @@ class WebServer:
         handlers = self._handlers()
         self._paths = sorted(handlers)
         routes = [web.get(path, handler) for path, handler in handlers.items()]
-        server = HttpServer("web", routes, limits=self._limits or HttpLimits(), headers=SECURITY_HEADERS)
+        server = HttpServer("web", routes, limits=self.limits or HttpLimits(), headers=SECURITY_HEADERS)
         try:
             await self.bind()
             self._is_listening.set()
-            log.info("web_listening", addr=self._addr, port=self.bound_port)
+            log.info("web_listening", addr=self.addr, port=self.bound_port)
             await server.serve(self._listeners)
         finally:
             self._is_listening.clear()
@@ -112,7 +102,7 @@ class WebServer:
 
     async def _listen(self) -> list[socket.socket]:
         try:
-            listeners = await listen_tcp(self._addr, self._port, backlog=BACKLOG)
+            listeners = await listen_tcp(self.addr, self.port, backlog=BACKLOG)
         except Unavailable as e:
             is_taken = isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EADDRINUSE
             cure = "end the other program or choose another --query-port" if is_taken else "check --query-addr"
@@ -132,12 +122,12 @@ class WebServer:
             "/metrics": show_metrics,
             "/metric": show_metrics,
             **dict(self._page.routes()),
-            **{path: queue.one_at_a_time(self._refreshed(handler)) for path, handler in self._extra_routes},
+            **{path: queue.one_at_a_time(self._refreshed(handler)) for path, handler in self.routes},
         }
 
     def _refreshed(self, handler: Handler) -> Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
-            await self._before_reading()
+            await self.before_reading()
             return await handler(request)
 
         return answer
@@ -159,7 +149,7 @@ class WebServer:
     async def _show_readiness(self, _request: web.Request) -> web.Response:
         from aiohttp import web
 
-        reasons = self._ready()
+        reasons = self.ready()
         text = "".join(f"{reason}\n" for reason in reasons) or "ok\n"
         return web.Response(status=503 if reasons else 200, text=text)
 
@@ -172,7 +162,7 @@ class WebServer:
         """In the format that the Accept header names."""
         from aiohttp import web
 
-        content_type, body = self._metrics.exposition(",".join(request.headers.getall("Accept", [])))
+        content_type, body = self.metrics.exposition(",".join(request.headers.getall("Accept", [])))
         headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
         if accepts_gzip(request):
             headers["Content-Encoding"] = "gzip"

@@ -78,48 +78,37 @@ class _Driver(Struct, kw_only=True):
     channel: UnixChannel
 
 
-class DraManager:
+class DraManager(Struct, kw_only=True, eq=False):
     """One per start of the kubelet; `boot` numbers the starts."""
 
-    def __init__(
-        self,
-        *,
-        registry: Path,
-        node_name: str,
-        api: EmbeddedApiServer,
-        records: ClaimRecords,
-        boot: int,
-        times: KubeletTimes,
-        calls: DraCalls,
-    ) -> None:
-        self._registry = registry
-        self._node_name = node_name
-        self._api = api
-        self._records = records
-        self._boot = boot
-        self._times = times
-        self._calls = calls
-        self.has_wiped_slices = False
-        self._drivers: list[_Driver] = []
-        self._absent: dict[str, float] = {}
-        """When a driver without a connection was last seen, by name."""
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+    registry: Path
+    node_name: str
+    api: EmbeddedApiServer
+    records: ClaimRecords
+    boot: int
+    times: KubeletTimes
+    calls: DraCalls
+    has_wiped_slices: bool = False
+    _drivers: list[_Driver] = field(default_factory=list)
+    _absent: dict[str, float] = field(default_factory=dict)
+    """When a driver without a connection was last seen, by name."""
+    _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     # --- drivers ---
 
     async def run(self) -> None:
         """Endless: drivers come and go with their registration sockets."""
         loop = asyncio.get_running_loop()
-        wipes_at = loop.time() + self._times.slice_wipe_s
+        wipes_at = loop.time() + self.times.slice_wipe_s
         while True:
             if not self.has_wiped_slices and loop.time() >= wipes_at:
                 self.has_wiped_slices = True
                 self._delete_slices()
             await self._poll()
-            for name in [name for name, at in self._absent.items() if loop.time() - at >= self._times.driver_away_s]:
+            for name in [name for name, at in self._absent.items() if loop.time() - at >= self.times.driver_away_s]:
                 del self._absent[name]
                 self._delete_slices(name)
-            await asyncio.sleep(self._times.registry_poll_s)
+            await asyncio.sleep(self.times.registry_poll_s)
 
     def close(self) -> None:
         while self._drivers:
@@ -129,7 +118,7 @@ class DraManager:
         return any(driver.name == name for driver in self._drivers)
 
     async def _poll(self) -> None:
-        there = {path: file_identity(path) for path in sorted(self._registry.glob("[!.]*.sock"))}
+        there = {path: file_identity(path) for path in sorted(self.registry.glob("[!.]*.sock"))}
         for gone in [one for one in self._drivers if there.get(one.socket) != one.identity]:
             gone.channel.close()
             self._drivers.remove(gone)
@@ -140,7 +129,7 @@ class DraManager:
             if (driver := await self._register(path)) is not None:
                 self._drivers.append(driver)
                 self._absent.pop(driver.name, None)
-                self._api.signal.notify()
+                self.api.signal.notify()
 
     async def _register(self, path: Path) -> _Driver | None:
         """None where it does not answer, or is no DRA driver; it is asked again then."""
@@ -150,7 +139,7 @@ class DraManager:
                 f"{_REGISTRATION}/GetInfo", pluginregistration.InfoRequest(), pluginregistration.PluginInfo,
                 timeout_s=GET_INFO_TIMEOUT_S,
             )  # fmt: skip
-            self._calls.append(("GetInfo", ()))
+            self.calls.append(("GetInfo", ()))
             is_known = info.type == PLUGIN_TYPE and SERVICE in info.supported_versions
             error = "" if is_known else f"type {info.type} with {info.supported_versions} is not known"
             await channel.unary(
@@ -159,7 +148,7 @@ class DraManager:
                 pluginregistration.RegistrationStatusResponse, timeout_s=GET_INFO_TIMEOUT_S,
             )  # fmt: skip
             # After its answer: whoever waits for this call finds the driver registered.
-            self._calls.append(("NotifyRegistrationStatus", ()))
+            self.calls.append(("NotifyRegistrationStatus", ()))
         except (RpcFailed, MalformedMessageError) as failure:
             log.debug("dra_driver_not_registered", socket=str(path), error=str(failure))
             return None
@@ -173,9 +162,9 @@ class DraManager:
 
     def _delete_slices(self, driver: str = "") -> None:
         """The node's; of one driver, or of all."""
-        for raw in self._api.store.all("resourceslices"):
-            if raw["spec"].get("nodeName") == self._node_name and driver in ("", raw["spec"]["driver"]):
-                self._api.delete("resourceslices", ("", raw["metadata"]["name"]))
+        for raw in self.api.store.all("resourceslices"):
+            if raw["spec"].get("nodeName") == self.node_name and driver in ("", raw["spec"]["driver"]):
+                self.api.delete("resourceslices", ("", raw["metadata"]["name"]))
 
     async def _call(self, driver_name: str, method: str, claims: Sequence[ClaimRecord], answer: Any) -> Any:
         """Raises PrepareFailed."""
@@ -184,7 +173,7 @@ class DraManager:
             raise PrepareFailed(f"DRA driver {driver_name} is not registered")
         named = [dra_v1.Claim(namespace=one.namespace, uid=one.uid, name=one.name) for one in claims]
         request = dra_v1.NodePrepareResourcesRequest(claims=named)  # NodeUnprepareResourcesRequest has the same form
-        self._calls.append((method, tuple(one.name for one in claims)))
+        self.calls.append((method, tuple(one.name for one in claims)))
         channel = driver.channel
         try:
             return await channel.unary(f"{_DRIVER}/{method}", request, answer, timeout_s=CALL_TIMEOUT_S)
@@ -207,12 +196,12 @@ class DraManager:
         uid, by_driver = pod["metadata"]["uid"], dict[str, list[ClaimRecord]]()
         for name in sorted(set(claim_names(pod).values())):
             raw = self._claim(pod, name)
-            record = self._records.setdefault(
+            record = self.records.setdefault(
                 raw["metadata"]["uid"],
                 ClaimRecord(namespace=pod["metadata"]["namespace"], name=name, uid=raw["metadata"]["uid"]),
             )
             record.pods.add(uid)
-            if record.prepared_for != self._boot:
+            if record.prepared_for != self.boot:
                 for driver in dict.fromkeys(str(one["driver"]) for one in results_of(raw)):
                     record.cdi.setdefault(driver, [])  # it is to unprepare the claim, whatever becomes of this call
                     by_driver.setdefault(driver, []).append(record)
@@ -222,13 +211,13 @@ class DraManager:
     def _claim(self, pod: RawObject, name: str) -> RawObject:
         namespace = pod["metadata"]["namespace"]
         try:
-            raw = self._api.store.get("resourceclaims", (namespace, name))
+            raw = self.api.store.get("resourceclaims", (namespace, name))
         except NotFound as error:
             raise PrepareFailed(f"failed to fetch ResourceClaim {name}: {error}") from error
         users = (raw.get("status") or {}).get("reservedFor") or ()
         if not any(user["uid"] == pod["metadata"]["uid"] for user in users):
             raise PrepareFailed(f"pod {pod['metadata']['name']} is not allowed to use ResourceClaim {name}")
-        same = [one for one in self._records.values() if (one.namespace, one.name) == (namespace, name)]
+        same = [one for one in self.records.values() if (one.namespace, one.name) == (namespace, name)]
         if any(one.uid != raw["metadata"]["uid"] for one in same):
             raise PrepareFailed(f"old ResourceClaim with same name {name} and different UID still exists")
         return raw
@@ -245,7 +234,7 @@ class DraManager:
         for claim in claims:
             devices = answer.claims[claim.uid].devices
             claim.cdi[driver] = [(tuple(one.request_names), tuple(one.cdi_device_ids)) for one in devices]
-            claim.prepared_for = self._boot
+            claim.prepared_for = self.boot
 
     def cdi_names(self, pod: RawObject, container: Mapping[str, Any]) -> list[str]:
         """The CDI devices of one container, in the order in which it names its claims."""
@@ -253,7 +242,7 @@ class DraManager:
         found: list[str] = []
         for entry in (container.get("resources") or {}).get("claims") or ():
             named = names.get(entry["name"])
-            records = [one for one in self._records.values() if (one.namespace, one.name) == (namespace, named)]
+            records = [one for one in self.records.values() if (one.namespace, one.name) == (namespace, named)]
             for requests, ids in [pair for one in records for pairs in one.cdi.values() for pair in pairs]:
                 wanted = entry.get("request")
                 if not wanted or wanted in {request.partition("/")[0] for request in requests}:
@@ -265,24 +254,24 @@ class DraManager:
         while True:
             if await self._try_unprepare(pod_uid):
                 return
-            await asyncio.sleep(self._times.unprepare_retry_s)
+            await asyncio.sleep(self.times.unprepare_retry_s)
 
     async def unprepare_others(self, active: Collection[str]) -> None:
         """Claims of pods that ended while the kubelet was away."""
-        for uid in sorted({uid for record in self._records.values() for uid in record.pods} - set(active)):
+        for uid in sorted({uid for record in self.records.values() for uid in record.pods} - set(active)):
             await self._try_unprepare(uid)
 
     async def _try_unprepare(self, pod_uid: str) -> bool:
         lock = self._locks.get(pod_uid) or asyncio.Lock()
         self._locks[pod_uid] = lock
         async with lock:
-            mine = [record for record in self._records.values() if pod_uid in record.pods]
+            mine = [record for record in self.records.values() if pod_uid in record.pods]
             last = [record for record in mine if record.pods == {pod_uid}]
             for record in mine:
                 if record not in last:
                     record.pods.discard(pod_uid)
                 elif not record.cdi:  # of no driver
-                    self._records.pop(record.uid, None)
+                    self.records.pop(record.uid, None)
             ended = [await self._end(driver, claims, pod_uid) for driver, claims in self._by_driver(last).items()]
             return all(ended)
 
@@ -308,5 +297,5 @@ class DraManager:
                 continue
             claim.pods.discard(pod_uid)
             if not claim.pods:  # another pod may have come meanwhile
-                self._records.pop(claim.uid, None)
+                self.records.pop(claim.uid, None)
         return all(pod_uid not in claim.pods for claim in claims)
