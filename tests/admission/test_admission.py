@@ -27,14 +27,15 @@ from gpushare_agent.model.names import VCORE_RESOURCE as CORE
 from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from tests.support_core import NAMES, container, ids, inventory, known, pod, used_cores, written
 
 
 class Scripted:
     """Names the target of the next GetPreferredAllocation; records outcomes; has the kubelet's checkpoint."""
 
-    def __init__(self, *pods: Pod) -> None:
+    def __init__(self, *pods: Pod, names: ResourceNames = NAMES) -> None:
+        self.names = names
         self.pods = {p.uid: p for p in pods}
         self.next: Target | Refused | None = None
         self.checkpoint: list[CheckpointEntry] | None = []
@@ -48,7 +49,7 @@ class Scripted:
         self.on_wait = lambda: False
         self.gpus = inventory()
         config = IsolationConfig(virtual_manager=Path("/vm"))
-        self.edits = EditPolicy(names=NAMES, config=config, isolation="none")
+        self.edits = EditPolicy(names=names, config=config, isolation="none")
         gate = PodResourcesGate(self, clock=time.monotonic)
         self.admission = Admission(
             gate=gate,
@@ -56,7 +57,7 @@ class Scripted:
             cache=self.cache,
             pods=self,
             inventory=lambda: self.gpus,
-            policy=Policy(names=NAMES),
+            policy=Policy(names=names),
             edits=lambda: self.edits,
             node_name="node",
             refused_pods=self.refused_pods,
@@ -67,7 +68,7 @@ class Scripted:
         self.starts = ContainerStarts(
             cache=self.cache,
             pods=self,
-            names=NAMES,
+            names=names,
             inventory=lambda: self.gpus,
             records=self,
             prepare=self.prepare,
@@ -87,7 +88,7 @@ class Scripted:
 
     def successor(self, resource: str, ids: Sequence[str]) -> Target | None:
         pods = known(*self.pods.values()).pods
-        facts = Known(pods=pods, allocations=self.cache.view(), refused=self.refused_pods, names=NAMES)
+        facts = Known(pods=pods, allocations=self.cache.view(), refused=self.refused_pods, names=self.names)
         return successor_of(ids, resource, self.get, facts)
 
     async def read(self) -> Sequence[CheckpointEntry]:
@@ -104,7 +105,7 @@ class Scripted:
         return self.on_wait()
 
     def allocated(self, target: Target, allocation: Allocation, resource: str, why: Explanation | None) -> None:
-        self.outcomes.append(f"{target.pod.name}/{target.container.name} {NAMES.kind(resource)}")
+        self.outcomes.append(f"{target.pod.name}/{target.container.name} {self.names.kind(resource)}")
         self.explained.append(why)
 
     def refused(self, target: Target | None, resource: str, refused: Refused, why: Explanation | None) -> None:
