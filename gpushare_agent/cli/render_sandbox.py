@@ -13,30 +13,28 @@ from gpushare_agent.cli.render_text import (
     CORES_COLUMN,
     MEMORY_COLUMN,
     PHASE_STYLES,
-    allocated_line,
+    PIPE_WIDTH,
     counted,
     gib,
     grid,
-    health_line,
-    health_style,
-    health_word,
     of_cores,
     percent,
     plain,
     print_as,
 )
+from gpushare_agent.cli.render_top import Choice, gpu_lines, together, top_table
 from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.sandbox.manifests import EXPECTATION_ANNOTATION
 from gpushare_agent.sandbox.report.document import UNKNOWN
 
 NARROW = 100
-"""Below this width a GPU's name or a PID would take the place of what changes."""
+"""Below this width the limit that a container reads would take the place of what changes."""
 _PIDS_WIDTH = 130
 _PIDS_SHOWN = 3
 
 
 def gpu_text(container: dict[str, Any]) -> str:
-    return ",".join(map(str, container["gpus"])) or "-"
+    return ",".join(container["labels"]) or "-"
 
 
 def cores_text(container: dict[str, Any]) -> str:
@@ -61,19 +59,15 @@ def limit_text(container: dict[str, Any]) -> str:
 
 def memory_text(container: dict[str, Any]) -> str:
     """Used and limit in GiB: `0.5/4`; the limit alone where the use is not known."""
-    limit = container["memory_mib"] or (container["vdevice"] or {}).get("memory_mib", 0)
-    return _used_of(container["used"], limit)
-
-
-def _used_of(used: dict[str, Any] | None, limit_mib: int) -> str:
-    limit = gib(limit_mib * MIB) if limit_mib else "-"
+    limit_mib = container["memory_mib"] or (container["vdevice"] or {}).get("memory_mib", 0)
+    limit, used = gib(limit_mib * MIB) if limit_mib else "-", container["used"]
     return limit if used is None else f"{gib(used['memory_mib'] * MIB)}/{limit}"
 
 
-def used_text(user: dict[str, Any], gpus: int = 1) -> str:
-    """The use of a GPU, or of a container, in percent of all its GPUs together."""
-    used = user["used"]
-    return percent(None if used is None else used["cores"] / CORES_PER_GPU / max(1, gpus))
+def used_text(container: dict[str, Any]) -> str:
+    """In percent of all its GPUs together."""
+    used = container["used"]
+    return percent(None if used is None else used["cores"] / CORES_PER_GPU / max(1, len(container["gpus"])))
 
 
 def pids_text(container: dict[str, Any], *, is_short: bool) -> str:
@@ -83,14 +77,6 @@ def pids_text(container: dict[str, Any], *, is_short: bool) -> str:
         return str(len(pids))
     more = ", …" if len(pids) > _PIDS_SHOWN else ""
     return f"{len(pids)}: {', '.join(map(str, pids[:_PIDS_SHOWN]))}{more}"
-
-
-def health_text(gpu: dict[str, Any]) -> Text:
-    """With the driver's reason for a GPU that has failed."""
-    if gpu["health"] == UNKNOWN:
-        return Text(UNKNOWN, style="red")
-    reported = gpu | {"is_healthy": gpu["health"] == "Healthy"}
-    return Text(health_line(reported), style=health_style(health_word(reported)))
 
 
 def has_several_nodes(document: dict[str, Any]) -> bool:
@@ -103,25 +89,15 @@ def status_of(pod: dict[str, Any]) -> Text:
     return Text(word, style=PHASE_STYLES.get(word, ""))
 
 
-def node_line(node: dict[str, Any]) -> Text:
-    """The node and what is allocated of all its GPUs."""
+def node_parts(node: dict[str, Any], width: int) -> list[RenderableType]:
+    """The node, what is allocated of all its GPUs, and each of them as `top` shows it."""
     gpus = node["gpus"]
-    cores = sum(gpu["cores_allocated"] for gpu in gpus), len(gpus) * CORES_PER_GPU
-    memory = sum(gpu["memory_mib_allocated"] for gpu in gpus) * MIB, sum(gpu["memory_mib"] for gpu in gpus) * MIB
-    text = f"{plain(node['name'])}: {counted(len(gpus), 'GPU')}, {allocated_line(cores, memory)}"
-    return Text(text, style="bold", no_wrap=True, overflow="ellipsis")
-
-
-def gpus_table(node: dict[str, Any], *, is_narrow: bool) -> Table:
-    wide = () if is_narrow else ("NAME", "NUMA")
-    columns = ("GPU", *wide, CORES_COLUMN, "USED %", MEMORY_COLUMN, "ALLOC GiB", "HEALTH")
-    rows = []
-    for gpu in node["gpus"]:
-        more = () if is_narrow else (gpu["name"], "-" if gpu["numa"] is None else str(gpu["numa"]))
-        allocated = f"{gpu['cores_allocated']}/{CORES_PER_GPU}", gib(gpu["memory_mib_allocated"] * MIB)
-        use = used_text(gpu), _used_of(gpu["used"], gpu["memory_mib"])
-        rows.append((str(gpu["index"]), *more, allocated[0], *use, allocated[1], health_text(gpu)))
-    return grid(columns, rows, right=[name for name in columns if name not in ("NAME", "HEALTH")])
+    if not gpus:
+        return [Text(f"{plain(node['name'])}: its agent has not answered yet", style="yellow")]
+    text = "  ".join([f"{plain(node['name'])}: {counted(len(gpus), 'GPU')}", *together(gpus)])
+    lines = [line for gpu in gpus for line in gpu_lines(gpu, width, "" if gpu["health"] != UNKNOWN else UNKNOWN)]
+    choice = Choice(has_bars=width != PIPE_WIDTH)
+    return [Text(text, style="bold", no_wrap=True, overflow="ellipsis"), top_table(lines, width, choice)]
 
 
 def address_lines(node: dict[str, Any]) -> list[Text]:
@@ -143,7 +119,7 @@ def pods_table(document: dict[str, Any], width: int) -> Table:
             *([pod["node"] or "-"] if places else ()),
             gpu_text(container),
             cores_text(container),
-            used_text(container, len(container["gpus"])),
+            used_text(container),
             memory_text(container),
             *([limit_text(container)] if limits else ()),
             pids_text(container, is_short=width < _PIDS_WIDTH),
@@ -171,7 +147,7 @@ def report_tables(document: dict[str, Any], width: int, *, has_addresses: bool =
     """`has_addresses`: the addresses of its agent stand below the GPUs of each node."""
     parts: list[RenderableType] = []
     for node in document["nodes"]:
-        parts += [node_line(node), gpus_table(node, is_narrow=width < NARROW)]
+        parts += node_parts(node, width)
         parts += address_lines(node) if has_addresses else ()
         parts.append(Text(""))
     return Group(*parts, pods_table(document, width), *reason_lines(document))

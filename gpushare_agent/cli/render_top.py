@@ -88,7 +88,7 @@ def top_lines(document: NodeDocument, width: int = PIPE_WIDTH, choice: Choice | 
         parts = [(one, part) for one in containers for part in one["gpus"] if part["uuid"] == gpu["uuid"]]
         if choice.filter and not parts:
             continue
-        lines += [_gpu_line(gpu), *_reason_lines(gpu, width)]
+        lines += gpu_lines(gpu, width)
         for container, part in sorted(parts, key=_order(choice.sort, lambda pair: _part_loads(*pair))):
             lines.append(_container_line(container, part))
             lines += _process_lines(part) if choice.has_processes else ()
@@ -116,10 +116,11 @@ def _part_loads(container: ContainerDocument, part: ContainerGpu) -> dict[str, f
     return {"sm": usage.get("sm_ratio"), "memory": usage.get("memory_bytes"), "cores": container["cores"]}
 
 
-def _gpu_line(gpu: GpuDocument) -> Line:
+def gpu_lines(gpu: GpuDocument, width: int, state: str = "") -> list[Line]:
+    """The GPU, and why it is out of service. `state` where it is another than the document's."""
     usage, memory = gpu["usage"] or {}, gpu["memory"]
-    state, used = health_word(gpu), usage.get("memory_used_bytes")
-    return Line(
+    state, used = state or health_word(gpu), usage.get("memory_used_bytes")
+    line = Line(
         cells={
             FIRST: f"{gpu_label(gpu)} {gpu['name']}",
             STATE: state,
@@ -134,16 +135,10 @@ def _gpu_line(gpu: GpuDocument) -> Line:
         is_gpu=True,
         style=health_style(state),
     )
-
-
-def _reason_lines(gpu: GpuDocument, width: int) -> list[Line]:
-    style = health_style(health_word(gpu))
     text_width = max(1, width - len(REASON_INDENT))
-    return [
-        Line(cells={FIRST: REASON_INDENT + part}, style=style)
-        for reason in health_reasons(gpu)
-        for part in textwrap.wrap(reason, text_width)
-    ]
+    style = health_style(health_word(gpu))
+    reasons = [part for reason in health_reasons(gpu) for part in textwrap.wrap(reason, text_width)]
+    return [line, *(Line(cells={FIRST: REASON_INDENT + part}, style=style) for part in reasons)]
 
 
 def _name(container: ContainerDocument) -> str:
@@ -284,11 +279,11 @@ def heading(document: NodeDocument, width: int = PIPE_WIDTH) -> list[Text]:
         f"driver {agent['driver']} {agent['driver_version']}".rstrip(),
     ]
     reasons = [f"  not ready: {plain(reason)}" for reason in agent["not_ready"]]
-    lines = [_fitted(node, width), *([_fitted(_together(gpus), width)] if gpus else ())]
+    lines = [_fitted(node, width), *([_fitted(together(gpus), width)] if gpus else ())]
     return [Text(line, style=style) for line in [*lines, *reasons]]
 
 
-def _together(gpus: Sequence[GpuDocument]) -> list[str]:
+def together(gpus: Sequence[GpuDocument]) -> list[str]:
     """Use is a part of all GPUs together; of those without a sample it is not known, and they count as idle."""
     usages = [gpu["usage"] for gpu in gpus if gpu["usage"]]
     cores = sum(gpu["cores"]["allocated"] for gpu in gpus), sum(gpu["cores"]["capacity"] for gpu in gpus)

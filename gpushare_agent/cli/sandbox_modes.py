@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from msgspec import Struct
 from rich.text import Text
@@ -111,7 +112,7 @@ async def run_once(session: Session) -> int:
         notify(f"not every pod runs or has ended after {STEADY_TIMEOUT_S:g} s; the report shows their state")
     for player in session.players:
         player.play()  # the containers that have just started have usage, too
-    document = controller.document()
+    document = await controller.document()
     print_document(document, session.form)
     others = [pod for pod in document["pods"] if pod["phase"] not in ("Running", "Succeeded")]
     for pod in others:
@@ -151,8 +152,8 @@ async def run_live(session: Session, notes: Sequence[str]) -> int:
 class _LiveView:
     """The tables of `status`, below them the newest notices. Changed by keys and by the cluster, both on the event loop."""
 
-    def __init__(self, session: Session, notes: Sequence[str]) -> None:
-        self.document = session.controller.document()
+    def __init__(self, session: Session, notes: Sequence[str], document: dict[str, Any]) -> None:
+        self.document = document
         self._session = session
         self._notes = notes
         self._has_help = False
@@ -171,7 +172,7 @@ class _LiveView:
 
 async def _draw(session: Session, notes: Sequence[str]) -> None:
     """On the whole screen, until cancelled."""
-    view = _LiveView(session, notes)
+    view = _LiveView(session, notes, await session.controller.document())
     screen = Screen(view.show, view.press)
     async with asyncio.TaskGroup() as group:
         group.create_task(_follow(session.controller, view, screen), name="follow-the-cluster")
@@ -182,7 +183,7 @@ async def _draw(session: Session, notes: Sequence[str]) -> None:
 async def _follow(controller: SandboxController, view: _LiveView, screen: Screen) -> None:
     while True:
         seen = controller.api.signal.count
-        document = controller.document()
+        document = await controller.document()
         if document != view.document:  # to draw costs as much as to read
             view.document = document
             screen.is_changed.set()
@@ -194,7 +195,7 @@ async def _print_changes(controller: SandboxController, notify: Callable[[str], 
     signal_, shown = controller.api.signal, dict[str, str]()
     while True:
         seen = signal_.count
-        document = controller.document()
+        document = await controller.document()
         lines = {pod["uid"]: pod_line(pod, has_node=has_several_nodes(document)) for pod in document["pods"]}
         for uid, line in lines.items():
             if shown.get(uid) != line:

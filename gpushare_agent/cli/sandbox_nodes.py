@@ -1,7 +1,7 @@
 """The nodes of one run of the sandbox: the parts of each, and their tasks while the sandbox runs.
 
-A node has its agent, a child process; the player of its containers' usage; a poll of its GPUs' health; and, with isolation
-mps, a fake MPS control daemon. sandbox_run.py has the order of the whole.
+A node has its agent, a child process; the player of its containers' usage; and, with isolation mps, a fake MPS control
+daemon. sandbox_run.py has the order of the whole.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import os
 import shlex
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from gpushare_agent.cli.agent_client import local_url
+from gpushare_agent.cli.agent_client import local_url, open_agent_client, read_node
 from gpushare_agent.cli.command_line import runnable
 from gpushare_agent.cli.sandbox_extender import free_port
 from gpushare_agent.gpus.part import NodeDriver, health_policy, open_driver
-from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.isolation.mps.edits import ISOLATION as MPS
 from gpushare_agent.isolation.part import build_probes
 from gpushare_agent.isolation.resource_names import resource_names
@@ -36,8 +37,12 @@ from gpushare_agent.sandbox.state_directory import NodePaths
 from gpushare_agent.sandbox.workload_player import WorkloadPlayer
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
 
+if TYPE_CHECKING:
+    from gpushare_agent.cli.agent_documents import NodeDocument
+
 NODE_NAME = "sandbox"
-_GPUS_INTERVAL_S = 1.0
+_AGENT_TIMEOUT_S = 2.0
+"""It listens on this machine; the report waits for its answer."""
 
 
 class RunningNode(Struct, frozen=True, kw_only=True):
@@ -45,7 +50,6 @@ class RunningNode(Struct, frozen=True, kw_only=True):
 
     controller: NodeController
     settings: Settings
-    driver: GpuDriver
     player: WorkloadPlayer | None
 
 
@@ -99,8 +103,14 @@ async def build_node(
             arguments, node.paths.agent_log, notify, name="the agent" if is_only else f"the agent of {node.name}"
         ),
         faults=GpuFaults(settings.simulated.faults, len(inventory.gpus), health_policy(settings)),
+        read_agent=partial(_read_agent, shown.addresses["web"]),
     )
-    return RunningNode(controller=controller, settings=settings, driver=driver, player=_player(shown, settings))
+    return RunningNode(controller=controller, settings=settings, player=_player(shown, settings))
+
+
+async def _read_agent(url: str) -> NodeDocument:
+    async with open_agent_client(url, timeout_s=_AGENT_TIMEOUT_S) as agent:
+        return await read_node(agent)
 
 
 async def _check_isolation(settings: Settings, paths: NodePaths, driver: NodeDriver) -> None:
@@ -170,7 +180,6 @@ async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
                 agents.append(
                     group.create_task(forever("agent process", node.controller.agent.run), name=f"agent {name}")
                 )
-                others.append(group.create_task(_watch_gpus(node), name=f"GPUs {name}"))
                 if node.player is not None:
                     others.append(group.create_task(forever("workload", node.player.run), name=f"workload {name}"))
             try:
@@ -196,16 +205,3 @@ async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
         return
     async with open_fake_mps(paths.mps_pipe, paths.mps_logs, paths.mps_control):
         yield
-
-
-async def _watch_gpus(node: RunningNode) -> None:
-    """Why a GPU is Unhealthy: the kubelet knows only that it is. Endless."""
-    controller = node.controller
-    while True:
-        try:
-            read = (await node.driver.read()).gpus
-            found = {gpu.uuid: gpu.unhealthy_reason for gpu in read if gpu.unhealthy_reason}
-        except Unavailable as error:
-            found = {gpu.uuid: str(error) for gpu in controller.shown.gpus}
-        controller.note_faults(found)
-        await asyncio.sleep(_GPUS_INTERVAL_S)

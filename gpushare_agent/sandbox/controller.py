@@ -5,14 +5,13 @@ State owned: none but the running parts. The printing is the app's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from msgspec import Struct
 
 from gpushare_agent.model.errors import AgentError, Rejected
-from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import APPLIED_KINDS, CLUSTER_WIDE
@@ -33,6 +32,8 @@ class NodeController(Struct, frozen=True, kw_only=True):
     shown: ReportedNode
     agent: AgentProcess
     faults: GpuFaults
+    read_agent: Callable[[], Awaitable[Mapping[str, Any]]]
+    """Its /api/v1/node. Raises AgentError."""
 
     @property
     def name(self) -> str:
@@ -59,12 +60,10 @@ class NodeController(Struct, frozen=True, kw_only=True):
             xid = _whole_number(request, "xid")
             self.faults.report_xid(index, xid)
             done = f"GPU {index} has reported Xid {xid}"
-        self.note_faults()
         return done
 
     def heal_gpu(self, index: int) -> str:
         healed = self.faults.heal(index, is_offered=self._is_offered(index))
-        self.note_faults()
         if healed.done:
             return f"GPU {index} {healed.done}; the agent takes it back once it has passed its probes"
         if healed.spared:
@@ -76,16 +75,14 @@ class NodeController(Struct, frozen=True, kw_only=True):
         gpus = gpu_health(self.shown)
         return any(gpu.index == index and gpus.get(gpu.uuid) == HEALTHY for gpu in self.shown.gpus)
 
-    def note_faults(self, reported: Mapping[GpuUuid, str] = MappingProxyType({})) -> None:
-        """Why GPUs fail, for the report: the injected faults, else what the driver has `reported`."""
-        injected = self.faults.by_gpu()
-        found = {
-            gpu.uuid: text for gpu in self.shown.gpus if (text := injected.get(gpu.index) or reported.get(gpu.uuid))
-        }
-        if found != self.shown.fault_reasons:
-            self.shown.fault_reasons.clear()
-            self.shown.fault_reasons.update(found)
-            self.shown.node.api.signal.notify()
+    async def refresh(self) -> None:
+        """Reads what the agent shows of its node. An agent that does not answer has not begun, or starts again: its last
+        document stays."""
+        try:
+            found = await self.read_agent()
+        except AgentError:
+            return
+        self.shown.agent_document.update(found)
 
 
 class SandboxController(Struct, frozen=True, kw_only=True):
@@ -98,7 +95,11 @@ class SandboxController(Struct, frozen=True, kw_only=True):
     def api(self) -> EmbeddedApiServer:
         return self.nodes[0].shown.node.api
 
-    def document(self) -> dict[str, Any]:
+    async def document(self) -> dict[str, Any]:
+        """With each agent's own document of this moment."""
+        async with asyncio.TaskGroup() as group:
+            for one in self.nodes:
+                group.create_task(one.refresh(), name=f"read the agent of {one.name}")
         return report(*(one.shown for one in self.nodes))
 
     def is_registered(self) -> bool:
@@ -196,7 +197,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
         if command == "heal-gpu":
             return _done([self._node(request).heal_gpu(_whole_number(request, "gpu"))])
         if command == "status":
-            return {**_done([]), "document": self.document()}
+            return {**_done([]), "document": await self.document()}
         raise Rejected(f"unknown command {command!r}")
 
 

@@ -97,16 +97,6 @@ class GpuFaults:
     def _meaning(self, event: RehearsedEvent) -> EventMeaning:
         return meaning_of(GpuEvent(kind=event.kind, uuid=_THE_GPU, xid=event.xid), {_THE_GPU}, self._policy)
 
-    def by_gpu(self) -> dict[int, str]:
-        """What is wrong with each GPU that something is wrong with; nothing where the file cannot be read."""
-        try:
-            faults = self._read()
-        except (Rejected, Unavailable):
-            return {}
-        words = {index: _event_words([e for e in faults.events if e.gpu == index]) for index in range(self._gpus)}
-        words |= {index: ", ".join(filter(None, (faults.lost[index], words.get(index)))) for index in faults.lost}
-        return {index: text for index, text in sorted(words.items()) if text}
-
     def _checked(self, index: int) -> Faults:
         if not 0 <= index < self._gpus:
             raise Rejected(f"there is no GPU {index}: this node has the GPUs 0 to {self._gpus - 1}")

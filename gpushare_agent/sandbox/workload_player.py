@@ -1,7 +1,7 @@
 """Writes what the embedded node's containers use into the agent's usage file, again and again (workload.py computes it).
 
 Which GPUs a container has is read from the kubelet's records: the IDs of the Allocate calls that were answered. State
-owned: the file, and `ReportedNode.used` and `used_of_gpus`.
+owned: the file, and `ReportedNode.used`.
 """
 
 from __future__ import annotations
@@ -83,8 +83,6 @@ class WorkloadPlayer:
         shown.used.clear()
         for run, pids in runs:
             shown.used[run.pod_uid, run.name] = _sum([process for pid in pids for process in by_pid.get(pid, ())])
-        for gpu in shown.gpus:
-            shown.used_of_gpus[gpu.index] = _sum([process for process in usage if process.gpu == gpu.index])
 
     def _running(self) -> list[Container]:
         return [run for run in self._shown.node.kubelet.runtime.containers() if run.is_running]

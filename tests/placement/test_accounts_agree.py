@@ -1,13 +1,12 @@
 """Everyone who counts a node's GPUs counts alike, on random nodes and pods: the agent's admission, the extender that reads
-its report, the sandbox's scheduler and report, the simulated claims, and `inspect`.
+its report, the sandbox's scheduler, the simulated claims, and `inspect`.
 
 The agent's admission is compared with the extender's own plan in tests/extender/test_agreement.py.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,6 @@ from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.nodes import read_node
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import MIB, PREDICATE_GPU_INDEX_PREFIX, PodUid
@@ -29,11 +27,7 @@ from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.observability.gpu_summaries import gpus_of_node
 from gpushare_agent.observability.inspection import node_sums
 from gpushare_agent.placement import GpuAccount
-from gpushare_agent.sandbox.api.objects import ApiObjects
-from gpushare_agent.sandbox.kubelet.device_records import DeviceRecord, make_record
-from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import pod_requests
-from gpushare_agent.sandbox.report.document import ReportedNode, report
 from gpushare_agent.sandbox.scheduler.node_fit import lacking, take
 from gpushare_agent.simulation.schedulers import Placed
 from gpushare_agent.simulation.schedulers import Policy as SimulatedPolicy
@@ -52,39 +46,6 @@ def used(gpus: list[GpuAccount]) -> list[tuple[int, int]]:
 
 def free(gpus: Any) -> list[tuple[int, int, int]]:
     return [(gpu.free_cores, gpu.free_blocks, gpu.free_units) for gpu in gpus]
-
-
-class Kubelet:
-    """The records of an embedded kubelet whose plugin is the agent's admission."""
-
-    def __init__(self, agent: Node, names: ResourceNames) -> None:
-        self._agent = agent
-        self._names = names
-        self._ids = DeviceIds(gpu.uuid for gpu in agent.found.gpus)
-
-    def active_records(self) -> list[DeviceRecord]:
-        return [
-            make_record(
-                tuple(key), self._names.name(kind), {self._ids.write(one): (0,) for one in found.ids_of(kind)}, b""
-            )
-            for key, found in self._agent.cache.view().items()
-            for kind in self._names.kinds
-            if found.ids_of(kind)
-        ]
-
-    def devices(self, resource: str) -> dict[str, bool]:
-        return {}
-
-
-def reported(agent: Node, names: ResourceNames) -> list[tuple[int, int]]:
-    """Cores and MiB of each GPU in the sandbox's report."""
-    api = ApiObjects(version="1.36", history_limit=10, seed=0)
-    node = cast(EmbeddedNode, SimpleNamespace(api=api, kubelet=Kubelet(agent, names), name="node"))
-    shown = ReportedNode(
-        node=node, gpus=agent.found.gpus, vcore=names.vcore, vmemory=names.vmemory, gpu_mem=names.gpu_mem,
-        memory_block_mib=names.memory_block_mib, gpu_mem_unit_mib=names.gpu_mem_unit_mib,
-    )  # fmt: skip
-    return [(one["cores_allocated"], one["memory_mib_allocated"]) for one in report(shown)["node"]["gpus"]]
 
 
 def raw_node(agent: Node, owners: dict[PodUid, Pod], names: ResourceNames) -> dict[str, Any]:
@@ -120,11 +81,11 @@ def pods_of(strategy: Any) -> st.SearchStrategy[tuple[Pod, ...]]:
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(found=nodes(), owners=pods_of(pods_with_units), seed=SEEDS, ends=st.sets(st.integers(0, 5)))
-def test_what_is_used_and_free_is_the_same_for_agent_extender_and_sandbox(
+def test_what_is_used_and_free_is_the_same_for_agent_and_extender(
     found: GpuInventory, owners: tuple[Pod, ...], seed: int, ends: set[int]
 ) -> None:
-    """After every admission and every end of a pod: by the agent's device IDs, by the agent's report as the extender reads
-    it, and by the embedded kubelet's records. What the agent admits, kube-scheduler's sums have admitted before."""
+    """After every admission and every end of a pod: by the agent's device IDs, and by the agent's report as the extender
+    reads it. What the agent admits, kube-scheduler's sums have admitted before."""
     agent = Node(found, Policy(names=GPU_MEM), seed)
     extender = ClusterState(policy=ClusterPolicy(names=GPU_MEM))
     left = {GPU_MEM.name(k): sum(GPU_MEM.units(g, k) for g in found.gpus if g.is_healthy) for k in GPU_MEM.kinds}
@@ -146,7 +107,6 @@ def test_what_is_used_and_free_is_the_same_for_agent_extender_and_sandbox(
         assert used(list(extender.gpus("node"))) == used(own)
         if any(gpu.is_healthy for gpu in found.gpus):
             assert free(extender.gpus("node")) == free(own)
-        assert reported(agent, GPU_MEM) == used(own)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

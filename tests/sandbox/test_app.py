@@ -43,7 +43,7 @@ async def test_the_fitting_samples_run_and_the_document_is_complete(folder: Path
     document = json.loads(done.out)
     gpus = document["node"]["gpus"]
     assert [gpu["index"] for gpu in gpus] == [0, 1, 2, 3]
-    assert sum(gpu["cores_allocated"] for gpu in gpus) == 25 + 60 + 200
+    assert sum(gpu["cores"]["allocated"] for gpu in gpus) == 25 + 60 + 200
     pods = {p["name"]: p for p in document["pods"]}
     assert {p["phase"] for p in pods.values()} == {"Running"}
     assert all(0 < c["used"]["cores"] <= 180 for p in pods.values() for c in p["containers"])
@@ -131,10 +131,9 @@ async def test_the_documented_runs_work(folder: Path, arguments: list[str]) -> N
     assert "web http" not in done.err
     if "json" in arguments:
         gpus = json.loads(done.out)["node"]["gpus"]
-        assert [gpu["memory_mib"] for gpu in gpus] == [24576, 16384]
-        whole = next(gpu for gpu in gpus if gpu["cores_allocated"])
-        assert whole["memory_blocks_allocated"] == whole["memory_mib"] // 256
-        assert whole["memory_mib_allocated"] == whole["memory_mib"]
+        assert [gpu["memory"]["capacity_bytes"] >> 20 for gpu in gpus] == [24576, 16384]
+        whole = next(gpu for gpu in gpus if gpu["cores"]["allocated"])
+        assert whole["memory"]["allocated_bytes"] == whole["memory"]["capacity_bytes"]
 
 
 async def test_every_documented_command_is_known() -> None:

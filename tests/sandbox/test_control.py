@@ -164,12 +164,17 @@ async def test_a_directory_that_others_may_only_read_serves(short_dir: Path) -> 
 @asynccontextmanager
 async def open_controller() -> AsyncIterator[tuple[SandboxController, Path]]:
     """A node without an agent, and the socket that obeys for it."""
+
+    async def no_agent() -> dict[str, Any]:
+        raise Unavailable("nothing listens")
+
     async with open_test_node() as node:
         shown = ReportedNode(node=node, gpus=(), vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
         one = NodeController(
             shown=shown,
             agent=AgentProcess([], node.paths.agent_log, lambda _: None),
             faults=GpuFaults(node.paths.faults, 2),
+            read_agent=no_agent,
         )
         controller = SandboxController(nodes=(one,))
         async with open_control(node.paths.control_socket, controller.handle):

@@ -298,8 +298,8 @@ async def test_the_agent_serves_claims_in_the_sandbox(short_dir: Path) -> None:
     document = json.loads(done.out)
     cards = {one["name"]: [c["gpus"] for c in one["containers"]] for one in document["pods"]}
     assert cards == {"share": [[0], [0]], "whole": [[1]], "two-gpus": [[2, 3]]}
-    assert [card["cores_allocated"] for card in document["node"]["gpus"]] == [40, 100, 100, 100]
-    assert [card["memory_mib_allocated"] for card in document["node"]["gpus"]] == [8192, 24576, 24576, 24576]
+    assert [card["cores"]["allocated"] for card in document["node"]["gpus"]] == [40, 100, 100, 100]
+    assert [card["memory"]["allocated_bytes"] >> 20 for card in document["node"]["gpus"]] == [8192, 24576, 24576, 24576]
     assert {card["health"] for card in document["node"]["gpus"]} == {"Healthy"}
     main = document["pods"][0]["containers"][0]
     assert sum(one["used"]["cores"] for one in document["pods"][0]["containers"] if one["used"]) <= 40

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ import yaml
 from gpushare_agent.cli import sandbox as app
 from gpushare_agent.cli.render_sandbox import pod_line, print_document
 from gpushare_agent.cli.sandbox import node_flags
-from gpushare_agent.model.errors import AgentError, Rejected
+from gpushare_agent.model.errors import AgentError, Rejected, Unavailable
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.cluster import EmbeddedCluster
 from gpushare_agent.sandbox.controller import NodeController, SandboxController
@@ -109,12 +110,17 @@ def test_nodes_and_gpus_that_cannot_be_are_refused(words: tuple[str, ...], why: 
 @asynccontextmanager
 async def open_controller(*names: str) -> AsyncIterator[tuple[SandboxController, EmbeddedCluster]]:
     """Nodes without agents."""
+
+    async def no_agent() -> dict[str, Any]:
+        raise Unavailable("nothing listens")
+
     async with open_cluster(*names) as cluster:
         benches = [
             NodeController(
                 shown=ReportedNode(node=node, gpus=(), vcore=CORE, vmemory=MEMORY, memory_block_mib=256),
                 agent=AgentProcess([], node.paths.agent_log, lambda _: None),
                 faults=GpuFaults(node.paths.faults, 2),
+                read_agent=no_agent,
             )
             for node in cluster.nodes
         ]
@@ -144,7 +150,7 @@ async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pyte
     async with open_controller("a", "b") as (controller, cluster), with_plugins(cluster, a=1, b=9):
         cluster.api.create_pod(pod("p", container(cores=5)))
         await wait_phase(cluster.nodes[0], "p", "Running")
-        document = controller.document()
+        document = await controller.document()
         assert [node["name"] for node in document["nodes"]] == ["a", "b"] and "node" not in document
         (shown,) = document["pods"]
         assert shown["node"] == "b"
@@ -152,9 +158,9 @@ async def test_the_document_of_several_nodes_says_where_each_pod_is(capsys: pyte
         assert pod_line(shown, has_node=True).startswith("pod default/p Running on b [")
         print_document(document, "table")
         text = capsys.readouterr().out
-        assert "a: 0 GPUs," in text and "\nb: 0 GPUs," in text and "  NODE  " in text
+        assert "a: its agent has not answered yet\n" in text and "\nb: its agent" in text and "  NODE  " in text
     async with open_controller("a") as (controller, _):
-        document = controller.document()
+        document = await controller.document()
         assert document["node"] == document["nodes"][0]
 
 

@@ -254,8 +254,8 @@ async def test_an_ended_pod_is_shown_without_gpus_and_with_its_exit_code() -> No
 
 
 @needs_processes
-async def test_the_report_charges_memory_to_the_gpu_of_the_cores() -> None:
-    """vmemory IDs name another GPU: their blocks count where the container's vcore IDs are."""
+async def test_the_report_has_the_agents_gpus_and_the_kubelets_pods() -> None:
+    """vmemory IDs name another GPU: the container is on that of its vcore IDs. What is allocated the agent alone counts."""
     answer = ContainerAllocateResponse(
         envs={"NVIDIA_VISIBLE_DEVICES": "b"},
         mounts=[Mount(host_path="/h", container_path="/c", read_only=True)],
@@ -273,16 +273,14 @@ async def test_the_report_charges_memory_to_the_gpu_of_the_cores() -> None:
             shown = ReportedNode(
                 node=node, gpus=(_gpu(0, "a"), _gpu(1, "b")), vcore=CORE, vmemory=MEMORY, memory_block_mib=256
             )
+            shown.agent_document["gpus"] = [{"uuid": "a", "cores": 1}, {"uuid": "c", "cores": 3}]
             document = report(shown)
             process = node.kubelet.runtime.find(node.api.pod("default", "p")["metadata"]["uid"], "main")
             assert process is not None
-    first, second = document["node"]["gpus"]
-    assert (first["cores_allocated"], first["memory_blocks_allocated"]) == (0, 0)
-    assert second == {
-        "index": 1, "minor": 4, "uuid": "b", "name": "Test", "memory_mib": 1024, "numa": 1, "cores_allocated": 30,
-        "memory_blocks_allocated": 3, "memory_mib_allocated": 768, "used": None, "health": "Healthy", "health_reason": "",
-        "cordoned": None,
-    }  # fmt: skip
+    assert document["node"]["gpus"] == [
+        {"uuid": "a", "cores": 1, "health": "Healthy"},
+        {"uuid": "c", "cores": 3, "health": "Unknown"},
+    ]
     assert document["node"]["capacity"] == {CORE: 200, MEMORY: 8}
     p, q = document["pods"]
     assert (p["phase"], p["annotations"], q["phase"], q["reason"]) == (
@@ -292,7 +290,7 @@ async def test_the_report_charges_memory_to_the_gpu_of_the_cores() -> None:
         "Unschedulable",
     )
     assert p["containers"] == [{
-        "name": "main", "gpus": [1], "claims": [], "vcore": 30, "vmemory": 3, "gpu_mem": 0, "memory_mib": 768, "units": {},
+        "name": "main", "gpus": [1], "labels": ["1"], "claims": [], "vcore": 30, "vmemory": 3, "gpu_mem": 0, "memory_mib": 768, "units": {},
         "env": {"NVIDIA_VISIBLE_DEVICES": "b"},
         "mounts": [{"host_path": "/h", "container_path": "/c", "read_only": True}],
         "devices": [{"host_path": "/dev/x", "container_path": "/dev/x", "permissions": "rwm"}], "annotations": {"k": "v"},

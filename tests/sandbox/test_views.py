@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 
 from gpushare_agent.cli.render_sandbox import (
-    gpus_table,
-    health_text,
     limit_text,
+    node_parts,
     pids_text,
     pod_line,
     pods_table,
@@ -25,6 +24,7 @@ from gpushare_agent.cli.render_sandbox import (
     used_text,
 )
 from gpushare_agent.isolation.vcuda.format import encode_pids
+from gpushare_agent.model.names import GIB
 from gpushare_agent.sandbox.report.vdevice_reader import VDeviceReader
 from tests.support_cli import at_terminal, foot_of, screen_of
 from tests.support_vdevice import share_config
@@ -36,7 +36,7 @@ def shown_container(pids: int = 1, **reported: Any) -> dict[str, Any]:
     """Of a document, as far as the views read it."""
     return {
         "name": "main", "vcore": 30, "vmemory": 16, "gpu_mem": 0, "memory_mib": 4096, "units": {}, "claims": [],
-        "gpus": [0], "pids": list(range(4711, 4711 + pids)),
+        "gpus": [0], "labels": ["0"], "pids": list(range(4711, 4711 + pids)),
         "vdevice": {**SHARE, **reported}, "used": {"cores": 12.4, "memory_mib": 2048},
     }  # fmt: skip
 
@@ -161,37 +161,52 @@ def test_the_table_of_pods_names_limits_and_processes(width: int, cells: list[st
 
 
 GPU = {
-    "index": 0, "name": "T", "numa": None, "cores_allocated": 30, "memory_mib": 24576, "memory_mib_allocated": 4096,
-    "used": {"cores": 12.4, "memory_mib": 2048}, "health": "Healthy", "health_reason": "", "cordoned": None,
+    "index": 0, "name": "T", "cores": {"allocated": 30, "capacity": 100}, "usage": {"sm_ratio": 0.124},
+    "memory": {"allocated_bytes": 4 * GIB, "capacity_bytes": 24 * GIB}, "is_healthy": True, "health": "Healthy",
+    "health_reason": "", "cordoned": None,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_tables_of_gpus_tell_what_is_allocated_from_what_is_used(width: int) -> None:
-    """In a narrow terminal, too, where name and NUMA node go."""
-    table = printed(gpus_table({"name": "a", "gpus": [GPU]}, is_narrow=width < 100), width)
-    cells = [*(["T", "-"] if width == 120 else []), "30/100", "12", "2/24", "4", "Healthy"]
-    assert table.splitlines()[1].split() == ["0", *cells]
-    assert ("NUMA" in table) is (width == 120)
+def lines_of(*gpus: dict[str, Any], width: int = 120) -> list[str]:
+    return printed(Group(*node_parts({"name": "a", "gpus": list(gpus)}, width)), width).splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_the_gpus_stand_as_in_top(width: int) -> None:
+    """Allocated beside used, by NVIDIA's name of a MIG instance; below both together."""
+    title, header, first, second = lines_of(GPU, GPU | {"mig": {"label": "0:1"}}, width=width)
+    assert title.startswith("a: 2 GPUs  allocated 60/200 GPU cores (30 %), ")
+    assert ("ALLOC GiB" in header) is (width == 120) and "GPU CORES" in header
+    assert [line.split()[:2] for line in (first, second)] == [["0", "T"], ["0:1", "T"]]
+    assert "30/100" in first and " 12 " in first
 
 
 @pytest.mark.parametrize(
-    ("reported", "text"),
+    ("reported", "texts"),
     [
-        ({"health": "Unhealthy", "cordoned": "cordoned"}, "Cordoned"),
-        ({"health": "Unhealthy", "health_reason": "Xid 79"}, "Unhealthy: Xid 79"),
-        ({"health": "Unhealthy", "health_reason": "Xid 79", "cordoned": "loud"}, "Cordoned: loud; Unhealthy: Xid 79"),
-        ({"health": "Unknown"}, "Unknown"),
+        ({"is_healthy": False, "cordoned": "cordoned"}, ["Cordoned"]),
+        ({"is_healthy": False, "health_reason": "Xid 79"}, ["Unhealthy", "Xid 79"]),
+        (
+            {"is_healthy": False, "health_reason": "Xid 79", "cordoned": "loud"},
+            ["Cordoned, Unhealthy", "Cordoned: loud", "Unhealthy: Xid 79"],
+        ),
+        ({"health": "Unknown"}, ["Unknown"]),
     ],
 )
-def test_a_cordoned_gpu_is_cordoned_here_as_in_every_view(reported: dict[str, Any], text: str) -> None:
-    """The kubelet knows it as Unhealthy."""
-    assert str(health_text({**GPU, **reported})) == text
+def test_a_gpu_out_of_service_says_why_as_in_every_view(reported: dict[str, Any], texts: list[str]) -> None:
+    """Unknown while the kubelet knows of none."""
+    _, _, line, *reasons = lines_of(GPU | reported)
+    assert re.search(rf"  {texts[0]}  ", line) and [one.strip() for one in reasons] == texts[1:]
+
+
+def test_without_an_answer_of_the_agent_no_gpu_is_shown() -> None:
+    """None would be free, and none allocated."""
+    assert lines_of() == ["a: its agent has not answered yet"]
 
 
 def test_the_use_of_several_gpus_is_a_part_of_them_together() -> None:
     """180 % of two GPUs are 90 %."""
-    both = {**shown_container(), "gpus": [0, 1], "used": {"cores": 180.0, "memory_mib": 2048}}
+    both = {**shown_container(), "gpus": [0, 1], "labels": ["0", "0:1"], "used": {"cores": 180.0, "memory_mib": 2048}}
     row = printed(pods_table({"nodes": [{}], "pods": [shown_pod(both)]}, 80), 80).splitlines()[1]
     assert re.split(r" {2,}", row.strip())[4] == "90"
 
@@ -237,7 +252,7 @@ async def test_the_live_view_fits_a_small_terminal_and_follows_its_size(short_di
         await terminal.wait_shown(lambda text: "Healthy" in text and "? all commands" in foot_of(text))
         lines = screen_of(terminal.shown)
         assert (len(lines), max(map(len, lines)) <= 80) == (24, True)
-        assert lines[1].split() == ["GPU", "GPU", "CORES", "USED", "%", "MEMORY", "GiB", "ALLOC", "GiB", "HEALTH"]
+        assert all(name in lines[1] for name in ("GPU / CONTAINER", "GPU CORES", "SM %", "MEMORY GiB"))
         assert [line.split()[0] for line in lines[2:10]] == [str(index) for index in range(8)]
         hint = f"other terminal: {sys.executable} -m gpushare_agent sandbox"
         assert lines[-2].startswith(hint) or hint.startswith(lines[-2].removesuffix("…"))

@@ -1,8 +1,8 @@
-"""What ResourceClaims give to a node's pods and take of its GPUs, from the API server's objects and the kubelet alone."""
+"""What ResourceClaims give to a node's pods, from the API server's objects and the kubelet alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -29,12 +29,12 @@ class ClaimedShare(Struct, frozen=True, kw_only=True):
     memory_mib: int
 
 
-def claimed_shares(node: EmbeddedNode, namespace: str = "", names: Iterable[str] | None = None) -> list[ClaimedShare]:
-    """Of all claims that are allocated on the node, or of those of a namespace with these names."""
-    wanted, found = None if names is None else set(names), []
+def claimed_shares(node: EmbeddedNode, namespace: str, name: str) -> list[ClaimedShare]:
+    """Of the claim, as far as it is allocated on the node."""
+    found = []
     for raw in node.api.store.all("resourceclaims"):
         metadata = raw["metadata"]
-        if wanted is not None and (metadata["namespace"] != namespace or metadata["name"] not in wanted):
+        if (metadata["namespace"], metadata["name"]) != (namespace, name):
             continue
         for one in results_of(raw):
             number = one["device"].removeprefix(_DEVICE)
@@ -60,7 +60,7 @@ def shares_of_container(node: EmbeddedNode, pod: RawObject, container: str) -> l
     names = claim_names(pod)
     found: list[ClaimedShare] = []
     for entry in (container_of(pod, container).get("resources") or {}).get("claims") or ():
-        shares = claimed_shares(node, pod["metadata"]["namespace"], [names.get(entry["name"], "")])
+        shares = claimed_shares(node, pod["metadata"]["namespace"], names.get(entry["name"], ""))
         wanted = entry.get("request")
         found += [one for one in shares if not wanted or one.request.partition("/")[0] == wanted]
     return list(dict.fromkeys(found))

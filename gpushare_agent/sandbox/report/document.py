@@ -1,8 +1,8 @@
 """What is on the embedded nodes: GPUs with their use, pods with what they got. One JSON document, also behind the tables.
 
-Computed from the kubelet's side alone (its records, the device IDs, the Allocate answers, the containers' processes), the
-GPUs' identities, what a container itself would read at /etc/vcuda and what the sandbox plays it to use; the agent is not
-asked. Memory is charged to the GPU that the container's vcore IDs name, as the agent charges it.
+The GPUs are those of the agent's own document: nothing is charged a second time here. The rest is the kubelet's side (its
+records, the device IDs, the Allocate answers, the containers' processes), what a container itself would read at /etc/vcuda
+and what the sandbox plays it to use.
 """
 
 from __future__ import annotations
@@ -10,26 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from math import ceil
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from msgspec import Struct, field
 
-from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION, parse_gpus
 from gpushare_agent.isolation.vcuda.edits import VDEVICE_DIRECTORY
 from gpushare_agent.kubelet.device_ids import DeviceIds
-from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, split_device_id
+from gpushare_agent.model.names import GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.units import parts_of
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror
 from gpushare_agent.sandbox.report.claims import (
-    claimed_shares,
     shares_of_container,
     sliced_health,
     vdevice_directory,
@@ -46,8 +42,7 @@ _ANSWERS_KEPT = 2048
 
 
 class ReportedNode(Struct, frozen=True, kw_only=True):
-    """A node, the GPUs of its agent, and the agent's two resources. `fault_reasons` holds, per GPU, why it fails; who
-    polls the driver fills it in."""
+    """A node, the GPUs of its agent, and the agent's two resources."""
 
     node: EmbeddedNode
     gpus: Sequence[Gpu]
@@ -61,11 +56,10 @@ class ReportedNode(Struct, frozen=True, kw_only=True):
     gpu_mem_unit_mib: int = 1024
     by_claims: bool = False
     """The agent is a DRA driver, too."""
-    fault_reasons: dict[GpuUuid, str] = field(default_factory=dict)
+    agent_document: dict[str, Any] = field(default_factory=dict)
+    """The last /api/v1/node of the agent, empty before the first; controller.py reads it."""
     used: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     """By pod UID and container, what it uses of its GPUs together; the workload player fills it in."""
-    used_of_gpus: dict[int, dict[str, float]] = field(default_factory=dict)
-    """By index, likewise."""
     addresses: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Where this node's agent is asked: `web`, `debug`, `control_socket`; empty texts for what there is not."""
     vdevices: VDeviceReader = field(default_factory=VDeviceReader)
@@ -112,41 +106,10 @@ def _node(shown: ReportedNode) -> dict[str, Any]:
 
 
 def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
-    cores, blocks, units, whole = _use(shown)
-    parts = _used_parts(shown)
-    whole |= {uuid for uuid, part in parts.items() if part >= 1}
+    """As the agent shows them, with the kubelet's `health`: an agent that has ended, or that the kubelet has not registered
+    again, offers nothing, whatever it says itself."""
     health = gpu_health(shown)
-    cordoned = _cordoned(shown)
-    for share in claimed_shares(shown.node):
-        uuid = shown.gpus[share.gpu].uuid
-        cores[uuid] = cores.get(uuid, 0) + share.cores
-        blocks[uuid] = blocks.get(uuid, 0) + share.memory_mib // shown.memory_block_mib
-    return [
-        {
-            "index": gpu.index, "minor": gpu.minor, "uuid": gpu.uuid, "name": gpu.name, "memory_mib": gpu.memory_mib,
-            "numa": gpu.numa_node,
-            "cores_allocated": cores.get(gpu.uuid, 0) + ceil(parts.get(gpu.uuid, 0) * CORES_PER_GPU),
-            **_memory_use(
-                gpu, blocks.get(gpu.uuid, 0), shown.memory_block_mib,
-                units.get(gpu.uuid, 0) * shown.gpu_mem_unit_mib + ceil(parts.get(gpu.uuid, 0) * gpu.memory_mib),
-                is_whole=gpu.uuid in whole,
-            ),
-            "used": shown.used_of_gpus.get(gpu.index),
-            "health": health.get(gpu.uuid, UNKNOWN), "health_reason": shown.fault_reasons.get(gpu.uuid, ""),
-            "cordoned": cordoned.get(gpu.uuid),
-        }
-        for gpu in shown.gpus
-    ]  # fmt: skip
-
-
-def _cordoned(shown: ReportedNode) -> dict[str, str]:
-    """By UUID, as the agent has written it on its node; the kubelet knows only that such a GPU is Unhealthy."""
-    raw = shown.node.api.object_of("nodes", ("", shown.node.name)) or {}
-    try:
-        reported = parse_gpus((raw.get("metadata", {}).get("annotations") or {}).get(GPUS_ANNOTATION, ""))
-    except Corrupt:
-        return {}
-    return {gpu.uuid: gpu.cordoned for gpu in reported.gpus if gpu.cordoned}
+    return [gpu | {"health": health.get(gpu["uuid"], UNKNOWN)} for gpu in shown.agent_document.get("gpus", ())]
 
 
 def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
@@ -162,52 +125,6 @@ def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
         healthy = [device for device, is_healthy in offered.items() if is_healthy]
         health |= dict.fromkeys(_uuids_of(healthy, shown.gpus), HEALTHY)
     return health
-
-
-def _used_parts(shown: ReportedNode) -> dict[GpuUuid, Fraction]:
-    """IDs that containers of one pod share count once."""
-    ids = {
-        one for record in shown.node.kubelet.active_records() if record.resource in shown.units for one in record.ids
-    }
-    return parts_of_gpus(ids, shown.gpus)
-
-
-def _memory_use(gpu: Gpu, blocks: int, block_mib: int, units_mib: int, *, is_whole: bool) -> dict[str, int]:
-    """A GPU allocated as a whole comes with all of its memory, of which no block was asked for."""
-    if is_whole:
-        return {"memory_blocks_allocated": gpu.memory_mib // block_mib, "memory_mib_allocated": gpu.memory_mib}
-    return {"memory_blocks_allocated": blocks, "memory_mib_allocated": blocks * block_mib + units_mib}
-
-
-def _use(shown: ReportedNode) -> tuple[dict[GpuUuid, int], dict[GpuUuid, int], dict[GpuUuid, int], set[GpuUuid]]:
-    """Cores, memory blocks and GPUShare's units in use on each GPU, and the GPUs allocated as a whole. IDs that containers
-    of one pod share count once."""
-    ids: dict[tuple[str, str], dict[str, set[str]]] = {}
-    for record in shown.node.kubelet.active_records():
-        ids.setdefault((record.pod_uid, record.container), {})[record.resource] = set(record.ids)
-    used_cores: set[str] = set()
-    used_units: set[str] = set()
-    charged: dict[str, GpuUuid] = {}
-    whole: set[GpuUuid] = set()
-    for _, by_resource in sorted(ids.items()):
-        vcore = by_resource.get(shown.vcore, set())
-        used_cores |= vcore
-        used_units |= by_resource.get(shown.gpu_mem, set())
-        gpus = gpus_of(vcore, shown.gpus)
-        if len(vcore) >= CORES_PER_GPU:
-            whole |= {gpu.uuid for gpu in gpus}
-        for position, block in enumerate(sorted(by_resource.get(shown.vmemory, set()) - set(charged))):
-            if gpus:
-                charged[block] = gpus[position % len(gpus)].uuid
-    cores, units = (_uuids_of(used, shown.gpus) for used in (used_cores, used_units))
-    return _counted(cores), _counted(charged.values()), _counted(units), whole
-
-
-def _counted(uuids: Iterable[GpuUuid]) -> dict[GpuUuid, int]:
-    counts: dict[GpuUuid, int] = {}
-    for uuid in uuids:
-        counts[uuid] = counts.get(uuid, 0) + 1
-    return counts
 
 
 def reason_and_message(pod: RawObject) -> tuple[str, str]:
@@ -264,7 +181,11 @@ def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
 
 def _of_phase(pod: RawObject) -> dict[str, Any]:
     """Stronger than the Allocate answers: a pod that has ended has no GPU and no limit."""
-    return {"gpus": [], "vdevice": None, "used": None} if pod["status"]["phase"] in ("Succeeded", "Failed") else {}
+    return (
+        {"gpus": [], "labels": [], "vdevice": None, "used": None}
+        if pod["status"]["phase"] in ("Succeeded", "Failed")
+        else {}
+    )
 
 
 def _newest_allocations(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str, tuple[tuple[str, ...], bytes]]]:
@@ -291,11 +212,14 @@ def _container(
     mounts = {m.container_path: m for answer in answers for m in answer.mounts}
     devices = {d.container_path: d for answer in answers for d in answer.devices}
     claims = shares_of_container(shown.node, pod, spec.name)
+    indexes = sorted({gpu.index for gpu in gpus_of(ids, shown.gpus)} | {share.gpu for share in claims})
+    labels = {gpu.index: gpu.label for gpu in shown.gpus}
     given_at = mounts.get(VDEVICE_DIRECTORY)
     vdevice = Path(given_at.host_path) if given_at else vdevice_directory(shown.node, pod_uid, spec.name)
     return {
         "name": spec.name,
-        "gpus": sorted({gpu.index for gpu in gpus_of(ids, shown.gpus)} | {share.gpu for share in claims}),
+        "gpus": indexes,
+        "labels": [labels.get(index, str(index)) for index in indexes],
         "claims": [
             {
                 "claim": one.claim,
