@@ -902,7 +902,8 @@ CUresult CUDAAPI cuEventElapsedTime(float *ms, CUevent from, CUevent until)
 {
     if (cuEventQuery(until) != CUDA_SUCCESS)
         return CUDA_ERROR_NOT_READY;
-    return *ms = (float)((double)(*(uint64_t *)until - *(uint64_t *)from) / 1e6), CUDA_SUCCESS;
+    double ns = (double)(*(uint64_t *)until - *(uint64_t *)from) * (double)config()->event_percent / 100;
+    return *ms = (float)(ns / 1e6), CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuEventElapsedTime_v2(float *ms, CUevent from, CUevent until) { return cuEventElapsedTime(ms, from, until); }
 
@@ -965,6 +966,13 @@ CUresult CUDAAPI cuGraphAddMemAllocNode(CUgraphNode *node, CUgraph to, const CUg
     (void)after, (void)count;
     parameters->dptr = FIRST_ADDRESS;
     return add_node(node, (graph *)to, (graph_node){.type = CU_GRAPH_NODE_TYPE_MEM_ALLOC, .bytes = parameters->bytesize});
+}
+
+CUresult CUDAAPI cuGraphMemAllocNodeGetParams(CUgraphNode node, CUDA_MEM_ALLOC_NODE_PARAMS *parameters)
+{
+    *parameters = (CUDA_MEM_ALLOC_NODE_PARAMS){.bytesize = ((graph_node *)node)->bytes, .dptr = FIRST_ADDRESS};
+    parameters->poolProps.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuGraphGetNodes(CUgraph of, CUgraphNode *nodes, size_t *count)

@@ -118,6 +118,7 @@ static void read_settings(void)
     settings.block_ns = read_number(text, "block_us", "0") * 1000;
     settings.sm_count = read_number(text, "sm_count", "132");
     settings.sample_ns = read_number(text, "sample_ms", "1000") * 1000000;
+    settings.event_percent = read_number(text, "event_percent", "100");
     settings.lag_ns = read_number(text, "lag_ms", "0") * 1000000;
     settings.cuda_version = (int)read_number(text, "cuda_version", "13000");
     settings.logs = (int)read_number(text, "log", "0");

@@ -12,6 +12,7 @@
  *   kernel_us       1000          how long a kernel keeps its GPU busy, whatever its grid
  *   block_us        0             not 0: how long one of its blocks keeps its place; a kernel takes as many waves as its grid needs
  *   sm_count        132           multiprocessors of each, with places for 8 blocks
+ *   event_percent   100           what two events say of the time between them: concurrent streams make them wrong
  *   sample_ms       1000          what utilisation is measured over: up to a second, by NVML's reference
  *   lag_ms          0             how old what utilisation shows is
  *   driver_version  580.95.05
@@ -41,7 +42,7 @@ typedef enum { PIDS_HOST, PIDS_OPEN, PIDS_OPEN570 } pid_kind;
 
 typedef struct {
     unsigned gpus;
-    uint64_t memory, context, kernel_ns, block_ns, sm_count, sample_ns, lag_ns;
+    uint64_t memory, context, kernel_ns, block_ns, sm_count, sample_ns, lag_ns, event_percent;
     char driver_version[TEXT], name[TEXT], uuid_prefix[TEXT], devices[TEXT], dies_in[TEXT], stops_in[TEXT];
     int cuda_version, logs;
     pid_kind pids;
