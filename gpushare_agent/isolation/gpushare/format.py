@@ -1,0 +1,165 @@
+"""The two files that the agent shares with libgpushare, as native/gpushare/format.h has them. Pure.
+
+    gpushare.config   4,096 bytes, the agent writes, read-only in the container
+    usage             131,072 bytes, all processes of the container write; the agent reads, and believes nothing of it
+
+Numbers are native and aligned, so that each is written and read whole: a reader maps the file while it is written.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpushare_agent.isolation.names import is_container_name, is_pod_uid
+
+CONFIG_NAME, USAGE_NAME = "gpushare.config", "usage"
+CONFIG_BYTES, USAGE_BYTES = 4096, 131072
+LAYOUT = 1
+MOST_GPUS, MOST_SLOTS = 16, 256
+CORES_OF_GPU = 10_000
+"""Hundredths of a percent."""
+
+_HEAD = struct.Struct("@4s3I112x48s64s")
+_USAGE_HEAD = struct.Struct("@4s3I")
+_FIRST_GPU, _GPU_BYTES = 512, 128
+_UUID_OFFSET, _UUID_BYTES = 8, 48
+_LIMITS = ((4, "I"), (56, "Q"), (64, "I"), (68, "I"))
+"""Of a GPU's entry, byte and type: flags, memory, cores, ceiling."""
+_OBSERVED = ((72, "Q"), (80, "Q"), (88, "I"), (92, "I"), (96, "Q"), (104, "Q"))
+"""Observed at, bytes, busy, busy of others, samples, bytes of a context."""
+_LIMITS_MEMORY, _LIMITS_CORES, _HAS_CEILING = 1, 2, 4
+_USAGE_GPU_BYTES, _FIRST_SLOT, _SLOT_BYTES = 256, 512 + 16 * 256, 448
+_USAGE_GPU = struct.Struct("@QqQqQQQQQ")
+"""changed at, unattributed, refused, tokens, earned, refilled at, launched, launches, throttled."""
+KINDS = ("linear", "managed", "virtual", "array", "pool", "graph", "context")
+_SLOT = struct.Struct(f"@iIQ{MOST_GPUS}Q{MOST_GPUS}Q{len(KINDS)}QQ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLimits:
+    """Of one GPU. None: not limited. Cores are hundredths of a percent; the ceiling is for who computes alone there."""
+
+    uuid: str
+    memory_bytes: int | None = None
+    cores: int | None = None
+    ceiling: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What the driver says of a container on one GPU; busy in thousandths of the time since the sample before."""
+
+    at_ns: int
+    used_bytes: int
+    busy: int
+    busy_others: int
+    samples: int
+    context_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuUsage:
+    """What the container's processes say of one GPU."""
+
+    held_bytes: int
+    refused: int
+    launches: int
+    launched_ns: int
+    throttled_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessUsage:
+    """`pid` is the process's own, in its PID namespace; bytes by index of the GPU, and by kind of memory."""
+
+    pid: int
+    started_at_ns: int
+    held_bytes: Sequence[int]
+    bytes_of_kind: dict[str, int]
+
+
+def encode_config(pod_uid: str, container: str, gpus: Sequence[GpuLimits]) -> bytes:
+    """A whole file, before anything was observed. Raises ValueError."""
+    if not is_pod_uid(pod_uid) or not is_container_name(container) or len(gpus) > MOST_GPUS:
+        raise ValueError(f"{pod_uid[:64]!r}, {container[:64]!r}, {len(gpus)} GPUs: gpushare.config cannot hold that")
+    content = bytearray(CONFIG_BYTES)
+    _HEAD.pack_into(content, 0, b"GPSH", LAYOUT, CONFIG_BYTES, len(gpus), pod_uid.encode(), container.encode())
+    for index, limits in enumerate(gpus):
+        uuid = limits.uuid.encode()
+        if len(uuid) >= _UUID_BYTES:
+            raise ValueError(f"{limits.uuid[:64]!r} does not fit into gpushare.config")
+        start = _FIRST_GPU + index * _GPU_BYTES + _UUID_OFFSET
+        content[start : start + len(uuid)] = uuid
+        write_limits(content, index, limits)
+    return bytes(content)
+
+
+def encode_usage() -> bytes:
+    """An empty region."""
+    content = bytearray(USAGE_BYTES)
+    _USAGE_HEAD.pack_into(content, 0, b"GPSU", LAYOUT, USAGE_BYTES, MOST_SLOTS)
+    return bytes(content)
+
+
+def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) -> None:
+    """Into a file that is mapped. Raises ValueError."""
+    flags = (
+        _LIMITS_MEMORY * (limits.memory_bytes is not None)
+        | _LIMITS_CORES * (limits.cores is not None)
+        | _HAS_CEILING * (limits.ceiling is not None)
+    )
+    cores, ceiling = limits.cores or 0, limits.ceiling or 0
+    if not (0 <= cores <= CORES_OF_GPU and 0 <= ceiling <= CORES_OF_GPU):
+        raise ValueError(f"{limits} does not fit into gpushare.config")
+    _write(config, index, _LIMITS, (flags, limits.memory_bytes or 0, cores, ceiling))
+
+
+def write_observed(config: bytearray | memoryview, index: int, seen: Observed) -> None:
+    """Into a file that is mapped."""
+    fields = (seen.at_ns, seen.used_bytes, seen.busy, seen.busy_others, seen.samples, seen.context_bytes)
+    _write(config, index, _OBSERVED, fields)
+
+
+def _write(
+    config: bytearray | memoryview, index: int, places: Sequence[tuple[int, str]], fields: Sequence[int]
+) -> None:
+    """Under the entry's sequence, which is odd meanwhile. By casts: struct would write a number byte by byte."""
+    entry = memoryview(config)[_FIRST_GPU + index * _GPU_BYTES :][:_GPU_BYTES]
+    sequence = entry[:4].cast("I")
+    sequence[0] = (sequence[0] | 1) & 0xFFFFFFFF  # where an agent has died at an odd one it goes on from there
+    for (offset, code), number in zip(places, fields, strict=True):
+        entry[offset : offset + struct.calcsize(code)].cast(code)[0] = number  # type: ignore[call-overload]
+    sequence[0] = (sequence[0] + 1) & 0xFFFFFFFF
+
+
+def read_usage(usage: bytes | memoryview, gpus: int) -> tuple[list[GpuUsage], list[ProcessUsage]]:
+    """Of the first `gpus` GPUs, and of each process that has a slot, dead ones among them that nobody has cleared yet."""
+    slots = [_SLOT.unpack_from(usage, _FIRST_SLOT + index * _SLOT_BYTES) for index in range(MOST_SLOTS)]
+    processes = [
+        ProcessUsage(
+            pid=slot[0],
+            started_at_ns=slot[2],
+            held_bytes=slot[3 : 3 + gpus],
+            bytes_of_kind=dict(zip(KINDS, slot[3 + 2 * MOST_GPUS :], strict=False)),
+        )
+        for slot in slots
+        if slot[0] > 0
+    ]
+    found = []
+    for index in range(gpus):
+        _, unattributed, refused, _, _, _, launched, launches, throttled = _USAGE_GPU.unpack_from(
+            usage, 512 + index * _USAGE_GPU_BYTES
+        )
+        held = sum(process.held_bytes[index] for process in processes) + unattributed
+        found.append(
+            GpuUsage(
+                held_bytes=max(0, held),
+                refused=refused,
+                launches=launches,
+                launched_ns=launched,
+                throttled_ns=throttled,
+            )
+        )
+    return found, processes

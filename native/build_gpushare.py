@@ -1,0 +1,66 @@
+"""Builds libgpushare.so, the library in the container, from native/gpushare:
+
+    python -m native.build_gpushare --include DIR --output libgpushare.so [--target x86_64-linux-gnu.2.17]
+
+With a target by zig (the wheel `ziglang`), which links against that version of the C library: with 2.17 the library loads in
+CentOS 7 and whatever is newer. Without one by this machine's cc, as tests do. The include directory is that of cuda.h and
+nvml.h (native/build_hami_core.py). Standard library alone: the image's build stage runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from native.build_hami_core import TARGETS, CannotBuildError, run
+from native.gpushare.generate import HooksError, generate
+
+SOURCES = Path(__file__).parent / "gpushare"
+_FLAGS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-O2", "-g1", "-shared", "-fPIC", "-fvisibility=hidden")
+
+
+def build_gpushare(
+    include: Path, output: Path, *, target: str = "", directory: str = "", flags: Sequence[str] = ()
+) -> None:
+    """Writes the library to `output`. `directory` is where it looks for its two files in the place of /etc/vcuda, for
+    tests. Raises CannotBuildError.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpushare-library-") as name:
+        scratch = Path(name)
+        compiler = [sys.executable, "-m", "ziglang", "cc", "-target", target] if target else ["cc"]
+        try:
+            generate(include, scratch, compiler)
+        except (HooksError, OSError) as error:
+            raise CannotBuildError(str(error)) from error
+        command = [*compiler, *_FLAGS, f"-I{SOURCES}", f"-I{scratch}", f"-I{include}"]
+        command += [f'-DGPUSHARE_DIRECTORY="{directory}"'] if directory else []
+        command += [*map(str, sorted(SOURCES.glob("*.c"))), str(scratch / "table.c"), *flags]
+        command += ["-Wl,-z,now", "-Wl,-soname,libgpushare.so", f"-Wl,--version-script={scratch / 'exports.map'}"]
+        # zig keeps what it compiled of the C library; without a place of the caller's it goes with the rest.
+        caches = {"ZIG_GLOBAL_CACHE_DIR": str(scratch / "zig"), "ZIG_LOCAL_CACHE_DIR": str(scratch / "zig")}
+        run([*command, "-o", str(scratch / "library"), "-ldl", "-lpthread"], env=caches | dict(os.environ))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_bytes((scratch / "library").read_bytes())
+        output.chmod(0o755)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Build libgpushare.so.")
+    parser.add_argument("--include", type=Path, required=True, help="directory of cuda.h and nvml.h")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--target", choices=TARGETS, default="")
+    arguments = parser.parse_args()
+    try:
+        build_gpushare(arguments.include, arguments.output.absolute(), target=arguments.target)
+    except CannotBuildError as error:
+        print(f"build_gpushare: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

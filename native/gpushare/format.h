@@ -1,0 +1,108 @@
+/* The two files that the agent and the library share: what lies where. Written by this machine for this machine, so in its byte
+ * order; every number is aligned, so that each is read and written whole.
+ *
+ * gpushare.config: the agent writes, the library reads. `usage`: every process of the container writes, the agent reads and believes
+ * nothing of it. gpushare_agent/isolation/gpushare/format.py has the same offsets, and a test compares them.
+ */
+#ifndef GPUSHARE_FORMAT_H
+#define GPUSHARE_FORMAT_H
+
+#include <assert.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* ---- gpushare.config ---- */
+
+#define CONFIG_MAGIC "GPSH"
+enum { CONFIG_LAYOUT = 1, CONFIG_BYTES = 4096, MOST_GPUS = 16 };
+enum config_flags { LIMITS_MEMORY = 1, LIMITS_CORES = 2, HAS_CEILING = 4 };
+
+/* Read under its sequence: odd while the agent writes, another one behind it than before. */
+struct config_gpu {
+    uint32_t sequence, flags;
+    char uuid[48]; /* GPU-… or MIG-…, NUL padded */
+    uint64_t memory; /* bytes */
+    uint32_t cores;   /* hundredths of a percent of the GPU's time */
+    uint32_t ceiling; /* the same, of HAS_CEILING: while nobody else computes */
+    /* What the agent last saw in the driver of this container's processes. */
+    uint64_t observed_at; /* CLOCK_MONOTONIC, ns; 0: nothing yet */
+    uint64_t observed_bytes;
+    uint32_t busy;        /* thousandths, over the time since the sample before */
+    uint32_t busy_others; /* of all other containers */
+    uint64_t samples;     /* how many there have been */
+    uint64_t context_bytes; /* what a process's context takes on this GPU by the agent's experience; 0: not known */
+    uint8_t reserved[16];
+};
+
+struct config {
+    char magic[4];
+    uint32_t layout, size, gpus;
+    uint8_t reserved[112];
+    char pod_uid[48];
+    char container[64];
+    uint8_t reserved_too[272];
+    struct config_gpu gpu[MOST_GPUS];
+    uint8_t rest[CONFIG_BYTES - 512 - MOST_GPUS * 128];
+};
+
+static_assert(sizeof(struct config_gpu) == 128, "a GPU's entry");
+static_assert(offsetof(struct config_gpu, observed_at) == 72, "aligned");
+static_assert(offsetof(struct config, pod_uid) == 128 && offsetof(struct config, gpu) == 512, "as library.md has it");
+static_assert(sizeof(struct config) == CONFIG_BYTES, "one page");
+
+/* ---- usage ---- */
+
+#define USAGE_MAGIC "GPSU"
+enum { USAGE_LAYOUT = 1, USAGE_BYTES = 131072, MOST_SLOTS = 256 };
+/* Process i of the container holds a write lock (F_OFD_SETLK) on this byte of the file, behind its end: the kernel releases it with
+   the process, however that ends, and it shows between PID namespaces. */
+enum { FIRST_LOCKED_BYTE = 1 << 20 };
+
+enum kind { LINEAR, MANAGED, VIRTUAL, ARRAY, POOL, GRAPH, CONTEXT, KINDS };
+
+struct usage_gpu {
+    /* Memory */
+    uint64_t changed_at;  /* when a process last took or gave memory */
+    int64_t unattributed; /* what the driver has of the container's processes and no slot: modules, rounding; may be negative */
+    uint64_t refused;     /* allocations */
+    /* Compute: nanoseconds of GPU, as the processes estimate their launches */
+    int64_t tokens;  /* what may still be launched; negative: a debt, of launches that wait, too */
+    uint64_t earned; /* all that was ever refilled: by it a launch knows when its turn has come */
+    uint64_t refilled_at;
+    uint64_t launched; /* sum of all launches so far */
+    uint64_t launches;
+    uint64_t throttled; /* nanoseconds that launches have waited */
+    /* Feedback, written by who takes the sample: samples_seen goes from n to another by compare-and-swap */
+    uint64_t samples_seen, sampled_at, launched_at_sample, throttled_at_sample;
+    double cost_sum, busy_sum; /* estimated and observed nanoseconds, forgetting */
+    double delayed, recent;    /* estimated nanoseconds that are not in cost_sum yet; their sum over a shorter time */
+    double scale;              /* estimated nanoseconds for each real one */
+    uint64_t starved_since;    /* throttled, and well below its share */
+    uint64_t alone_since, accompanied_since;
+    uint32_t is_elastic, reserved;
+    uint8_t rest[80];
+};
+
+struct usage_slot {
+    int32_t pid; /* in the process's PID namespace; 0: free */
+    uint32_t reserved;
+    uint64_t started_at; /* CLOCK_MONOTONIC, ns */
+    uint64_t held[MOST_GPUS];    /* bytes */
+    uint64_t pending[MOST_GPUS]; /* asked for, not yet taken */
+    uint64_t of_kind[KINDS];     /* of all GPUs, for display */
+    uint64_t unhooked;           /* functions that the program asked for by a pointer that the library does not know */
+    uint8_t rest[112];
+};
+
+struct usage {
+    char magic[4];
+    uint32_t layout, size, slots;
+    uint8_t reserved[496];
+    struct usage_gpu gpu[MOST_GPUS];
+    struct usage_slot slot[MOST_SLOTS];
+};
+
+static_assert(sizeof(struct usage_gpu) == 256 && sizeof(struct usage_slot) == 448, "whole cache lines");
+static_assert(offsetof(struct usage, gpu) == 512 && sizeof(struct usage) <= USAGE_BYTES, "it fits");
+
+#endif

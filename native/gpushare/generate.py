@@ -1,0 +1,131 @@
+"""Makes what libgpushare knows of the driver's functions, from hooks.in and NVIDIA's headers: table.h, table.c, exports.map.
+
+    python native/gpushare/generate.py INCLUDE OUTPUT [--compiler COMMAND...]
+
+INCLUDE has cuda.h, cudaTypedefs.h and nvml.h. Fails on a name whose sound says that it takes memory or time of the GPU and
+that hooks.in does not have, and on one of hooks.in that no header declares. Standard library alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+HOOKS = Path(__file__).with_name("hooks.in")
+_SPELLINGS = ((), ("-D__CUDA_API_VERSION_INTERNAL",), ("-DCUDA_API_PER_THREAD_DEFAULT_STREAM",))
+"""cuda.h declares other names under each."""
+_TAKES = re.compile(
+    r"cu(?!.*Get).*(Alloc|Create|Launch|Import|Instantiate|Upload|MapRes|MapFlags|MapArray|MemMap|MemUnmap|MemPool|Retain"
+    r"|CtxReset|GraphMemTrim|GraphMemAttribute|Reserve|(Module|Library|Func)(Unl|L)oad|GraphAdd|IpcOpen|Export)"
+    r"|nvmlDeviceGet(MemoryInfo|ComputeRunningProcesses)"
+)
+_DOES_NOT_TAKE = re.compile(r"cu(EventCreate|StreamBegin|MemAllocationProp)")
+
+
+class HooksError(Exception):
+    """What hooks.in and the headers disagree about."""
+
+
+def read_hooks(text: str) -> dict[str, str]:
+    """The kind of each name."""
+    kinds: dict[str, str] = {}
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        heading, _, names = line.partition(":")
+        kind = heading.split()[0]
+        for name in names.split():
+            if kind not in ("hook", "call", "pass") or name in kinds:
+                raise HooksError(f"hooks.in: {name} twice, or of the unknown kind {kind}")
+            kinds[name] = kind
+    return kinds
+
+
+def declared(include: Path, compiler: Sequence[str]) -> set[str]:
+    """Every function of cuda.h and nvml.h."""
+    found: set[str] = set()
+    for spelling in _SPELLINGS:
+        command = [*compiler, "-E", *spelling, f"-I{include}", "-include", "cuda.h", "-xc", "/dev/null"]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found |= set(re.findall(r"\bCUresult\s+(cu\w+)\s*\(", text))
+    nvml = (include / "nvml.h").read_text(encoding="utf-8")
+    return found | set(re.findall(r"\bDECLDIR\s+(nvml\w+)\s*\(", nvml))
+
+
+def check(kinds: Mapping[str, str], names: set[str]) -> None:
+    """Raises HooksError."""
+    if missing := sorted(set(kinds) - names):
+        raise HooksError(f"hooks.in: no header declares {', '.join(missing)}")
+    unknown = sorted(name for name in names - set(kinds) if _TAKES.match(name) and not _DOES_NOT_TAKE.match(name))
+    if unknown:
+        raise HooksError(f"hooks.in says nothing of {', '.join(unknown)}")
+
+
+def versions(kinds: Mapping[str, str], typedefs: str) -> dict[str, tuple[str, int, bool]]:
+    """(base, since, is per thread) of each name: `PFN_cuMemAlloc_v3020` is the type of cuMemAlloc since CUDA 3.2, which is
+    the symbol cuMemAlloc_v2."""
+    since: defaultdict[tuple[str, bool], set[int]] = defaultdict(set)
+    for base, version, suffix in re.findall(r"\bPFN_(cu\w+?)_v(\d{4,5})((?:_ptsz|_ptds)?)\)", typedefs):
+        since[base, bool(suffix)].add(int(version))
+    variants: defaultdict[tuple[str, bool], list[tuple[int, str]]] = defaultdict(list)
+    for name in kinds:
+        [(base, number, suffix)] = re.findall(r"^(\w+?)(?:_v(\d))?(_ptsz|_ptds)?$", name)
+        variants[base, bool(suffix)].append((int(number or 1), name))
+    known: dict[str, tuple[str, int, bool]] = {}
+    for (base, is_per_thread), ordered in variants.items():
+        numbers = sorted(since[base, is_per_thread])[-len(ordered) :]  # headers drop the oldest
+        padded = [0] * (len(ordered) - len(numbers)) + numbers
+        known |= {name: (base, one, is_per_thread) for (_, name), one in zip(sorted(ordered), padded, strict=True)}
+    return known
+
+
+def generate(include: Path, output: Path, compiler: Sequence[str] = ("cc",)) -> None:
+    """Writes the three files. Raises HooksError."""
+    kinds = read_hooks(HOOKS.read_text(encoding="utf-8"))
+    check(kinds, declared(include, compiler))
+    used = sorted(name for name, kind in kinds.items() if kind != "pass")
+    known = versions(kinds, (include / "cudaTypedefs.h").read_text(encoding="utf-8"))
+    hooked = [name for name in used if kinds[name] == "hook"]
+    slots = ",\n".join(f"    SLOT_{name}" for name in used)
+    first_nvml = next(name for name in used if name.startswith("nvml"))
+    (output / "table.h").write_text(
+        f"enum slot {{\n{slots},\n    SLOTS,\n    FIRST_OF_NVML = SLOT_{first_nvml}\n}};\n", encoding="utf-8"
+    )
+    (output / "table.c").write_text("\n".join(_table(used, hooked, known)) + "\n", encoding="utf-8")
+    exported = "".join(f" {name};" for name in ("dlsym", "dlvsym", *hooked))
+    (output / "exports.map").write_text(f"{{ global:{exported} local: *; }};\n", encoding="utf-8")
+
+
+def _table(used: Iterable[str], hooked: Sequence[str], known: Mapping[str, tuple[str, int, bool]]) -> Iterable[str]:
+    yield '#include "library.h"'
+    for name in hooked:
+        yield f"extern char gpushare_{name}[];"
+    yield "const struct table_entry table[SLOTS] = {"
+    for name in used:
+        base, since, is_per_thread = known[name]
+        hook = f"gpushare_{name}" if name in hooked else "NULL"
+        yield f'    {{"{name}", "{base}", {since}, {str(is_per_thread).lower()}, {hook}}},'
+    yield "};"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make libgpushare's table of functions.")
+    parser.add_argument("include", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--compiler", nargs="+", default=["cc"])
+    arguments = parser.parse_args()
+    try:
+        generate(arguments.include, arguments.output, arguments.compiler)
+    except (HooksError, OSError, subprocess.CalledProcessError) as error:
+        print(f"generate: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+/* What the files of libgpushare say to each other.
+ *
+ * The library is preloaded into every process of a container. It defines functions of the CUDA driver under their own names, its
+ * hooks, and sees to it that a program which asks for one of them gets the hook (resolve.c). A hook counts (memory.c, graph.c), or
+ * waits (limit.c), or answers in the driver's place (view.c), and calls the driver. Limits come from the agent's file, use is counted
+ * in a file that all processes of the container share (region.c). Nothing happens before a program's first call of the driver.
+ */
+#ifndef GPUSHARE_LIBRARY_H
+#define GPUSHARE_LIBRARY_H
+
+#define __CUDA_API_VERSION_INTERNAL /* every function under its own name: cuMemAlloc is the one of CUDA 2, with 32 bits */
+#include <cuda.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Names that the header has under another spelling alone. */
+extern __typeof__(cuGetProcAddress_v2) cuGetProcAddress_v2_ptsz;
+
+#include "format.h"
+#include "table.h" /* made by generate.py: SLOT_cuInit, … */
+
+/* ---- resolve.c: the driver's own functions ---- */
+
+struct table_entry {
+    const char *name, *base; /* cuMemAlloc_v2; cuMemAlloc, as cuGetProcAddress calls it */
+    int since;               /* 3020: CUDA 3.2 */
+    bool is_per_thread;      /* …_ptsz */
+    void *hook;              /* NULL: only called */
+};
+extern const struct table_entry table[SLOTS]; /* sorted by name */
+extern void *real_functions[SLOTS];
+
+/* The driver's function of that name. One that this driver lacks answers CUDA_ERROR_NOT_SUPPORTED. */
+#define REAL(name) ((__typeof__(name) *)real_functions[SLOT_##name])
+bool has_real(unsigned slot);
+
+/* Whether the calling thread is not within a hook already: what the driver calls of itself, and what we call, passes. */
+bool enter_hook(void);
+void leave_hook(void);
+bool enter_nvml_hook(void);
+
+#define EXPORTED __attribute__((visibility("default")))
+#define UNPACK(...) __VA_ARGS__
+/* HOOK(cuMemFree_v2, (CUdeviceptr address), (address)) { … } defines the hook of that name. In its body `real` is the driver's
+   function. HOOK_ALSO gives the same body to another name, such as the …_ptsz of one. */
+#define HOOK_EXPORT(name, body, enter, result_type, parameters, arguments)                                                      \
+    EXPORTED result_type name parameters                                                                                        \
+    {                                                                                                                           \
+        if (!enter())                                                                                                           \
+            return REAL(name) arguments;                                                                                        \
+        result_type result = body(REAL(name), UNPACK arguments);                                                                \
+        leave_hook();                                                                                                           \
+        return result;                                                                                                          \
+    }                                                                                                                           \
+    extern __typeof__(name) gpushare_##name __attribute__((alias(#name), visibility("hidden")))
+#define HOOK(name, parameters, arguments)                                                                                       \
+    static CUresult body_##name(__typeof__(name) *real, UNPACK parameters);                                                     \
+    HOOK_EXPORT(name, body_##name, enter_hook, CUresult, parameters, arguments);                                                \
+    static CUresult body_##name(__typeof__(name) *real, UNPACK parameters)
+#define HOOK_ALSO(other, name, parameters, arguments) HOOK_EXPORT(other, body_##name, enter_hook, CUresult, parameters, arguments)
+
+/* ---- region.c: limits and use ---- */
+
+/* A GPU's limits as they are now. */
+struct limits { bool limits_memory, limits_cores, has_ceiling; uint64_t memory; double cores, ceiling; struct config_gpu seen; };
+
+/* Opens both files, once in a process. Where one is missing or of another layout all memory is refused; false then. */
+bool open_region(void);
+int gpu_named(const char *uuid); /* without GPU- or MIG- before it: its index in both files, or -1 */
+void read_limits(int gpu, struct limits *limits);
+struct usage_gpu *usage_of(int gpu);
+struct usage_slot *own_slot(void); /* NULL: none is free, or no region */
+
+/* Takes memory for this process if the container has it left. give_bytes gives it back. */
+bool take_bytes(int gpu, enum kind kind, uint64_t bytes);
+void give_bytes(int gpu, enum kind kind, uint64_t bytes);
+/* What the driver has told afterwards, so it is not refused. */
+void charge_bytes(int gpu, enum kind kind, uint64_t bytes);
+uint64_t held_bytes(int gpu); /* by all processes, with what is attributed to none */
+void reclaim_dead(void);
+uint64_t now_ns(void);
+
+/* ---- start.c ---- */
+
+CUdevice current_device(void); /* of the current context; -1: there is none */
+int gpu_of_device(CUdevice device); /* its index in both files; -1: the agent does not know it */
+void say_once(int *said, const char *format, ...) __attribute__((format(printf, 2, 3)));
+void watch_forks(void);
+
+/* ---- memory.c ---- */
+
+/* What the driver has given to this process. Values of different classes may be the same number. */
+enum class { ADDRESS, HANDLE, MAPPING, OBJECT, EXECUTABLE };
+struct allocation {
+    uint64_t value;
+    enum class class;
+    enum kind kind;
+    int gpu;
+    unsigned references;
+    uint64_t bytes;
+    uint64_t handle;    /* of a mapping */
+    CUcontext context;  /* whose end is that of the memory, or NULL */
+    struct allocation *next;
+};
+bool remember(const struct allocation *allocation);
+bool look_up(enum class class, uint64_t value, struct allocation *found);
+bool take_out(enum class class, uint64_t value, struct allocation *found);
+
+/* As take_bytes, but where there is too little, what dead processes had and what pools and graphs keep unused is taken first. */
+bool reserve_bytes(int gpu, CUdevice device, enum kind kind, uint64_t bytes);
+bool is_capturing(CUstream stream, bool is_per_thread);
+/* While a stream is captured, a call that waits or allocates would spoil the capture, unless the thread says that it means it. */
+CUstreamCaptureMode relax_capture(void);
+void restore_capture(CUstreamCaptureMode mode);
+void forget_memory(void);
+
+/* ---- graph.c ---- */
+
+void read_graph_memory(CUdevice device, bool trims);
+void forget_graphs(void);
+
+/* ---- limit.c ---- */
+
+/* What is launched, for the table of costs: the same function with the same blocks costs the same. */
+struct launch { const void *what; uint64_t blocks, threads; CUstream stream; bool is_per_thread; };
+struct measurement { struct cost *cost; int gpu; CUevent before; uint64_t paid; bool is_guessed; };
+/* Before it: pays what it costs, and waits until the container's share of the GPU allows it. After it: measures it now and then. */
+void begin_launch(const struct launch *launch, struct measurement *measurement);
+void end_launch(const struct launch *launch, const struct measurement *measurement, bool is_launched);
+void forget_launches(void);
+
+/* ---- view.c ---- */
+
+uint64_t used_on_whole_gpu(CUdevice device); /* by NVML; 0: not known */
+
+#endif

@@ -1,0 +1,784 @@
+/* Counting memory: each kind that the driver gives, from before it is given to when the driver has it back.
+ *
+ * The order is always the same. What is to be taken is counted first, so two threads never take the same rest; then the driver is
+ * asked; what it refuses is given back. What is to be freed is taken out of the table first, for as soon as the driver has it back
+ * another thread may get the same address; it is put back if the driver fails.
+ */
+#define _GNU_SOURCE
+#include "library.h"
+#include "region.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- the table of what this process has ---- */
+
+enum { SHARDS = 16, BUCKETS = 1024 };
+static struct shard { pthread_mutex_t guard; struct allocation *bucket[BUCKETS]; } shards[SHARDS] = {
+    [0 ... SHARDS - 1] = {.guard = PTHREAD_MUTEX_INITIALIZER},
+};
+
+/* Addresses are multiples of 512 and more: the product's upper bits differ all the same. */
+static uint64_t hash_of(enum class class, uint64_t value) { return ((value ^ (uint64_t)class << 60) * 0x9e3779b97f4a7c15u) >> 40; }
+static struct shard *shard_of(uint64_t hash) { return &shards[hash % SHARDS]; }
+
+static struct allocation **find_in(struct shard *shard, uint64_t hash, enum class class, uint64_t value)
+{
+    struct allocation **at = &shard->bucket[hash / SHARDS % BUCKETS];
+    while (*at && ((*at)->class != class || (*at)->value != value))
+        at = &(*at)->next;
+    return at;
+}
+
+bool remember(const struct allocation *allocation)
+{
+    struct allocation *kept = malloc(sizeof *kept);
+    if (!kept)
+        return false;
+    uint64_t hash = hash_of(allocation->class, allocation->value);
+    struct shard *shard = shard_of(hash);
+    struct allocation **first = &shard->bucket[hash / SHARDS % BUCKETS];
+    *kept = *allocation;
+    pthread_mutex_lock(&shard->guard);
+    kept->next = *first;
+    *first = kept;
+    pthread_mutex_unlock(&shard->guard);
+    return true;
+}
+
+/* One reference less or more. true where it is known; a copy of it, and at 0 references it is out of the table. */
+static bool refer(enum class class, uint64_t value, int by, struct allocation *found)
+{
+    uint64_t hash = hash_of(class, value);
+    struct shard *shard = shard_of(hash);
+    pthread_mutex_lock(&shard->guard);
+    struct allocation **at = find_in(shard, hash, class, value), *one = *at;
+    if (one) {
+        one->references += (unsigned)by;
+        *found = *one;
+        if (one->references == 0) {
+            *at = one->next;
+            free(one);
+        }
+    }
+    pthread_mutex_unlock(&shard->guard);
+    return one != NULL;
+}
+
+bool look_up(enum class class, uint64_t value, struct allocation *found) { return refer(class, value, 0, found); }
+
+bool take_out(enum class class, uint64_t value, struct allocation *found)
+{
+    return refer(class, value, -1, found) && found->references == 0;
+}
+
+static void give_all_of(CUcontext context)
+{
+    for (struct shard *shard = shards; shard < shards + SHARDS; shard++) {
+        pthread_mutex_lock(&shard->guard);
+        for (unsigned i = 0; i < BUCKETS; i++)
+            for (struct allocation **at = &shard->bucket[i], *one; (one = *at) != NULL;) {
+                if (one->context != context) {
+                    at = &one->next;
+                    continue;
+                }
+                give_bytes(one->gpu, one->kind, one->bytes);
+                *at = one->next;
+                free(one);
+            }
+        pthread_mutex_unlock(&shard->guard);
+    }
+}
+
+static CUcontext current_context(void)
+{
+    CUcontext context = NULL;
+    REAL(cuCtxGetCurrent)(&context);
+    return context;
+}
+
+/* ---- taking and giving ---- */
+
+static void read_pools(CUdevice device, bool trims);
+
+bool reserve_bytes(int gpu, CUdevice device, enum kind kind, uint64_t bytes)
+{
+    if (take_bytes(gpu, kind, bytes))
+        return true;
+    if (gpu < 0 || !own_slot())
+        return false;
+    reclaim_dead();
+    read_pools(device, true);
+    read_graph_memory(device, true);
+    return take_bytes(gpu, kind, bytes);
+}
+
+/* What was reserved is kept or given back, as the driver answered. Where there is no place in the table the memory stays counted. */
+static CUresult keep(CUresult result, enum class class, uint64_t value, int gpu, enum kind kind, uint64_t bytes)
+{
+    struct allocation made = {.value = value, .class = class, .kind = kind, .gpu = gpu, .references = 1, .bytes = bytes};
+    if (result != CUDA_SUCCESS) {
+        give_bytes(gpu, kind, bytes);
+        return result;
+    }
+    made.context = class == HANDLE ? NULL : current_context(); /* a handle's memory does not end with a context */
+    remember(&made);
+    return result;
+}
+
+static void settle_freed(bool is_taken_out, const struct allocation *freed, CUresult result)
+{
+    if (is_taken_out && result == CUDA_SUCCESS)
+        give_bytes(freed->gpu, freed->kind, freed->bytes);
+    else if (is_taken_out)
+        remember(&(struct allocation){.value = freed->value, .class = freed->class, .kind = freed->kind, .gpu = freed->gpu,
+                                      .references = 1, .bytes = freed->bytes, .context = freed->context});
+}
+
+/* ---- linear memory ---- */
+
+/* Without a context the driver has the right error. */
+#define RESERVE_OR_RETURN(kind, bytes)                                                                                          \
+    CUdevice device = current_device();                                                                                         \
+    int gpu = gpu_of_device(device);                                                                                            \
+    if (device >= 0 && !reserve_bytes(gpu, device, kind, bytes))                                                                \
+        return CUDA_ERROR_OUT_OF_MEMORY
+
+HOOK(cuMemAlloc_v2, (CUdeviceptr *address, size_t bytes), (address, bytes))
+{
+    RESERVE_OR_RETURN(LINEAR, bytes);
+    CUresult result = real(address, bytes);
+    return device < 0 ? result : keep(result, ADDRESS, result ? 0 : *address, gpu, LINEAR, bytes);
+}
+
+HOOK(cuMemAlloc, (CUdeviceptr_v1 *address, unsigned int bytes), (address, bytes))
+{
+    RESERVE_OR_RETURN(LINEAR, bytes);
+    CUresult result = real(address, bytes);
+    return device < 0 ? result : keep(result, ADDRESS, result ? 0 : *address, gpu, LINEAR, bytes);
+}
+
+HOOK(cuMemAllocManaged, (CUdeviceptr *address, size_t bytes, unsigned int flags), (address, bytes, flags))
+{
+    RESERVE_OR_RETURN(MANAGED, bytes);
+    CUresult result = real(address, bytes, flags);
+    return device < 0 ? result : keep(result, ADDRESS, result ? 0 : *address, gpu, MANAGED, bytes);
+}
+
+/* The driver chooses the pitch: rows of a multiple of 512 bytes so far. It is asked for what that takes, and charged for what it is. */
+enum { LEAST_PITCH = 512 };
+static uint64_t bytes_of_rows(uint64_t width, uint64_t height)
+{
+    return (width + LEAST_PITCH - 1) / LEAST_PITCH * LEAST_PITCH * height;
+}
+
+static void charge_difference(int gpu, enum kind kind, uint64_t reserved, uint64_t *bytes, uint64_t found)
+{
+    if (found > reserved)
+        charge_bytes(gpu, kind, found - reserved);
+    else
+        give_bytes(gpu, kind, reserved - found);
+    *bytes = found;
+}
+
+HOOK(cuMemAllocPitch_v2, (CUdeviceptr *address, size_t *pitch, size_t width, size_t height, unsigned int element),
+     (address, pitch, width, height, element))
+{
+    uint64_t bytes = bytes_of_rows(width, height);
+    RESERVE_OR_RETURN(LINEAR, bytes);
+    CUresult result = real(address, pitch, width, height, element);
+    if (device < 0)
+        return result;
+    if (result == CUDA_SUCCESS)
+        charge_difference(gpu, LINEAR, bytes, &bytes, (uint64_t)*pitch * height);
+    return keep(result, ADDRESS, result ? 0 : *address, gpu, LINEAR, bytes);
+}
+
+HOOK(cuMemAllocPitch, (CUdeviceptr_v1 *address, unsigned int *pitch, unsigned int width, unsigned int height, unsigned int element),
+     (address, pitch, width, height, element))
+{
+    uint64_t bytes = bytes_of_rows(width, height);
+    RESERVE_OR_RETURN(LINEAR, bytes);
+    CUresult result = real(address, pitch, width, height, element);
+    if (device < 0)
+        return result;
+    if (result == CUDA_SUCCESS)
+        charge_difference(gpu, LINEAR, bytes, &bytes, (uint64_t)*pitch * height);
+    return keep(result, ADDRESS, result ? 0 : *address, gpu, LINEAR, bytes);
+}
+
+HOOK(cuMemFree_v2, (CUdeviceptr address), (address))
+{
+    struct allocation freed;
+    bool is_known = take_out(ADDRESS, address, &freed);
+    CUresult result = real(address);
+    settle_freed(is_known, &freed, result);
+    if (!is_known && result == CUDA_SUCCESS) /* cuMemFree takes what was allocated in a stream, too */
+        read_pools(current_device(), false);
+    return result;
+}
+
+HOOK(cuMemFree, (CUdeviceptr_v1 address), (address))
+{
+    struct allocation freed;
+    bool is_known = take_out(ADDRESS, address, &freed);
+    CUresult result = real(address);
+    settle_freed(is_known, &freed, result);
+    return result;
+}
+
+/* ---- pools: what counts is what they have reserved, for a free gives nothing back ---- */
+
+enum { MOST_POOLS = 1024 };
+static struct known_pool { CUmemoryPool pool; CUdevice device; uint64_t reserved; } pools[MOST_POOLS];
+static unsigned pools_count;
+/* Held over the driver's call: of two threads that ask at once each would otherwise count on the same reserve. A thread that is
+   refused reads all pools while it holds it. */
+static pthread_mutex_t pools_guard = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+
+bool is_capturing(CUstream stream, bool is_per_thread)
+{
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    CUresult result = is_per_thread && has_real(SLOT_cuStreamIsCapturing_ptsz) ? REAL(cuStreamIsCapturing_ptsz)(stream, &status)
+                                                                               : REAL(cuStreamIsCapturing)(stream, &status);
+    /* An error: of a legacy stream, beside which another one is captured. */
+    return (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_SUPPORTED) || status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+CUstreamCaptureMode relax_capture(void)
+{
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    return REAL(cuThreadExchangeStreamCaptureMode)(&mode) == CUDA_SUCCESS ? mode : CU_STREAM_CAPTURE_MODE_RELAXED;
+}
+
+void restore_capture(CUstreamCaptureMode mode) { REAL(cuThreadExchangeStreamCaptureMode)(&mode); }
+
+static uint64_t ask_pool(CUmemoryPool pool, CUmemPool_attribute attribute)
+{
+    cuuint64_t bytes = 0;
+    return REAL(cuMemPoolGetAttribute)(pool, attribute, &bytes) == CUDA_SUCCESS ? bytes : 0;
+}
+
+static void read_pool(struct known_pool *known)
+{
+    charge_difference(gpu_of_device(known->device), POOL, known->reserved, &known->reserved,
+                      ask_pool(known->pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT));
+}
+
+static void read_pools(CUdevice device, bool trims)
+{
+    pthread_mutex_lock(&pools_guard);
+    CUstreamCaptureMode mode = relax_capture();
+    for (struct known_pool *known = pools; known < pools + pools_count; known++)
+        if (known->device == device) {
+            if (trims)
+                REAL(cuMemPoolTrimTo)(known->pool, 0);
+            read_pool(known);
+        }
+    restore_capture(mode);
+    pthread_mutex_unlock(&pools_guard);
+}
+
+/* NULL where it is of the host, or one too many. A pool is first seen here: before an allocation it has nothing. */
+static struct known_pool *known_pool(CUmemoryPool pool, CUdevice device)
+{
+    int location = CU_MEM_LOCATION_TYPE_DEVICE;
+    for (struct known_pool *known = pools; known < pools + pools_count; known++)
+        if (known->pool == pool)
+            return known;
+    REAL(cuMemPoolGetAttribute)(pool, CU_MEMPOOL_ATTR_LOCATION_TYPE, &location); /* since CUDA 13, which has pools of the host */
+    if (location == CU_MEM_LOCATION_TYPE_HOST || location == CU_MEM_LOCATION_TYPE_HOST_NUMA ||
+        location == CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT || pools_count == MOST_POOLS)
+        return NULL;
+    pools[pools_count] = (struct known_pool){.pool = pool, .device = device};
+    return &pools[pools_count++];
+}
+
+struct pool_use { struct known_pool *pool; uint64_t lacking; };
+
+static uint64_t lacking_in(const struct known_pool *known, uint64_t bytes)
+{
+    uint64_t wanted = ask_pool(known->pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT) + bytes;
+    return wanted > known->reserved ? wanted - known->reserved : 0;
+}
+
+/* Holds the guard until end_pool, unless it refuses. */
+static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struct pool_use *use)
+{
+    static int said;
+    int gpu = gpu_of_device(device);
+    pthread_mutex_lock(&pools_guard);
+    use->lacking = 0;
+    use->pool = known_pool(pool, device);
+    if (use->pool == NULL) {
+        if (pools_count == MOST_POOLS)
+            say_once(&said, "the program has more than %d pools: the others get no memory", MOST_POOLS);
+        if (pools_count < MOST_POOLS)
+            return true;
+        pthread_mutex_unlock(&pools_guard);
+        return false;
+    }
+    read_pool(use->pool);
+    use->lacking = lacking_in(use->pool, bytes);
+    bool is_taken = use->lacking == 0 || take_bytes(gpu, POOL, use->lacking);
+    if (!is_taken && gpu >= 0 && own_slot()) { /* trimmed, this pool may lack more than before */
+        reclaim_dead();
+        read_pools(device, true);
+        read_graph_memory(device, true);
+        use->lacking = lacking_in(use->pool, bytes);
+        is_taken = take_bytes(gpu, POOL, use->lacking);
+    }
+    if (!is_taken)
+        pthread_mutex_unlock(&pools_guard);
+    else
+        use->pool->reserved += use->lacking; /* counted now; read_pool corrects it by what the driver says */
+    return is_taken;
+}
+
+static void end_pool(const struct pool_use *use)
+{
+    if (use->pool)
+        read_pool(use->pool);
+    pthread_mutex_unlock(&pools_guard);
+}
+
+#define ALLOCATE_ASYNC(per_thread, pool_of, call)                                                                               \
+    struct pool_use use;                                                                                                        \
+    CUdevice device = current_device();                                                                                         \
+    /* Captured, it is a node of a graph, which is counted when that is launched. */                                            \
+    if (device < 0 || is_capturing(stream, per_thread))                                                                         \
+        return call;                                                                                                            \
+    CUmemoryPool pool = pool_of;                                                                                                \
+    if (!begin_pool(pool, device, bytes, &use))                                                                                 \
+        return CUDA_ERROR_OUT_OF_MEMORY;                                                                                        \
+    CUresult result = call;                                                                                                     \
+    end_pool(&use);                                                                                                             \
+    return result
+
+static CUmemoryPool pool_of_device(CUdevice device)
+{
+    CUmemoryPool pool = NULL;
+    REAL(cuDeviceGetMemPool)(&pool, device);
+    return pool;
+}
+
+HOOK(cuMemAllocAsync, (CUdeviceptr *address, size_t bytes, CUstream stream), (address, bytes, stream))
+{
+    ALLOCATE_ASYNC(false, pool_of_device(device), real(address, bytes, stream));
+}
+HOOK(cuMemAllocAsync_ptsz, (CUdeviceptr *address, size_t bytes, CUstream stream), (address, bytes, stream))
+{
+    ALLOCATE_ASYNC(true, pool_of_device(device), real(address, bytes, stream));
+}
+HOOK(cuMemAllocFromPoolAsync, (CUdeviceptr *address, size_t bytes, CUmemoryPool from, CUstream stream), (address, bytes, from, stream))
+{
+    ALLOCATE_ASYNC(false, from, real(address, bytes, from, stream));
+}
+HOOK(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr *address, size_t bytes, CUmemoryPool from, CUstream stream),
+     (address, bytes, from, stream))
+{
+    ALLOCATE_ASYNC(true, from, real(address, bytes, from, stream));
+}
+
+/* It may free what cuMemAlloc gave, too. What a pool gives back it does when the stream has come so far; that is read later. */
+static CUresult settle_async(CUresult result, bool is_known, const struct allocation *freed)
+{
+    settle_freed(is_known, freed, result);
+    if (!is_known && result == CUDA_SUCCESS)
+        read_pools(current_device(), false);
+    return result;
+}
+
+HOOK(cuMemFreeAsync, (CUdeviceptr address, CUstream stream), (address, stream))
+{
+    struct allocation freed;
+    bool is_known = take_out(ADDRESS, address, &freed);
+    return settle_async(real(address, stream), is_known, &freed);
+}
+HOOK_ALSO(cuMemFreeAsync_ptsz, cuMemFreeAsync, (CUdeviceptr address, CUstream stream), (address, stream));
+
+HOOK(cuMemPoolTrimTo, (CUmemoryPool pool, size_t least), (pool, least))
+{
+    CUresult result = real(pool, least);
+    pthread_mutex_lock(&pools_guard);
+    for (struct known_pool *known = pools; known < pools + pools_count; known++)
+        if (known->pool == pool)
+            read_pool(known);
+    pthread_mutex_unlock(&pools_guard);
+    return result;
+}
+
+/* What still lies in it stays with the process, though nobody can ask the pool any more: so it stays counted. */
+HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
+{
+    pthread_mutex_lock(&pools_guard);
+    uint64_t used = ask_pool(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT);
+    CUresult result = real(pool);
+    for (struct known_pool *known = pools; known < pools + pools_count && result == CUDA_SUCCESS; known++)
+        if (known->pool == pool) {
+            charge_difference(gpu_of_device(known->device), POOL, known->reserved, &known->reserved, used);
+            *known = pools[--pools_count];
+            break;
+        }
+    pthread_mutex_unlock(&pools_guard);
+    return result;
+}
+
+/* ---- virtual memory: it is the handle's, and stays while the handle is held or mapped ---- */
+
+static bool is_on_gpu(const CUmemAllocationProp *properties)
+{
+    return properties && (properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE ||
+                          properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN);
+}
+
+HOOK(cuMemCreate, (CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *properties, unsigned long long flags),
+     (handle, bytes, properties, flags))
+{
+    if (!is_on_gpu(properties))
+        return real(handle, bytes, properties, flags);
+    bool is_device = properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
+    CUdevice device = is_device ? properties->location.id : current_device();
+    int gpu = gpu_of_device(device < 0 ? 0 : device);
+    if (!reserve_bytes(gpu, device, VIRTUAL, bytes))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult result = real(handle, bytes, properties, flags);
+    return keep(result, HANDLE, result ? 0 : *handle, gpu, VIRTUAL, bytes);
+}
+
+/* Another process's memory is not in the table, so nothing happens to it here. */
+static void drop_handle(uint64_t handle)
+{
+    struct allocation freed;
+    if (take_out(HANDLE, handle, &freed))
+        give_bytes(freed.gpu, freed.kind, freed.bytes);
+}
+
+static void hold_handle(CUresult result, const CUmemGenericAllocationHandle *handle)
+{
+    struct allocation unused;
+    if (result == CUDA_SUCCESS)
+        refer(HANDLE, *handle, 1, &unused);
+}
+
+HOOK(cuMemRelease, (CUmemGenericAllocationHandle handle), (handle))
+{
+    struct allocation freed;
+    bool is_last = take_out(HANDLE, handle, &freed), is_known = is_last || look_up(HANDLE, handle, &freed);
+    CUresult result = real(handle);
+    if (result != CUDA_SUCCESS && is_known && !is_last)
+        refer(HANDLE, handle, 1, &freed);
+    settle_freed(is_last, &freed, result);
+    return result;
+}
+
+HOOK(cuMemRetainAllocationHandle, (CUmemGenericAllocationHandle *handle, void *address), (handle, address))
+{
+    CUresult result = real(handle, address);
+    hold_handle(result, handle);
+    return result;
+}
+
+/* What the process has exported itself comes back as the handle that it has. */
+HOOK(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle *handle, void *shared, CUmemAllocationHandleType type),
+     (handle, shared, type))
+{
+    CUresult result = real(handle, shared, type);
+    hold_handle(result, handle);
+    return result;
+}
+
+HOOK(cuMemMap, (CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags),
+     (address, bytes, offset, handle, flags))
+{
+    CUresult result = real(address, bytes, offset, handle, flags);
+    hold_handle(result, &handle);
+    if (result == CUDA_SUCCESS)
+        remember(&(struct allocation){.value = address, .class = MAPPING, .references = 1, .bytes = bytes, .handle = handle});
+    return result;
+}
+
+/* One call may end many mappings, which lie one behind the other. */
+HOOK(cuMemUnmap, (CUdeviceptr address, size_t bytes), (address, bytes))
+{
+    CUresult result = real(address, bytes);
+    struct allocation mapping;
+    for (CUdeviceptr at = address; result == CUDA_SUCCESS && at < address + bytes; at += mapping.bytes ? mapping.bytes : bytes) {
+        if (!take_out(MAPPING, at, &mapping))
+            break;
+        drop_handle(mapping.handle);
+    }
+    return result;
+}
+
+/* ---- arrays: nobody says what one takes, so it is computed; rounding is in what the agent observes ---- */
+
+/* Of one element of one channel, times 16: compressed and planar formats have parts of bytes. */
+static unsigned sixteenths_of(CUarray_format format, unsigned *channels)
+{
+    switch ((int)format) {
+    case CU_AD_FORMAT_UNSIGNED_INT8:
+    case CU_AD_FORMAT_SIGNED_INT8: return 16;
+    case CU_AD_FORMAT_UNSIGNED_INT16:
+    case CU_AD_FORMAT_SIGNED_INT16:
+    case CU_AD_FORMAT_HALF: return 32;
+    case CU_AD_FORMAT_UNSIGNED_INT32:
+    case CU_AD_FORMAT_SIGNED_INT32:
+    case CU_AD_FORMAT_FLOAT: return 64;
+    }
+    *channels = 1; /* all others have theirs in the format */
+    switch ((int)format) {
+    case CU_AD_FORMAT_BC1_UNORM:
+    case CU_AD_FORMAT_BC1_UNORM_SRGB:
+    case CU_AD_FORMAT_BC4_UNORM:
+    case CU_AD_FORMAT_BC4_SNORM: return 8;
+    case CU_AD_FORMAT_UNORM_INT8X1:
+    case CU_AD_FORMAT_SNORM_INT8X1:
+    case CU_AD_FORMAT_BC2_UNORM:
+    case CU_AD_FORMAT_BC2_UNORM_SRGB:
+    case CU_AD_FORMAT_BC3_UNORM:
+    case CU_AD_FORMAT_BC3_UNORM_SRGB:
+    case CU_AD_FORMAT_BC5_UNORM:
+    case CU_AD_FORMAT_BC5_SNORM:
+    case CU_AD_FORMAT_BC6H_UF16:
+    case CU_AD_FORMAT_BC6H_SF16:
+    case CU_AD_FORMAT_BC7_UNORM:
+    case CU_AD_FORMAT_BC7_UNORM_SRGB: return 16;
+    case CU_AD_FORMAT_NV12:
+    case CU_AD_FORMAT_UINT8_SEMIPLANAR_420:
+    case CU_AD_FORMAT_UINT8_PLANAR_420: return 24;
+    case CU_AD_FORMAT_UNORM_INT8X2:
+    case CU_AD_FORMAT_SNORM_INT8X2:
+    case CU_AD_FORMAT_UNORM_INT16X1:
+    case CU_AD_FORMAT_SNORM_INT16X1:
+    case CU_AD_FORMAT_NV16:
+    case CU_AD_FORMAT_YUY2:
+    case CU_AD_FORMAT_UINT8_PACKED_422:
+    case CU_AD_FORMAT_UINT8_SEMIPLANAR_422:
+    case CU_AD_FORMAT_UINT8_PLANAR_422: return 32;
+    case CU_AD_FORMAT_UNORM_INT16X4:
+    case CU_AD_FORMAT_SNORM_INT16X4:
+    case CU_AD_FORMAT_Y416: return 128;
+    default: return 64; /* four bytes: the rest of 8 bits with four channels, of 10 bits, of 16 bits and less than four */
+    }
+}
+
+static uint64_t bytes_of_level(uint64_t width, uint64_t height, uint64_t depth, CUarray_format format, unsigned channels)
+{
+    unsigned sixteenths = sixteenths_of(format, &channels);
+    uint64_t elements, bytes;
+    if (__builtin_mul_overflow(width, (height ? height : 1) * (depth ? depth : 1), &elements) ||
+        __builtin_mul_overflow(elements, (uint64_t)sixteenths * channels, &bytes))
+        return UINT64_MAX / 2; /* which nobody has */
+    return (bytes + 15) / 16;
+}
+
+static uint64_t bytes_of_array(const CUDA_ARRAY3D_DESCRIPTOR *of, unsigned levels)
+{
+    uint64_t bytes = 0, width = of->Width, height = of->Height, depth = of->Depth;
+    if (of->Flags & (CUDA_ARRAY3D_SPARSE | CUDA_ARRAY3D_DEFERRED_MAPPING)) /* it gets memory of handles, which are counted */
+        return 0;
+    for (unsigned level = 0; level < (levels ? levels : 1) && level < 32 && bytes < UINT64_MAX / 4; level++) {
+        bytes += bytes_of_level(width, height, depth, of->Format, of->NumChannels);
+        if (width <= 1 && height <= 1 && (depth <= 1 || of->Flags & CUDA_ARRAY3D_LAYERED))
+            break; /* the driver makes no more levels than there are halves */
+        width = width > 1 ? width / 2 : width;
+        height = height > 1 ? height / 2 : height;
+        if (!(of->Flags & (CUDA_ARRAY3D_LAYERED | CUDA_ARRAY3D_CUBEMAP)))
+            depth = depth > 1 ? depth / 2 : depth;
+    }
+    return bytes;
+}
+
+#define CREATE_ARRAY(array, bytes, call)                                                                                        \
+    uint64_t all_bytes = bytes;                                                                                                 \
+    RESERVE_OR_RETURN(ARRAY, all_bytes);                                                                                        \
+    CUresult result = call;                                                                                                     \
+    return device < 0 ? result : keep(result, OBJECT, result ? 0 : (uintptr_t)*array, gpu, ARRAY, all_bytes)
+
+HOOK(cuArrayCreate_v2, (CUarray *array, const CUDA_ARRAY_DESCRIPTOR *of), (array, of))
+{
+    CREATE_ARRAY(array, of ? bytes_of_level(of->Width, of->Height, 1, of->Format, of->NumChannels) : 0, real(array, of));
+}
+HOOK(cuArrayCreate, (CUarray *array, const CUDA_ARRAY_DESCRIPTOR_v1 *of), (array, of))
+{
+    CREATE_ARRAY(array, of ? bytes_of_level(of->Width, of->Height, 1, of->Format, of->NumChannels) : 0, real(array, of));
+}
+HOOK(cuArray3DCreate_v2, (CUarray *array, const CUDA_ARRAY3D_DESCRIPTOR *of), (array, of))
+{
+    CREATE_ARRAY(array, of ? bytes_of_array(of, 1) : 0, real(array, of));
+}
+HOOK(cuArray3DCreate, (CUarray *array, const CUDA_ARRAY3D_DESCRIPTOR_v1 *of), (array, of))
+{
+    CREATE_ARRAY(array, of ? bytes_of_level(of->Width, of->Height, of->Depth, of->Format, of->NumChannels) : 0, real(array, of));
+}
+HOOK(cuMipmappedArrayCreate, (CUmipmappedArray *array, const CUDA_ARRAY3D_DESCRIPTOR *of, unsigned int levels), (array, of, levels))
+{
+    CREATE_ARRAY(array, of ? bytes_of_array(of, levels) : 0, real(array, of, levels));
+}
+
+HOOK(cuArrayDestroy, (CUarray array), (array))
+{
+    struct allocation freed;
+    bool is_known = take_out(OBJECT, (uintptr_t)array, &freed);
+    CUresult result = real(array);
+    settle_freed(is_known, &freed, result);
+    return result;
+}
+HOOK(cuMipmappedArrayDestroy, (CUmipmappedArray array), (array))
+{
+    struct allocation freed;
+    bool is_known = take_out(OBJECT, (uintptr_t)array, &freed);
+    CUresult result = real(array);
+    settle_freed(is_known, &freed, result);
+    return result;
+}
+
+/* ---- contexts: what one takes is known by the agent's experience, or by what the GPU has less afterwards ---- */
+
+#define MIB (1024u * 1024u)
+enum { MOST_CONTEXTS = 64, DEFAULT_CONTEXT_MIB = 300, LARGEST_CONTEXT_MIB = 4096 };
+static struct known_context { CUcontext context; CUdevice device; uint64_t bytes; } contexts[MOST_CONTEXTS];
+static unsigned contexts_count;
+static pthread_mutex_t contexts_guard = PTHREAD_MUTEX_INITIALIZER;
+
+static uint64_t experience_of_contexts(CUdevice device)
+{
+    struct limits limits = {0};
+    if (gpu_of_device(device) >= 0)
+        read_limits(gpu_of_device(device), &limits);
+    return limits.seen.context_bytes;
+}
+
+static uint64_t used_before_context(CUdevice device) { return experience_of_contexts(device) ? 0 : used_on_whole_gpu(device); }
+
+static uint64_t cost_of_context(CUdevice device, uint64_t used_before)
+{
+    uint64_t known = experience_of_contexts(device), used = known ? 0 : used_on_whole_gpu(device);
+    /* What others take or give at the same time is in the difference, until the agent has observed this process. */
+    if (!known && used_before && used > used_before && used - used_before <= (uint64_t)LARGEST_CONTEXT_MIB * MIB)
+        known = used - used_before;
+    return known ? known : (uint64_t)DEFAULT_CONTEXT_MIB * MIB;
+}
+
+/* false: the container has no room for it. Without limits' files a program may still compute, so it gets its context. */
+static bool count_context(CUcontext context, CUdevice device, uint64_t used_before)
+{
+    int gpu = gpu_of_device(device);
+    bool is_kept = true;
+    pthread_mutex_lock(&contexts_guard);
+    unsigned known = 0;
+    while (known < contexts_count && contexts[known].context != context)
+        known++;
+    if (known == contexts_count && known < MOST_CONTEXTS && gpu >= 0 && own_slot()) {
+        uint64_t bytes = cost_of_context(device, used_before);
+        is_kept = reserve_bytes(gpu, device, CONTEXT, bytes);
+        if (is_kept)
+            contexts[contexts_count++] = (struct known_context){.context = context, .device = device, .bytes = bytes};
+    }
+    pthread_mutex_unlock(&contexts_guard);
+    return is_kept;
+}
+
+/* With it goes what was allocated in it. */
+static void drop_context(CUcontext context)
+{
+    pthread_mutex_lock(&contexts_guard);
+    for (unsigned i = 0; i < contexts_count; i++)
+        if (contexts[i].context == context) {
+            give_bytes(gpu_of_device(contexts[i].device), CONTEXT, contexts[i].bytes);
+            contexts[i] = contexts[--contexts_count];
+            break;
+        }
+    pthread_mutex_unlock(&contexts_guard);
+    if (context)
+        give_all_of(context);
+}
+
+static bool is_primary_active(CUdevice device)
+{
+    unsigned flags;
+    int is_active = 0;
+    return REAL(cuDevicePrimaryCtxGetState)(device, &flags, &is_active) == CUDA_SUCCESS && is_active;
+}
+
+static CUcontext primary[MOST_CONTEXTS]; /* by ordinal */
+
+/* Not by what the driver says is active: after fork that may be the parent's. */
+static bool is_primary_known(CUdevice device) { return device < 0 || device >= MOST_CONTEXTS || primary[device]; }
+
+HOOK(cuDevicePrimaryCtxRetain, (CUcontext *context, CUdevice device), (context, device))
+{
+    bool is_new = !is_primary_known(device);
+    uint64_t used_before = is_new ? used_before_context(device) : 0;
+    CUresult result = real(context, device);
+    if (result != CUDA_SUCCESS || !is_new)
+        return result;
+    if (!count_context(*context, device, used_before)) {
+        if (has_real(SLOT_cuDevicePrimaryCtxRelease_v2))
+            REAL(cuDevicePrimaryCtxRelease_v2)(device);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    primary[device] = *context;
+    return result;
+}
+
+static CUresult settle_primary(CUresult result, CUdevice device)
+{
+    if (result == CUDA_SUCCESS && device >= 0 && device < MOST_CONTEXTS && primary[device] && !is_primary_active(device)) {
+        drop_context(primary[device]);
+        primary[device] = NULL;
+        read_pools(device, false);
+    }
+    return result;
+}
+
+HOOK(cuDevicePrimaryCtxRelease_v2, (CUdevice device), (device)) { return settle_primary(real(device), device); }
+HOOK_ALSO(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, (CUdevice device), (device));
+HOOK(cuDevicePrimaryCtxReset_v2, (CUdevice device), (device)) { return settle_primary(real(device), device); }
+HOOK_ALSO(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2, (CUdevice device), (device));
+
+#define CREATE_CONTEXT(call)                                                                                                    \
+    uint64_t used_before = used_before_context(device);                                                                         \
+    CUresult result = call;                                                                                                     \
+    if (result != CUDA_SUCCESS || count_context(*context, device, used_before))                                                 \
+        return result;                                                                                                          \
+    REAL(cuCtxDestroy_v2)(*context);                                                                                            \
+    return CUDA_ERROR_OUT_OF_MEMORY
+
+HOOK(cuCtxCreate_v2, (CUcontext *context, unsigned int flags, CUdevice device), (context, flags, device))
+{
+    CREATE_CONTEXT(real(context, flags, device));
+}
+HOOK_ALSO(cuCtxCreate, cuCtxCreate_v2, (CUcontext *context, unsigned int flags, CUdevice device), (context, flags, device));
+HOOK(cuCtxCreate_v3, (CUcontext *context, CUexecAffinityParam *affinity, int count, unsigned int flags, CUdevice device),
+     (context, affinity, count, flags, device))
+{
+    CREATE_CONTEXT(real(context, affinity, count, flags, device));
+}
+HOOK(cuCtxCreate_v4, (CUcontext *context, CUctxCreateParams *parameters, unsigned int flags, CUdevice device),
+     (context, parameters, flags, device))
+{
+    CREATE_CONTEXT(real(context, parameters, flags, device));
+}
+
+HOOK(cuCtxDestroy_v2, (CUcontext context), (context))
+{
+    CUresult result = real(context);
+    if (result == CUDA_SUCCESS)
+        drop_context(context);
+    return result;
+}
+HOOK_ALSO(cuCtxDestroy, cuCtxDestroy_v2, (CUcontext context), (context));
+
+/* ---- fork ---- */
+
+void forget_memory(void)
+{
+    for (struct shard *shard = shards; shard < shards + SHARDS; shard++)
+        *shard = (struct shard){.guard = PTHREAD_MUTEX_INITIALIZER}; /* what hung in it is lost: free() may not be called here */
+    pools_guard = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+    contexts_guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    pools_count = contexts_count = 0;
+    memset(primary, 0, sizeof primary);
+}

@@ -1,0 +1,333 @@
+/* The limits of the container, and what its processes use of them, counted in one file that all of them map.
+ *
+ * No lock is held anywhere: a program may be killed at every instruction, and the next one must find a state that is right. So each
+ * process writes the memory that it has into a slot of its own and nowhere else, and the container's use is the sum of the slots. A
+ * slot is its process's as long as that holds a lock on one byte of the file; who finds the byte unlocked takes the slot as empty.
+ */
+#define _GNU_SOURCE
+#include "region.h"
+
+#include "library.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifndef GPUSHARE_DIRECTORY
+#define GPUSHARE_DIRECTORY "/etc/vcuda" /* of the container; a test builds with another one. No variable: the tenant sets those */
+#endif
+#define CONFIG_PATH GPUSHARE_DIRECTORY "/gpushare.config"
+#define USAGE_PATH GPUSHARE_DIRECTORY "/usage"
+enum { MOST_TRIES = 100, CONTENTION_TRIES = 2000 };
+
+static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER; /* of opening, and of taking a slot */
+static const struct config *config;
+static struct usage *usage;
+static int usage_file = -1;
+static struct usage_slot *_Atomic slot;
+static enum { NOT_OPENED, OPENED, REFUSED } state;
+
+#define LOAD(field) atomic_load_explicit((_Atomic __typeof__(field) *)&(field), memory_order_relaxed)
+#define STORE(field, value) atomic_store_explicit((_Atomic __typeof__(field) *)&(field), value, memory_order_relaxed)
+/* Sequentially consistent: two processes that ask at once must not both read the state before the other's question. */
+#define ADD(field, value) atomic_fetch_add((_Atomic __typeof__(field) *)&(field), value)
+
+uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* ---- opening ---- */
+
+/* NULL with the reason; the size is looked at first, for to read behind a file's end is a signal. */
+static void *map_file(const char *path, size_t size, int access, int *kept, const char **reason)
+{
+    struct stat found;
+    int file = open(path, (access & PROT_WRITE ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    void *mapped = MAP_FAILED;
+    if (file < 0)
+        *reason = "it cannot be opened";
+    else if (fstat(file, &found) != 0 || !S_ISREG(found.st_mode) || found.st_size < (off_t)size)
+        *reason = "it is too short";
+    else if ((mapped = mmap(NULL, size, access, MAP_SHARED, file, 0)) == MAP_FAILED)
+        *reason = "it cannot be mapped";
+    if (file >= 0 && (!kept || mapped == MAP_FAILED))
+        close(file);
+    else if (kept)
+        *kept = file;
+    return mapped == MAP_FAILED ? NULL : mapped;
+}
+
+static const struct config *open_config(const char **reason)
+{
+    const struct config *opened = map_file(CONFIG_PATH, CONFIG_BYTES, PROT_READ, NULL, reason);
+    if (opened && (memcmp(opened->magic, CONFIG_MAGIC, 4) != 0 || opened->layout != CONFIG_LAYOUT ||
+                   opened->size != CONFIG_BYTES || opened->gpus > MOST_GPUS)) {
+        *reason = "it is of another version of the agent";
+        munmap((void *)(uintptr_t)opened, CONFIG_BYTES);
+        return NULL;
+    }
+    return opened;
+}
+
+static struct usage *open_usage(const char **reason)
+{
+    struct usage *opened = map_file(USAGE_PATH, sizeof *opened, PROT_READ | PROT_WRITE, &usage_file, reason);
+    if (opened && (memcmp(opened->magic, USAGE_MAGIC, 4) != 0 || opened->layout != USAGE_LAYOUT || opened->slots != MOST_SLOTS)) {
+        *reason = "it is of another version of the agent";
+        munmap(opened, sizeof *opened);
+        close(usage_file);
+        usage_file = -1;
+        return NULL;
+    }
+    return opened;
+}
+
+bool open_region(void)
+{
+    static int said;
+    const char *reason = NULL, *path = CONFIG_PATH;
+    pthread_mutex_lock(&guard);
+    if (state == NOT_OPENED) {
+        config = open_config(&reason);
+        if (config && (path = USAGE_PATH) != NULL)
+            usage = open_usage(&reason);
+        state = config && usage ? OPENED : REFUSED;
+        if (state == REFUSED)
+            say_once(&said, "%s: %s: no memory of a GPU can be allocated. Start the container anew", path, reason);
+    } else if (state == OPENED && usage_file < 0) { /* in a child of fork: the maps are there, the lock is not */
+        usage_file = open(USAGE_PATH, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    }
+    bool is_open = state == OPENED && usage_file >= 0;
+    pthread_mutex_unlock(&guard);
+    return is_open;
+}
+
+void forget_region(void)
+{
+    guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    /* The descriptor has the parent's lock, which would live on in the child when the parent has ended. */
+    if (usage_file >= 0)
+        close(usage_file);
+    usage_file = -1;
+    atomic_store(&slot, NULL);
+}
+
+/* ---- limits ---- */
+
+int gpu_named(const char *uuid)
+{
+    if (!open_region())
+        return -1;
+    for (int i = 0; i < (int)config->gpus && i < MOST_GPUS; i++)
+        if (strncmp(config->gpu[i].uuid + 4, uuid, sizeof config->gpu[i].uuid - 4) == 0)
+            return i;
+    return -1;
+}
+
+/* Each number is read whole, so where the agent has died while it wrote, MOST_TRIES later, they are all right, some new and some old. */
+void read_limits(int gpu, struct limits *limits)
+{
+    const struct config_gpu *from = &config->gpu[gpu];
+    struct config_gpu *to = &limits->seen;
+    for (int tries = 0; tries < MOST_TRIES; tries++) {
+        uint32_t sequence = atomic_load_explicit((const _Atomic uint32_t *)&from->sequence, memory_order_acquire);
+        to->flags = LOAD(*(uint32_t *)(uintptr_t)&from->flags);
+        to->memory = LOAD(*(uint64_t *)(uintptr_t)&from->memory);
+        to->cores = LOAD(*(uint32_t *)(uintptr_t)&from->cores);
+        to->ceiling = LOAD(*(uint32_t *)(uintptr_t)&from->ceiling);
+        to->observed_at = LOAD(*(uint64_t *)(uintptr_t)&from->observed_at);
+        to->observed_bytes = LOAD(*(uint64_t *)(uintptr_t)&from->observed_bytes);
+        to->busy = LOAD(*(uint32_t *)(uintptr_t)&from->busy);
+        to->busy_others = LOAD(*(uint32_t *)(uintptr_t)&from->busy_others);
+        to->samples = LOAD(*(uint64_t *)(uintptr_t)&from->samples);
+        to->context_bytes = LOAD(*(uint64_t *)(uintptr_t)&from->context_bytes);
+        atomic_thread_fence(memory_order_acquire);
+        if (!(sequence & 1) && LOAD(*(uint32_t *)(uintptr_t)&from->sequence) == sequence)
+            break;
+    }
+    limits->limits_memory = to->flags & LIMITS_MEMORY;
+    limits->limits_cores = to->flags & LIMITS_CORES && to->cores < 10000;
+    limits->has_ceiling = to->flags & HAS_CEILING && to->ceiling > to->cores;
+    limits->memory = to->memory;
+    limits->cores = to->cores / 10000.0;
+    limits->ceiling = to->ceiling / 10000.0;
+}
+
+struct usage_gpu *usage_of(int gpu) { return &usage->gpu[gpu]; }
+
+/* ---- slots ---- */
+
+static bool lock_slot(unsigned index, short type)
+{
+    struct flock byte = {.l_type = type, .l_whence = SEEK_SET, .l_start = FIRST_LOCKED_BYTE + (off_t)index, .l_len = 1};
+    return fcntl(usage_file, F_OFD_SETLK, &byte) == 0;
+}
+
+static void clear_slot(struct usage_slot *of)
+{
+    STORE(of->pid, 0);
+    for (int gpu = 0; gpu < MOST_GPUS; gpu++) {
+        STORE(of->held[gpu], 0);
+        STORE(of->pending[gpu], 0);
+    }
+    for (int kind = 0; kind < KINDS; kind++)
+        STORE(of->of_kind[kind], 0);
+    STORE(of->unhooked, 0);
+}
+
+struct usage_slot *own_slot(void)
+{
+    struct usage_slot *own = atomic_load_explicit(&slot, memory_order_acquire);
+    if (own || !open_region())
+        return own;
+    pthread_mutex_lock(&guard);
+    own = atomic_load(&slot);
+    for (unsigned i = 0; i < MOST_SLOTS && !own; i++)
+        if (lock_slot(i, F_WRLCK)) { /* whose process has died may be in it still: the lock says so */
+            own = &usage->slot[i];
+            clear_slot(own);
+            STORE(own->started_at, now_ns());
+            STORE(own->pid, getpid());
+            atomic_store_explicit(&slot, own, memory_order_release);
+        }
+    pthread_mutex_unlock(&guard);
+    return own;
+}
+
+/* What processes had that are dead. The lock that is taken for it keeps a new process out meanwhile. */
+void reclaim_dead(void)
+{
+    pthread_mutex_lock(&guard); /* of two threads the second one would unlock what the first one holds */
+    for (unsigned i = 0; i < MOST_SLOTS; i++) {
+        struct usage_slot *one = &usage->slot[i];
+        if (one == atomic_load(&slot) || LOAD(one->pid) == 0 || !lock_slot(i, F_WRLCK))
+            continue;
+        clear_slot(one);
+        lock_slot(i, F_UNLCK);
+    }
+    pthread_mutex_unlock(&guard);
+}
+
+unsigned list_slots(int gpu, struct slot_use *uses, unsigned room)
+{
+    unsigned count = 0;
+    reclaim_dead();
+    for (const struct usage_slot *one = usage->slot; one < usage->slot + MOST_SLOTS && count < room; one++)
+        if (LOAD(*(int32_t *)(uintptr_t)&one->pid) != 0 && LOAD(*(uint64_t *)(uintptr_t)&one->held[gpu]) != 0)
+            uses[count++] = (struct slot_use){.pid = one->pid, .bytes = one->held[gpu]};
+    return count;
+}
+
+/* ---- memory ---- */
+
+static void sum_slots(int gpu, uint64_t *held, uint64_t *pending)
+{
+    *held = *pending = 0;
+    for (struct usage_slot *one = usage->slot; one < usage->slot + MOST_SLOTS; one++) {
+        if (LOAD(one->pid) == 0)
+            continue;
+        /* Pending first: what goes from there to held meanwhile is counted twice, and never not at all. */
+        *pending += atomic_load((_Atomic uint64_t *)&one->pending[gpu]);
+        *held += atomic_load((_Atomic uint64_t *)&one->held[gpu]);
+    }
+}
+
+uint64_t with_unattributed(int gpu, uint64_t held)
+{
+    int64_t more = LOAD(usage->gpu[gpu].unattributed);
+    return more < 0 && held < (uint64_t)-more ? 0 : held + (uint64_t)more;
+}
+
+uint64_t held_bytes(int gpu)
+{
+    uint64_t held, pending;
+    sum_slots(gpu, &held, &pending);
+    return with_unattributed(gpu, held);
+}
+
+/* The difference of what the driver has of the container and what the slots say, if nothing has changed since: of contexts that were
+   estimated, modules, rounding. What is less than the slots say can only be in what they estimate, so only by that much. */
+#define SETTLED_NS 300000000u
+static void attribute(int gpu, const struct config_gpu *seen, uint64_t held)
+{
+    struct usage_gpu *use = &usage->gpu[gpu];
+    if (!seen->observed_at || seen->observed_at < LOAD(use->changed_at) + SETTLED_NS)
+        return;
+    uint64_t estimated = 0;
+    for (struct usage_slot *one = usage->slot; one < usage->slot + MOST_SLOTS; one++)
+        if (LOAD(one->pid) != 0)
+            estimated += LOAD(one->of_kind[CONTEXT]) + LOAD(one->of_kind[POOL]) + LOAD(one->of_kind[GRAPH]);
+    int64_t more = (int64_t)(seen->observed_bytes - held);
+    STORE(use->unattributed, more < -(int64_t)estimated ? -(int64_t)estimated : more);
+}
+
+static bool is_above(uint64_t limit, uint64_t used, uint64_t bytes) { return used > limit || bytes > limit - used; }
+
+/* One question: 1 taken, 0 refused, -1 another process asks at the same time, and both do not fit. */
+static int ask_for(struct usage_slot *own, int gpu, uint64_t bytes, const struct limits *limits)
+{
+    uint64_t held, pending;
+    ADD(own->pending[gpu], bytes);
+    sum_slots(gpu, &held, &pending);
+    attribute(gpu, &limits->seen, held);
+    held = with_unattributed(gpu, held);
+    bool is_full = is_above(limits->memory, held, bytes), has_room = !is_above(limits->memory, held, pending);
+    if (has_room)
+        ADD(own->held[gpu], bytes);
+    ADD(own->pending[gpu], (uint64_t)-bytes);
+    return has_room ? 1 : is_full ? 0 : -1;
+}
+
+static void note_change(int gpu, enum kind kind, uint64_t bytes)
+{
+    ADD(atomic_load(&slot)->of_kind[kind], bytes);
+    STORE(usage->gpu[gpu].changed_at, now_ns());
+}
+
+bool take_bytes(int gpu, enum kind kind, uint64_t bytes)
+{
+    struct usage_slot *own = own_slot();
+    struct limits limits;
+    static int said;
+    if (!own || gpu < 0) {
+        if (gpu < 0 && own)
+            say_once(&said, "%s names another GPU than the program uses: it gets no memory there", CONFIG_PATH);
+        return false;
+    }
+    read_limits(gpu, &limits);
+    if (!limits.limits_memory) {
+        charge_bytes(gpu, kind, bytes);
+        return true;
+    }
+    int answer = bytes > UINT64_MAX / 4 ? 0 : ask_for(own, gpu, bytes, &limits);
+    for (int tries = 0; answer < 0 && tries < CONTENTION_TRIES; tries++) {
+        /* Each withdraws and asks again at another time. */
+        for (int i = 0; i <= (tries & 7) * (getpid() & 7); i++)
+            sched_yield();
+        answer = ask_for(own, gpu, bytes, &limits);
+    }
+    if (answer > 0)
+        note_change(gpu, kind, bytes);
+    else
+        ADD(usage->gpu[gpu].refused, 1);
+    return answer > 0;
+}
+
+void charge_bytes(int gpu, enum kind kind, uint64_t bytes)
+{
+    struct usage_slot *own = own_slot();
+    if (!own || gpu < 0)
+        return;
+    ADD(own->held[gpu], bytes);
+    note_change(gpu, kind, bytes);
+}
+
+void give_bytes(int gpu, enum kind kind, uint64_t bytes) { charge_bytes(gpu, kind, (uint64_t)-bytes); }

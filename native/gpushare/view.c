@@ -1,0 +1,181 @@
+/* What a program is shown of its GPU: its share, so that one which takes a part of all memory takes that part of its share. */
+#define _GNU_SOURCE
+#include "library.h"
+#include "region.h"
+
+#define NVML_NO_UNVERSIONED_FUNC_DEFS /* nvmlDeviceGetComputeRunningProcesses and its _v2 are two functions */
+#include <nvml.h>
+#include <stdio.h>
+#include <string.h>
+
+/* false: the container's memory is not limited there, or nothing is known of it: the driver's answer is right. */
+static bool read_share(int gpu, uint64_t *total, uint64_t *used)
+{
+    struct limits limits;
+    if (gpu < 0 || !own_slot())
+        return false;
+    read_limits(gpu, &limits);
+    if (!limits.limits_memory)
+        return false;
+    *total = limits.memory;
+    reclaim_dead(); /* a process that has ended does not say so */
+    *used = held_bytes(gpu);
+    *used = *used < *total ? *used : *total; /* after it was made smaller; a program subtracts one from the other */
+    return true;
+}
+
+static uint64_t lower(uint64_t one, uint64_t other) { return one < other ? one : other; }
+
+/* ---- CUDA ---- */
+
+HOOK(cuMemGetInfo_v2, (size_t *free_bytes, size_t *total), (free_bytes, total))
+{
+    size_t of_gpu_free = 0, of_gpu = 0;
+    uint64_t share, used;
+    CUresult result = real(&of_gpu_free, &of_gpu);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (read_share(gpu_of_device(current_device()), &share, &used)) {
+        of_gpu_free = lower(of_gpu_free, share - used); /* others may have taken what is ours: it is not free then */
+        of_gpu = lower(of_gpu, share);
+    }
+    if (free_bytes) /* the driver takes NULL for either */
+        *free_bytes = of_gpu_free;
+    if (total)
+        *total = of_gpu;
+    return result;
+}
+
+static unsigned in_32_bits(uint64_t bytes) { return bytes > UINT32_MAX ? UINT32_MAX : (unsigned)bytes; }
+
+HOOK(cuMemGetInfo, (unsigned int *free_bytes, unsigned int *total), (free_bytes, total))
+{
+    unsigned of_gpu_free = 0, of_gpu = 0;
+    uint64_t share, used;
+    CUresult result = real(&of_gpu_free, &of_gpu);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (read_share(gpu_of_device(current_device()), &share, &used)) {
+        of_gpu_free = in_32_bits(lower(of_gpu_free, share - used));
+        of_gpu = in_32_bits(lower(of_gpu, share));
+    }
+    if (free_bytes)
+        *free_bytes = of_gpu_free;
+    if (total)
+        *total = of_gpu;
+    return result;
+}
+
+HOOK(cuDeviceTotalMem_v2, (size_t *bytes, CUdevice device), (bytes, device))
+{
+    uint64_t share, used;
+    CUresult result = real(bytes, device);
+    if (result == CUDA_SUCCESS && read_share(gpu_of_device(device), &share, &used))
+        *bytes = lower(*bytes, share);
+    return result;
+}
+
+HOOK(cuDeviceTotalMem, (unsigned int *bytes, CUdevice device), (bytes, device))
+{
+    uint64_t share, used;
+    CUresult result = real(bytes, device);
+    if (result == CUDA_SUCCESS && read_share(gpu_of_device(device), &share, &used))
+        *bytes = in_32_bits(lower(*bytes, share));
+    return result;
+}
+
+/* ---- NVML ---- */
+
+#define HOOK_NVML(name, parameters, arguments)                                                                                  \
+    static nvmlReturn_t body_##name(__typeof__(name) *real, UNPACK parameters);                                                 \
+    HOOK_EXPORT(name, body_##name, enter_nvml_hook, nvmlReturn_t, parameters, arguments);                                       \
+    static nvmlReturn_t body_##name(__typeof__(name) *real, UNPACK parameters)
+
+static int gpu_of_handle(nvmlDevice_t device)
+{
+    char uuid[96];
+    if (REAL(nvmlDeviceGetUUID)(device, uuid, sizeof uuid) != NVML_SUCCESS || strlen(uuid) < 5)
+        return -1;
+    return gpu_named(uuid + 4);
+}
+
+HOOK_NVML(nvmlDeviceGetMemoryInfo, (nvmlDevice_t device, nvmlMemory_t *memory), (device, memory))
+{
+    uint64_t share, used;
+    nvmlReturn_t result = real(device, memory);
+    if (result == NVML_SUCCESS && read_share(gpu_of_handle(device), &share, &used)) {
+        memory->total = lower(memory->total, share);
+        memory->used = lower(used, memory->total);
+        memory->free = lower(memory->free, memory->total - memory->used);
+    }
+    return result;
+}
+
+HOOK_NVML(nvmlDeviceGetMemoryInfo_v2, (nvmlDevice_t device, nvmlMemory_v2_t *memory), (device, memory))
+{
+    uint64_t share, used;
+    nvmlReturn_t result = real(device, memory);
+    if (result == NVML_SUCCESS && read_share(gpu_of_handle(device), &share, &used)) {
+        memory->total = lower(memory->total, share);
+        memory->reserved = 0; /* the driver's own, of which a share has none */
+        memory->used = lower(used, memory->total);
+        memory->free = lower(memory->free, memory->total - memory->used);
+    }
+    return result;
+}
+
+/* The container's own processes, by the PIDs of its namespace: the driver's list may have all containers', by the host's. Entries of
+   `size` bytes begin with a nvmlProcessInfo_v1_t; what follows says that there is no MIG. */
+static nvmlReturn_t list_own(int gpu, unsigned *count, void *entries, size_t size)
+{
+    struct slot_use uses[MOST_SLOTS];
+    unsigned found = list_slots(gpu, uses, MOST_SLOTS), room = *count;
+    for (unsigned i = 0; i < found && i < room && entries; i++) {
+        nvmlProcessInfo_v1_t *entry = (nvmlProcessInfo_v1_t *)((char *)entries + i * size);
+        memset(entry, 0xff, size);
+        entry->pid = (unsigned)uses[i].pid;
+        entry->usedGpuMemory = uses[i].bytes;
+    }
+    *count = found;
+    return found > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
+}
+
+#define LIST_OWN                                                                                                                \
+    int gpu = count ? gpu_of_handle(device) : -1;                                                                               \
+    return gpu < 0 || !own_slot() ? real(device, count, entries) : list_own(gpu, count, entries, sizeof *entries)
+
+HOOK_NVML(nvmlDeviceGetComputeRunningProcesses, (nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_v1_t *entries),
+          (device, count, entries))
+{
+    LIST_OWN;
+}
+HOOK_NVML(nvmlDeviceGetComputeRunningProcesses_v2, (nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_v2_t *entries),
+          (device, count, entries))
+{
+    LIST_OWN;
+}
+HOOK_NVML(nvmlDeviceGetComputeRunningProcesses_v3, (nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_t *entries),
+          (device, count, entries))
+{
+    LIST_OWN;
+}
+
+/* NVML knows a GPU's memory before a program has a context there, as CUDA does not. It is begun once and not ended: another one in
+   the program may use it, too. */
+static pthread_once_t nvml_begun = PTHREAD_ONCE_INIT;
+static bool has_nvml;
+
+static void begin_nvml(void) { has_nvml = has_real(SLOT_nvmlInit_v2) && REAL(nvmlInit_v2)() == NVML_SUCCESS; }
+
+uint64_t used_on_whole_gpu(CUdevice device)
+{
+    char bus_id[32];
+    nvmlDevice_t handle;
+    nvmlMemory_t memory;
+    pthread_once(&nvml_begun, begin_nvml);
+    if (!has_nvml || REAL(cuDeviceGetPCIBusId)(bus_id, sizeof bus_id, device) != CUDA_SUCCESS ||
+        REAL(nvmlDeviceGetHandleByPciBusId_v2)(bus_id, &handle) != NVML_SUCCESS ||
+        REAL(nvmlDeviceGetMemoryInfo)(handle, &memory) != NVML_SUCCESS)
+        return 0;
+    return memory.used;
+}

@@ -1,0 +1,80 @@
+"""The files that the agent shares with libgpushare: their layout against the library's own header, and what is written."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.isolation.gpushare import format as layout
+from tests.support_driver import NATIVE, require_cc
+
+HEADER = NATIVE.parents[1] / "native" / "gpushare"
+UUID = "GPU-00000000-0000-4000-8000-000000000000"
+POD = "11111111-2222-3333-4444-555555555555"
+GPU = layout._FIRST_GPU
+
+
+def printed_offsets(directory: Path) -> dict[str, int]:
+    program = directory / "layout"
+    source = str(NATIVE / "gpushare_layout.c")
+    subprocess.run([require_cc(), "-std=c11", "-Wall", "-o", str(program), f"-I{HEADER}", source], check=True)
+    printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    return {name: int(number) for name, number in map(str.split, printed.splitlines())}
+
+
+def test_the_layout_is_that_of_the_librarys_header(tmp_path: Path) -> None:
+    """Every offset that is written or read."""
+    found = printed_offsets(tmp_path)
+    heads = {"layout": 4, "size": 8, "gpus": 12, "pod_uid": 128, "container": 176, "gpu": GPU}
+    assert {name: found[f"config.{name}"] for name in heads} == heads
+    limits = [found[f"config.gpu.{name}"] for name in ("flags", "memory", "cores", "ceiling")]
+    assert limits == [offset for offset, _ in layout._LIMITS]
+    names = ("observed_at", "observed_bytes", "busy", "busy_others", "samples", "context_bytes")
+    assert [found[f"config.gpu.{name}"] for name in names] == [offset for offset, _ in layout._OBSERVED]
+    assert (found["config.gpu.sequence"], found["config.gpu.uuid"]) == (0, layout._UUID_OFFSET)
+    usage = [found[f"usage.gpu.{name}"] for name in ("unattributed", "refused", "launched", "launches", "throttled")]
+    assert usage == [8, 16, 48, 56, 64]
+    slot = [found[f"slot.{name}"] for name in ("pid", "started_at", "held", "pending", "of_kind", "unhooked")]
+    most = layout.MOST_GPUS
+    assert slot == [0, 8, 16, 16 + 8 * most, 16 + 16 * most, 16 + 16 * most + 8 * len(layout.KINDS)]
+    assert (found["usage.gpu"], found["usage.slot"]) == (512, layout._FIRST_SLOT)
+    assert (found["sizeof.config"], found["sizeof.config.gpu"]) == (layout.CONFIG_BYTES, layout._GPU_BYTES)
+    assert (found["sizeof.usage.gpu"], found["sizeof.slot"]) == (layout._USAGE_GPU_BYTES, layout._SLOT_BYTES)
+    numbers = (layout.USAGE_BYTES, most, layout.MOST_SLOTS, len(layout.KINDS), layout.LAYOUT)
+    assert tuple(found[name] for name in ("USAGE_BYTES", "MOST_GPUS", "MOST_SLOTS", "KINDS", "LAYOUTS")) == numbers
+    assert found["flags"] == layout._LIMITS_MEMORY | layout._LIMITS_CORES << 8 | layout._HAS_CEILING << 16
+
+
+def test_limits_are_written_under_a_sequence() -> None:
+    """Even before and behind, and another one."""
+    config = bytearray(layout.encode_config(POD, "main", [layout.GpuLimits(uuid=UUID, memory_bytes=7 << 30)]))
+    [before] = struct.unpack_from("I", config, GPU)
+    layout.write_limits(config, 0, layout.GpuLimits(uuid=UUID, memory_bytes=8 << 30, cores=3000, ceiling=6000))
+    sequence, flags, uuid, memory, cores, ceiling = struct.unpack_from("=II48sQII", config, GPU)
+    assert (flags, uuid.rstrip(b"\0").decode(), memory, cores, ceiling) == (7, UUID, 8 << 30, 3000, 6000)
+    assert sequence % 2 == before % 2 == 0 and sequence != before
+
+
+def test_an_odd_sequence_of_a_dead_agent_becomes_even_again() -> None:
+    config = bytearray(layout.encode_config(POD, "main", [layout.GpuLimits(uuid=UUID)]))
+    struct.pack_into("I", config, GPU, 0xFFFFFFFF)
+    layout.write_observed(config, 0, layout.Observed(at_ns=1, used_bytes=2, busy=3, busy_others=4, samples=5))
+    assert struct.unpack_from("I", config, GPU) == (0,)
+    assert struct.unpack_from("QQIIQ", config, GPU + 72) == (1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("uuid", ["GPU-" + "0" * 44, "GPU-" + "0" * 100])
+def test_a_uuid_that_does_not_fit_is_refused(uuid: str) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        layout.encode_config(POD, "main", [layout.GpuLimits(uuid=uuid)])
+
+
+def test_a_hostile_region_is_read_as_numbers() -> None:
+    """All bytes set: the agent shows what is there, and nothing else happens."""
+    gpus, processes = layout.read_usage(b"\xff" * layout.USAGE_BYTES, 2)
+    assert len(gpus) == 2 and processes == []
+    gpus, processes = layout.read_usage(b"\x7f" * layout.USAGE_BYTES, 16)
+    assert len(processes) == layout.MOST_SLOTS and min(gpu.held_bytes for gpu in gpus) >= 0
