@@ -1,0 +1,33 @@
+"""libgpushare and the fake driver, built once; a GPU for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.native.build import CannotBuildError
+from tests.support_gpushare import GpushareBuilt, Machine, build_for_gpushare
+
+MachineWith = Callable[..., Machine]
+
+
+@pytest.fixture(scope="session")
+def gpushare(tmp_path_factory: pytest.TempPathFactory) -> GpushareBuilt:
+    try:
+        return build_for_gpushare(tmp_path_factory.mktemp("gpushare"))
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def machine_with(gpushare: GpushareBuilt, tmp_path: Path) -> MachineWith:
+    """Of the fake driver's settings."""
+
+    def machine_with(**settings: object) -> Machine:
+        directory = tmp_path / f"machine-{len(list(tmp_path.iterdir()))}"
+        directory.mkdir()
+        return Machine(gpushare, directory, settings)
+
+    return machine_with

@@ -1,0 +1,172 @@
+"""libgpushare's limit of compute, in virtual time (tests/native/virtual_time.c): the same numbers on a busy machine.
+
+The error budget is a table: caps of cores, numbers of multiprocessors, kernels. Utilisation is what the agent sees: whole
+percents, over a second, a while ago.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, GpuLimits, write_limits
+from tests.gpushare.conftest import MachineWith
+from tests.support_gpushare import Container, Machine
+
+pytestmark = pytest.mark.isolation
+
+CAPS = (10, 30, 50, 70, 90)
+SM_COUNTS = (20, 76, 132, 188)
+PLACES = 8  # for blocks, of a multiprocessor of the fake driver
+MOST_MEAN_ERROR, MOST_ERROR = 3.0, 5.0
+"""Points of the GPU's time: of a cell, which is a kernel on a GPU, over all caps; and of one run."""
+
+
+class Kernel:
+    """Of so many blocks, each of which takes so long. "short" has many; "wave" one long one for each place of the GPU."""
+
+    def __init__(self, kind: str, sm_count: int) -> None:
+        self.block_us, self.blocks = (10, 16384) if kind == "short" else (1000, PLACES * sm_count)
+        self.seconds = max(self.blocks, PLACES * sm_count) * self.block_us / (PLACES * sm_count) / 1e6
+        self.settings = {"sm_count": sm_count, "block_us": self.block_us, "lag_ms": 200}
+
+    def launch(self, seconds: float, kind: str = "kernel") -> str:
+        return f"launch:{kind}:{seconds}:{self.blocks}"
+
+    def percent(self, rate: float) -> float:
+        return 100 * rate * self.seconds
+
+
+def run_alone(machine: Machine, kernel: Kernel, cap: int, *seconds: float, kind: str = "kernel") -> list[float]:
+    """Percent of the GPU in each of the times, one after the other."""
+    share = machine.container(f"cap-{cap}", cores=100 * cap)
+    [ended] = machine.run_virtual((share, [kernel.launch(one, kind) for one in seconds]))
+    assert (ended.code, ended.error) == (0, "")
+    return [kernel.percent(rate) for rate in ended.rates()]
+
+
+BUDGET = [
+    pytest.param(sm_count, kind, marks=[pytest.mark.smoke] if (sm_count, kind) == (132, "wave") else [])
+    for sm_count in SM_COUNTS
+    for kind in ("short", "wave")
+]
+
+
+@pytest.mark.parametrize(("sm_count", "kind"), BUDGET)
+def test_the_error_budget(machine_with: MachineWith, sm_count: int, kind: str) -> None:
+    """From the third second of a program on; in its first three seconds the same, for costs are measured at once."""
+    kernel = Kernel(kind, sm_count)
+    machines = [machine_with(**kernel.settings) for _ in CAPS]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        shares = list(
+            threads.map(lambda pair: run_alone(pair[0], kernel, pair[1], 3, 10), zip(machines, CAPS, strict=True))
+        )
+    for errors in zip(
+        *([abs(found - cap) for found in share] for share, cap in zip(shares, CAPS, strict=True)), strict=True
+    ):
+        assert sum(errors) / len(errors) <= MOST_MEAN_ERROR and max(errors) <= MOST_ERROR, shares
+
+
+@pytest.mark.parametrize("event_percent", [25, 50, 200, 400])
+@pytest.mark.parametrize("cap", [10, 30, 70])
+def test_costs_that_are_wrong_are_put_right_by_what_the_agent_sees(
+    machine_with: MachineWith, event_percent: int, cap: int
+) -> None:
+    """Events say a quarter or four times as much, as where kernels overlap. After five seconds."""
+    kernel = Kernel("wave", 132)
+    machine = machine_with(**kernel.settings, event_percent=event_percent)
+    *_, found = run_alone(machine, kernel, cap, 5, 10)
+    assert found == pytest.approx(cap, abs=MOST_ERROR)
+
+
+@pytest.mark.parametrize("kind", ["kernel", "ex", "cooperative", "graph", "captured", "sync"])
+def test_every_kind_of_launch_is_limited(machine_with: MachineWith, kind: str) -> None:
+    """Captured launches are paid for by their graph, once."""
+    kernel = Kernel("wave", 132)
+    [found] = run_alone(machine_with(**kernel.settings), kernel, 30, 6, kind=kind)
+    assert found == pytest.approx(30, abs=3)
+
+
+def test_a_program_that_waits_for_each_long_kernel_is_limited(machine_with: MachineWith) -> None:
+    """Kernels of 50 ms: no launch is ever behind another one."""
+    machine = machine_with(sm_count=132, block_us=50000)
+    [ended] = machine.run_virtual((machine.container(cores=3000), ["launch:sync:10:1056"]))
+    assert 100 * ended.rates()[0] * 0.05 == pytest.approx(30, abs=3)
+
+
+def test_a_mix_that_changes_is_limited(machine_with: MachineWith) -> None:
+    """1,056 blocks, 64, and 1,056 again: each fills the same time of the GPU."""
+    machine = machine_with(sm_count=132, block_us=1000, lag_ms=200)
+    launches = [f"launch:kernel:3:{blocks}" for blocks in (1056, 64, 1056)]
+    [ended] = machine.run_virtual((machine.container(cores=3000), launches))
+    assert [rate / 10 for rate in ended.rates()] == pytest.approx([30, 30, 30], abs=3)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("kind", ["short", "wave"])
+def test_processes_of_a_container_share_its_time_evenly(machine_with: MachineWith, count: int, kind: str) -> None:
+    kernel = Kernel(kind, 132)
+    machine = machine_with(**kernel.settings)
+    share = machine.container(cores=3000)
+    ended = machine.run_virtual(*[(share, [kernel.launch(3), kernel.launch(8)])] * count)
+    found = [kernel.percent(one.rates()[1]) for one in ended]
+    assert sum(found) == pytest.approx(30, abs=3)
+    assert found == pytest.approx([30 / count] * count, rel=0.25)
+
+
+@pytest.mark.parametrize(("sm_count", "caps"), [(132, (30, 60)), (188, (30, 70))])
+def test_two_shares_of_a_gpu_have_each_their_part(
+    machine_with: MachineWith, sm_count: int, caps: tuple[int, int]
+) -> None:
+    """The GPU is full, and between a program's two events lie the other one's kernels."""
+    kernel = Kernel("wave", sm_count)
+    machine = machine_with(**kernel.settings)
+    shares = [machine.container(f"cap-{cap}", cores=100 * cap) for cap in caps]
+    ended = machine.run_virtual(*[(share, [kernel.launch(4), kernel.launch(10)]) for share in shares])
+    assert [kernel.percent(one.rates()[1]) for one in ended] == pytest.approx(caps, abs=MOST_ERROR)
+
+
+def test_an_idle_gpu_is_given_up_to_the_ceiling(machine_with: MachineWith) -> None:
+    """A second after the others' last kernel; and back again a second after their next one."""
+    kernel = Kernel("wave", 132)
+    machine = machine_with(**kernel.settings)
+    elastic, other = machine.container("elastic", cores=3000, ceiling=8000), machine.container("other", cores=2000)
+    phases = [kernel.launch(one) for one in (5, 5, 5, 5)]
+    ended = machine.run_virtual((elastic, phases), (other, ["sleep:9", kernel.launch(12)]))
+    first, alone, _, beside = [kernel.percent(rate) for rate in ended[0].rates()]
+    assert first > 50  # of which the first second is at 30
+    assert alone == pytest.approx(72, abs=9)
+    assert beside == pytest.approx(30, abs=MOST_ERROR)
+
+
+def test_without_an_agent_the_measured_costs_hold(machine_with: MachineWith) -> None:
+    """It is away for minutes at most, and says nothing meanwhile."""
+    kernel = Kernel("wave", 132)
+    machine = machine_with(**kernel.settings)
+    [ended] = machine.run_virtual((machine.container(cores=5000), [kernel.launch(5)]), observed=False)
+    assert kernel.percent(ended.rates()[0]) == pytest.approx(50, abs=3)
+
+
+def set_cores(share: Container, cores: int) -> None:
+    path = share.directory / CONFIG_NAME
+    content = bytearray(path.read_bytes())
+    write_limits(content, 0, GpuLimits(uuid="", cores=cores))
+    with Path(path).open("r+b") as file:
+        file.write(content)
+
+
+def test_cores_are_followed_by_the_next_launch(machine_with: MachineWith) -> None:
+    """In real time: a launch that waits for minutes at the old share goes on at the new one."""
+    machine = machine_with(sm_count=132, block_us=100000)
+    share = machine.container(cores=10)  # a tenth of a percent: 100 s for each kernel
+    program = share.start("launch:sync:0.3:1056", "launch:kernel:0.1:1056")
+    while share.usage()[0].launched_ns < 150_000_000:
+        assert program.poll() is None, program.communicate()
+        time.sleep(0.01)
+    set_cores(share, 10000)
+    output, _ = program.communicate(timeout=30)
+    assert program.returncode == 0 and output.count('"launch"') == 2

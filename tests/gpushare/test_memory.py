@@ -1,0 +1,203 @@
+"""libgpushare's limit of memory: every way to ask for a function, every kind of memory, every end of a process.
+
+A share of 2,560 MiB; a context takes 300 MiB, so 8 blocks of 256 MiB fit.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gpushare_agent.isolation.gpushare.format import (
+    CONFIG_NAME,
+    USAGE_NAME,
+    GpuLimits,
+    Observed,
+    write_limits,
+    write_observed,
+)
+from tests.gpushare.conftest import MachineWith
+from tests.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, Container, finish
+
+pytestmark = pytest.mark.isolation
+
+SHARE_MIB = 2560
+TAKE = f"alloc:alloc:{BLOCK_MIB}:20"
+OUT_OF_MEMORY = 2
+KINDS = ("alloc", "managed", "pitch", "async", "pool", "vmm", "mapped", "array", "array3d", "mipmapped", "graphmem")
+V1, V2 = "cuGetProcAddress", "cuGetProcAddress_v2"
+WAYS = (("link", 0), ("dlsym", 0), ("next", 0), ("deepbind", 0), (V1, 11080), (V2, 11080), (V2, 12080), (V2, 13000))
+
+
+@pytest.fixture
+def share(machine_with: MachineWith) -> Container:
+    return machine_with().container(memory_mib=SHARE_MIB)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("way", "version"), WAYS)
+def test_every_way_to_a_function_ends_at_the_limit(share: Container, way: str, version: int) -> None:
+    ended = share.run(TAKE, "info", way=way, version=version)
+    assert (ended.step("alloc")["blocks"], ended.step("alloc")["result"]) == (8, OUT_OF_MEMORY), ended.error
+    info = ended.step("info")
+    assert (info["total_mib"], info["free_mib"]) == (SHARE_MIB, SHARE_MIB - CONTEXT_MIB - 8 * BLOCK_MIB)
+    assert (info["device_total_mib"], ended.error) == (SHARE_MIB, "")
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_memory_is_counted_and_given_back(share: Container, kind: str) -> None:
+    """Memory of a graph's nodes stays with the GPU: the program gives none of it back."""
+    ended = share.run(f"alloc:{kind}:{BLOCK_MIB}:20", "info", "free", "info", TAKE)
+    first, last = (step["blocks"] for step in ended.steps if step["action"] == "alloc")
+    before, after = (step["free_mib"] for step in ended.steps if step["action"] == "info")
+    assert (first, before) == (8, SHARE_MIB - CONTEXT_MIB - 8 * BLOCK_MIB), ended.error
+    is_kept = kind == "graphmem"
+    assert (after, last) == ((before, 0) if is_kept else (SHARE_MIB - CONTEXT_MIB, 8))
+
+
+@pytest.mark.parametrize("kind", ["host", "ipc"])
+def test_memory_of_the_host_and_of_others_is_not_counted(share: Container, kind: str) -> None:
+    """What is opened was counted where it was taken: here in the same program."""
+    ended = share.run(f"alloc:{kind}:{BLOCK_MIB}:20", "info")
+    assert (ended.step("alloc")["blocks"], ended.code) == (20, 0)
+    assert ended.step("info")["free_mib"] == SHARE_MIB - CONTEXT_MIB - (BLOCK_MIB if kind == "ipc" else 0)
+
+
+def test_mixed_kinds_have_the_share_together(share: Container) -> None:
+    steps = share.run(*(f"alloc:{kind}:{BLOCK_MIB}:1" for kind in KINDS)).steps
+    assert [step["blocks"] for step in steps if step["action"] == "alloc"] == [1] * 8 + [0] * 3
+
+
+def test_the_driver_s_places_for_answers_may_be_missing(share: Container) -> None:
+    step = share.run("infonull").step("infonull")
+    assert step["results"] == [0, 0, 0]
+    assert (step["free_mib"], step["total_mib"]) == (SHARE_MIB - CONTEXT_MIB, SHARE_MIB)
+
+
+def test_nvml_shows_the_share(share: Container) -> None:
+    step = share.run(TAKE, "nvml").step("nvml")
+    used = CONTEXT_MIB + 8 * BLOCK_MIB
+    assert (step["total_mib"], step["newer_total_mib"]) == (SHARE_MIB, SHARE_MIB)
+    assert (step["used_mib"], step["newer_used_mib"], step["processes"]) == (used, used, 1)
+
+
+@pytest.mark.smoke
+def test_a_killed_process_s_memory_is_free_at_once(share: Container) -> None:
+    assert share.run(f"alloc:alloc:{BLOCK_MIB}:6", "kill").code == -9
+    assert share.run(TAKE).step("alloc")["blocks"] == 8
+
+
+CALLS = ("cuInit", "cuDevicePrimaryCtxRetain", "cuMemAlloc_v2", "cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemCreate",
+         "cuArrayCreate_v2", "cuMipmappedArrayCreate", "cuMemAllocManaged", "cuMemAllocPitch_v2")  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_process_that_dies_in_a_call_leaves_nothing(share: Container, call: str) -> None:
+    kinds = [f"alloc:{kind}:128:1" for kind in KINDS]
+    assert share.run(*kinds, env={"FAKE_GPU_DIES_IN": call}).code == -9
+    assert share.run(TAKE).step("alloc")["blocks"] == 8
+
+
+def test_a_child_of_fork_is_counted_beside_its_parent(share: Container) -> None:
+    """It has a context of its own; the parent's three blocks stay the parent's."""
+    ended = share.run(f"alloc:alloc:{BLOCK_MIB}:3", "fork", TAKE)
+    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [3, 4], ended.error
+
+
+def test_two_containers_have_each_their_own(machine_with: MachineWith) -> None:
+    machine = machine_with()
+    one, other = machine.container("one", memory_mib=SHARE_MIB), machine.container("other", memory_mib=1024)
+    holding = one.start(TAKE, "sleep:1")
+    assert other.run(TAKE).step("alloc")["blocks"] == 2
+    assert finish(holding).step("alloc")["blocks"] == 8
+
+
+def test_many_processes_never_have_more_than_the_share(machine_with: MachineWith) -> None:
+    """48 at once, each with a context of 300 MiB: the driver's own count is what is compared. After them all is free."""
+    machine = machine_with(memory_mib=200000)
+    share = machine.container(memory_mib=48 * CONTEXT_MIB + 40 * 64)
+    actions = ["alloc:alloc:64:2", "free", "alloc:alloc:64:3", "free", "alloc:async:64:2", "nvml"]
+    with ThreadPoolExecutor(16) as threads:
+        ended = list(threads.map(lambda _: share.run(*actions), range(48)))
+    assert {one.code for one in ended} == {0}, [one.error for one in ended if one.error]
+    assert share.run("info").step("info")["free_mib"] == 48 * CONTEXT_MIB + 40 * 64 - CONTEXT_MIB
+
+
+def change(share: Container, **limits: int) -> None:
+    with (share.directory / CONFIG_NAME).open("r+b") as file:
+        content = bytearray(file.read())
+        write_limits(content, 0, GpuLimits(uuid="", **limits))
+        file.seek(0)
+        file.write(content)
+
+
+def test_a_running_program_follows_a_resize(share: Container) -> None:
+    """More at once; below what is used nothing is given, until as much has been freed."""
+    program = share.start(TAKE, "sleep:1", TAKE, "sleep:1", TAKE, "info", "free", TAKE)
+    _wait_refused(share, 1)
+    change(share, memory_bytes=20 * BLOCK_MIB * MIB)
+    _wait_refused(share, 2)
+    change(share, memory_bytes=6 * BLOCK_MIB * MIB)
+    ended = finish(program)
+    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [8, 10, 0, 4]
+    assert (ended.step("info")["free_mib"], ended.step("info")["total_mib"]) == (0, 6 * BLOCK_MIB)
+
+
+def _wait_refused(share: Container, count: int) -> None:
+    """Each refusal is counted twice: before and after what is unused was looked for."""
+    for _ in range(2000):
+        if share.usage()[0].refused >= 2 * count:
+            return
+        time.sleep(0.01)
+    raise AssertionError("the program does not come so far")
+
+
+@pytest.mark.parametrize(("used_mib", "blocks"), [(CONTEXT_MIB + 512, 6), (CONTEXT_MIB - 256, 9), (CONTEXT_MIB, 8)])
+def test_what_the_agent_observes_is_believed_once_nothing_changes(share: Container, used_mib: int, blocks: int) -> None:
+    """More than was counted: modules, rounding. Less: a context that was estimated too high. Here 300 ms after it."""
+    program = share.start("sleep:1.5", TAKE)
+    while not share.usage()[0].held_bytes:
+        assert program.poll() is None, program.communicate()
+        time.sleep(0.01)
+    time.sleep(0.4)
+    with (share.directory / CONFIG_NAME).open("r+b") as file:
+        content = bytearray(file.read())
+        seen = Observed(at_ns=time.monotonic_ns(), used_bytes=used_mib * MIB, busy=0, busy_others=0, samples=1)
+        write_observed(content, 0, seen)
+        file.seek(0)
+        file.write(content)
+    assert finish(program).step("alloc")["blocks"] == blocks
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("fault", ["no config", "no usage", "layout of config", "layout of usage", "short config"])
+def test_without_limits_no_memory_is_given_and_one_line_says_why(share: Container, fault: str) -> None:
+    """Never "no limit" in silence; launches go through, and the program is not ended."""
+    config, usage = share.directory / CONFIG_NAME, share.directory / USAGE_NAME
+    path = config if "config" in fault else usage
+    if fault.startswith("no"):
+        path.unlink()
+    elif fault.startswith("layout"):
+        path.write_bytes(path.read_bytes()[:4] + b"\x02" + path.read_bytes()[5:])
+    else:
+        path.write_bytes(path.read_bytes()[:100])
+    ended = share.run(TAKE, TAKE, "launch:kernel:0.1", "info")
+    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [0, 0]
+    assert (ended.step("launch")["result"], ended.code) == (0, 0)
+    assert ended.step("launch")["kernels"] > 0
+    assert ended.error.startswith("gpushare: ./") and ended.error.count("\n") == 1
+
+
+def test_a_gpu_that_the_agent_does_not_name_gives_no_memory(machine_with: MachineWith) -> None:
+    share = machine_with(uuid_prefix="GPU-11111111-0000-4000-8000-").container(memory_mib=SHARE_MIB)
+    ended = share.run(TAKE)
+    assert (ended.step("alloc")["blocks"], ended.code) == (0, 0)
+    assert ended.error.count("\n") == 1 and "another GPU" in ended.error
+
+
+def test_without_a_limit_of_memory_all_is_given(machine_with: MachineWith) -> None:
+    ended = machine_with().container(cores=3000).run(TAKE, "info")
+    assert (ended.step("alloc")["blocks"], ended.step("info")["total_mib"]) == (20, 24576)

@@ -1,0 +1,143 @@
+/* region.c without a driver, under the compiler's sanitizers: processes and threads that take and give memory at the same time.
+ *
+ *   region_stress hammer PROCESSES THREADS ROUNDS   in the working directory's files; every second process is killed at the end
+ *   region_stress fuzz COUNT                        opens COUNT copies of gpushare.config with bytes changed at random
+ *
+ * Prints the most that was ever held, and what is held at the end, in bytes.
+ */
+#define _GNU_SOURCE
+#include "library.h"
+#include "region.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static struct { _Atomic uint64_t taken, most, above, refused, ended; } *seen; /* shared by all processes */
+static int rounds;
+
+/* start.c's, without its CUDA. */
+void say_once(int *said, const char *format, ...)
+{
+    va_list values;
+    va_start(values, format);
+    if (!atomic_exchange((_Atomic int *)said, 1)) {
+        vfprintf(stderr, format, values);
+        fputc('\n', stderr);
+    }
+    va_end(values);
+}
+
+static void *hammer(void *seed)
+{
+    unsigned state = (unsigned)(uintptr_t)seed;
+    struct limits limits;
+    uint64_t own[8] = {0};
+    read_limits(0, &limits);
+    for (int i = 0; i < rounds; i++) {
+        uint64_t *place = &own[rand_r(&state) % 8];
+        if (*place) { /* first less, then given: `taken` is never more than what is held */
+            atomic_fetch_sub(&seen->taken, *place);
+            give_bytes(0, LINEAR, *place);
+            *place = 0;
+        } else if (take_bytes(0, LINEAR, *place = 1 + (uint64_t)rand_r(&state) % (limits.memory / 16))) {
+            uint64_t all = atomic_fetch_add(&seen->taken, *place) + *place, most = atomic_load(&seen->most);
+            while (all > most && !atomic_compare_exchange_weak(&seen->most, &most, all))
+                ;
+            if (all > limits.memory)
+                atomic_fetch_add(&seen->above, 1);
+        } else {
+            *place = 0;
+            atomic_fetch_add(&seen->refused, 1);
+        }
+    }
+    for (int i = 0; i < 8; i++)
+        if (own[i]) {
+            atomic_fetch_sub(&seen->taken, own[i]);
+            give_bytes(0, LINEAR, own[i]);
+        }
+    return NULL;
+}
+
+static void be_process(int number, int threads)
+{
+    pthread_t all[64];
+    forget_region();
+    for (int i = 0; i < threads && i < 64; i++)
+        pthread_create(&all[i], NULL, hammer, (void *)(uintptr_t)(number * 64 + i + 1));
+    for (int i = 0; i < threads && i < 64; i++)
+        pthread_join(all[i], NULL);
+    atomic_fetch_add(&seen->ended, 1);
+    if (number % 2) { /* and one block more, with which it is killed */
+        charge_bytes(0, LINEAR, 4096);
+        kill(getpid(), SIGKILL);
+    }
+    _exit(0);
+}
+
+static int hammer_all(int processes, int threads)
+{
+    if (!open_region() || !own_slot())
+        return 3;
+    seen = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    for (int i = 0; i < processes; i++)
+        if (fork() == 0)
+            be_process(i, threads);
+    int status, failed = 0;
+    while (wait(&status) > 0)
+        failed += !(WIFEXITED(status) && WEXITSTATUS(status) == 0) && !(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+    reclaim_dead();
+    printf("{\"most\": %lu, \"above\": %lu, \"refused\": %lu, \"held\": %lu, \"ended\": %lu, \"failed\": %d}\n", seen->most, seen->above,
+           seen->refused, held_bytes(0), seen->ended, failed);
+    return 0;
+}
+
+static int fuzz(int count)
+{
+    char whole[CONFIG_BYTES];
+    int file = open("gpushare.config", O_RDWR), failed = 0, opened = 0;
+    if (read(file, whole, sizeof whole) != sizeof whole)
+        return 3;
+    for (int i = 0; i < count; i++) {
+        char changed[CONFIG_BYTES];
+        unsigned state = (unsigned)i;
+        memcpy(changed, whole, sizeof whole);
+        for (int k = rand_r(&state) % 16; k >= 0; k--)
+            changed[rand_r(&state) % (rand_r(&state) % 2 ? 16 : sizeof changed)] = (char)rand_r(&state);
+        if (pwrite(file, changed, sizeof changed, 0) != sizeof changed || ftruncate(file, i % 10 ? (off_t)sizeof changed : rand_r(&state) % 5000))
+            return 3;
+        if (fork() == 0) {
+            struct limits limits;
+            bool is_open = open_region();
+            for (int gpu = 0; is_open && gpu < MOST_GPUS; gpu++) {
+                read_limits(gpu, &limits);
+                if (take_bytes(gpu, LINEAR, 1 << 20))
+                    give_bytes(gpu, LINEAR, 1 << 20);
+            }
+            gpu_named("00000000-0000-4000-8000-000000000000");
+            _exit(is_open ? 1 : 0);
+        }
+        int status;
+        wait(&status);
+        failed += !WIFEXITED(status) || WEXITSTATUS(status) > 1;
+        opened += WIFEXITED(status) && WEXITSTATUS(status) == 1;
+    }
+    printf("{\"failed\": %d, \"opened\": %d}\n", failed, opened);
+    return 0;
+}
+
+int main(int count, char **words)
+{
+    if (count == 5 && strcmp(words[1], "hammer") == 0) {
+        rounds = atoi(words[4]);
+        return hammer_all(atoi(words[2]), atoi(words[3]));
+    }
+    return count == 3 && strcmp(words[1], "fuzz") == 0 ? fuzz(atoi(words[2])) : 2;
+}

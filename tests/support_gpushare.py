@@ -1,0 +1,158 @@
+"""libgpushare on the fake driver without a container: a directory has the two files that the agent would mount, a program
+with that working directory is a process of the container.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpushare_agent.isolation.gpushare.format import (
+    CONFIG_NAME,
+    USAGE_NAME,
+    GpuLimits,
+    GpuUsage,
+    ProcessUsage,
+    encode_config,
+    encode_usage,
+    read_usage,
+)
+from native.build_gpushare import build_gpushare
+from tests.native.build import NATIVE, build_fake_driver, build_program, cuda_include
+
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 120.0
+POD = "11111111-2222-3333-4444-555555555555"
+BLOCK_MIB, CONTEXT_MIB = 256, 300
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpushareBuilt:
+    driver: Path
+    programs: Path
+    library: Path
+    virtual_time: Path
+
+
+def build_for_gpushare(directory: Path) -> GpushareBuilt:
+    """The library looks for its files in the working directory. Raises CannotBuildError."""
+    driver, programs = build_fake_driver(directory / "driver"), directory / "programs"
+    programs.mkdir()
+    source, library = NATIVE / "gpu_program.c", directory / "libgpushare.so"
+    build_program(programs / "gpu_program", source, ["-ldl"])
+    build_program(programs / "gpu_program_linked", source, ["-DLINKED", f"-L{driver}", "-Wl,--no-as-needed", "-lcuda"])
+    build_gpushare(cuda_include(), library, directory=".")
+    virtual_time = directory / "libvirtualtime.so"
+    build_program(virtual_time, NATIVE / "virtual_time.c", ["-shared", "-fPIC"])
+    return GpushareBuilt(driver=driver, programs=programs, library=library, virtual_time=virtual_time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    steps: list[dict[str, Any]]
+    code: int
+    error: str
+
+    def step(self, action: str) -> dict[str, Any]:
+        """The last one of that name; empty where the program did not come so far."""
+        return next((step for step in reversed(self.steps) if step["action"] == action), {})
+
+    def rates(self) -> list[float]:
+        return [step["rate"] for step in self.steps if step["action"] == "launch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A GPU, and the containers that share it. `settings` are the fake driver's (fake_driver/machine.h)."""
+
+    built: GpushareBuilt
+    directory: Path
+    settings: Mapping[str, object]
+
+    def container(self, name: str = "main", **limits: Any) -> Container:
+        """`limits` as GpuLimits has them, of GPU 0; memory_mib for its bytes."""
+        directory = self.directory / name
+        directory.mkdir()
+        if "memory_mib" in limits:
+            limits["memory_bytes"] = limits.pop("memory_mib") * MIB
+        gpu = GpuLimits(uuid=f"GPU-00000000-0000-4000-8000-{0:012x}", **limits)
+        (directory / CONFIG_NAME).write_bytes(encode_config(POD, "main", [gpu]))
+        (directory / USAGE_NAME).write_bytes(encode_usage())
+        return Container(self, directory)
+
+    def env(self, preload: Sequence[Path] = ()) -> dict[str, str]:
+        env = {f"FAKE_GPU_{name.upper()}": str(value) for name, value in self.settings.items()}
+        env |= {"LD_LIBRARY_PATH": str(self.built.driver), "FAKE_GPU_STATE": str(self.directory / "state")}
+        env |= {"FAKE_GPU_DEVICES": "all", "FAKE_GPU_GPUS": "1", "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+        return env | ({"LD_PRELOAD": ":".join(map(str, preload))} if preload else {})
+
+    def run_virtual(self, *programs: tuple[Container, Sequence[str]], observed: bool = True) -> list[Ended]:
+        """At the same time, in virtual time, with the agent's part unless it is not `observed`."""
+        clock = self.directory / "clock"
+        clock.write_bytes(b"")
+        directories = {str(container.directory): None for container, _ in programs}
+        virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(len(programs) + observed)}
+        with ExitStack() as stack:
+            if observed:
+                command = [sys.executable, str(NATIVE / "observing_agent.py"), *directories]
+                agent = stack.enter_context(
+                    subprocess.Popen(command, env=self.env([self.built.virtual_time]) | virtual, cwd=self.directory)
+                )
+                stack.callback(agent.kill)
+            preload = [self.built.virtual_time, self.built.library]
+            started = [container.start(*words, preload=preload, env=virtual) for container, words in programs]
+            for one in started:
+                stack.callback(one.kill)
+            return [finish(one) for one in started]
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    machine: Machine
+    directory: Path
+
+    def start(
+        self,
+        *actions: str,
+        way: str = "dlsym",
+        version: int = 12080,
+        preload: Sequence[Path] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[str]:
+        built = self.machine.built
+        program = built.programs / ("gpu_program_linked" if way == "link" else "gpu_program")
+        return subprocess.Popen(
+            [program, way, str(version), *actions],
+            cwd=self.directory,
+            env=self.machine.env([built.library] if preload is None else preload) | dict(env or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *actions: str, **how: Any) -> Ended:
+        return finish(self.start(*actions, **how))
+
+    def usage(self) -> tuple[GpuUsage, list[ProcessUsage]]:
+        gpus, processes = read_usage((self.directory / USAGE_NAME).read_bytes(), 1)
+        return gpus[0], processes
+
+
+def finish(process: subprocess.Popen[str]) -> Ended:
+    try:
+        output, error = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, error = process.communicate()
+        raise AssertionError(f"the program did not end; {output}{error}") from None
+    steps = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return Ended(steps=steps, code=process.returncode, error=error)
