@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpushare_agent.isolation.names import is_container_name, is_pod_uid
 
@@ -37,8 +38,7 @@ KINDS = ("linear", "managed", "virtual", "array", "pool", "graph", "context")
 _SLOT = struct.Struct(f"@iIQ{MOST_GPUS}Q{MOST_GPUS}Q{len(KINDS)}QQ")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuLimits:
+class GpuLimits(Struct, frozen=True, kw_only=True):
     """Of one GPU. None: not limited. Cores are hundredths of a percent; the ceiling is for who computes alone there."""
 
     uuid: str
@@ -47,8 +47,7 @@ class GpuLimits:
     ceiling: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class Observed(Struct, frozen=True, kw_only=True):
     """What the driver says of a container on one GPU; busy in thousandths of the time since the sample before."""
 
     at_ns: int
@@ -59,8 +58,7 @@ class Observed:
     context_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuUsage:
+class GpuUsage(Struct, frozen=True, kw_only=True):
     """What the container's processes say of one GPU."""
 
     held_bytes: int
@@ -70,8 +68,7 @@ class GpuUsage:
     throttled_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessUsage:
+class ProcessUsage(Struct, frozen=True, kw_only=True):
     """`pid` is the process's own, in its PID namespace; bytes by index of the GPU, and by kind of memory."""
 
     pid: int
