@@ -12,27 +12,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
+from gpushare_agent.dra.decisions.booking import allocations_of, shortage
+from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.nodes import read_node
 from gpushare_agent.extender.values import ClusterPolicy
+from gpushare_agent.model.allocations import ClaimRef, ContainerKey
+from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import MIB, PREDICATE_GPU_INDEX_PREFIX, PodUid
+from gpushare_agent.model.names import MIB, NVIDIA_GPU_RESOURCE, PREDICATE_GPU_INDEX_PREFIX, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.units import NvidiaNames
 from gpushare_agent.observability.gpu_summaries import gpus_of_node
 from gpushare_agent.observability.inspection import node_sums
 from gpushare_agent.placement import GpuAccount
+from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.sandbox.pod_manifest import pod_requests
 from gpushare_agent.sandbox.scheduler.node_fit import lacking, take
 from gpushare_agent.simulation.schedulers import Placed
 from gpushare_agent.simulation.schedulers import Policy as SimulatedPolicy
 from gpushare_agent.simulation.workload import PodMaker, Shape
-from tests.support_core import NAMES, inventory
+from tests.support_core import NAMES, container, inventory, pod
 from tests.support_placement import GPU_MEM, Node, accounts, leaves_blocks_without_cores, nodes, pods, pods_with_units
 from tests.support_simulation import GPU_MIB, cluster_of, scheduler_of
 
@@ -160,3 +167,102 @@ def test_simulated_claims_and_simulated_binds_leave_free_what_the_agent_has_free
                 agent.release(ended)
             now = [(cores, blocks) for cores, blocks, _ in free(scheduler.gpus(node.name))]
             assert now == [(cores, blocks) for cores, blocks, _ in free(accounts(found, agent.cache))]
+
+
+REPLICAS = NvidiaNames(replicas=(("*", 3),), mig_strategy="mixed")
+
+
+def pods_with_replicas(name: str) -> st.SearchStrategy[Pod]:
+    """Shares, gpu-mem units, and units under NVIDIA's names: replicas of GPUs and of MIG instances."""
+    asked = st.sampled_from(
+        [
+            {GPU_MEM.vcore: 25, GPU_MEM.vmemory: 13},
+            {GPU_MEM.vcore: 100},
+            {GPU_MEM.gpu_mem: 5},
+            {NVIDIA_GPU_RESOURCE: 1},
+            {NVIDIA_GPU_RESOURCE: 2},
+            {REPLICAS.mig_resource("1g.10gb"): 1},
+        ]
+    )
+    main = asked.map(lambda requests: replace(container(), requests=requests))
+    return st.lists(main, min_size=1, max_size=2).map(
+        lambda found: pod(name, *(replace(one, name=f"main-{n}", position=n) for n, one in enumerate(found)))
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    found=nodes(with_instances=True),
+    owners=pods_of(pods_with_replicas),
+    shares_in_mig=st.booleans(),
+    seed=SEEDS,
+    ends=st.sets(st.integers(0, 5)),
+)
+def test_replicas_and_instances_are_counted_alike_by_agent_extender_and_inspect(
+    found: GpuInventory, owners: tuple[Pod, ...], shares_in_mig: bool, seed: int, ends: set[int]
+) -> None:
+    """The report has a part of a core or of a block as one, for each pod: the extender believes no more to be free than the
+    agent, and at most that much less. `inspect` shows what the extender counts."""
+    names = replace(GPU_MEM, shares_in_mig=shares_in_mig)
+    own_names = replace(names, gpu=REPLICAS.resources(["1g.10gb"]), nvidia=REPLICAS)
+    agent = Node(found, Policy(names=own_names), seed)
+    admitted: dict[PodUid, Pod] = {}
+    for number, owner in enumerate(owners):
+        if not isinstance(agent.admit(owner), Refused):
+            admitted[owner.uid] = owner
+        if number in ends and admitted:
+            agent.release(admitted.pop(sorted(admitted)[0]))
+        by_pod = allocations_by_pod(agent.cache.view().values(), found.gpus, admitted.get, own_names)
+        raw = raw_node(agent, admitted, names)
+        raw["metadata"]["annotations"][ALLOCATIONS_ANNOTATION] = allocations_annotation(by_pod)
+        raw["metadata"]["annotations"][GPUS_ANNOTATION] = gpus_annotation(
+            found, cordoned=frozenset(), memory_block_mib=names.memory_block_mib, shares_in_mig=shares_in_mig
+        )
+        own = accounts(found, agent.cache, own_names)
+        read = read_node(raw, names, model_label="m", pool_label="p")
+        if read.node is not None:
+            extender = ClusterState(policy=ClusterPolicy(names=names))
+            extender.put_node(read.node, 0.0)
+            for mine, its in zip(own, extender.gpus("node"), strict=True):
+                assert mine.allocated_cores <= its.allocated_cores < mine.allocated_cores + len(admitted) + 1
+                assert mine.allocated_mib <= its.allocated_mib < mine.allocated_mib + 256 * (len(admitted) + 1)
+                assert (its.free_cores <= mine.free_cores and its.free_blocks <= mine.free_blocks) or not its.is_healthy
+        summaries = gpus_of_node(raw["metadata"]["annotations"], {}, names)
+        assert summaries is not None
+        sums = node_sums("node", summaries, list(admitted.values()), names)
+        charged: dict[int, Charge] = {}
+        for one in by_pod:
+            add_charges(charged, {index: Charge(*counts) for index, counts in one.gpus.items()})
+        for gpu, shown in zip(found.gpus, sums.gpus, strict=True):
+            account = account_of(gpu, names, charged.get(gpu.index, NO_CHARGE))
+            assert shown.memory_allocated_bytes == account.allocated_mib * MIB
+            assert shown.cores_allocated == min(account.allocated_cores, shown.gpu.cores)
+
+
+CLAIMS = st.tuples(st.integers(0, 2), st.integers(0, 99), st.integers(1, 40), st.booleans(), st.booleans())
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(claims=st.lists(CLAIMS, max_size=8))
+def test_claims_are_charged_what_the_scheduler_has_counted(claims: list[tuple[int, int, int, bool, bool]]) -> None:
+    """Those that have room; of admin access nothing."""
+    found, cache = inventory(3), AllocationCache()
+    counted = [[0, 0] for _ in found.gpus]
+    for number, (index, cores, blocks, is_whole, is_admin) in enumerate(claims):
+        gpu = found.gpus[index]
+        result = PreparedResult(
+            key=ContainerKey(PodUid(f"uid-{number}"), "gpu"), request="gpu", device=f"gpu-{index}", share_id="",
+            gpu=gpu.uuid, cores=100 if is_whole else cores, memory_mib=gpu.memory_mib if is_whole else blocks * 256,
+            is_whole=is_whole, cdi_devices=(), view="gpu", is_admin=is_admin,
+        )  # fmt: skip
+        claim = PreparedClaim(
+            ref=ClaimRef("default", f"claim-{number}", f"uid-{number}"), shown_as="gpu", pod="p", isolation="vcuda",
+            results=(result,), spec={},
+        )  # fmt: skip
+        ledger = cache.ledger(found)
+        if not shortage(claim, ledger, NAMES):
+            for allocation in allocations_of(claim, ledger, NAMES, 0.0):
+                cache.put(allocation)
+                counted[index][0] += result.cores
+                counted[index][1] += result.memory_mib
+    assert used(accounts(found, cache)) == [tuple(one) for one in counted]
