@@ -12,7 +12,7 @@ from gpushare_agent.admission.decisions.hints import predicted_gpus
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, offer_accounts
 from gpushare_agent.admission.decisions.offered_devices import unit_ids
-from gpushare_agent.admission.decisions.plan import Plan, check, plan
+from gpushare_agent.admission.decisions.plan import Decision, check, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.charges import NO_CHARGE
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -110,7 +110,7 @@ class Node:
             outcome = plan(target, offer, free=free, ledger=ledger, policy=self.policy, hint=hint, gpus=gpus)
             if isinstance(outcome, Refused):
                 return outcome
-            assert isinstance(outcome, Plan)
+            assert isinstance(outcome, Decision)
             planned = outcome.gpus
             chosen += [device for device in outcome.ids if device not in chosen]
         else:

@@ -13,8 +13,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decision_log import DecisionLog
-from gpushare_agent.admission.decisions.explain import Explanation, in_short, with_gpus
+from gpushare_agent.admission.decisions.decide import in_short, with_gpus
 from gpushare_agent.admission.decisions.identity import Target
+from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.cluster.events import MAX_MESSAGE_CHARS, PodEvents
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.decision_records import DecisionRecord, Outcome
@@ -36,35 +37,28 @@ class OutcomeReporter(Struct, kw_only=True, eq=False):
     decisions: DecisionLog
     wall_clock_ns: Callable[[], int] = time.time_ns
 
-    def allocated(self, target: Target, allocation: Allocation, resource: str, why: Explanation | None) -> None:
-        """`why` is None where nothing was decided now: an init container's IDs are passed on, or a further resource of a
-        container is added to those that it has."""
-        self.metrics.admission(resource, "allocated", "")
-        if why is not None:
-            self._record(target, resource, why=with_gpus(why, allocation.gpus), refused=None, gpus=allocation.gpus)
+    def allocated(self, decision: Decision, allocation: Allocation) -> None:
+        """By a decision without a place nothing was decided now: an init container's IDs are passed on, or a further
+        resource of a container is added to those that it has."""
+        self.metrics.admission(decision.resource, "allocated", "")
+        if decision.placed is not None:
+            self._record(with_gpus(decision, allocation.gpus), gpus=allocation.gpus)
 
-    def refused(self, target: Target | None, resource: str, refused: Refused, why: Explanation | None) -> None:
-        self.metrics.admission(resource, "refused", refused.reason.value)
-        why = with_gpus(why, ()) if why is not None else None
-        self._record(target, resource, why=why, refused=refused, gpus=())
-        if target is not None:
-            self.events.refused(target.pod, _with_verdicts(refused, why))
+    def refused(self, decision: Decision, refused: Refused) -> None:
+        self.metrics.admission(decision.resource, "refused", refused.reason.value)
+        decision = with_gpus(decision, ())
+        self._record(decision, refused)
+        if decision.target is not None:
+            self.events.refused(decision.target.pod, _with_verdicts(refused, decision))
 
     def start_refused(self, target: Target | None, resource: str, refused: Refused) -> None:
-        self._record(target, resource, why=None, refused=refused, gpus=())
+        self._record(Decision(target=target, resource=resource), refused)
         if target is not None:
             self.events.refused(target.pod, refused)
 
-    def _record(
-        self,
-        target: Target | None,
-        resource: str,
-        *,
-        why: Explanation | None,
-        refused: Refused | None,
-        gpus: tuple[GpuUuid, ...],
-    ) -> None:
+    def _record(self, decision: Decision, refused: Refused | None = None, gpus: tuple[GpuUuid, ...] = ()) -> None:
         chosen = sorted((gpu for gpu in self.inventory().gpus if gpu.uuid in gpus), key=lambda gpu: gpu.index)
+        target = decision.target
         self.decisions.add(
             DecisionRecord(
                 number=0,
@@ -73,15 +67,15 @@ class OutcomeReporter(Struct, kw_only=True, eq=False):
                 pod=target.pod.name if target is not None else "",
                 pod_uid=target.pod.uid if target is not None else "",
                 container=target.container.name if target is not None else "",
-                resource=resource,
+                resource=decision.resource,
                 outcome=Outcome.ALLOCATED if refused is None else Outcome.REFUSED,
                 reason=refused.reason.value if refused is not None else "",
-                explanation=refused.detail if refused is not None else why.why if why is not None else "",
-                policy=why.policy if refused is None and why is not None else "",
+                explanation=refused.detail if refused is not None else decision.why,
+                policy=decision.policy if refused is None else "",
                 gpus=tuple(gpu.index for gpu in chosen),
                 labels=tuple(gpu.label for gpu in chosen),
-                asked=why.asked if why is not None else None,
-                candidates=why.candidates if why is not None else (),
+                asked=decision.asked,
+                candidates=decision.candidates,
             )
         )
 
@@ -89,8 +83,8 @@ class OutcomeReporter(Struct, kw_only=True, eq=False):
         self.metrics.taken_ids_offered(resource, count)
 
 
-def _with_verdicts(refused: Refused, why: Explanation | None) -> Refused:
+def _with_verdicts(refused: Refused, decision: Decision) -> Refused:
     """The Event also names what each GPU lacks, as far as its length allows."""
     left = MAX_MESSAGE_CHARS - len(refused.detail) - len(_GPU_BY_GPU) - 8
-    verdicts = in_short(why.candidates, left) if why is not None and left > 0 else ""
+    verdicts = in_short(decision.candidates, left) if left > 0 else ""
     return replace(refused, detail=f"{refused.detail}{_GPU_BY_GPU}{verdicts}.") if verdicts else refused

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import Struct
-
-from gpushare_agent.admission.decisions.explain import Explanation
-from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.plan import Plan
+from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 
@@ -18,44 +13,28 @@ PLAN_LIFETIME_S = 15.0
 """An Allocate follows its GetPreferredAllocation within milliseconds; an older plan is of a kubelet that stopped."""
 
 
-class PendingPlan(Struct, frozen=True, kw_only=True):
-    """The outcome of a GetPreferredAllocation whose Allocate has not come yet. `target` is None where the container could
-    not be identified; `outcome` then is the refusal."""
-
-    resource: str
-    size: int
-    target: Target | None
-    outcome: Plan | Refused
-    planned_at: float
-    why: Explanation | None = None
-
-    @property
-    def key(self) -> ContainerKey | None:
-        return self.target.key if self.target is not None else None
-
-
 class PendingAdmissions:
     """State owned: the pending plans, oldest first; the pod under admission and its containers that have an allocation."""
 
     def __init__(self) -> None:
-        self._plans: list[PendingPlan] = []
+        self._plans: list[Decision] = []
         self._pod: PodUid | None = None
         self._allocated: list[ContainerKey] = []
 
-    def add(self, plan: PendingPlan) -> None:
+    def add(self, plan: Decision) -> None:
         """In place of an earlier plan for the same container and resource; plans whose Allocate never came are dropped."""
-        oldest_at = plan.planned_at - PLAN_LIFETIME_S
+        oldest_at = plan.at - PLAN_LIFETIME_S
         self._plans = [
-            p for p in self._plans if p.planned_at > oldest_at and (p.resource, p.key) != (plan.resource, plan.key)
+            p for p in self._plans if p.at > oldest_at and (p.resource, _key(p)) != (plan.resource, _key(plan))
         ]
         self._plans.append(plan)
 
-    def take_exact(self, resource: str, ids: Sequence[str]) -> PendingPlan | None:
+    def take_exact(self, resource: str, ids: Sequence[str]) -> Decision | None:
         """The newest plan for exactly these IDs. It is pending no more."""
         wanted = set(ids)
         return self._take([p for p in self._plans if p.resource == resource and _planned_ids(p) == wanted])
 
-    def take_of_size(self, resource: str, size: int) -> PendingPlan | None:
+    def take_of_size(self, resource: str, size: int) -> Decision | None:
         """The newest plan for so many IDs, for a kubelet that chose others. It is pending no more.
 
         Admissions are serial: several plans are pending only while a container restarts beside an admission.
@@ -64,7 +43,7 @@ class PendingAdmissions:
 
     def is_due(self, now: float) -> bool:
         """An Allocate is still to come for a plan."""
-        return any(plan.planned_at > now - PLAN_LIFETIME_S for plan in self._plans)
+        return any(plan.at > now - PLAN_LIFETIME_S for plan in self._plans)
 
     @property
     def pod(self) -> PodUid | None:
@@ -94,7 +73,7 @@ class PendingAdmissions:
         self._pod = None
         self._allocated.clear()
 
-    def _take(self, matches: Sequence[PendingPlan]) -> PendingPlan | None:
+    def _take(self, matches: Sequence[Decision]) -> Decision | None:
         if not matches:
             return None
         self._plans.remove(matches[-1])
@@ -129,5 +108,9 @@ class RefusedPods:
         self._uids |= earlier._uids
 
 
-def _planned_ids(plan: PendingPlan) -> set[str] | None:
-    return set(plan.outcome.ids) if isinstance(plan.outcome, Plan) else None
+def _planned_ids(plan: Decision) -> set[str] | None:
+    return set(plan.ids) if plan.refused is None else None
+
+
+def _key(plan: Decision) -> ContainerKey | None:
+    return plan.target.key if plan.target is not None else None

@@ -12,9 +12,9 @@ from gpushare_agent.admission.admission import Admission
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.container_starts import ContainerStarts
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.admission.decisions.explain import Explanation
 from gpushare_agent.admission.decisions.identity import Call, Known, Target, successor_of
 from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.admission.identification import InsideLister
 from gpushare_agent.admission.pending import RefusedPods
 from gpushare_agent.isolation import IsolationConfig
@@ -42,7 +42,7 @@ class Scripted:
         self.cache = AllocationCache()
         self.refused_pods = RefusedPods()
         self.outcomes: list[str] = []
-        self.explained: list[Explanation | None] = []
+        self.explained: list[Decision | None] = []
         self.waits = 0
         self.prepared: list[ContainerKey] = []
         self.not_prepared: Refused | None = None
@@ -104,13 +104,15 @@ class Scripted:
         self.waits += 1
         return self.on_wait()
 
-    def allocated(self, target: Target, allocation: Allocation, resource: str, why: Explanation | None) -> None:
-        self.outcomes.append(f"{target.pod.name}/{target.container.name} {self.names.kind(resource)}")
-        self.explained.append(why)
+    def allocated(self, decision: Decision, allocation: Allocation) -> None:
+        target = decision.target
+        assert target is not None
+        self.outcomes.append(f"{target.pod.name}/{target.container.name} {self.names.kind(decision.resource)}")
+        self.explained.append(decision if decision.placed is not None else None)
 
-    def refused(self, target: Target | None, resource: str, refused: Refused, why: Explanation | None) -> None:
+    def refused(self, decision: Decision, refused: Refused) -> None:
         self.outcomes.append(f"refused {refused.reason}")
-        self.explained.append(why)
+        self.explained.append(decision)
 
     def start_refused(self, target: Target | None, resource: str, refused: Refused) -> None:
         self.outcomes.append(f"start refused {target.pod.name if target else '?'} {refused.reason}")

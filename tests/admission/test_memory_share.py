@@ -11,7 +11,7 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, gpu_accounts, offer_accounts
 from gpushare_agent.admission.decisions.offered_devices import offered_ids, withheld
-from gpushare_agent.admission.decisions.plan import Plan, check, plan
+from gpushare_agent.admission.decisions.plan import Decision, check, plan
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import DeviceId, GpuUuid, device_id
@@ -62,7 +62,7 @@ def planned(
     must: Sequence[str] = (),
     hint: tuple[int, ...] = (),
     policy: Policy = POLICY,
-) -> Plan | Refused:
+) -> Decision | Refused:
     spec = owner.container(name)
     assert spec is not None
     target = Target(pod=owner, container=spec)
@@ -78,14 +78,14 @@ def test_the_fullest_gpu_that_fits_is_taken_and_its_ids_are_preferred() -> None:
     a, b = pod("a", wants(6)), pod("b", wants(10))
     ledger = ledger_of(holds(pod("x", wants(12)), 1, range(12)))
     found = planned(a, "main", ledger)
-    assert isinstance(found, Plan) and found.gpus == ("GPU-1",) and set(found.ids) == units_of(1, range(12, 18))
+    assert isinstance(found, Decision) and found.gpus == ("GPU-1",) and set(found.ids) == units_of(1, range(12, 18))
     spread = planned(a, "main", ledger, policy=replace(POLICY, share_policy="spread"))
-    assert isinstance(spread, Plan) and spread.gpus == ("GPU-0",)
+    assert isinstance(spread, Decision) and spread.gpus == ("GPU-0",)
     hinted = planned(a, "main", ledger, hint=(0,))
-    assert isinstance(hinted, Plan) and hinted.gpus == ("GPU-0",)
+    assert isinstance(hinted, Decision) and hinted.gpus == ("GPU-0",)
     full = ledger_of(holds(pod("x", wants(20)), 1, range(20)))
     unfit = planned(b, "main", full, hint=(1,))
-    assert isinstance(unfit, Plan) and unfit.gpus == ("GPU-0",)
+    assert isinstance(unfit, Decision) and unfit.gpus == ("GPU-0",)
 
 
 def test_memory_is_one_account_for_both_resources_and_whole_gpus() -> None:
@@ -97,7 +97,7 @@ def test_memory_is_one_account_for_both_resources_and_whole_gpus() -> None:
     )
     ledger = ledger_of(*held)
     found = planned(pod("a", wants(14)), "main", ledger)
-    assert isinstance(found, Plan) and found.gpus == ("GPU-0",)
+    assert isinstance(found, Decision) and found.gpus == ("GPU-0",)
     refused = planned(pod("a", wants(15)), "main", ledger)
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NOT_ENOUGH_MEMORY
     assert f"15 {GPU_MEM} (15 GiB)" in refused.detail and "14 units (14 GiB) free" in refused.detail
@@ -122,7 +122,7 @@ def test_vcuda_shares_and_whole_gpus_see_what_gpu_mem_has_taken() -> None:
     offer = Offer(kind=ResourceKind.VCORE, available=ids(0, range(100)), must_include=(), size=30)
     free = [DeviceId(d) for d in ids(0, range(100))]
     gpus = offer_accounts(target, offer, free, ledger, POLICY)
-    assert isinstance(plan(target, offer, free=free, ledger=ledger, policy=POLICY, hint=(), gpus=gpus), Plan)
+    assert isinstance(plan(target, offer, free=free, ledger=ledger, policy=POLICY, hint=(), gpus=gpus), Decision)
 
 
 @pytest.mark.parametrize(
@@ -153,11 +153,11 @@ def test_an_init_containers_units_go_on_to_the_containers_after_it() -> None:
     owner = pod("a", wants(4, "init", ContainerKind.INIT), wants(10))
     other = holds(pod("x", wants(16)), 1, range(16))  # 8 left there: enough for the init container, not for the heir
     first = planned(owner, "init", ledger_of(other))
-    assert isinstance(first, Plan) and first.gpus == ("GPU-0",)
+    assert isinstance(first, Decision) and first.gpus == ("GPU-0",)
     given = holds(owner, 0, range(4), "init", ContainerKind.INIT)
     successor = planned(owner, "main", ledger_of(other, given), must=sorted(given.ids_of(ResourceKind.GPU_MEM)))
     assert (
-        isinstance(successor, Plan)
+        isinstance(successor, Decision)
         and successor.gpus == ("GPU-0",)
         and given.ids_of(ResourceKind.GPU_MEM) <= set(successor.ids)
     )

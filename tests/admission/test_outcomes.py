@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from gpushare_agent.admission.decision_log import DecisionLog
-from gpushare_agent.admission.decisions.explain import Explanation
 from gpushare_agent.admission.decisions.identity import Target
+from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.cluster.events import MAX_MESSAGE_CHARS
 from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.placement.request import Placed
 from tests.support_core import allocation, container, ids, inventory, pod
 
 
@@ -38,8 +39,10 @@ class Reported:
         self.events.append(refused.detail)
 
 
-def why(verdict: str = "10 cores short", gpus: int = 2, chosen: int | None = None) -> Explanation:
-    return Explanation(
+def why(verdict: str = "10 cores short", gpus: int = 2, chosen: int | None = None) -> Decision:
+    return Decision(
+        target=TARGET,
+        resource=VCORE_RESOURCE,
         asked=Asked(cores=30, memory_bytes=1),
         candidates=tuple(
             Candidate(
@@ -55,8 +58,7 @@ def why(verdict: str = "10 cores short", gpus: int = 2, chosen: int | None = Non
             )
             for index in range(gpus)
         ),
-        policy="share",
-        why="GPU 1: the fullest of 2 GPUs that fit",
+        placed=Placed(gpus=(), policy="share", explanation="GPU 1: the fullest of 2 GPUs that fit"),
     )
 
 
@@ -68,8 +70,8 @@ def test_an_allocation_is_recorded_with_its_reason() -> None:
     """Once: what follows the plan is only counted."""
     reported = Reported()
     given = allocation(OWNER, "main", ids(1, range(30)), [])
-    reported.reporter.allocated(TARGET, given, VCORE_RESOURCE, why(chosen=1))
-    reported.reporter.allocated(TARGET, given, VMEMORY_RESOURCE, None)
+    reported.reporter.allocated(why(chosen=1), given)
+    reported.reporter.allocated(Decision(target=TARGET, resource=VMEMORY_RESOURCE), given)
     (record,) = reported.log.newest(5)
     assert (record.namespace, record.pod, record.container, record.at) == ("default", "p", "main", 1_700_000_000.0)
     assert (record.outcome, record.policy, record.gpus) == ("allocated", "share", (1,))
@@ -81,7 +83,7 @@ def test_a_refusals_event_names_what_each_gpu_lacked() -> None:
     """The record keeps the refusal's own text beside the candidates."""
     reported = Reported()
     refused = Refused(reason=RefusalReason.FRAGMENTED, detail="no GPU for this.")
-    reported.reporter.refused(TARGET, VCORE_RESOURCE, refused, why(chosen=0))
+    reported.reporter.refused(why(chosen=0), refused)
     assert reported.events == ["no GPU for this. GPU by GPU: GPU 0: it was planned here; GPU 1: 10 cores short."]
     (record,) = reported.log.newest(5)
     assert (record.reason, record.explanation, record.gpus) == ("Fragmented", "no GPU for this.", ())
@@ -92,8 +94,8 @@ def test_an_event_keeps_within_its_length() -> None:
     """The refusal itself comes first; GPUs are left out rather than cut."""
     reported = Reported()
     long = Refused(reason=RefusalReason.FRAGMENTED, detail="d" * (MAX_MESSAGE_CHARS - 100) + ".")
-    reported.reporter.refused(TARGET, VCORE_RESOURCE, long, why(gpus=64))
-    reported.reporter.refused(TARGET, VCORE_RESOURCE, Refused(reason=long.reason, detail="d" * 2000), why())
+    reported.reporter.refused(why(gpus=64), long)
+    reported.reporter.refused(why(), Refused(reason=long.reason, detail="d" * 2000))
     assert len(reported.events[0]) <= MAX_MESSAGE_CHARS and reported.events[0].endswith("; ….")
     assert reported.events[1] == "d" * 2000
 
@@ -101,7 +103,9 @@ def test_an_event_keeps_within_its_length() -> None:
 def test_a_call_for_an_unknown_pod_is_recorded_without_a_name() -> None:
     """No Event: there is no pod to put it on."""
     reported = Reported()
-    reported.reporter.refused(None, VCORE_RESOURCE, Refused(reason=RefusalReason.POD_UNKNOWN, detail="who?"), None)
+    reported.reporter.refused(
+        Decision(resource=VCORE_RESOURCE), Refused(reason=RefusalReason.POD_UNKNOWN, detail="who?")
+    )
     (record,) = reported.log.newest(5)
     assert (record.pod, record.reason, record.candidates) == ("", "PodUnknown", ())
     assert reported.events == []

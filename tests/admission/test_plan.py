@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, offer_accounts
-from gpushare_agent.admission.decisions.plan import Plan, check, plan
+from gpushare_agent.admission.decisions.plan import Decision, check, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory, Health
@@ -36,7 +36,7 @@ def serve(owner: Pod, name: str = "main") -> Target:
 
 def planned(
     target: Target, kind: ResourceKind, available: list[str], facts: Ledger, must: tuple[str, ...] = ()
-) -> Plan | Refused:
+) -> Decision | Refused:
     size = NAMES.wanted(target.container, kind)
     offer = Offer(kind=kind, available=available, must_include=must, size=size)
     free = free_ids(target, kind, available, facts)
@@ -53,7 +53,7 @@ def test_a_share_gets_ids_of_one_gpu() -> None:
     target = serve(pod("new", container(cores=10, blocks=4)))
     facts = ledger(target, allocation(pod("old"), "main", ids(1, range(30)), ids(1, range(10))))
     result = planned(target, CORES, [i for i in all_ids() if i not in ids(1, range(30))], facts)
-    assert isinstance(result, Plan)
+    assert isinstance(result, Decision)
     assert result.gpus == (GpuUuid("GPU-1"),) and result.ids == tuple(ids(1, range(30, 40)))
 
 
@@ -62,14 +62,14 @@ def test_ids_that_a_live_container_holds_are_never_preferred() -> None:
     target = serve(pod("new", container(cores=10, blocks=4)))
     facts = ledger(target, allocation(pod("old"), "main", ids(0, range(30)), ids(0, range(10))))
     result = planned(target, CORES, all_ids(), facts)
-    assert isinstance(result, Plan) and not set(result.ids) & set(ids(0, range(30)))
+    assert isinstance(result, Decision) and not set(result.ids) & set(ids(0, range(30)))
 
 
 def test_a_gpu_has_no_more_free_cores_than_the_kubelet_offers() -> None:
     """Devices of a pod that still ends are free for us but not for the kubelet."""
     target = serve(pod("new", container(cores=50, blocks=4)))
     result = planned(target, CORES, ids(0, range(40)) + ids(1, range(60)), ledger(target))
-    assert isinstance(result, Plan) and result.gpus == (GpuUuid("GPU-1"),)
+    assert isinstance(result, Decision) and result.gpus == (GpuUuid("GPU-1"),)
 
 
 def test_memory_first_plans_the_whole_container() -> None:
@@ -77,7 +77,7 @@ def test_memory_first_plans_the_whole_container() -> None:
     target = serve(pod("new", container(cores=80, blocks=4)))
     facts = ledger(target, allocation(pod("old"), "main", ids(0, range(30)), ids(0, range(10))))
     result = planned(target, MEMORY, all_ids(count=96), facts)
-    assert isinstance(result, Plan)
+    assert isinstance(result, Decision)
     assert result.gpus == (GpuUuid("GPU-1"),) and result.ids == tuple(ids(1, range(4)))
 
 
@@ -85,7 +85,7 @@ def test_memory_ids_are_counters() -> None:
     """When a GPU's own memory IDs are gone, any others do: the memory is charged to the GPU of the cores."""
     target = serve(pod("new", container(cores=10, blocks=4)))
     result = planned(target, MEMORY, ids(1, range(2)) + ids(0, range(1)) + ids(1, range(50, 60)), ledger(target))
-    assert isinstance(result, Plan) and len(result.ids) == 4 and len(set(result.ids)) == 4
+    assert isinstance(result, Decision) and len(result.ids) == 4 and len(set(result.ids)) == 4
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_an_init_container_goes_where_its_heir_fits() -> None:
     target = serve(chain(10, 60), "i")
     facts = ledger(target, allocation(pod("old"), "main", ids(0, range(50)), ids(0, range(4))))
     result = planned(target, CORES, [i for i in all_ids() if i not in ids(0, range(50))], facts)
-    assert isinstance(result, Plan) and result.gpus == (GpuUuid("GPU-1"),)
+    assert isinstance(result, Decision) and result.gpus == (GpuUuid("GPU-1"),)
 
 
 def test_the_heir_stays_on_the_init_containers_gpu() -> None:
@@ -187,10 +187,10 @@ def test_the_heir_stays_on_the_init_containers_gpu() -> None:
     facts = ledger(target, init, allocation(pod("old"), "main", ids(0, range(40)), ids(0, range(4))))
     must = tuple(ids(1, range(10)))
     result = planned(target, CORES, [i for i in all_ids() if i not in ids(0, range(40))], facts, must)
-    assert isinstance(result, Plan) and result.gpus == (GpuUuid("GPU-1"),)
+    assert isinstance(result, Decision) and result.gpus == (GpuUuid("GPU-1"),)
     assert set(result.ids) == set(ids(1, range(60)))
     memory_first = planned(target, MEMORY, all_ids(count=96), facts, tuple(ids(1, range(2))))
-    assert isinstance(memory_first, Plan) and memory_first.gpus == (GpuUuid("GPU-1"),)
+    assert isinstance(memory_first, Decision) and memory_first.gpus == (GpuUuid("GPU-1"),)
 
 
 def test_an_heir_of_a_full_gpu_counts_the_init_containers_units_as_its_own() -> None:
@@ -229,7 +229,7 @@ def test_a_gpu_with_as_many_shares_as_one_can_serve_takes_no_more() -> None:
     init = allocation(pod("i"), "init", ids(1, range(1)), ids(1, range(1)), ContainerKind.INIT)
     target = serve(pod("new", container(cores=10, blocks=4)))
 
-    def place(facts: Ledger, which: Target = target) -> Plan | Refused:
+    def place(facts: Ledger, which: Target = target) -> Decision | Refused:
         size = NAMES.wanted(which.container, CORES)
         offer = Offer(kind=CORES, available=all_ids(), must_include=(), size=size)
         free = free_ids(which, CORES, all_ids(), facts)
@@ -237,10 +237,10 @@ def test_a_gpu_with_as_many_shares_as_one_can_serve_takes_no_more() -> None:
         return plan(which, offer, free=free, ledger=facts, policy=policy, hint=(), gpus=gpus)
 
     found = place(ledger(target, *held, init))
-    assert isinstance(found, Plan) and found.gpus == (GpuUuid("GPU-1"),)
+    assert isinstance(found, Decision) and found.gpus == (GpuUuid("GPU-1"),)
     more = [allocation(pod(f"q{n}"), "main", ids(1, range(n, n + 1)), ids(1, range(n, n + 1))) for n in range(2)]
     refused = place(ledger(target, *held, *more))
     assert isinstance(refused, Refused)
     assert "2 GPUs count as full" in refused.detail and "mps.max_clients" in refused.detail
     whole = serve(pod("whole", container(cores=100)))
-    assert isinstance(place(ledger(whole, *held), whole), Plan)
+    assert isinstance(place(ledger(whole, *held), whole), Decision)

@@ -22,9 +22,9 @@ from gpushare_agent.admission.admission import Admission
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.container_starts import ContainerStarts
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.admission.decisions.explain import Explanation
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.admission.identification import Identification, Timeouts
 from gpushare_agent.admission.pending import RefusedPods
 from gpushare_agent.cluster.kube.pods import parse_pod
@@ -67,13 +67,16 @@ class Recorder:
     refusals: list[tuple[str, str, Refused]] = field(default_factory=list)
     taken: int = 0
 
-    def allocated(self, target: Target, allocation: Allocation, resource: str, why: Explanation | None) -> None:
-        self.allocated_to.append((target.pod.name, target.container.name, resource))
+    def allocated(self, decision: Decision, allocation: Allocation) -> None:
+        target = decision.target
+        assert target is not None
+        self.allocated_to.append((target.pod.name, target.container.name, decision.resource))
 
     def start_refused(self, target: Target | None, resource: str, refused: Refused) -> None:
         raise AssertionError("no container starts here")
 
-    def refused(self, target: Target | None, resource: str, refused: Refused, why: Explanation | None) -> None:
+    def refused(self, decision: Decision, refused: Refused) -> None:
+        target = decision.target
         name = (target.pod.name, target.container.name) if target is not None else ("", "")
         self.refusals.append((*name, refused))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from msgspec import Struct, field
 
@@ -26,11 +27,12 @@ from gpushare_agent.model.names import (
     ENV_GPUSHARE_INDEX,
     ENV_GPUSHARE_POD,
     MIB,
+    DeviceId,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.requests import request_of
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.units import GpuUnits, cores_of_part
+from gpushare_agent.model.units import GpuUnits, cores_of_part, units_of
 
 
 class EditPolicy(Struct, frozen=True, kw_only=True):
@@ -108,6 +110,11 @@ def _unit_shares(gpus: Sequence[Gpu], units: GpuUnits) -> tuple[GpuShare, ...]:
         else GpuShare(gpu=gpu, cores=cores_of_part(parts[gpu.uuid]), memory_mib=int(parts[gpu.uuid] * gpu.memory_mib))
         for gpu in gpus
     )
+
+
+def units_asked(container: ContainerSpec, ids: Sequence[str], names: ResourceNames) -> GpuUnits | None:
+    """What these IDs are of GPUs; None where the container asks for no unit under NVIDIA's names."""
+    return units_of(cast(Sequence[DeviceId], ids)) if names.part_kind(container) is not None else None
 
 
 def isolation_of(annotations: Mapping[str, str], units: GpuUnits | None, policy: EditPolicy) -> str | Refused:

@@ -27,6 +27,8 @@ from gpushare_agent.admission.decisions.ledger import (
     must_gpus,
 )
 from gpushare_agent.admission.decisions.reuse import effective_request
+from gpushare_agent.model.allocations import ContainerEdits
+from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, GpuUuid, split_device_id
@@ -49,12 +51,39 @@ _REASON_CHARS = 160
 """Of a driver's text: the kubelet shows the text in the pod's status."""
 
 
-class Plan(Struct, frozen=True, kw_only=True):
-    """Where the container goes, and the IDs to prefer for the resource that was asked about."""
+class Decision(Struct, frozen=True, kw_only=True):
+    """What a container gets by one GetPreferredAllocation, and why; pending until the Allocate that carries it out.
 
-    gpus: tuple[GpuUuid, ...]
-    ids: tuple[DeviceId, ...]
-    placed: Placed
+    `refused` stands in the place of where the container goes (`placed`), the `size` `ids` of `resource` to prefer, and its
+    `edits`. `target` is None where the container could not be identified. `asked` and `candidates`, every GPU with its
+    verdict, are what it was made from. `at` is seconds on the monotonic clock.
+    """
+
+    target: Target | None = None
+    resource: str = ""
+    size: int = 0
+    placed: Placed | None = None
+    ids: tuple[DeviceId, ...] = ()
+    edits: ContainerEdits = ContainerEdits()
+    refused: Refused | None = None
+    asked: Asked | None = None
+    candidates: tuple[Candidate, ...] = ()
+    taken_ids: int = 0
+    """Offered, though other containers have them."""
+    at: float = 0.0
+
+    @property
+    def gpus(self) -> tuple[GpuUuid, ...]:
+        return self.placed.gpus if self.placed is not None else ()
+
+    @property
+    def policy(self) -> str:
+        """Empty for a refusal, as `why`: its own text says it."""
+        return self.placed.policy if self.placed is not None else ""
+
+    @property
+    def why(self) -> str:
+        return self.placed.explanation if self.placed is not None else ""
 
 
 def plan(
@@ -66,7 +95,7 @@ def plan(
     policy: Policy,
     hint: tuple[int, ...],
     gpus: Sequence[GpuAccount],
-) -> Plan | Refused:
+) -> Decision | Refused:
     """Place the container on one of `gpus` (`offer_accounts`) and choose the IDs of the offered resource from `free`
     (`free_ids`)."""
     if (refused := _invalid(target, policy)) is not None:
@@ -76,7 +105,7 @@ def plan(
         if isinstance(found, Refused):
             return _named(target, _with_unhealthy_gpus(found, ledger), policy.names)
         placed, ids = found
-        return Plan(gpus=placed.gpus, ids=ids, placed=placed)
+        return Decision(placed=placed, ids=ids)
     request = plan_request(target, offer, ledger, policy.names, hint)
     if isinstance(request, Refused):
         return request
@@ -143,10 +172,10 @@ def _with_unhealthy_gpus(refused: Refused, ledger: Ledger) -> Refused:
     return replace(refused, detail=f"{refused.detail} Out of service, and not counted: {named}{more}.")
 
 
-def _prefer(target: Target, offer: Offer, free: Sequence[DeviceId], placed: Placed) -> Plan | Refused:
+def _prefer(target: Target, offer: Offer, free: Sequence[DeviceId], placed: Placed) -> Decision | Refused:
     ids = _choose(offer, free, placed.gpus)
     if len(ids) >= offer.size:
-        return Plan(gpus=placed.gpus, ids=ids, placed=placed)
+        return Decision(placed=placed, ids=ids)
     name = f"{target.pod.namespace}/{target.pod.name} container {target.container.name}"
     return Refused(
         reason=RefusalReason.DEVICE_IN_USE,

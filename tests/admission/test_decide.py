@@ -5,10 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.explain import Explanation, explain, in_short, with_gpus
+from gpushare_agent.admission.decisions.decide import explain, in_short, with_gpus
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, offer_accounts
-from gpushare_agent.admission.decisions.plan import Plan, plan
+from gpushare_agent.admission.decisions.plan import Decision, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory, Health
@@ -29,7 +29,7 @@ def decide(
     hint: tuple[int, ...] = (),
     policy: Policy | None = None,
     gpu_mem: int = 0,
-) -> tuple[Plan | Refused, Explanation]:
+) -> tuple[Decision | Refused, Decision]:
     """Plans a pod's only container among what others hold."""
     policy = policy or Policy(names=NAMES)
     wanted = container(cores=cores, blocks=blocks)
@@ -54,7 +54,7 @@ def share(name: str, gpu: int, cores: range, blocks: range) -> Allocation:
     return allocation(pod(name), "main", ids(gpu, cores), ids(gpu, blocks))
 
 
-def verdicts(explanation: Explanation) -> list[str]:
+def verdicts(explanation: Decision) -> list[str]:
     return [candidate.verdict for candidate in explanation.candidates]
 
 
@@ -69,7 +69,7 @@ def sick(found: GpuInventory, *indexes: int) -> GpuInventory:
 def test_a_placed_share_is_explained_by_what_every_gpu_had() -> None:
     """The fuller GPU was chosen; the other fits."""
     outcome, why = decide(30, 10, share("other", 1, range(40), range(20)))
-    assert isinstance(outcome, Plan)
+    assert isinstance(outcome, Decision)
     assert verdicts(why) == ["fits, but has 40 cores more free than GPU 1", "chosen"]
     assert (why.policy, why.why) == ("share", "GPU 1: the fullest of 2 GPUs that fit")
     assert [(c.free_cores, c.free_memory_bytes, c.total_memory_bytes) for c in why.candidates] == [
@@ -82,7 +82,7 @@ def test_a_placed_share_is_explained_by_what_every_gpu_had() -> None:
 def test_a_whole_gpu_is_explained_by_the_branches() -> None:
     """A used GPU cannot be it; a free one was left for its branch."""
     outcome, why = decide(100, 0, share("other", 0, range(10), range(5)), gpus=inventory(3))
-    assert isinstance(outcome, Plan)
+    assert isinstance(outcome, Decision)
     assert verdicts(why) == [
         "in use: 90 cores and 22.75 GiB are free, and all of both are needed",
         "chosen",
@@ -98,7 +98,7 @@ def test_two_gpus_by_link_are_explained_by_the_cost() -> None:
     links[1][2] = links[2][1] = Link(kind=LinkKind.NVLINK, nvlinks=4)
     gpus = replace(inventory(3), topology=build_topology(links, [None] * 3))
     outcome, why = decide(200, 0, gpus=gpus)
-    assert isinstance(outcome, Plan) and outcome.gpus == ("GPU-1", "GPU-2")
+    assert isinstance(outcome, Decision) and outcome.gpus == ("GPU-1", "GPU-2")
     assert verdicts(why) == ["free, but at a higher link cost: 32000 with it, 450 without", "chosen", "chosen"]
     assert why.policy == "link" and "link cost" in why.why
 
@@ -200,10 +200,10 @@ def test_an_invalid_request_names_no_unhealthy_gpu() -> None:
 def test_the_schedulers_hint_is_shown_followed_or_not() -> None:
     """A hint that is feasible wins; one that is not stays visible in what was asked."""
     outcome, why = decide(30, 10, share("other", 1, range(40), range(20)), hint=(0,))
-    assert isinstance(outcome, Plan) and why.policy == "hint"
+    assert isinstance(outcome, Decision) and why.policy == "hint"
     assert verdicts(why) == ["chosen", "fits, but the scheduler chose another"]
     outcome, why = decide(70, 10, share("other", 1, range(40), range(20)), hint=(1,))
-    assert isinstance(outcome, Plan) and why.policy == "share" and why.asked.hint == (1,)
+    assert isinstance(outcome, Decision) and why.policy == "share" and why.asked.hint == (1,)
     assert verdicts(why) == ["chosen", "10 cores short"]
 
 
@@ -218,7 +218,7 @@ def test_memory_alone_is_explained_in_memory() -> None:
     """GPUShare's resource: no word of cores."""
     policy = Policy(names=ResourceNames(gpu_mem="aliyun.com/gpu-mem"))
     outcome, why = decide(0, 0, share("a", 0, range(10), range(60)), gpu_mem=20, policy=policy)
-    assert isinstance(outcome, Plan)
+    assert isinstance(outcome, Decision)
     assert verdicts(why) == ["11 GiB short", "chosen"]
     assert why.asked.memory_bytes == 20 * 1024 * MIB
 
