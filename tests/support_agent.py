@@ -76,7 +76,7 @@ async def open_agent(
     """
     found = await resolve_isolation(load_settings(arguments(node, *flags), {}).settings)
     parts = build(found.settings, open_driver(found.settings), isolation_reason=found.isolation_reason)
-    parts.kubelet.gate._list_timeout_s = list_timeout_s
+    parts.kubelet.gate.list_timeout_s = list_timeout_s
     for resource in parts.kubelet.registrar._resources:
         resource.endpoint.plugin._call_timeout_s = DEADLINE_S
     parts.cache.subscribe(lambda old, new: node.api.signal.notify())

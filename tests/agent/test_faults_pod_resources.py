@@ -141,7 +141,7 @@ async def test_a_pod_resources_api_that_stalls_refuses_the_pod_in_time_with_the_
         assert "code = Unavailable" in message and "did not answer within 1 s" in message
         assert "gpushare-agent check" in message
         between.may_answer.set()
-        agent.parts.kubelet.gate._list_timeout_s = DEADLINE_S
+        agent.parts.kubelet.gate.list_timeout_s = DEADLINE_S
         node.api.create_pod(_share("after"))
         await wait_running(node, "after")
         await wait_ledger_equal(node, agent)
