@@ -290,7 +290,8 @@ async def test_the_report_has_the_agents_gpus_and_the_kubelets_pods() -> None:
         "Unschedulable",
     )
     assert p["containers"] == [{
-        "name": "main", "gpus": [1], "labels": ["1"], "claims": [], "vcore": 30, "vmemory": 3, "gpu_mem": 0, "memory_mib": 768, "units": {},
+        "name": "main", "gpus": [1], "labels": ["1"], "claims": [],
+        "vcore": 30, "vmemory": 3, "gpu_mem": 0, "memory_mib": 768, "units": {},
         "env": {"NVIDIA_VISIBLE_DEVICES": "b"},
         "mounts": [{"host_path": "/h", "container_path": "/c", "read_only": True}],
         "devices": [{"host_path": "/dev/x", "container_path": "/dev/x", "permissions": "rwm"}], "annotations": {"k": "v"},
