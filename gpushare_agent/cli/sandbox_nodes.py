@@ -27,7 +27,7 @@ from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.model.isolation import isolation_parts
 from gpushare_agent.sandbox.agent_process import AgentProcess
-from gpushare_agent.sandbox.api.agent_pods import AgentServer
+from gpushare_agent.sandbox.api.pod_subresources import AgentServer
 from gpushare_agent.sandbox.controller import NodeController
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.gpu_faults import GpuFaults

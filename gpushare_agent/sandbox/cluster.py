@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gpushare_agent.sandbox.api.certificate import make_certificate
+from gpushare_agent.sandbox.api.access import make_certificate
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedNode, open_node_on, running_task

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from gpushare_agent.model.errors import NotFound, Rejected
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.sandbox.api.agent_pods import INSTEAD_OF_EXEC
+from gpushare_agent.sandbox.api.pod_subresources import INSTEAD_OF_EXEC
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror, is_terminal
 from gpushare_agent.sandbox.report.document import reason_and_message

@@ -16,9 +16,8 @@ import yaml
 from msgspec import Struct
 
 from gpushare_agent.model.errors import Rejected
-from gpushare_agent.sandbox.api.field_validation import unknown_fields
 from gpushare_agent.sandbox.api.store import APPLIED_KINDS, group_version
-from gpushare_agent.sandbox.api.workloads import completed_workload
+from gpushare_agent.sandbox.api.validation import completed_workload, unknown_fields
 from gpushare_agent.sandbox.pod_manifest import RawObject, completed_manifest
 
 EXPECTATION_ANNOTATION = "sandbox.gpushare/expect"

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.model.errors import AgentError
-from gpushare_agent.sandbox.api.agent_pods import AgentServer
+from gpushare_agent.sandbox.api.pod_subresources import AgentServer
 from gpushare_agent.settings.settings import load_settings
 from tests.fakes.api_server import PODS, Client, open_client
 from tests.support_sandbox import pod

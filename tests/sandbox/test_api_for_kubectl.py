@@ -9,10 +9,10 @@ import aiohttp
 import pytest
 
 from gpushare_agent.model.errors import Rejected
+from gpushare_agent.sandbox.api.kubectl import duration_text, table
 from gpushare_agent.sandbox.api.patch import APPLY, STRATEGIC, patched
-from gpushare_agent.sandbox.api.selectors import parse_label_selector
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
-from gpushare_agent.sandbox.api.tables import duration_text, table
+from gpushare_agent.sandbox.api.watch import parse_label_selector
 from gpushare_agent.sandbox.report.document import reason_and_message
 from tests.fakes.api_server import MERGE, PODS, open_client
 from tests.support_sandbox import container, pod

@@ -11,7 +11,7 @@ from gpushare_agent.model.errors import Rejected
 from gpushare_agent.sandbox.api.patch import MERGE, patched
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import key_of
-from gpushare_agent.sandbox.api.updates import updated
+from gpushare_agent.sandbox.api.validation import updated
 from gpushare_agent.sandbox.pod_controllers import REVISION, PodControllers
 from tests.fakes.api_server import open_client
 from tests.support_sandbox import pod

@@ -3,7 +3,8 @@
 A pod of image `sandbox/host` is a command that runs with the rights of the sandbox's user, while every user of the machine
 reaches the port, and so does every page in a browser of that user. Required are therefore the token, a Host header of this
 server (a foreign name that resolves to 127.0.0.1 has another), and a body of a type that a page cannot send by itself.
-Versions and health are open, as in a real API server. State owned: the token, a new one for each server.
+Versions and health are open, as in a real API server. kubectl and client-go send a token over TLS alone, so the program
+`openssl` makes a self-signed certificate for each run. State owned: the token, a new one for each server, and two files.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ import json
 import os
 import re
 import secrets
+import shutil
+import ssl
+import subprocess
 from pathlib import Path
 
 from aiohttp import web
+from msgspec import Struct
 
+from gpushare_agent.model.errors import StartupError
 from gpushare_agent.sandbox.api.responses import status_response
 
 OPEN_PATHS = frozenset({"/version", "/healthz", "/livez", "/readyz"})
@@ -76,3 +82,58 @@ def write_kubeconfig(path: Path, url: str, token: str, certificate: Path | None 
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(file, "w") as text:
         text.write(_KUBECONFIG.format(cluster=json.dumps({"server": url, **trusted}), token=token))
+
+
+_CONFIGURATION = """\
+[req]
+distinguished_name = name
+x509_extensions = extensions
+prompt = no
+[name]
+CN = gpushare-agent sandbox
+[extensions]
+basicConstraints = critical, CA:TRUE
+keyUsage = critical, digitalSignature, keyCertSign
+extendedKeyUsage = serverAuth
+subjectKeyIdentifier = hash
+authorityKeyIdentifier = keyid
+subjectAltName = IP:127.0.0.1, IP:::1, DNS:localhost
+"""
+_DAYS = 365
+_TIMEOUT_S = 20.0
+
+
+class ServerCertificate(Struct, frozen=True, kw_only=True):
+    """Two PEM files. The certificate is its own authority, and what clients are to trust."""
+
+    certificate: Path
+    key: Path
+
+    def server_context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(self.certificate, self.key)
+        return context
+
+
+def make_certificate(directory: Path) -> ServerCertificate | None:
+    """`api-server.crt` and `api-server.key`, mode 0600. Blocks for some 30 ms. Raises StartupError.
+
+    None where openssl is not installed: the sandbox needs it for kubectl alone.
+    """
+    if shutil.which("openssl") is None:
+        return None
+    made = ServerCertificate(certificate=directory / "api-server.crt", key=directory / "api-server.key")
+    for file in (made.certificate, made.key):
+        file.unlink(missing_ok=True)  # openssl would keep the mode of a file that is there
+    command = ["openssl", "req", "-x509", "-config", "/dev/stdin", "-days", str(_DAYS), "-nodes", "-newkey", "ec",
+        "-pkeyopt", "ec_paramgen_curve:prime256v1", "-keyout", str(made.key), "-out", str(made.certificate)]  # fmt: skip
+    try:
+        subprocess.run(  # noqa: S603 - the arguments are constants and paths of ours
+            command, input=_CONFIGURATION, text=True, capture_output=True, check=True, umask=0o077, timeout=_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", "") or str(error)).strip()
+        raise StartupError(
+            f"the certificate of the sandbox's API server cannot be made by `openssl`: {said}"
+        ) from error
+    return made

@@ -16,10 +16,9 @@ from multidict import CIMultiDict
 
 from gpushare_agent.model.errors import AgentError, Rejected
 from gpushare_agent.sandbox.api import patch
-from gpushare_agent.sandbox.api.agent_pods import INSTEAD_OF_EXEC
-from gpushare_agent.sandbox.api.discovery import discovery
-from gpushare_agent.sandbox.api.field_validation import unknown_fields
+from gpushare_agent.sandbox.api.kubectl import discovery, table
 from gpushare_agent.sandbox.api.objects import LASTING_NAMESPACES, ApiObjects
+from gpushare_agent.sandbox.api.pod_subresources import INSTEAD_OF_EXEC
 from gpushare_agent.sandbox.api.responses import (
     bad_request,
     check_sections,
@@ -29,8 +28,7 @@ from gpushare_agent.sandbox.api.responses import (
     status_response,
 )
 from gpushare_agent.sandbox.api.store import CLUSTER_WIDE, KINDS, SCALABLE, ObjectKey, base_path, group_version
-from gpushare_agent.sandbox.api.tables import table
-from gpushare_agent.sandbox.api.updates import updated
+from gpushare_agent.sandbox.api.validation import unknown_fields, updated
 from gpushare_agent.sandbox.api.watch import TRUE, Watches, request_selector
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_mirror
 from gpushare_agent.settings.yaml import UnreadableYaml, parse_yaml
@@ -76,7 +74,7 @@ class ApiHandlers:
                 app.router.add_route(method, path, self._bound(self._scale, resource))
         pod = "/api/v1/namespaces/{namespace}/pods/{name}"
         app.router.add_post(f"{pod}/binding", self._bound(self._bind, "pods"))
-        app.router.add_get(f"{pod}/proxy{{path:(/.*)?}}", self._proxy)
+        app.router.add_get(f"{pod}/proxy{{path:(/.*)?}}", self._objects.agents.proxy)
         app.router.add_get(f"{pod}/log", self._bound(self._log, "pods"))
         for part in ("exec", "attach", "portforward"):
             app.router.add_route("*", f"{pod}/{part}", self._bound(self._no_stream, "pods"))
@@ -147,9 +145,6 @@ class ApiHandlers:
     async def _log(self, request: web.Request, resource: str) -> web.StreamResponse:
         return await self._objects.logs.serve(request, self._store.get(resource, _key(request, resource)))
 
-    async def _proxy(self, request: web.Request) -> web.StreamResponse:
-        return await self._objects.agents.proxy(request)
-
     async def _no_stream(self, request: web.Request, resource: str) -> web.StreamResponse:
         """exec, attach and port-forward: a container of the sandbox is a process of this machine."""
         pod = self._store.get(resource, _key(request, resource))
@@ -172,6 +167,7 @@ class ApiHandlers:
         if request.method != "GET":
             body = await json_body(request)
             spec = {"replicas": (body.get("spec") or {}).get("replicas")}
+            # Read again: others may have written it while the body arrived.
             raw = self._store.get(resource, _key(request, resource))
             new = patch.patched(raw, {"spec": spec}, patch.MERGE)
             raw = self._store.replace(resource, updated(resource, raw, new))

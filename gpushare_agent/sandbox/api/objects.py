@@ -13,10 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from gpushare_agent.model.errors import Conflict, Rejected
-from gpushare_agent.sandbox.api.agent_pods import AGENT_NAMESPACE, AgentPods, AgentServer
-from gpushare_agent.sandbox.api.container_logs import ContainerLogs
-from gpushare_agent.sandbox.api.field_validation import without_nulls
 from gpushare_agent.sandbox.api.patch import STRATEGIC, apply_patch, patched
+from gpushare_agent.sandbox.api.pod_subresources import AGENT_NAMESPACE, AgentPods, AgentServer, ContainerLogs
 from gpushare_agent.sandbox.api.store import (
     CLUSTER_WIDE,
     KINDS,
@@ -27,8 +25,7 @@ from gpushare_agent.sandbox.api.store import (
     group_version,
     key_of,
 )
-from gpushare_agent.sandbox.api.updates import updated
-from gpushare_agent.sandbox.api.workloads import completed_workload
+from gpushare_agent.sandbox.api.validation import completed_workload, updated, without_nulls
 from gpushare_agent.sandbox.behaviour import behaviour_of
 from gpushare_agent.sandbox.change_signal import ChangeSignal
 from gpushare_agent.sandbox.pod_manifest import (

@@ -15,13 +15,11 @@ from typing import Any, Self
 from aiohttp import web
 
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.sandbox.api.access import ApiAccess, write_kubeconfig
-from gpushare_agent.sandbox.api.certificate import ServerCertificate
-from gpushare_agent.sandbox.api.faults import ApiFaults
+from gpushare_agent.sandbox.api.access import ApiAccess, ServerCertificate, write_kubeconfig
 from gpushare_agent.sandbox.api.handlers import ApiHandlers
 from gpushare_agent.sandbox.api.objects import ApiObjects
 from gpushare_agent.sandbox.api.store import KINDS
-from gpushare_agent.sandbox.api.watch import Watches
+from gpushare_agent.sandbox.api.watch import ApiFaults, Watches
 
 HOST = "127.0.0.1"
 _MAX_BODY_BYTES = 3 * 2**20

@@ -68,7 +68,7 @@ def group_version(resource: str) -> str:
 
 
 def base_path(resource: str) -> str:
-    """Of its group: `/api/v1`, `/apis/coordination.k8s.io/v1`."""
+    """The path of its group: `/api/v1`, `/apis/coordination.k8s.io/v1`."""
     return f"/apis/{GROUPS[resource]}" if resource in GROUPS else "/api/v1"
 
 

@@ -1,24 +1,124 @@
-"""Watch streams of the embedded API server.
+"""Watch streams of the embedded API server, their selectors, and the faults that tests inject into requests and watches.
 
 A watch sends its changes as JSON lines; an object that starts or stops to match its selector is ADDED or DELETED for it.
+State owned: what is injected at the moment.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import structlog
 from aiohttp import web
 
 from gpushare_agent.model.errors import Rejected
-from gpushare_agent.sandbox.api.faults import ApiFaults
-from gpushare_agent.sandbox.api.responses import bad_request, query_number, status_body
-from gpushare_agent.sandbox.api.selectors import Selector, parse_field_selector, parse_label_selector
+from gpushare_agent.sandbox.api.responses import bad_request, query_number, status_body, status_response
 from gpushare_agent.sandbox.api.store import KINDS, Change, Expired, ObjectStore, group_version
 from gpushare_agent.sandbox.pod_manifest import RawObject
+
+
+class ApiFaults:
+    """Failed requests, stalls and expired watches."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.watch_epoch = 0
+        self.is_stopping = False
+        self._store = store
+        self._failures: list[int] = []
+        self._running = asyncio.Event()
+        self._running.set()
+
+    def fail_next(self, count: int, status: int) -> None:
+        """The next `count` requests are answered with this HTTP status."""
+        self._failures.extend([status] * count)
+
+    def stall(self) -> None:
+        """From now on requests are accepted and not answered, and open watches send nothing."""
+        self._running.clear()
+
+    def unstall(self) -> None:
+        """Delayed requests are answered now."""
+        self._running.set()
+        self.wake_watches()
+
+    def expire_watches(self) -> None:
+        """Ends every open watch with a 410 Gone event."""
+        self.watch_epoch += 1
+        self.wake_watches()
+
+    def wake_watches(self) -> None:
+        for signal in (*self._store.signals.values(), self._store.signal):
+            signal.notify()
+
+    async def wait_running(self) -> None:
+        await self._running.wait()
+
+    async def before_answer(self) -> web.Response | None:
+        """Waits while stalled; the response in place of the answer where the request is to fail."""
+        await self.wait_running()
+        if not self._failures:
+            return None
+        return status_response(self._failures.pop(0), "InternalError", "an injected fault of the embedded API server")
+
+
+Selector = Callable[[RawObject], bool]
+
+_FIELD = re.compile(r"(?P<path>[A-Za-z0-9_.]+)\s*(?P<operator>==|!=|=)\s*(?P<value>.*)")
+_LABEL = re.compile(  # possessive throughout: its time grows with the length of the text
+    r"\s*+(?:(?P<absent>!)\s*+)?(?P<key>[A-Za-z0-9_./-]++)"
+    r"(?:\s*+(?P<operator>==|!=|=)\s*+(?P<value>[\w.-]*+)|\s++(?P<set>in|notin)\s*+\((?P<values>[\w.,\s-]*+)\))?+"
+    r"\s*+(?:,|$)"
+)
+
+
+def parse_field_selector(text: str) -> Selector:
+    """An absent field counts as empty. Raises Rejected for a term that is not `path=value` or `path!=value`."""
+    terms: list[tuple[str, bool, str]] = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        match = _FIELD.fullmatch(part)
+        if match is None:
+            raise Rejected(f"unable to parse field selector term {part!r}: expected path=value or path!=value")
+        terms.append((match["path"], match["operator"] != "!=", match["value"]))
+    return lambda raw: all((_field(raw, path) == value) is wanted for path, wanted, value in terms)
+
+
+def _field(raw: RawObject, path: str) -> str:
+    value: Any = raw
+    for step in path.split("."):
+        value = value.get(step) if isinstance(value, dict) else None
+    return "" if value is None else str(value)
+
+
+def parse_label_selector(text: str) -> Selector:
+    """`a=b`, `a!=b`, `a in (b,c)`, `a notin (b)`, `a`, `!a`, joined by commas. Raises Rejected."""
+    terms: list[tuple[str, bool, frozenset[str] | None]] = []
+    position = 0
+    while position < len(text):
+        match = _LABEL.match(text, position)
+        if match is None or match.end() == position or (match["absent"] and (match["operator"] or match["set"])):
+            raise Rejected(f"unable to parse label selector {text!r:.200}: found {text[position : position + 40]!r}")
+        if match["operator"] is not None:
+            terms.append((match["key"], match["operator"] != "!=", frozenset({match["value"]})))
+        elif match["set"] is not None:
+            values = frozenset(value.strip() for value in match["values"].split(","))
+            terms.append((match["key"], match["set"] == "in", values))
+        else:
+            terms.append((match["key"], match["absent"] is None, None))
+        position = match.end()
+    return lambda raw: _has_labels(raw, terms)
+
+
+def _has_labels(raw: RawObject, terms: list[tuple[str, bool, frozenset[str] | None]]) -> bool:
+    labels: Mapping[str, str] = raw["metadata"].get("labels") or {}
+    return all(
+        (key in labels if values is None else labels.get(key) in values) is wanted for key, wanted, values in terms
+    )
+
 
 log = structlog.get_logger(__name__)
 
@@ -84,6 +184,7 @@ class Watches:
         """Until the time is up or the server stops. A bookmark comes each interval and at the end, where requested."""
         faults, marked_at, epoch = self._faults, time.monotonic(), self._faults.watch_epoch
         while not faults.is_stopping:
+            # The count before the changes: one that comes while they are sent ends the wait at once.
             seen = self._store.signals[resource].count
             if faults.watch_epoch != epoch:
                 raise Expired(f"too old resource version: {version} ({self._store.version})")

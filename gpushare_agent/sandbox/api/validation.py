@@ -1,0 +1,207 @@
+"""What clients may write into the embedded API server: unknown fields and wrong types, workloads, what an update may change.
+
+The schema is that of the models of kubernetes-asyncio, which are generated from Kubernetes' own OpenAPI document. Duplicate
+fields are not found: JSON's reader drops them. State owned: the models read so far. Not for the event loop: the first object
+of a kind imports its models. What workloads do is pod_controllers.py's.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from gpushare_agent.cluster.kube.library import load_library
+from gpushare_agent.model.errors import Conflict, Rejected
+from gpushare_agent.sandbox.api.store import KINDS, WITH_STATUS
+from gpushare_agent.sandbox.pod_manifest import RawObject, check_metadata, completed_manifest
+
+_MODELS = "kubernetes_asyncio.client.models"
+_OTHER_NAMES = {"Event": "CoreV1Event", "ResourceClaim": "ResourceV1ResourceClaim"}
+"""Of kinds whose model has a longer name than V1<kind>: other groups have a kind of the same name."""
+_CONTAINER = re.compile(r"(?:list\[(?P<item>.*)\]|dict\(str, (?P<value>.*)\))")
+_TYPES: dict[str, tuple[type, str]] = {"int": (int, "int32"), "bool": (bool, "bool"), "str": (str, "string")}
+_QUANTITY = re.compile(r"\.(limits|requests|capacity|allocatable|overhead|hard|sizeLimit|divisor)\b")
+"""In the path of a text that may be written as a number."""
+_NAMED_BY = {"conditions": "type", "initContainerStatuses": "name", "containerStatuses": "name"}
+"""The field that each item of the list must have."""
+_JSON_NAMES = {str: "string", bool: "bool", int: "number", float: "number", list: "array", dict: "object"}
+
+
+def without_nulls(value: Any) -> Any:
+    """A field that is null is not there, as for the real server."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value if item is not None] if isinstance(value, list) else value
+
+
+def unknown_fields(raw: RawObject, kind: str) -> list[str]:
+    """The unknown fields of the object, each as the real server names it: `unknown field "spec.containers[0].resorces"`.
+
+    Raises Rejected for a value of a type that the field cannot have.
+    """
+    return [f'unknown field "{path}"' for path in _walk(raw, _OTHER_NAMES.get(kind, f"V1{kind}"), "")]
+
+
+def _walk(value: Any, kind: str, path: str) -> Iterator[str]:
+    """The paths of unknown fields. `kind` is a type as the models write it: `V1PodSpec`, `list[str]`, `dict(str, str)`."""
+    if value is None:
+        return
+    if (match := _CONTAINER.fullmatch(kind)) is not None:
+        is_list, inner = match["item"] is not None, match["item"] or match["value"]
+        _check(value, list if is_list else dict, kind, path)
+        items = enumerate(value) if is_list else value.items()
+        named_by = _NAMED_BY.get(path.rpartition(".")[2])
+        for key, item in items:
+            if named_by and is_list and not (isinstance(item, dict) and named_by in item):
+                raise Rejected(f"{path}[{key}].{named_by}: Required value")
+            yield from _walk(item, inner, f"{path}[{key}]" if is_list else f"{path}.{key}")
+    elif kind in _TYPES:
+        if _QUANTITY.search(path) is None:
+            _check(value, *_TYPES[kind], path)
+    elif (fields := _fields(kind)) is not None:
+        _check(value, dict, kind, path)
+        for name, item in value.items():
+            where = f"{path}.{name}".removeprefix(".")
+            if name in fields:
+                yield from _walk(item, fields[name], where)
+            else:
+                yield where
+
+
+def _check(value: Any, wanted: type, name: str, path: str) -> None:
+    is_right = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
+    if not is_right:
+        raise Rejected(f"json: cannot unmarshal {_JSON_NAMES[type(value)]} into field {path} of type {name}")
+
+
+@cache
+def _fields(kind: str) -> dict[str, str] | None:
+    """By field name its type; None for a type without a model: `object`, `datetime`."""
+    words = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", kind)).lower()
+    load_library()
+    try:
+        model = getattr(import_module(f"{_MODELS}.{words}"), kind)
+    except (ImportError, AttributeError):
+        return None
+    return {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}
+
+
+_LONGEST_NAMES = {"deployments": 200, "jobs": 200, "replicasets": 220}
+"""What is made for them has a longer name: of a Deployment a ReplicaSet, of all pods."""
+_NUMBERS = ("replicas", "parallelism", "completions", "backoffLimit")
+_MOST_AT_ONCE = {"replicas": 1000, "parallelism": 1000}
+"""All pods are objects of one process, whose controllers read them all in each pass."""
+_PART = re.compile(r"[0-9]{1,9}%?")
+_UID_LABEL, _NAME_LABEL = "batch.kubernetes.io/controller-uid", "batch.kubernetes.io/job-name"
+
+
+def completed_workload(resource: str, raw: RawObject) -> RawObject:
+    """The workload with its defaults; an object of any other resource as it is. Raises Rejected, naming the field."""
+    if resource not in _LONGEST_NAMES:
+        return raw
+    unknown_fields(raw, KINDS[resource])  # for the types
+    name, spec = raw["metadata"]["name"], copy.deepcopy(raw.get("spec") or {})
+    if len(name) > _LONGEST_NAMES[resource]:
+        raise Rejected(
+            f"metadata.name: Too long: {name!r:.80}: at most {_LONGEST_NAMES[resource]} characters in the sandbox"
+        )
+    template = spec.get("template") or {}
+    template["metadata"] = {"labels": {}, **(template.get("metadata") or {})}
+    spec = (_job if resource == "jobs" else _replicated)({**spec, "template": template}, raw["metadata"])
+    for field in _NUMBERS:
+        if spec.get(field, 0) < 0:
+            raise Rejected(f"spec.{field}: Invalid value: {spec[field]}: must be greater than or equal to 0")
+        if spec.get(field, 0) > (most := _MOST_AT_ONCE.get(field, math.inf)):
+            raise Rejected(f"spec.{field}: Invalid value: {spec[field]}: at most {most} in the sandbox")
+    for field, value in ((spec.get("strategy") or {}).get("rollingUpdate") or {}).items():
+        if _PART.fullmatch(str(value)) is None:
+            raise Rejected(
+                f"spec.strategy.rollingUpdate.{field}: Invalid value: {value!r:.80}: a number, or a part such as 25%"
+            )
+    # Its pods are made by a controller, which nobody sees fail: a template that gives no valid pod is refused here.
+    pod = {"metadata": {**template["metadata"], "name": name}, "spec": template.get("spec")}
+    try:
+        template["spec"] = completed_manifest(pod, namespace="", uid="", suffix="")["spec"]
+    except Rejected as error:
+        raise Rejected(f"spec.template.{error}") from error
+    return {**raw, "spec": spec}
+
+
+def _job(spec: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    template = spec["template"]
+    if (template.get("spec") or {}).get("restartPolicy") not in ("Never", "OnFailure"):
+        raise Rejected('spec.template.spec.restartPolicy: Required value: valid values: "OnFailure", "Never"')
+    own = {_UID_LABEL: metadata["uid"], _NAME_LABEL: metadata["name"]}
+    template["metadata"]["labels"] = {**template["metadata"]["labels"], **own}
+    defaults = {"parallelism": 1, "completions": 1, "backoffLimit": 6}
+    return {**defaults, **spec, "selector": {"matchLabels": {_UID_LABEL: metadata["uid"]}}}
+
+
+def _replicated(spec: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    labels, matched = (
+        spec["template"]["metadata"]["labels"],
+        (spec.get("selector") or {}).get("matchLabels") or {},
+    )
+    if not matched:
+        raise Rejected("spec.selector: Required value: matchLabels must name labels of the template")
+    if not matched.items() <= labels.items():
+        raise Rejected(
+            f"spec.template.metadata.labels: Invalid value: {labels!r:.200}: `selector` does not match template `labels`"
+        )
+    return {"replicas": 1, "strategy": {"type": "RollingUpdate"}, **spec}
+
+
+_IDENTITY = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp", "generation")
+_IMMUTABLE = {"jobs": ("template", "completions"), "deployments": ("selector",), "replicasets": ("selector",)}
+
+
+def updated(resource: str, old: RawObject, new: RawObject, *, is_status: bool = False) -> RawObject:
+    """The new object with the parts of the old one that the address does not own: an update of the object leaves its
+    status, one of the status the rest.
+
+    Raises:
+        Conflict: the new object names another resourceVersion or UID.
+        Rejected: the change is not allowed, or the object would not be valid.
+    """
+    new = without_nulls(new)
+    metadata, known = new.get("metadata") or {}, old["metadata"]
+    check_metadata(metadata)
+    for field in ("resourceVersion", "uid"):
+        if metadata.get(field, known[field]) != known[field]:
+            raise Conflict(
+                f'Operation cannot be fulfilled on {resource} "{known["name"]}": the object has been modified; '
+                "please apply your changes to the latest version and try again"
+            )
+    kept = {"metadata": {**metadata, **{name: known[name] for name in _IDENTITY if name in known}}}
+    if is_status:
+        # A client may replace the status by one without a phase, which controllers read of every pod.
+        phase = {"phase": old["status"]["phase"]} if resource == "pods" else {}
+        return {**new, **kept, "spec": old.get("spec", {}), "status": {**phase, **(new.get("status") or {})}}
+    if resource in WITH_STATUS:
+        kept["status"] = old.get("status", {})
+    if resource == "pods" and new.get("spec") != old["spec"]:
+        if not _is_same_spec(new, old):
+            raise Rejected(
+                "spec: Forbidden: pod updates may not change these fields; delete the pod and create it again"
+            )
+        kept["spec"] = old["spec"]
+    result = completed_workload(resource, {**new, **kept})
+    for field in _IMMUTABLE.get(resource, ()):
+        if result["spec"].get(field) != old["spec"].get(field):
+            raise Rejected(f"spec.{field}: Invalid value: field is immutable; delete the object and create it again")
+    if "generation" in known and result.get("spec") != old.get("spec"):
+        result["metadata"] = {**result["metadata"], "generation": known["generation"] + 1}
+    return result
+
+
+def _is_same_spec(new: RawObject, old: RawObject) -> bool:
+    """40 and "40" are one quantity: kubectl sends the manifest's words at each apply."""
+    try:
+        return bool(completed_manifest(new, namespace="", uid="", suffix="")["spec"] == old["spec"])
+    except Rejected:
+        return False
