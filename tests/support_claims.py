@@ -15,13 +15,13 @@ from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.claims import Claims
 from gpushare_agent.dra.outcomes import ClaimOutcomes
-from gpushare_agent.isolation import HamiCoreConfig, IsolationConfig, MpsConfig
 from gpushare_agent.model.allocations import ClaimRef, ContainerKey
 from gpushare_agent.model.errors import NotFound, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
-from tests.support_core import NAMES, inventory, pod
+from gpushare_agent.settings.isolation import HamiCoreSettings, MpsSettings
+from tests.support_core import NAMES, inventory, isolation_config, pod
 
 DRIVER = "gpushare-agent"
 NODE = "node"
@@ -82,13 +82,13 @@ def using(name: str, *claims: tuple[str, str]) -> ContainerSpec:
     return ContainerSpec(name=name, kind=ContainerKind.MAIN, position=0, claims=claims)
 
 
-def edit_policy(isolation: str = "hami-core", *allowed: str) -> EditPolicy:
+def edit_policy(isolation: str = "hami-core", *allowed: str, is_memory_limited_by_agent: bool = False) -> EditPolicy:
     return EditPolicy(
         names=NAMES,
-        config=IsolationConfig(
-            virtual_manager=Path("/vm"),
-            hami_core=HamiCoreConfig(directory=Path("/hami")),
-            mps=MpsConfig(pipe_directory=Path("/pipe"), shm_directory=Path("/dev/shm")),
+        config=isolation_config(
+            is_memory_limited_by_agent=is_memory_limited_by_agent,
+            hami_core=HamiCoreSettings(directory=Path("/hami")),
+            mps=MpsSettings(pipe_directory=Path("/pipe"), shm_directory=Path("/dev/shm")),
         ),
         isolation=isolation,
         allowed=allowed,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.identity import Known
+from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedContainer, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory, MigPlace
@@ -17,6 +19,9 @@ from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhas
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind
 from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.settings.isolation import DriverLimitsSettings, VirtualManagerSettings
+from gpushare_agent.settings.settings import Settings
+from gpushare_agent.settings.values import Section
 
 NAMES = ResourceNames()
 
@@ -155,3 +160,20 @@ def raw_edits(edits: ContainerEdits) -> dict[str, Any]:
         "env": dict(edits.env),
         "mounts": [f"{m.host_path} -> {m.container_path} ({'ro' if m.read_only else 'rw'})" for m in edits.mounts],
     }
+
+
+def isolation_config(
+    virtual_manager: Path = Path("/vm"),
+    *,
+    shared_driver: Path | None = None,
+    whole_driver: Path | None = None,
+    is_memory_limited_by_agent: bool = False,
+    **sections: Section,
+) -> IsolationConfig:
+    """`sections` are those of settings/isolation.py that differ from the defaults."""
+    settings = Settings(
+        virtual_manager=VirtualManagerSettings(path=virtual_manager),
+        driver_limits=DriverLimitsSettings(set_by_agent=is_memory_limited_by_agent),
+        **sections,  # type: ignore[arg-type]
+    )
+    return IsolationConfig(settings=settings, shared_driver=shared_driver, whole_driver=whole_driver)

@@ -27,11 +27,10 @@ from gpushare_agent.admission.resize_file import ResizeFile
 from gpushare_agent.admission.resize_reports import ResizeReporter
 from gpushare_agent.admission.resizing import ShareResizing
 from gpushare_agent.cluster.part import ClusterPart
-from gpushare_agent.isolation import IsolationConfig, MpsConfig
+from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.isolation.device_lists import CONTROL_NODES, NodeDevices
 from gpushare_agent.isolation.device_nodes import ControlNodes, read_extra_devices
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
-from gpushare_agent.isolation.hami_core.part import hami_core_config
 from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.kit.supervision import Tasks, wait_for
 from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
@@ -414,16 +413,9 @@ def edit_policy(
     policy = EditPolicy(
         names=names,
         config=IsolationConfig(
-            virtual_manager=settings.virtual_manager.path,
+            settings=settings,
             shared_driver=shared.directory if shared is not None else None,
             whole_driver=whole.directory if whole is not None else None,
-            mps=MpsConfig(
-                pipe_directory=settings.mps.pipe_directory,
-                shm_directory=settings.mps.shm_directory,
-                exclusive_process=settings.mps.exclusive_process,
-            ),
-            hami_core=hami_core_config(settings),
-            is_memory_limited_by_agent=settings.driver_limits.set_by_agent,
         ),
         isolation=settings.isolation,
         allowed=settings.isolations_allowed,

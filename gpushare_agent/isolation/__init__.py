@@ -12,9 +12,8 @@ Called by: admission (edits), agent (services), cli. Open first: request.py, par
 Who removes vDevice directories: `VirtualManager.remove_stale` in vcuda/virtual_manager.py, once their pod is gone.
 
 Others import: cdi.specs, check, choice, container_ids, device_lists, device_nodes, driver_volume.config,
-driver_volume.directory, driver_volume.libraries, driver_volume.mounts, driver_volume.plan, driver_volume.values,
-hami_core.part, isolations, kept, mps.daemon, mps.edits, mps.part, mps.supervision, part, resource_names, shares,
-vcuda.edits, vcuda.format.
+driver_volume.directory, driver_volume.libraries, driver_volume.mounts, driver_volume.plan, driver_volume.values, isolations,
+kept, mps.daemon, mps.edits, mps.part, mps.supervision, part, resource_names, shares, vcuda.edits, vcuda.format.
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ from typing import TYPE_CHECKING
 from gpushare_agent.isolation.request import (
     ClaimUse,
     GpuShare,
-    HamiCoreConfig,
     Isolation,
     IsolationConfig,
     IsolationRequest,
-    MpsConfig,
     combined,
 )
 from gpushare_agent.model.isolation import AUTO, isolation_parts
@@ -89,11 +86,9 @@ __all__ = [
     "ISOLATIONS",
     "ClaimUse",
     "GpuShare",
-    "HamiCoreConfig",
     "Isolation",
     "IsolationConfig",
     "IsolationRequest",
-    "MpsConfig",
     "isolations_in_use",
     "module_of",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import lru_cache, reduce
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -13,41 +14,20 @@ from gpushare_agent.isolation.kept import NOTHING_KEPT, WHOLE_GPU, Circumstances
 from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, KernelModule
-from gpushare_agent.model.isolation import CorePolicy
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec
 
-
-class MpsConfig(Struct, frozen=True, kw_only=True):
-    """The daemon's directories on the host, and whether the GPUs are in compute mode EXCLUSIVE_PROCESS."""
-
-    pipe_directory: Path
-    shm_directory: Path
-    exclusive_process: bool = False
-
-
-class HamiCoreConfig(Struct, frozen=True, kw_only=True):
-    """The directory on the host; factors by which a share is multiplied; whether cores are limited (`disable`: no); and
-    whether a pod's spec may lift limits."""
-
-    directory: Path
-    memory_scaling: float = 1.0
-    core_scaling: float = 1.0
-    core_policy: CorePolicy = "default"
-    is_opt_out_allowed: bool = False
+if TYPE_CHECKING:  # it takes pydantic
+    from gpushare_agent.settings.settings import Settings
 
 
 class IsolationConfig(Struct, frozen=True, kw_only=True):
-    """The node's settings that isolations need. Directories are the host's: of the virtual manager, and of the driver's
-    files for shares and for whole GPUs (None: no driver directory is configured, and none is mounted)."""
+    """What isolations need of the node: its settings, and the host's directories of the driver's files for shares and for
+    whole GPUs (None: no driver directory is configured, and none is mounted)."""
 
-    virtual_manager: Path
+    settings: Settings
     shared_driver: Path | None = None
     whole_driver: Path | None = None
-    mps: MpsConfig | None = None
-    hami_core: HamiCoreConfig | None = None
-    is_memory_limited_by_agent: bool = False
-    """Under isolation driver: else NVIDIA's container toolkit sets each container's limit."""
 
 
 class GpuShare(Struct, frozen=True, kw_only=True):

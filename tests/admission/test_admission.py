@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -17,7 +16,6 @@ from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.admission.identification import InsideLister
 from gpushare_agent.admission.pending import RefusedPods
-from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.kubelet.pod_resources import PodListing
 from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
 from gpushare_agent.kubelet.records import CheckpointEntry
@@ -28,7 +26,7 @@ from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from tests.support_core import NAMES, container, ids, inventory, known, pod, used_cores, written
+from tests.support_core import NAMES, container, ids, inventory, isolation_config, known, pod, used_cores, written
 
 
 class Scripted:
@@ -48,7 +46,7 @@ class Scripted:
         self.not_prepared: Refused | None = None
         self.on_wait = lambda: False
         self.gpus = inventory()
-        config = IsolationConfig(virtual_manager=Path("/vm"))
+        config = isolation_config()
         self.edits = EditPolicy(names=names, config=config, isolation="none")
         gate = PodResourcesGate(self, clock=time.monotonic)
         self.admission = Admission(

@@ -8,17 +8,16 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
-from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.isolation.device_lists import NodeDevices
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.model.pods import ContainerSpec
-from tests.support_core import NAMES, container, inventory, pod
+from tests.support_core import NAMES, container, inventory, isolation_config, pod
 
 GPUS = tuple(replace(gpu, minor=gpu.index + 4) for gpu in inventory().gpus)
-POLICY = EditPolicy(names=NAMES, config=IsolationConfig(virtual_manager=Path("/vm")), isolation="none")
+POLICY = EditPolicy(names=NAMES, config=isolation_config(), isolation="none")
 
 
 def edits_of(wanted: ContainerSpec, gpus: int = 1, policy: EditPolicy = POLICY, **annotations: str) -> ContainerEdits:
@@ -51,7 +50,7 @@ def test_whole_gpus_are_listed_in_order_of_index() -> None:
 
 def test_the_search_path_is_set_where_the_driver_directory_is_mounted_and_nowhere_else() -> None:
     """It takes the place of the image's own. 32-bit programs, requested by the variable compat32, get theirs too."""
-    config = IsolationConfig(virtual_manager=Path("/vm"), shared_driver=Path("/vdriver/nvidia"))
+    config = isolation_config(shared_driver=Path("/vdriver/nvidia"))
     vcuda = replace(POLICY, config=config, isolation="vcuda")
     share = container(cores=30, blocks=1)
     assert dict(edits_of(share, 1, vcuda).env)["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"

@@ -16,13 +16,14 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for
-from gpushare_agent.isolation import ISOLATIONS, HamiCoreConfig, IsolationConfig, MpsConfig
+from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, GpuUuid
 from gpushare_agent.model.pods import Pod
-from tests.support_core import NAMES, container, pod, raw_edits
+from gpushare_agent.settings.isolation import HamiCoreSettings, MpsSettings
+from tests.support_core import NAMES, container, isolation_config, pod, raw_edits
 
 DIRECTORY = Path(__file__).parent.parent / "data" / "edits"
 UID = "5ca1ab1e-0000-4000-8000-00000000cafe"
@@ -37,12 +38,12 @@ GPUS = tuple(
     )
     for index in range(2)
 )
-CONFIG = IsolationConfig(
+CONFIG = isolation_config(
     virtual_manager=Path("/etc/gpu-manager/vm"),
     shared_driver=Path("/etc/gpu-manager/vdriver/nvidia"),
     whole_driver=Path("/etc/gpu-manager/vdriver/origin"),
-    mps=MpsConfig(pipe_directory=Path("/run/gpushare-mps/pipe"), shm_directory=Path("/dev/shm")),
-    hami_core=HamiCoreConfig(directory=Path("/etc/gpu-manager/hami-core")),
+    mps=MpsSettings(pipe_directory=Path("/run/gpushare-mps/pipe"), shm_directory=Path("/dev/shm")),
+    hami_core=HamiCoreSettings(directory=Path("/etc/gpu-manager/hami-core")),
 )
 STRATEGIES: tuple[tuple[DeviceListStrategy, ...], ...] = (
     *((strategy,) for strategy in DeviceListStrategy),

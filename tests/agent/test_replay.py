@@ -29,7 +29,6 @@ from gpushare_agent.admission.identification import Identification, Timeouts
 from gpushare_agent.admission.pending import RefusedPods
 from gpushare_agent.cluster.kube.pods import parse_pod
 from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
@@ -44,7 +43,7 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.pods import Pod, PodPhase
 from gpushare_agent.wire import v1beta1
-from tests.support_core import NAMES, container, inventory, pod
+from tests.support_core import NAMES, container, inventory, isolation_config, pod
 
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
 GPUS = ("GPU-4404041a-04cf-1ccf-9e70-f139a9b1e23c", "GPU-79a2ba02-")
@@ -191,7 +190,7 @@ async def open_agent(directory: Path) -> AsyncIterator[Agent]:
         clock=time.monotonic,
         timeouts=Timeouts(poll_again_s=0.0),
     )
-    edits = EditPolicy(names=NAMES, config=IsolationConfig(virtual_manager=directory), isolation="none")
+    edits = EditPolicy(names=NAMES, config=isolation_config(virtual_manager=directory), isolation="none")
     admission = Admission(
         gate=gate,
         identification=identification,

@@ -303,8 +303,7 @@ def test_under_vcuda_the_containers_of_a_view_have_one_directory() -> None:
 
 
 def drivers(*, by_agent: bool, name: str = "driver") -> EditPolicy:
-    policy = edit_policy(name)
-    return replace(policy, config=replace(policy.config, is_memory_limited_by_agent=by_agent))
+    return edit_policy(name, is_memory_limited_by_agent=by_agent)
 
 
 def made_for(name: str, *results: dict[str, Any]) -> dict[str, Any]:

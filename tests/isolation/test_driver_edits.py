@@ -10,22 +10,20 @@ from msgspec.structs import replace
 from gpushare_agent.isolation import (
     ISOLATIONS,
     GpuShare,
-    HamiCoreConfig,
-    IsolationConfig,
     IsolationRequest,
-    MpsConfig,
 )
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import isolation_parts
 from gpushare_agent.model.names import ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, PodUid
-from tests.support_core import container, inventory
+from gpushare_agent.settings.isolation import HamiCoreSettings, MpsSettings
+from tests.support_core import container, inventory, isolation_config
 
 GPUS = inventory(memory_mib=24 * 1024).gpus
-CONFIG = IsolationConfig(
+CONFIG = isolation_config(
     virtual_manager=Path("/vm"),
-    hami_core=HamiCoreConfig(directory=Path("/hami")),
-    mps=MpsConfig(pipe_directory=Path("/pipe"), shm_directory=Path("/dev/shm")),
+    hami_core=HamiCoreSettings(directory=Path("/hami")),
+    mps=MpsSettings(pipe_directory=Path("/pipe"), shm_directory=Path("/dev/shm")),
 )
 WITH_DRIVER = [name for name in ISOLATIONS if "driver" in isolation_parts(name)]
 

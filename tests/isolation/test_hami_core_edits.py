@@ -9,31 +9,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.isolation import ISOLATIONS, GpuShare, HamiCoreConfig, IsolationConfig, IsolationRequest
+from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
 from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH, edit_hami_core
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.model.allocations import ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import CorePolicy
 from gpushare_agent.model.names import PodUid
-from tests.support_core import container, inventory
+from gpushare_agent.settings.isolation import HamiCoreSettings
+from tests.support_core import container, inventory, isolation_config
 from tests.support_hami_core import fake_library
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 GPUS = inventory(memory_mib=24 * 1024).gpus
-HAMI = HamiCoreConfig(directory=Path("/hami"))
+HAMI = HamiCoreSettings(directory=Path("/hami"))
 
 
 def request(cores: int = 30, memory_mib: int = 6144, gpus: int = 1, **changes: object) -> IsolationRequest:
-    own = ("memory_scaling", "core_scaling", "core_policy", "is_opt_out_allowed")
-    config = replace(HAMI, **{k: changes.pop(k) for k in own if k in changes})
+    own = ("memory_scaling", "core_scaling", "core_policy", "allow_opt_out")
+    config = HAMI.model_copy(update={k: changes.pop(k) for k in own if k in changes})
     made = IsolationRequest(
         pod_uid=UID,
         container=container("cuda"),
         shares=tuple(
             GpuShare(gpu=gpu, cores=cores, memory_mib=memory_mib, is_whole=cores >= 100) for gpu in GPUS[:gpus]
         ),
-        config=IsolationConfig(virtual_manager=Path("/vm"), hami_core=config),
+        config=isolation_config(hami_core=config),
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -72,7 +73,7 @@ def test_the_mounts_name_the_files_that_the_adapter_makes(short_dir: Path) -> No
     files.install()
     files.prepare(ContainerKey(UID, "cuda"))
     wanted = request()
-    config = replace(wanted.config, hami_core=replace(HAMI, directory=files.directory))
+    config = isolation_config(hami_core=HAMI.model_copy(update={"directory": files.directory}))
     edits = edit_hami_core(replace(wanted, config=config))
     assert isinstance(edits, ContainerEdits)
     assert len(edits.mounts) == 3 and all(Path(mount.host_path).is_file() for mount in edits.mounts)
@@ -116,16 +117,16 @@ def test_a_spec_may_tighten_what_the_agent_leaves_open() -> None:
 def test_a_container_opts_out_only_where_the_node_allows_it(value: str) -> None:
     """Then it has neither library nor limits; else the variable changes nothing."""
     asks = replace(container("cuda"), env={"CUDA_DISABLE_CONTROL": value})
-    assert edit_hami_core(request(container=asks, is_opt_out_allowed=True)) == ContainerEdits()
+    assert edit_hami_core(request(container=asks, allow_opt_out=True)) == ContainerEdits()
     assert env_of(request(container=asks)) == env_of(request())
     no = replace(container("cuda"), env={"CUDA_DISABLE_CONTROL": "false"})
-    assert env_of(request(container=no, is_opt_out_allowed=True)) == env_of(request())
+    assert env_of(request(container=no, allow_opt_out=True)) == env_of(request())
 
 
 def test_where_opting_out_is_allowed_cores_may_be_lifted_alone() -> None:
     """Memory stays limited."""
     asks = replace(container("cuda"), env={"GPU_CORE_UTILIZATION_POLICY": "disable"})
-    assert "CUDA_DEVICE_MEMORY_LIMIT_0" in env_of(request(container=asks, is_opt_out_allowed=True))
+    assert "CUDA_DEVICE_MEMORY_LIMIT_0" in env_of(request(container=asks, allow_opt_out=True))
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

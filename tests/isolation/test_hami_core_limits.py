@@ -11,7 +11,6 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation import HamiCoreConfig
 from gpushare_agent.isolation.hami_core import region_format as layout
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.hami_core.limits import NO_REGION, RegionLimits
@@ -21,6 +20,7 @@ from gpushare_agent.model.errors import Corrupt, NotFound
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.settings.isolation import HamiCoreSettings
 from tests.support_agent import poll_until
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 from tests.support_hami_core import INSIDE, fake_library, region_file
@@ -47,7 +47,7 @@ class World:
         self.resized: Mapping[ContainerKey, ResizedShare] = {}
         self.limits = RegionLimits(
             files=self.files,
-            config=HamiCoreConfig(directory=directory / "hami", **scaling),  # type: ignore[arg-type]
+            config=HamiCoreSettings(directory=directory / "hami", **scaling),  # type: ignore[arg-type]
             names=NAMES,
             inventory=lambda: self.inventory,
             allocations=lambda: self.allocations,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationConfig, IsolationRequest
+from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
 from gpushare_agent.model.errors import Refused
-from tests.support_core import container, mig_instance, pod
+from tests.support_core import container, isolation_config, mig_instance, pod
 
 
 def request(*, is_whole: bool) -> IsolationRequest:
@@ -20,7 +20,7 @@ def request(*, is_whole: bool) -> IsolationRequest:
         pod_uid=pod("p").uid,
         container=container("main", 50, 4),
         shares=(share,),
-        config=IsolationConfig(virtual_manager=Path("/etc/gpu-manager/vm")),
+        config=isolation_config(virtual_manager=Path("/etc/gpu-manager/vm")),
     )
 
 

@@ -8,23 +8,24 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.isolation import GpuShare, IsolationConfig, IsolationRequest, MpsConfig
+from gpushare_agent.isolation import GpuShare, IsolationRequest
 from gpushare_agent.isolation.mps.edits import edit_mps
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
-from tests.support_core import container, inventory
+from gpushare_agent.settings.isolation import MpsSettings
+from tests.support_core import container, inventory, isolation_config
 
 GPUS = tuple(replace(gpu, memory_mib=24576) for gpu in inventory().gpus)
 PIPE = Path("/root/nvidia-mps")
-MPS = MpsConfig(pipe_directory=PIPE, shm_directory=Path("/dev/shm"))
+MPS = MpsSettings(pipe_directory=PIPE, shm_directory=Path("/dev/shm"))
 MOUNTS = (
     ContainerMount(host_path="/root/nvidia-mps", container_path="/root/nvidia-mps", read_only=False),
     ContainerMount(host_path="/dev/shm", container_path="/dev/shm", read_only=False),
 )
 
 
-def request(mps: MpsConfig | None = MPS, **changes: Any) -> IsolationRequest:
+def request(mps: MpsSettings = MPS, **changes: Any) -> IsolationRequest:
     """30 cores and a quarter of GPU 1's memory, unless changed."""
     share: dict[str, Any] = {"gpus": GPUS[1:2], "cores": 30, "memory_mib": 6144, "is_whole": False}
     for name in list(share.keys() & changes.keys()):
@@ -37,7 +38,7 @@ def request(mps: MpsConfig | None = MPS, **changes: Any) -> IsolationRequest:
         ),
         pod_uid=PodUid("c41939ed-8d17-46fa-bb5c-60c9e6632b81"),
         container=container(cores=30, blocks=24),
-        config=IsolationConfig(virtual_manager=Path("/vm"), mps=mps),
+        config=isolation_config(mps=mps),
         **changes,
     )
 
@@ -87,15 +88,14 @@ def test_gpushares_variables_count_in_the_nodes_unit_and_at_least_one() -> None:
     assert (found["ALIYUN_COM_GPU_MEM_CONTAINER"], found["ALIYUN_COM_GPU_MEM_DEV"]) == ("6144", "24576")
 
 
-@pytest.mark.parametrize("mps", [MPS, None])
-def test_whole_gpus_get_nothing(mps: MpsConfig | None) -> None:
+def test_whole_gpus_get_nothing() -> None:
     """Their processes reach the GPU without the daemon, and so also while it is down."""
-    assert edit_mps(request(mps, cores=200, memory_mib=0, is_whole=True, gpus=GPUS[:2])) == ContainerEdits()
+    assert edit_mps(request(cores=200, memory_mib=0, is_whole=True, gpus=GPUS[:2])) == ContainerEdits()
 
 
 def test_whole_gpus_in_exclusive_mode_go_through_the_daemon_without_limits() -> None:
     """There only the MPS server may hold a GPU."""
-    mps = replace(MPS, exclusive_process=True)
+    mps = MPS.model_copy(update={"exclusive_process": True})
     found = edit_mps(request(mps, cores=200, memory_mib=0, is_whole=True, gpus=GPUS[:2]))
     env = (("CUDA_MPS_PIPE_DIRECTORY", "/root/nvidia-mps"), ("CUDA_VISIBLE_DEVICES", "GPU-0,GPU-1"))
     assert found == ContainerEdits(env=env, mounts=MOUNTS)
@@ -124,9 +124,8 @@ def test_shares_of_several_gpus_have_a_limit_each_and_the_least_percentage() -> 
         ({"gpus": ()}, "names no GPU"),
         ({"cores": -1}, "-1 cores"),
         ({"cores": 101}, "101 cores"),
-        ({"mps": None}, "mps.pipe_directory"),
-        ({"mps": replace(MPS, pipe_directory=Path("nvidia-mps"))}, "absolute"),
-        ({"mps": replace(MPS, shm_directory=Path("shm"))}, "absolute"),
+        ({"mps": MPS.model_copy(update={"pipe_directory": Path("nvidia-mps")})}, "absolute"),
+        ({"mps": MPS.model_copy(update={"shm_directory": Path("shm")})}, "absolute"),
     ],
 )
 def test_what_mps_cannot_keep_is_refused(changes: dict[str, Any], words: str) -> None:

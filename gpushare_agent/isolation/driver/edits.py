@@ -69,7 +69,7 @@ def _not_shared(use: ClaimUse) -> Refused | None:
         )
     if not use.is_owner_known:
         return Refused(reason=RefusalReason.NOT_READY, detail=f"pod {use.owner} is not known yet: it is tried again.")
-    if not use.together or use.config.is_memory_limited_by_agent:
+    if not use.together or use.config.settings.driver_limits.set_by_agent:
         return None
     return Refused(
         reason=invalid,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from gpushare_agent.isolation.check import CheckProbe, OpenDriver
 from gpushare_agent.isolation.driver_volume.elf import read_interface
 from gpushare_agent.isolation.hami_core.edits import lifts_cores
-from gpushare_agent.isolation.hami_core.part import hami_core_config, hami_core_files
+from gpushare_agent.isolation.hami_core.part import hami_core_files
 from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.finding import Finding, error, ok, warning
@@ -54,7 +54,7 @@ def _library_finding(library: Path) -> Finding:
 
 
 def circumstances(settings: Settings, found: Circumstances) -> Circumstances:
-    return replace(found, has_core_limit=not lifts_cores(None, hami_core_config(settings)))
+    return replace(found, has_core_limit=not lifts_cores(None, settings.hami_core))
 
 
 def probes(open_driver: OpenDriver) -> tuple[CheckProbe, ...]:

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpushare_agent.isolation.kept import NOTHING_KEPT, Circumstances, Kept, NotKept, without_compute
-from gpushare_agent.isolation.request import ClaimUse, Follows, HamiCoreConfig, Isolation, IsolationRequest
+from gpushare_agent.isolation.request import ClaimUse, Follows, Isolation, IsolationRequest
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -43,6 +43,7 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.settings.isolation import HamiCoreSettings
 
 LIBRARY_PATH = "/usr/local/vgpu/libvgpu.so"
 """In the container. The library opens itself under this path: it cannot be elsewhere."""
@@ -63,9 +64,7 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
     no limit, or the pod's spec would lift it."""
     if request.is_whole:
         return ContainerEdits()
-    config = request.config.hami_core
-    if config is None:
-        raise AssertionError("isolation hami-core is in use without its settings")
+    config = request.config.settings.hami_core
     if opts_out(request.container, config):
         return ContainerEdits()
     limits = [
@@ -100,7 +99,7 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
     )
 
 
-def _core_limits(request: IsolationRequest, config: HamiCoreConfig) -> list[tuple[str, str]]:
+def _core_limits(request: IsolationRequest, config: HamiCoreSettings) -> list[tuple[str, str]]:
     """One for the only GPU, as HAMi's own plugin sets it; of several GPUs one each. A claim's has both forms: one GPU's own,
     if the spec had it, would win."""
     percents = [
@@ -113,18 +112,18 @@ def _core_limits(request: IsolationRequest, config: HamiCoreConfig) -> list[tupl
     return [*common, *((f"{ENV_HAMI_CORE_CORES}_{ordinal}", str(percent)) for ordinal, percent in enumerate(percents))]
 
 
-def opts_out(container: ContainerSpec, config: HamiCoreConfig) -> bool:
+def opts_out(container: ContainerSpec, config: HamiCoreSettings) -> bool:
     """The container goes without the library and its limits, where the node lets it: HAMi's variable in the spec."""
-    return config.is_opt_out_allowed and container.env.get(ENV_HAMI_CORE_DISABLE, "") in _TRUE
+    return config.allow_opt_out and container.env.get(ENV_HAMI_CORE_DISABLE, "") in _TRUE
 
 
-def lifts_cores(container: ContainerSpec | None, config: HamiCoreConfig) -> bool:
+def lifts_cores(container: ContainerSpec | None, config: HamiCoreSettings) -> bool:
     """Compute is not limited: for all of the node, or for a container that says so where it may. None: any container."""
     asks = container is not None and container.env.get(ENV_HAMI_CORE_POLICY, "").lower() == _DISABLED
-    return config.core_policy == _DISABLED or (asks and config.is_opt_out_allowed)
+    return config.core_policy == _DISABLED or (asks and config.allow_opt_out)
 
 
-def _overridden(container: ContainerSpec, gpus: int, config: HamiCoreConfig) -> Refused | None:
+def _overridden(container: ContainerSpec, gpus: int, config: HamiCoreSettings) -> Refused | None:
     """Refuses a spec whose own variable would win over one that limits."""
     limits = [ENV_HAMI_CORE_CACHE, ENV_HAMI_CORE_CORES, ENV_HAMI_CORE_LIBRARY]
     limits += [f"{name}_{gpu}" for name in (ENV_HAMI_CORE_MEMORY, ENV_HAMI_CORE_CORES) for gpu in range(gpus)]
@@ -153,7 +152,7 @@ def live_limits(
     annotations: Mapping[str, str],
     gpus: Mapping[GpuUuid, Gpu],
     names: ResourceNames,
-    config: HamiCoreConfig,
+    config: HamiCoreSettings,
 ) -> tuple[int, int] | None:
     """Bytes and percent that the shared region of a running share is to have, of the container's only GPU. None where one
     would be 0, which is no limit: the GPU is not in the inventory, the driver does not report its memory, or the kubelet has
@@ -167,11 +166,11 @@ def live_limits(
     return (memory_mib * MIB, percent) if memory_mib >= 1 and percent >= 1 else None
 
 
-def _memory_limit_mib(memory_mib: int, gpu: Gpu, config: HamiCoreConfig) -> int:
+def _memory_limit_mib(memory_mib: int, gpu: Gpu, config: HamiCoreSettings) -> int:
     return min(int(memory_mib * config.memory_scaling), gpu.memory_mib)
 
 
-def _percent(cores: int, core_limit: int, config: HamiCoreConfig) -> int:
+def _percent(cores: int, core_limit: int, config: HamiCoreSettings) -> int:
     """The share times the scaling, or the elastic ceiling where that is higher: the library has no other elasticity."""
     return min(CORES_PER_GPU, max(int(cores * config.core_scaling), core_limit))
 

@@ -23,7 +23,6 @@ from msgspec.structs import replace
 
 from gpushare_agent.isolation.hami_core.edits import live_limits
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
-from gpushare_agent.isolation.request import HamiCoreConfig
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
 from gpushare_agent.model.errors import AgentError
@@ -31,6 +30,7 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.settings.isolation import HamiCoreSettings
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +47,7 @@ class RegionLimits(Struct, kw_only=True, eq=False):
     """`enforce` at any time, `run` once. `is_in_use` is whether the pod's isolation is hami-core."""
 
     files: HamiCoreFiles
-    config: HamiCoreConfig
+    config: HamiCoreSettings
     names: ResourceNames
     inventory: Callable[[], GpuInventory]
     allocations: Callable[[], Mapping[ContainerKey, Allocation]]

@@ -14,7 +14,6 @@ from gpushare_agent.isolation.hami_core.limits import RegionLimits
 from gpushare_agent.isolation.hami_core.region_watch import RegionWatch
 from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe
-from gpushare_agent.isolation.request import HamiCoreConfig
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.memory_limits import MemoryLimiter
@@ -24,7 +23,7 @@ from gpushare_agent.settings.settings import Settings
 
 def build(host: IsolationHost) -> IsolationPart:
     """Joined, not started."""
-    files, config = hami_core_files(host.settings), hami_core_config(host.settings)
+    files, config = hami_core_files(host.settings), host.settings.hami_core
 
     def is_in_use(pod: Pod) -> bool:
         return host.uses(pod, "hami-core")
@@ -85,13 +84,3 @@ def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
 
 def hami_core_files(settings: Settings) -> HamiCoreFiles:
     return HamiCoreFiles(settings.hami_core.library, settings.hami_core.directory, LIBRARY_PATH)
-
-
-def hami_core_config(settings: Settings) -> HamiCoreConfig:
-    return HamiCoreConfig(
-        directory=settings.hami_core.directory,
-        memory_scaling=settings.hami_core.memory_scaling,
-        core_scaling=settings.hami_core.core_scaling,
-        core_policy=settings.hami_core.core_policy,
-        is_opt_out_allowed=settings.hami_core.allow_opt_out,
-    )

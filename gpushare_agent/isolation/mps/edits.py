@@ -9,7 +9,7 @@ connection to the daemon and no limits.
 from __future__ import annotations
 
 from gpushare_agent.isolation.kept import Circumstances, Kept, NotKept
-from gpushare_agent.isolation.request import GpuShare, Isolation, IsolationRequest, MpsConfig
+from gpushare_agent.isolation.request import GpuShare, Isolation, IsolationRequest
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
@@ -20,6 +20,7 @@ from gpushare_agent.model.names import (
     ENV_GPUSHARE_INDEX,
     ENV_GPUSHARE_POD,
 )
+from gpushare_agent.settings.isolation import MpsSettings
 
 ENV_PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 ENV_THREAD_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
@@ -30,10 +31,10 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where MPS clients look for the server
 
 def edit_mps(request: IsolationRequest) -> ContainerEdits | Refused:
     """Environment and mounts from the container's own share; Refused for what MPS cannot enforce."""
-    mps = request.config.mps
-    if request.is_whole and (mps is None or not mps.exclusive_process):
+    mps = request.config.settings.mps
+    if request.is_whole and not mps.exclusive_process:
         return ContainerEdits()
-    if mps is None or not mps.pipe_directory.is_absolute() or not mps.shm_directory.is_absolute():
+    if not mps.pipe_directory.is_absolute() or not mps.shm_directory.is_absolute():
         return _refused(request, "the node's settings mps.pipe_directory and mps.shm_directory must be absolute paths")
     if request.is_whole:
         return ContainerEdits(env=tuple(sorted(_connection(request, mps).items())), mounts=_mounts(mps))
@@ -76,7 +77,7 @@ def _percentage(share: GpuShare, core_limit: int) -> int:
     return max(1, CORES_PER_GPU * share.memory_mib // share.gpu.memory_mib)
 
 
-def _connection(request: IsolationRequest, mps: MpsConfig) -> dict[str, str]:
+def _connection(request: IsolationRequest, mps: MpsSettings) -> dict[str, str]:
     """Where the daemon is, and the GPUs by UUID: numbers would mean the server's own order."""
     return {
         ENV_PIPE_DIRECTORY: str(mps.pipe_directory),
@@ -95,7 +96,7 @@ def _gpushare(request: IsolationRequest, gpu: Gpu) -> dict[str, str]:
     }
 
 
-def _mounts(mps: MpsConfig) -> tuple[ContainerMount, ...]:
+def _mounts(mps: MpsSettings) -> tuple[ContainerMount, ...]:
     """Writable both: clients write to the pipes, and make files in the shared memory."""
     pipe = str(mps.pipe_directory)
     return (

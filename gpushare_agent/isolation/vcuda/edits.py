@@ -28,7 +28,7 @@ def edit_vcuda(request: IsolationRequest) -> ContainerEdits | Refused:
             detail=f"container {request.container.name} has shares of several GPUs, and the library of isolation"
             " vcuda limits one. Nothing was allocated. Ask for one GPU, or choose another isolation.",
         )
-    own = request.config.virtual_manager / request.pod_uid / request.container.name
+    own = request.config.settings.virtual_manager.path / request.pod_uid / request.container.name
     vdevice = ContainerMount(host_path=str(own), container_path=VDEVICE_DIRECTORY)
     driver = request.config.whole_driver if request.is_whole else request.config.shared_driver
     if driver is None:
