@@ -79,7 +79,7 @@ class Play:
         self._stack = AsyncExitStack()
         flags = ("--cards", str(GPUS), "--allocation.cleanup-rejected-pods=false")
         self.agent = await self._stack.enter_async_context(open_agent(self.node, *flags))
-        self.agent.parts.kubelet.gate._quiet_s = QUIET_S
+        self.agent.parts.kubelet.gate.quiet_s = QUIET_S
 
     async def end(self) -> None:
         await self._stack.aclose()
