@@ -78,7 +78,7 @@ async def open_agent(
     parts = build(found.settings, open_driver(found.settings), isolation_reason=found.isolation_reason)
     parts.kubelet.gate.list_timeout_s = list_timeout_s
     for resource in parts.kubelet.registrar._resources:
-        resource.endpoint.plugin._call_timeout_s = DEADLINE_S
+        resource.endpoint.plugin.call_timeout_s = DEADLINE_S
     parts.cache.subscribe(lambda old, new: node.api.signal.notify())
     parts.cluster.store.subscribe(lambda old, new: node.api.signal.notify())
     async with asyncio.TaskGroup() as group:
