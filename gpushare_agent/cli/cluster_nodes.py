@@ -1,6 +1,6 @@
 """The nodes as the API server shows them, for a person's credentials: all GPUs of the cluster with their allocations.
 
-observability/gpu_summaries.py checks the nodes' annotations, observability/inspection.py adds up. The rights that each
+node_reports.py checks the nodes' annotations and adds up. The rights that each
 command needs: docs/reference/cli.md. No state.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from gpushare_agent.cli.node_reports import NodeReport, read_report, report_document
 from gpushare_agent.cluster.kube.client import ALL_NODES, UNFINISHED, KubeApi, open_kube_api, pods
 from gpushare_agent.cluster.kube.lists import KubeTimeouts
 from gpushare_agent.cluster.kube.pods import mapping_or_empty, parse_pod
@@ -21,8 +22,6 @@ from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.observability.gpu_summaries import GpuSummaries, gpus_of_node
-from gpushare_agent.observability.inspection import NodeSums, node_sums
 from gpushare_agent.settings.settings import Settings
 
 _LIST_TIMEOUT_S = 120.0
@@ -49,18 +48,19 @@ async def serve_dashboard(settings: Settings, port: int) -> int:
         await ClusterPage(settings, cluster_names(settings), port=port).run(api, on_listening=on_listening)
 
 
-async def read_cluster(api: KubeApi, settings: Settings) -> list[NodeSums]:
+async def read_cluster(api: KubeApi, settings: Settings) -> list[dict[str, Any]]:
     """Every node that has GPUs, by name, with what is allocated to its pods."""
     names = cluster_names(settings)
     nodes, _ = await api.list_all(ALL_NODES, lambda raw: _node(raw, names))
     of_node: dict[str, list[Pod]] = {node.name: [] for node in nodes}
-    reported = {uid for node in nodes for uid in node.gpus.allocated or ()}
+    reported = {uid for node in nodes for uid in node.report.allocated or ()}
     found, _ = await api.list_all(pods(fields=UNFINISHED), lambda raw: _pod(raw, names, reported))
     for pod in found:
         if pod.node_name in of_node:
             of_node[pod.node_name].append(pod)
     return [
-        node_sums(node.name, node.gpus, of_node[node.name], names) for node in sorted(nodes, key=lambda node: node.name)
+        report_document(node.name, node.report, of_node[node.name])
+        for node in sorted(nodes, key=lambda node: node.name)
     ]
 
 
@@ -72,7 +72,7 @@ def cluster_names(settings: Settings) -> ResourceNames:
 
 class _Node(Struct, frozen=True, kw_only=True):
     name: str
-    gpus: GpuSummaries
+    report: NodeReport
 
 
 def _node(raw: dict[str, Any], names: ResourceNames) -> _Node | None:
@@ -81,8 +81,8 @@ def _node(raw: dict[str, Any], names: ResourceNames) -> _Node | None:
     if not isinstance(name, str):
         return None
     capacity = {resource: _count(raw_capacity.get(resource)) for resource in names.names}
-    gpus = gpus_of_node(mapping_or_empty(metadata.get("annotations")), capacity, names)
-    return _Node(name=name, gpus=gpus) if gpus is not None else None
+    report = read_report(mapping_or_empty(metadata.get("annotations")), capacity, names)
+    return _Node(name=name, report=report) if report is not None else None
 
 
 def _pod(raw: dict[str, Any], names: ResourceNames, reported: Collection[PodUid]) -> Pod | None:

@@ -12,6 +12,7 @@ from gpushare_agent.cli.agent_client import read_node
 from gpushare_agent.cli.agent_documents import BranchDocument, GpuDocument, NodeDocument
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.inspect import gpu_of_document
 from gpushare_agent.cli.render_text import gib, gpu_label, health_line, is_cordoned, plain, print_as
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.topology import Branch, LinkKind, Topology
@@ -49,19 +50,10 @@ def graph_document(node: NodeDocument) -> dict[str, Any]:
 def _gpu(gpu: GpuDocument) -> dict[str, Any]:
     cores, memory = gpu["cores"], gpu["memory"]
     is_usable = gpu["is_healthy"] and not is_cordoned(gpu)
-    return {
-        "index": gpu["index"],
-        "uuid": gpu["uuid"],
-        "name": gpu["name"],
-        **({"mig": gpu["mig"]} if gpu.get("mig") else {}),
-        "is_healthy": gpu["is_healthy"],
-        "health_reason": gpu["health_reason"],
-        "cordoned": gpu["cordoned"],
+    free_bytes = max(0, memory["capacity_bytes"] - memory["allocated_bytes"]) if is_usable else 0
+    return gpu_of_document(gpu) | {
         "cores": {**cores, "free": max(0, cores["capacity"] - cores["allocated"]) if is_usable else 0},
-        "memory": {
-            **memory,
-            "free_bytes": max(0, memory["capacity_bytes"] - memory["allocated_bytes"]) if is_usable else 0,
-        },
+        "memory": {**memory, "free_bytes": free_bytes},
     }
 
 

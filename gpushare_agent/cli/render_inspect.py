@@ -1,4 +1,4 @@
-"""Allocated and total of every GPU, per node and for the cluster. Pure: sums in, a document or tables out.
+"""Allocated and total of every GPU, per node and for the cluster. Pure: nodes in, a document or tables out.
 
 The document's format is docs/reference/cli.md; sizes are bytes.
 """
@@ -26,73 +26,38 @@ from gpushare_agent.cli.render_text import (
     part_of,
     plain,
 )
-from gpushare_agent.observability.inspection import ContainerSums, GpuSums, NodeSums
 
 SCHEMA = 2
 
 
-def inspection_document(nodes: Sequence[NodeSums]) -> dict[str, Any]:
+def inspection_document(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """With the sums. Of a GPU `health_reason` is what is wrong with it itself, None where that is not known; a container
+    without `gpus` is charged to none, and `remark` says why."""
     return {
         "schema": SCHEMA,
-        "nodes": [_node_document(node) for node in nodes],
-        "totals": _totals([gpu for node in nodes for gpu in node.gpus]),
+        "nodes": [node | {"unplaced": _unplaced(node), "totals": _totals(node["gpus"])} for node in nodes],
+        "totals": _totals([gpu for node in nodes for gpu in node["gpus"]]),
     }
 
 
-def _node_document(node: NodeSums) -> dict[str, Any]:
+def _unplaced(node: dict[str, Any]) -> dict[str, Any]:
+    unplaced = [container for container in node["containers"] if not container["gpus"]]
     return {
-        "node": node.node,
-        "remark": node.remark,
-        "gpus": [_gpu_document(gpu) for gpu in node.gpus],
-        "containers": [_container_document(container) for container in node.containers],
-        "unplaced": {
-            "containers": len(node.unplaced),
-            "cores": sum(container.cores for container in node.unplaced),
-            "memory_bytes": sum(container.memory_bytes for container in node.unplaced),
-        },
-        "totals": _totals(node.gpus),
+        "containers": len(unplaced),
+        "cores": sum(container["cores"] for container in unplaced),
+        "memory_bytes": sum(container["memory_bytes"] for container in unplaced),
     }
 
 
-def _gpu_document(sums: GpuSums) -> dict[str, Any]:
-    gpu = sums.gpu
-    return {
-        "index": gpu.index,
-        "uuid": gpu.uuid,
-        "name": gpu.name,
-        **({"mig": {"label": gpu.label}} if gpu.mig is not None else {}),
-        "is_healthy": gpu.is_healthy,
-        "health_reason": sums.health_reason,
-        "cordoned": gpu.cordoned or None,
-        "cores": {"allocated": sums.cores_allocated, "capacity": gpu.cores},
-        "memory": {"allocated_bytes": sums.memory_allocated_bytes, "capacity_bytes": gpu.memory_bytes},
-    }
+def _totals(gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def total(what: str, *names: str) -> dict[str, int]:
+        return {name: sum(gpu[what][name] for gpu in gpus) for name in names}
 
-
-def _container_document(container: ContainerSums) -> dict[str, Any]:
-    return {
-        "namespace": container.namespace,
-        "pod": container.pod,
-        "container": container.container,
-        "gpus": list(container.gpus),
-        "cores": container.cores,
-        "memory_bytes": container.memory_bytes,
-        "remark": container.remark,
-    }
-
-
-def _totals(gpus: Sequence[GpuSums]) -> dict[str, Any]:
     return {
         "gpus": len(gpus),
-        "gpus_healthy": sum(1 for sums in gpus if sums.gpu.is_healthy),
-        "cores": {
-            "allocated": sum(sums.cores_allocated for sums in gpus),
-            "capacity": sum(sums.gpu.cores for sums in gpus),
-        },
-        "memory": {
-            "allocated_bytes": sum(sums.memory_allocated_bytes for sums in gpus),
-            "capacity_bytes": sum(sums.gpu.memory_bytes for sums in gpus),
-        },
+        "gpus_healthy": sum(gpu["is_healthy"] for gpu in gpus),
+        "cores": total("cores", "allocated", "capacity"),
+        "memory": total("memory", "allocated_bytes", "capacity_bytes"),
     }
 
 

@@ -15,7 +15,7 @@ from gpushare_agent.cli.agent_documents import DECISIONS, NODE, check_document
 from gpushare_agent.cli.command_line import SORTS
 from gpushare_agent.cli.explain import newest_of_containers
 from gpushare_agent.cli.graph import graph_document, tree_text
-from gpushare_agent.cli.inspect import sums_of_document
+from gpushare_agent.cli.inspect import node_of_document
 from gpushare_agent.cli.render_explain import decision_parts
 from gpushare_agent.cli.render_inspect import inspection_document, inspection_tables
 from gpushare_agent.cli.render_top import Choice, heading, top_lines, top_table
@@ -60,7 +60,7 @@ def show_node(answer: dict[str, Any]) -> None:
     for sort in SORTS:
         choice = Choice(sort=sort, has_processes=True)
         print_to_nowhere(*heading(node, 100), top_table(top_lines(node, 100, choice), 100, choice))
-    print_to_nowhere(*inspection_tables(inspection_document([sums_of_document(node)]), with_details=True, is_wide=True))
+    print_to_nowhere(*inspection_tables(inspection_document([node_of_document(node)]), with_details=True, is_wide=True))
     tree_text(graph_document(node), is_wide=True)
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from gpushare_agent.admission.decisions.decide import in_short
 from gpushare_agent.cli.agent_documents import DecisionDocument, NodeDocument
 from gpushare_agent.cli.graph import graph_document, tree_text
-from gpushare_agent.cli.inspect import sums_of_document
+from gpushare_agent.cli.inspect import node_of_document
 from gpushare_agent.cli.render_explain import decision_parts
 from gpushare_agent.cli.render_inspect import inspection_document
 from gpushare_agent.cli.render_top import heading, top_lines
@@ -61,7 +61,7 @@ def test_every_view_has_the_cores_that_the_node_offers(*, shares_in_mig: bool, a
     assert sum(gpu["cores"]["capacity"] for gpu in document["gpus"]) == capacity
     assert sum(gpu["cores"]["free"] for gpu in graph_document(document)["gpus"]) == capacity - allocated
     assert f"allocated {allocated}/{capacity} GPU cores" in heading(document)[1].plain
-    totals = inspection_document([sums_of_document(document)])["totals"]["cores"]
+    totals = inspection_document([node_of_document(document)])["totals"]["cores"]
     assert totals == {"allocated": allocated, "capacity": capacity}
     ratios = {series.name: sum(value for _, value in series.rows) for series in gpu_series(node)}
     assert ratios["gpushare_card_cores_capacity_ratio"] * CORES_PER_GPU == capacity

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.cli.node_reports import read_report, report_document
 from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
@@ -30,8 +31,6 @@ from gpushare_agent.model.names import MIB, NVIDIA_GPU_RESOURCE, PREDICATE_GPU_I
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.units import NvidiaNames
-from gpushare_agent.observability.gpu_summaries import gpus_of_node
-from gpushare_agent.observability.inspection import node_sums
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.sandbox.pod_manifest import pod_requests
@@ -122,10 +121,10 @@ def test_inspect_of_all_nodes_counts_as_the_agent_does(found: GpuInventory, owne
     """From the agent's report alone."""
     agent = Node(found, Policy(names=NAMES), seed)
     admitted = {owner.uid: owner for owner in owners if not isinstance(agent.admit(owner), Refused)}
-    summaries = gpus_of_node(raw_node(agent, admitted, NAMES)["metadata"]["annotations"], {}, NAMES)
+    summaries = read_report(raw_node(agent, admitted, NAMES)["metadata"]["annotations"], {}, NAMES)
     assert summaries is not None
-    sums = node_sums("node", summaries, list(admitted.values()), NAMES)
-    shown = [(gpu.cores_allocated, gpu.memory_allocated_bytes // MIB) for gpu in sums.gpus]
+    sums = report_document("node", summaries, list(admitted.values()))
+    shown = [(gpu["cores"]["allocated"], gpu["memory"]["allocated_bytes"] // MIB) for gpu in sums["gpus"]]
     assert shown == used(accounts(found, agent.cache))
 
 
@@ -227,16 +226,16 @@ def test_replicas_and_instances_are_counted_alike_by_agent_extender_and_inspect(
                 assert mine.allocated_cores <= its.allocated_cores < mine.allocated_cores + len(admitted) + 1
                 assert mine.allocated_mib <= its.allocated_mib < mine.allocated_mib + 256 * (len(admitted) + 1)
                 assert (its.free_cores <= mine.free_cores and its.free_blocks <= mine.free_blocks) or not its.is_healthy
-        summaries = gpus_of_node(raw["metadata"]["annotations"], {}, names)
+        summaries = read_report(raw["metadata"]["annotations"], {}, names)
         assert summaries is not None
-        sums = node_sums("node", summaries, list(admitted.values()), names)
+        sums = report_document("node", summaries, list(admitted.values()))
         charged: dict[int, Charge] = {}
         for one in by_pod:
             add_charges(charged, {index: Charge(*counts) for index, counts in one.gpus.items()})
-        for gpu, shown in zip(found.gpus, sums.gpus, strict=True):
+        for gpu, shown in zip(found.gpus, sums["gpus"], strict=True):
             account = account_of(gpu, names, charged.get(gpu.index, NO_CHARGE))
-            assert shown.memory_allocated_bytes == account.allocated_mib * MIB
-            assert shown.cores_allocated == min(account.allocated_cores, shown.gpu.cores)
+            assert shown["memory"]["allocated_bytes"] == account.allocated_mib * MIB
+            assert shown["cores"]["allocated"] == min(account.allocated_cores, shown["cores"]["capacity"])
 
 
 CLAIMS = st.tuples(st.integers(0, 2), st.integers(0, 99), st.integers(1, 40), st.booleans(), st.booleans())

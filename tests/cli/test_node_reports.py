@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare_agent.cli.node_reports import NodeReport, read_report, report_document
+from gpushare_agent.cli.render_inspect import inspection_document
 from gpushare_agent.cluster.decisions.node_allocations import AllocatedTo, allocations_annotation
 from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION, MAX_GPUS
 from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.observability.gpu_summaries import GpuSummaries, gpus_of_node
-from gpushare_agent.observability.inspection import NodeSums, node_sums
 from tests.support_usage import UUIDS, inventory
 
 MIB = 1024 * 1024
@@ -42,34 +42,33 @@ def pod(*containers: ContainerSpec, name: str = "p", **fields: Any) -> Pod:
     )  # fmt: skip
 
 
-def sums(*pods: Pod, held: dict[str, dict[str, list[int]]] | None = None) -> NodeSums:
+def sums(*pods: Pod, held: dict[str, dict[str, list[int]]] | None = None) -> dict[str, Any]:
     """`held` is the annotation's; None leaves it out."""
     annotations = {GPUS_ANNOTATION: GPUS_TEXT}
     if held is not None:
         annotations[ALLOCATIONS_ANNOTATION] = json.dumps({"schema": 1, "held": held})
-    found = gpus_of_node(annotations, CAPACITY, NAMES)
+    found = read_report(annotations, CAPACITY, NAMES)
     assert found is not None
-    return node_sums("n", found, pods, NAMES)
+    return report_document("n", found, pods)
 
 
-def allocated(found: NodeSums) -> list[tuple[int, int]]:
+def allocated(found: dict[str, Any]) -> list[tuple[int, int]]:
     """Cores and MiB of each GPU."""
-    return [(gpu.cores_allocated, gpu.memory_allocated_bytes // MIB) for gpu in found.gpus]
+    return [(gpu["cores"]["allocated"], gpu["memory"]["allocated_bytes"] // MIB) for gpu in found["gpus"]]
 
 
 def test_a_share_is_charged_to_the_gpu_that_the_nodes_agent_reports() -> None:
     """With the size of the report, which a resize changes, in the node's block size."""
     found = sums(pod(), held={"uid-p": {"2": [50, 20]}})
     assert allocated(found) == [(0, 0), (0, 0), (50, 5120), (0, 0)]
-    (shown,) = found.containers
-    assert (shown.pod, shown.container, shown.gpus, shown.cores, shown.memory_bytes) == (
-        "p",
-        "main",
-        (2,),
-        50,
-        5120 * MIB,
-    )
-    assert (shown.remark, found.remark, found.unplaced) == ("", "", ())
+    (shown,) = found["containers"]
+    assert (found["remark"], shown) == (
+        "",
+        {
+            "namespace": "default", "pod": "p", "container": "main", "gpus": [2], "cores": 50, "memory_bytes": 5120 * MIB,
+            "remark": "",
+        },
+    )  # fmt: skip
 
 
 LIES = {
@@ -89,7 +88,7 @@ def test_whole_gpus_are_charged_with_all_their_memory() -> None:
     """Whatever memory the container asks for."""
     found = sums(pod(container(cores=200, blocks=0)), held={"uid-p": {"1": [100, 0, 0, 1], "3": [100, 0, 0, 1]}})
     assert allocated(found) == [(0, 0), (100, 24576), (0, 0), (100, 24576)]
-    assert found.containers[0].memory_bytes == 2 * 24576 * MIB
+    assert found["containers"][0]["memory_bytes"] == 2 * 24576 * MIB
 
 
 def test_gpushares_units_are_charged_in_their_size() -> None:
@@ -103,53 +102,56 @@ def test_several_containers_are_shown_with_the_gpus_of_their_pod() -> None:
     both = (container("a"), container("b", cores=20, blocks=4, position=1))
     found = sums(pod(*both), held={"uid-p": {"0": [40, 16], "1": [20, 4]}})
     assert allocated(found)[:2] == [(40, 4096), (20, 1024)]
-    assert [(c.container, c.gpus, c.cores) for c in found.containers] == [("a", (0, 1), 40), ("b", (0, 1), 20)]
-    assert {c.remark for c in found.containers} == {"the node's agent reports the GPUs of the whole pod"}
-    (first, second) = sums(pod(*both), held={"uid-p": {"0": [60, 20]}}).containers
-    assert (first.gpus, second.gpus, first.remark) == ((0,), (0,), "")
+    assert [(c["container"], c["gpus"], c["cores"]) for c in found["containers"]] == [
+        ("a", [0, 1], 40),
+        ("b", [0, 1], 20),
+    ]
+    assert {c["remark"] for c in found["containers"]} == {"the node's agent reports the GPUs of the whole pod"}
+    (first, second) = sums(pod(*both), held={"uid-p": {"0": [60, 20]}})["containers"]
+    assert (first["gpus"], second["gpus"], first["remark"]) == ([0], [0], "")
 
 
 def test_a_pod_that_the_report_does_not_have_is_charged_to_no_gpu() -> None:
     """It waits for its admission, or the report is older."""
     found = sums(pod(), held={})
     assert allocated(found) == [(0, 0)] * 4
-    assert found.unplaced == found.containers
-    (shown,) = found.containers
-    assert (shown.cores, shown.memory_bytes) == (40, 4096 * MIB)
-    assert shown.remark == "the node's agent has not reported it"
+    assert inspection_document([found])["nodes"][0]["unplaced"]["containers"] == len(found["containers"])
+    (shown,) = found["containers"]
+    assert (shown["cores"], shown["memory_bytes"]) == (40, 4096 * MIB)
+    assert shown["remark"] == "the node's agent has not reported it"
 
 
 def test_what_is_reported_of_a_pod_that_the_api_server_has_not_is_charged() -> None:
     """One deleted by force may run on; its UID is shown."""
     found = sums(held={"uid-q": {"1": [30, 4]}})
     assert allocated(found)[1] == (30, 1024)
-    assert [(c.pod, c.gpus, c.cores) for c in found.containers] == [("uid-q", (1,), 30)]
-    assert "lists no such pod" in found.containers[0].remark
+    assert [(c["pod"], c["gpus"], c["cores"]) for c in found["containers"]] == [("uid-q", [1], 30)]
+    assert "lists no such pod" in found["containers"][0]["remark"]
 
 
 @pytest.mark.parametrize("phase", [PodPhase.SUCCEEDED, PodPhase.FAILED])
 def test_a_pod_that_has_ended_is_shown_only_while_it_is_reported(phase: PodPhase) -> None:
     """As one that the API server has not: the agent frees it."""
-    assert sums(pod(phase=phase), held={}).containers == ()
+    assert sums(pod(phase=phase), held={})["containers"] == []
     assert allocated(sums(pod(phase=phase), held={"uid-p": {"0": [40, 16]}}))[0] == (40, 4096)
 
 
 def test_a_pod_by_nvidias_names_is_shown_with_what_is_reported() -> None:
     """Its resources are not among the names here."""
     found = sums(pod(container(cores=0, blocks=0)), held={"uid-p": {"0": [100, 0, 0, 1]}})
-    assert [(c.pod, c.container, c.gpus, c.cores) for c in found.containers] == [("p", "", (0,), 100)]
+    assert [(c["pod"], c["container"], c["gpus"], c["cores"]) for c in found["containers"]] == [("p", "", [0], 100)]
 
 
 def test_an_init_container_is_not_listed_beside_the_main_one() -> None:
     """The kubelet hands its devices on; a sidecar has some of its own."""
     init, sidecar = container("i", kind=ContainerKind.INIT), container("s", kind=ContainerKind.SIDECAR)
     found = sums(pod(init, sidecar, container()), held={"uid-p": {"0": [80, 32]}})
-    assert [(c.container, c.gpus) for c in found.containers] == [("s", (0,)), ("main", (0,))]
+    assert [(c["container"], c["gpus"]) for c in found["containers"]] == [("s", [0]), ("main", [0])]
 
 
 def test_pods_come_sorted_whatever_the_order_of_the_list() -> None:
     """What leaves the process does not depend on the API server's order."""
-    assert [c.pod for c in sums(pod(name="q"), pod()).containers] == ["p", "q"]
+    assert [c["pod"] for c in sums(pod(name="q"), pod())["containers"]] == ["p", "q"]
     assert sums(pod(), pod(name="q")) == sums(pod(name="q"), pod())
 
 
@@ -157,11 +159,11 @@ def test_pods_come_sorted_whatever_the_order_of_the_list() -> None:
 def test_a_report_that_cannot_be_read_charges_nothing_and_says_so(held: object) -> None:
     """A part of it would show too much as free."""
     text = json.dumps({"schema": 1, "held": held})
-    found = gpus_of_node({GPUS_ANNOTATION: GPUS_TEXT, ALLOCATIONS_ANNOTATION: text}, CAPACITY, NAMES)
+    found = read_report({GPUS_ANNOTATION: GPUS_TEXT, ALLOCATIONS_ANNOTATION: text}, CAPACITY, NAMES)
     assert found is not None
     assert found.allocated is None
     assert "gpushare-agent/held cannot be read" in found.remark and "what is allocated is not known" in found.remark
-    assert sums(pod()).remark == "no gpushare-agent/held: what is allocated is not known; see the agent's log there"
+    assert sums(pod())["remark"] == "no gpushare-agent/held: what is allocated is not known; see the agent's log there"
 
 
 def test_a_truncated_report_is_remarked() -> None:
@@ -169,7 +171,7 @@ def test_a_truncated_report_is_remarked() -> None:
     text = allocations_annotation(
         [AllocatedTo(pod_uid=PodUid(uid), gpus={0: (10, 1)}, since=0) for uid in "ab"], max_pods=1
     )
-    found = gpus_of_node({GPUS_ANNOTATION: GPUS_TEXT, ALLOCATIONS_ANNOTATION: text}, CAPACITY, NAMES)
+    found = read_report({GPUS_ANNOTATION: GPUS_TEXT, ALLOCATIONS_ANNOTATION: text}, CAPACITY, NAMES)
     assert found is not None and found.allocated is not None
     assert (len(found.allocated), "more is allocated than is shown" in found.remark) == (1, True)
 
@@ -194,8 +196,8 @@ def test_no_gpu_is_shown_with_more_than_it_has(held: dict[str, dict[str, list[in
 # --- the GPUs ---
 
 
-def read(text: object, capacity: dict[str, int] | None = None) -> GpuSummaries | None:
-    return gpus_of_node({GPUS_ANNOTATION: text}, CAPACITY if capacity is None else capacity, NAMES)
+def read(text: object, capacity: dict[str, int] | None = None) -> NodeReport | None:
+    return read_report({GPUS_ANNOTATION: text}, CAPACITY if capacity is None else capacity, NAMES)
 
 
 def test_what_the_agent_writes_is_read_back() -> None:
@@ -203,7 +205,7 @@ def test_what_the_agent_writes_is_read_back() -> None:
     text = gpus_annotation(inventory(3, sick={1: "lost"}), cordoned={UUIDS[2]}, memory_block_mib=512)
     found = read(text)
     assert found is not None
-    assert found.memory_block_mib == 512 and "cards" not in found.remark
+    assert found.names.memory_block_mib == 512 and "cards" not in found.remark
     assert [(c.index, c.uuid, c.memory_bytes // MIB, c.is_healthy) for c in found.gpus] == [
         (0, "GPU-0", 24576, True), (1, "GPU-1", 24576, False), (2, "GPU-2", 24576, found.gpus[2].is_healthy),
     ]  # fmt: skip
@@ -270,13 +272,13 @@ def test_too_many_gpus_are_not_believed() -> None:
 
 def test_a_node_without_annotation_and_capacity_has_no_gpus() -> None:
     """It is left out of the list."""
-    assert gpus_of_node({}, {}, NAMES) is None
-    assert gpus_of_node({}, {"tencent.com/vcuda-core": 50}, NAMES) is None
+    assert read_report({}, {}, NAMES) is None
+    assert read_report({}, {"tencent.com/vcuda-core": 50}, NAMES) is None
 
 
 def test_a_huge_capacity_is_bounded() -> None:
     """Whoever may patch a node's status could make any number of GPUs."""
-    found = gpus_of_node({}, {"tencent.com/vcuda-core": 2**62}, NAMES)
+    found = read_report({}, {"tencent.com/vcuda-core": 2**62}, NAMES)
     assert found is not None and len(found.gpus) == MAX_GPUS
 
 

@@ -1,0 +1,153 @@
+"""A node as its agent reports it on the node's object, in the form of the agent's own document: for `inspect --all-nodes`.
+
+Of a pod only names and requests are read, for display: any tenant can write its annotations. A node without a list of GPUs,
+of an older agent or of gpu-manager, still has its capacity: GPUs of equal size are derived from that. Formats:
+docs/reference/node-facts.md, docs/reference/cli.md. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from gpushare_agent.cluster.decisions.node_annotations import (
+    ALLOCATIONS_ANNOTATION,
+    GPUS_ANNOTATION,
+    even_gpus,
+    parse_allocations,
+    parse_gpus,
+)
+from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges
+from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.model.gpus import GpuReport
+from gpushare_agent.model.names import MIB, GpuUuid, PodUid
+from gpushare_agent.model.pods import ContainerKind, Pod
+from gpushare_agent.model.requests import request_of
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.placement.gpu_account import account_of
+
+
+class NodeReport(Struct, frozen=True, kw_only=True):
+    """The GPUs of one node by index, what each pod has of them (None where that is not known), and a note on what is
+    missing here. `names` have the node's size of memory blocks."""
+
+    gpus: tuple[GpuReport, ...]
+    names: ResourceNames
+    allocated: Mapping[PodUid, Mapping[int, Charge]] | None = None
+    remark: str = ""
+
+
+def read_report(annotations: Mapping[str, Any], capacity: Mapping[str, int], names: ResourceNames) -> NodeReport | None:
+    """By the annotation, else by the capacity of the resources; None for a node that offers none of them."""
+    text = annotations.get(GPUS_ANNOTATION)
+    if text is None:
+        return _by_capacity(capacity, names, f"no {GPUS_ANNOTATION}")
+    try:
+        reported = parse_gpus(text)
+    except Corrupt as error:
+        return _by_capacity(capacity, names, f"the annotation {GPUS_ANNOTATION} cannot be read ({error})")
+    gpus = tuple(sorted(reported.gpus, key=lambda gpu: gpu.index))
+    allocated, remark = _allocated(annotations.get(ALLOCATIONS_ANNOTATION), [gpu.index for gpu in gpus])
+    names = replace(names, memory_block_mib=reported.memory_block_mib or names.memory_block_mib)
+    return NodeReport(gpus=gpus, names=names, allocated=allocated, remark=remark)
+
+
+def _allocated(text: object, indexes: Collection[int]) -> tuple[Mapping[PodUid, Mapping[int, Charge]] | None, str]:
+    """What each pod has, and what is wrong with it. A pod's own annotations are no substitute: tenants write them."""
+    if text is None:
+        return None, f"no {ALLOCATIONS_ANNOTATION}: what is allocated is not known; see the agent's log there"
+    try:
+        reported = parse_allocations(text, indexes)
+    except Corrupt as error:
+        problem = f"the annotation {ALLOCATIONS_ANNOTATION} cannot be read ({error})"
+        return None, f"{problem}: what is allocated is not known; see the agent's log there"
+    full = f"the annotation {ALLOCATIONS_ANNOTATION} has no room for all pods: more is allocated than is shown"
+    return reported.of_pod, full if reported.is_truncated else ""
+
+
+def _by_capacity(capacity: Mapping[str, int], names: ResourceNames, problem: str) -> NodeReport | None:
+    """Equal GPUs: their number is the cores' hundreds, their memory an equal part of the blocks or units."""
+    number, memory_mib = even_gpus(capacity, names)
+    if not number:
+        return None
+    gpus = tuple(GpuReport(index=index, uuid=GpuUuid(""), memory_mib=memory_mib) for index in range(number))
+    remark = (
+        f"{problem}: GPUs of equal size are assumed from the node's capacity; their health, and what is allocated of them, "
+        "are not known"
+    )
+    return NodeReport(gpus=gpus, names=names, remark=remark)
+
+
+def report_document(node: str, report: NodeReport, pods: Sequence[Pod]) -> dict[str, Any]:
+    """`pods` are those of the node. A GPU's sums are the report's alone, whatever the pods say; what unplaced containers
+    ask for is in none."""
+    allocated = report.allocated or {}
+    charged: dict[int, Charge] = {}
+    for charges in allocated.values():
+        add_charges(charged, charges)
+    by_uid = {pod.uid: pod for pod in pods if not pod.is_terminal}
+    containers = [one for uid, pod in by_uid.items() for one in _containers_of(pod, allocated.get(uid, {}), report)]
+    containers += [
+        _container("", uid, "", charges, "the API server lists no such pod on the node that runs")
+        | _charged(charges, report)
+        for uid, charges in allocated.items()
+        if uid not in by_uid
+    ]
+    return {
+        "node": node,
+        "remark": report.remark,
+        "gpus": [_gpu(gpu, charged.get(gpu.index, NO_CHARGE), report.names) for gpu in report.gpus],
+        "containers": sorted(containers, key=lambda one: (one["namespace"], one["pod"])),
+    }
+
+
+def _gpu(gpu: GpuReport, charge: Charge, names: ResourceNames) -> dict[str, Any]:
+    account = account_of(gpu, names, charge)
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        **({"mig": {"label": gpu.mig.label, "profile": gpu.mig.profile}} if gpu.mig is not None else {}),
+        "is_healthy": gpu.is_healthy,
+        "health_reason": "" if gpu.is_healthy else None,  # not in the annotation
+        "cordoned": gpu.cordoned or None,
+        "cores": {"capacity": gpu.cores, "allocated": min(account.allocated_cores, gpu.cores)},
+        "memory": {"capacity_bytes": gpu.memory_bytes, "allocated_bytes": account.allocated_mib * MIB},
+    }
+
+
+def _containers_of(pod: Pod, charges: Mapping[int, Charge], report: NodeReport) -> list[dict[str, Any]]:
+    """The report is by pod: of several containers each is shown with its request, and with all GPUs of the pod. An init
+    container is left out: the main containers take over what it has."""
+    names = report.names
+    asking = [
+        container
+        for container in pod.containers
+        if container.kind is not ContainerKind.INIT and any(names.wanted(container, kind) for kind in names.kinds)
+    ]
+    if charges and len(asking) <= 1:
+        name = asking[0].name if asking else ""  # asks under a name that is not among the settings here
+        return [_container(pod.namespace, pod.name, name, charges) | _charged(charges, report)]
+    remark = "the node's agent reports the GPUs of the whole pod" if len(charges) > 1 else ""
+    remark = remark if charges else "the node's agent has not reported it"
+    return [
+        _container(pod.namespace, pod.name, one.name, charges, remark)
+        | {"cores": request_of(one, names).cores, "memory_bytes": names.memory_mib(one) * MIB}
+        for one in asking
+    ]
+
+
+def _container(namespace: str, pod: str, name: str, gpus: Collection[int], remark: str = "") -> dict[str, Any]:
+    return {"namespace": namespace, "pod": pod, "container": name, "gpus": list(gpus), "remark": remark}
+
+
+def _charged(charges: Mapping[int, Charge], report: NodeReport) -> dict[str, int]:
+    by_index = {gpu.index: gpu for gpu in report.gpus}
+    accounts = [account_of(by_index[index], report.names, charge) for index, charge in charges.items()]
+    return {
+        "cores": sum(account.allocated_cores for account in accounts),
+        "memory_bytes": sum(account.allocated_mib for account in accounts) * MIB,
+    }
