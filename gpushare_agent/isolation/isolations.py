@@ -199,16 +199,9 @@ def build(node: Node, warn: Callable[[Pod, str, str], None], driver: MemoryLimit
     runtime, volumes = runtime_client(settings), driver_volumes(settings)
     module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
     host = IsolationHost(
-        settings=settings,
-        names=node.names,
-        inventory=node.gpus,
-        allocations=node.cache.view,
-        resized=lambda: node.cache.resized,
-        pods=node.pods,
-        claim_pods=node.claim_pods,
+        node=node,
         uses=partial(_uses, settings),
         warn=warn,
-        metrics=node.metrics,
         driver=driver,
         runtime=runtime,
         cgroups=Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root),

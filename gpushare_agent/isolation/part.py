@@ -17,15 +17,14 @@ from gpushare_agent.isolation.availability import PERIOD_S
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.kit.supervision import Runs
-from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
+from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import GpuInventory, KernelModule
+from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import isolation_parts
 from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.node import ClaimPods, Metrics, Pods
+from gpushare_agent.node import Node
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeClient
 from gpushare_agent.settings.settings import Settings
@@ -42,16 +41,9 @@ class IsolationHost(Struct, frozen=True, kw_only=True):
     as a part; `warn` records an Event of a pod: its reason and its text. `module` is the driver's as it was at the agent's
     start: after an update of the driver the agent is restarted."""
 
-    settings: Settings
-    names: ResourceNames
-    inventory: Callable[[], GpuInventory]
-    allocations: Callable[[], Mapping[ContainerKey, Allocation]]
-    resized: Callable[[], Mapping[ContainerKey, ResizedShare]]
-    pods: Pods
-    claim_pods: ClaimPods
+    node: Node
     uses: Callable[[Pod, str], bool]
     warn: Callable[[Pod, str, str], None]
-    metrics: Metrics
     driver: MemoryLimiter
     runtime: RuntimeClient
     cgroups: Cgroups

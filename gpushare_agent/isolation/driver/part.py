@@ -22,14 +22,14 @@ def build(host: IsolationHost) -> IsolationPart:
     """Joined, not started."""
 
     def missing(key: ContainerKey, why: str) -> None:
-        if (pod := host.pods.get(key.pod_uid)) is not None:
+        if (pod := host.node.pods.get(key.pod_uid)) is not None:
             host.warn(pod, "MemoryLimitMissing", f"container {key.container} runs without its memory limit: {why}")
 
-    may_set = host.settings.driver_limits.set_by_agent
+    may_set = host.node.settings.driver_limits.set_by_agent
     limits = DriverLimits(
         driver=host.driver,
         cgroups=host.cgroups,
-        containers=ContainerIds(host.runtime, host.pods),
+        containers=ContainerIds(host.runtime, host.node.pods),
         shares=lambda: _shares(host),
         may_set=may_set,
         on_missing=missing,
@@ -60,14 +60,14 @@ def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
 
 
 def _shares(host: IsolationHost) -> dict[ContainerKey, list[MemoryShare]]:
-    gpus, found = host.inventory().by_uuid(), dict[ContainerKey, list[MemoryShare]]()
-    for key, allocation in host.allocations().items():
-        pod = host.claim_pods.get(key.pod_uid)
+    gpus, found = host.node.gpus().by_uuid(), dict[ContainerKey, list[MemoryShare]]()
+    for key, allocation in host.node.cache.view().items():
+        pod = host.node.claim_pods.get(key.pod_uid)
         if pod is None or not allocation.is_limited or not allocation.gpus or not host.uses(pod, "driver"):
             continue
-        sharers = host.claim_pods.sharers(key)
+        sharers = host.node.claim_pods.sharers(key)
         users = [key] if sharers is None else list(sharers)
-        shares = memory_shares(allocation, pod.annotations, gpus, host.names, users)
+        shares = memory_shares(allocation, pod.annotations, gpus, host.node.names, users)
         for user in users:
             found.setdefault(user, []).extend(shares)
     return found

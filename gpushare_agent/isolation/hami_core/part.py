@@ -23,32 +23,32 @@ from gpushare_agent.settings.settings import Settings
 
 def build(host: IsolationHost) -> IsolationPart:
     """Joined, not started."""
-    files, config = hami_core_files(host.settings), host.settings.hami_core
+    files, config = hami_core_files(host.node.settings), host.node.settings.hami_core
 
     def is_in_use(pod: Pod) -> bool:
         return host.uses(pod, "hami-core")
 
     caches = PrivateCaches(
-        files=files, allocations=host.allocations, pods=host.pods, running_claims=host.claim_pods.running
+        files=files, allocations=host.node.cache.view, pods=host.node.pods, running_claims=host.node.claim_pods.running
     )
     limits = RegionLimits(
         files=files,
         config=config,
-        names=host.names,
-        inventory=host.inventory,
-        allocations=host.allocations,
-        resized=host.resized,
-        pods=host.claim_pods,
+        names=host.node.names,
+        inventory=host.node.gpus,
+        allocations=host.node.cache.view,
+        resized=lambda: host.node.cache.resized,
+        pods=host.node.claim_pods,
         is_in_use=is_in_use,
     )
     watch = RegionWatch(
         files=files,
-        allocations=host.allocations,
-        pods=host.claim_pods,
+        allocations=host.node.cache.view,
+        pods=host.node.claim_pods,
         is_in_use=is_in_use,
         cgroups=host.cgroups,
         clock=time.monotonic,
-        users=host.claim_pods.containers_of,
+        users=host.node.claim_pods.containers_of,
         module=host.module,
     )
 
@@ -58,7 +58,7 @@ def build(host: IsolationHost) -> IsolationPart:
         is_out = container is not None and opts_out(container, config)
         # HAMi-core mistakes the processes of containers that share a claim for each other's. Such a claim is refused where
         # they are known when it is prepared; a pod that comes later is not.
-        sharers = host.claim_pods.sharers(allocation.key) if allocation is not None else None
+        sharers = host.node.claim_pods.sharers(allocation.key) if allocation is not None else None
         is_shared = sum(map(bool, (sharers or {}).values())) > 1
         return replace(
             found, has_library=not is_out and not is_shared, has_core_limit=not lifts_cores(container, config)

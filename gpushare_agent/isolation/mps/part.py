@@ -9,12 +9,12 @@ from gpushare_agent.settings.settings import Settings
 
 
 def build(host: IsolationHost) -> IsolationPart:
-    mps = host.settings.mps
+    mps = host.node.settings.mps
     return IsolationPart(
-        check=mps_control(host.settings).check,
+        check=mps_control(host.node.settings).check,
         check_period_s=mps.probe_period_s,
         max_shares_of_gpu=mps.max_clients,
-        show_availability=host.metrics.show_mps,
+        show_availability=host.node.metrics.show_mps,
     )
 
 

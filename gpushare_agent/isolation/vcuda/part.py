@@ -29,26 +29,26 @@ log = structlog.get_logger(__name__)
 
 def build(host: IsolationHost) -> IsolationPart:
     """Joined, not started."""
-    settings, cgroups = host.settings, host.cgroups
+    settings, cgroups = host.node.settings, host.cgroups
     manager = VirtualManager(
         files=VDeviceFiles(settings.virtual_manager.path),
-        allocations=host.claim_pods.shares,
-        pods=host.claim_pods,
+        allocations=host.node.claim_pods.shares,
+        pods=host.node.claim_pods,
         configs=VDeviceConfigs(
-            inventory=host.inventory,
+            inventory=host.node.gpus,
             driver_version=_driver_version(host),
-            names=host.names,
+            names=host.node.names,
             on_problem=lambda pod, text: host.warn(pod, "CoreLimitIgnored", text),
         ),
         processes=ContainerProcesses(
-            ContainerIds(host.runtime, host.pods),
+            ContainerIds(host.runtime, host.node.pods),
             cgroups,
             clock=time.monotonic,
             module=host.module,
-            sharers=host.claim_pods.sharers,
+            sharers=host.node.claim_pods.sharers,
         ),
         identify=cgroups.identify_in_thread,
-        metrics=host.metrics,
+        metrics=host.node.metrics,
         clock=time.monotonic,
     )
     # simulated GPUs have no driver to mount
@@ -87,7 +87,7 @@ def _driver_version(host: IsolationHost) -> Callable[[], str]:
     """Of the libraries that containers get, as they are at the agent's start, else as the driver says."""
     found = [version for volume in host.volumes.values() if (version := installed_driver_version(volume)) is not None]
     installed = ".".join(map(str, max(found))) if found else ""
-    return lambda: installed or host.inventory().driver_version
+    return lambda: installed or host.node.gpus().driver_version
 
 
 async def _both(first: Check, second: Check | None) -> None:
