@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ def build_gpushare(
         compiler = [sys.executable, "-m", "ziglang", "cc", "-target", target] if target else ["cc"]
         try:
             generate(include, scratch, compiler)
-        except (HooksError, OSError) as error:
+        except (HooksError, OSError, subprocess.CalledProcessError) as error:
             raise CannotBuildError(str(error)) from error
         command = [*compiler, *_FLAGS, f"-I{SOURCES}", f"-I{scratch}", f"-I{include}"]
         command += [f'-DGPUSHARE_DIRECTORY="{directory}"'] if directory else []

@@ -47,7 +47,7 @@ static void *hammer(void *seed)
             atomic_fetch_sub(&seen->taken, *place);
             give_bytes(0, LINEAR, *place);
             *place = 0;
-        } else if (take_bytes(0, LINEAR, *place = 1 + (uint64_t)rand_r(&state) % (limits.memory / 16))) {
+        } else if (take_bytes(0, LINEAR, *place = 1 + (uint64_t)rand_r(&state) % (limits.memory / 6))) {
             uint64_t all = atomic_fetch_add(&seen->taken, *place) + *place, most = atomic_load(&seen->most);
             while (all > most && !atomic_compare_exchange_weak(&seen->most, &most, all))
                 ;

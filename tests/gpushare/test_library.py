@@ -1,0 +1,188 @@
+"""libgpushare as a library: what it exports and needs, what it does to programs that have nothing to do with CUDA, and its
+region under the compiler's sanitizers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from elftools.elf.elffile import ELFFile
+
+from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME, GpuLimits, encode_config, encode_usage
+from native.build_gpushare import SOURCES, build_gpushare
+from native.build_hami_core import TARGETS, CannotBuildError, run
+from native.gpushare.generate import HOOKS, HooksError, check, declared, generate, read_hooks
+from tests.native.build import NATIVE, build_program, cuda_include
+from tests.support_gpushare import POD, GpushareBuilt
+
+pytestmark = pytest.mark.isolation
+
+GLIBC_OF_CENTOS_7 = (2, 17)
+LIMIT_MIB = 64
+
+
+@pytest.fixture(scope="module")
+def include() -> Path:
+    try:
+        return cuda_include()
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+
+
+def exported_and_needed(library: Path) -> tuple[set[str], set[tuple[int, ...]]]:
+    """Names, and the versions of glibc."""
+    with library.open("rb") as file:
+        elf = ELFFile(file)
+        symbols = elf.get_section_by_name(".dynsym").iter_symbols()
+        exported = {symbol.name for symbol in symbols if symbol["st_shndx"] != "SHN_UNDEF" and symbol.name}
+        needed = elf.get_section_by_name(".gnu.version_r").iter_versions()
+        names = [version.name for _, versions in needed for version in versions]
+    return exported, {tuple(map(int, name.removeprefix("GLIBC_").split("."))) for name in names if "GLIBC_" in name}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_image_s_library_exports_its_hooks_and_needs_an_old_glibc(
+    include: Path, target: str, tmp_path: Path
+) -> None:
+    """On both processors. A name more would go before a program's own of that name."""
+    pytest.importorskip("ziglang")
+    library = tmp_path / "libgpushare.so"
+    build_gpushare(include, library, target=target)
+    exported, versions = exported_and_needed(library)
+    hooked = {name for name, kind in read_hooks(HOOKS.read_text()).items() if kind == "hook"}
+    assert exported == hooked | {"dlsym", "dlvsym"}
+    assert max(versions) <= GLIBC_OF_CENTOS_7
+    assert library.stat().st_size < 256 * 1024
+
+
+def test_every_function_that_takes_memory_or_time_is_classified(include: Path) -> None:
+    """One more in a header, or one of hooks.in that no header has, and there is no library."""
+    kinds, names = read_hooks(HOOKS.read_text()), declared(include, ["cc"])
+    check(kinds, names)
+    for unknown in ("cuMemAlloc_v3", "cuLaunchKernelLater_ptsz", "cuMemCreateMany", "cuGraphInstantiate_v9"):
+        with pytest.raises(HooksError, match=unknown):
+            check(kinds, names | {unknown})
+    with pytest.raises(HooksError, match="cuMemAlloc_v2"):
+        check(kinds, names - {"cuMemAlloc_v2"})
+
+
+NEXT_PROGRAM = r"""
+/* A library that stands before another one's function and finds it by RTLD_NEXT, as profilers of malloc do. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+__attribute__((constructor)) static void begin(void) { free(malloc(1)); }
+static int depth;
+void *malloc(size_t size)
+{
+    static void *(*next)(size_t);
+    if (depth++ > 2)
+        abort(); /* found itself */
+    if (!next)
+        next = (void *(*)(size_t))dlsym(RTLD_NEXT, "malloc");
+    depth = 0;
+    return next(size);
+}
+"""
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("is_first", [False, True])
+def test_other_libraries_find_the_next_function(gpushare: GpushareBuilt, tmp_path: Path, is_first: bool) -> None:
+    """RTLD_NEXT is behind the caller's library, not behind ours, wherever ours is loaded."""
+    source = tmp_path / "next.c"
+    source.write_text(NEXT_PROGRAM)
+    next_library = build_program(tmp_path / "libnext.so", source, ["-shared", "-fPIC", "-fno-builtin", "-ldl"])
+    both = [gpushare.library, next_library] if is_first else [next_library, gpushare.library]
+    done = subprocess.run(
+        ["/bin/sh", "-c", "ls / | wc -l"],
+        env={"LD_PRELOAD": ":".join(map(str, both)), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) > 3 and done.stderr == ""
+
+
+@pytest.mark.smoke
+def test_a_program_without_cuda_is_left_alone(gpushare: GpushareBuilt, tmp_path: Path) -> None:
+    """No file of ours is opened, no thread started, no line written; here where the files are missing."""
+    script = (
+        "import ctypes, os; ctypes.CDLL(None).strlen; "
+        "print(len(os.listdir('/proc/self/task')), open('/proc/self/maps').read().count('gpushare.config'))"
+    )
+    done = subprocess.run(
+        ["python3", "-c", script],
+        env={"LD_PRELOAD": str(gpushare.library), "PATH": os.environ["PATH"]},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("1 0\n", "")
+
+
+def test_a_program_without_a_driver_gets_none(gpushare: GpushareBuilt, tmp_path: Path) -> None:
+    """dlsym finds no function that is not there, though the library has a hook for it."""
+    script = "import ctypes; print(hasattr(ctypes.CDLL(None), 'cuMemAlloc_v2'), hasattr(ctypes.CDLL(None), 'dlsym'))"
+    env = {"LD_PRELOAD": str(gpushare.library), "PATH": os.environ["PATH"]}
+    done = subprocess.run(["python3", "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("False True\n", "")
+
+
+SANITIZERS = {"address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], "thread": ["-fsanitize=thread"]}
+
+
+def build_stress(include: Path, directory: Path, sanitizer: str) -> Path:
+    generate(include, directory)
+    flags = [f"-I{SOURCES}", f"-I{directory}", '-DGPUSHARE_DIRECTORY="."', "-std=gnu11", str(SOURCES / "region.c")]
+    output = directory / "stress"
+    try:
+        return build_program(output, NATIVE / "region_stress.c", [*flags, *SANITIZERS[sanitizer]])
+    except CannotBuildError as error:
+        pytest.skip(f"no sanitizer: {error}")
+
+
+def stress(program: Path, *words: str) -> dict[str, int]:
+    gpu = GpuLimits(uuid=f"GPU-00000000-0000-4000-8000-{0:012x}", memory_bytes=LIMIT_MIB << 20)
+    (program.parent / CONFIG_NAME).write_bytes(encode_config(POD, "main", [gpu]))
+    (program.parent / USAGE_NAME).write_bytes(encode_usage())
+    # TSan takes no randomized address space of newer kernels.
+    command = ["setarch", os.uname().machine, "-R", str(program), *words]
+    done = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and not re.search("Sanitizer|runtime error", done.stderr), done.stderr[-3000:]
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_the_region_is_exact_under_races_and_kills(include: Path, sanitizer: str, tmp_path: Path) -> None:
+    """8 processes with 4 threads each: never above the limit, though it is reached; half of them are killed with memory,
+    which is free afterwards."""
+    found = stress(build_stress(include, tmp_path, sanitizer), "hammer", "8", "4", "2000")
+    assert (found["above"], found["held"], found["failed"], found["ended"]) == (0, 0, 0, 8), found
+    assert found["refused"] > 0 and found["most"] > (LIMIT_MIB << 20) * 3 // 4
+
+
+def test_more_processes_than_slots_get_memory_one_after_the_other(include: Path, tmp_path: Path) -> None:
+    """64 processes, each of which takes and gives a thousand times."""
+    found = stress(build_stress(include, tmp_path, "address"), "hammer", "64", "1", "1000")
+    assert (found["above"], found["held"], found["failed"], found["ended"]) == (0, 0, 0, 64), found
+
+
+def test_a_config_of_any_bytes_is_read_or_refused(include: Path, tmp_path: Path) -> None:
+    """Some are whole enough to be opened, none ends the program."""
+    found = stress(build_stress(include, tmp_path, "address"), "fuzz", "300")
+    assert found["failed"] == 0 and 10 < found["opened"] < 290, found
+
+
+def test_the_build_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(CannotBuildError):
+        build_gpushare(tmp_path, tmp_path / "libgpushare.so")
+    with pytest.raises(CannotBuildError, match="could not be run"):
+        run([str(tmp_path / "no-compiler")])
