@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn
 
 import structlog
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
@@ -33,41 +34,33 @@ PAUSE_S = 0.2
 """Many allocations in a row make one ListAndWatch message."""
 
 
-class DeviceTables:
+class DeviceTables(Struct, kw_only=True, eq=False):
     """One table for each resource that the node offers, by its name. `inventory` has all GPUs, `offered` those that the
     device plugins offer: containers may hold IDs of the others. `no_shares` is whether no share can be allocated at all now,
     `no_replicas` whether no replica of a GPU."""
 
-    def __init__(
-        self,
-        *,
-        names: ResourceNames,
-        inventory: Callable[[], GpuInventory],
-        offered: Callable[[], GpuInventory],
-        cache: AllocationCache,
-        ids: DeviceIds,
-        no_shares: Callable[[], bool],
-        no_replicas: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.tables: Mapping[str, DeviceTable] = {name: DeviceTable() for name in names.names}
-        self._names = names
-        self._inventory = inventory
-        self._offered = offered
-        self._cache = cache
-        self._ids = ids
-        self._no_shares = no_shares
-        self._no_replicas = no_replicas
-        self._is_behind = asyncio.Event()
-        self._has_lent = False
-        self._has_earlier_ids = False
-        self._unlike = ReportOnce()
+    names: ResourceNames
+    inventory: Callable[[], GpuInventory]
+    offered: Callable[[], GpuInventory]
+    cache: AllocationCache
+    ids: DeviceIds
+    no_shares: Callable[[], bool]
+    no_replicas: Callable[[], bool] = lambda: False
+    tables: dict[str, DeviceTable] = field(default_factory=dict)
+    _is_behind: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_lent: bool = False
+    _has_earlier_ids: bool = False
+    _unlike: ReportOnce = field(default_factory=ReportOnce)
+
+    def __post_init__(self) -> None:
+        self.tables |= {name: DeviceTable() for name in self.names.names}
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
         """For AllocationCache.subscribe. The lists depend on what is allocated for GPUShare's resource and of units under
         NVIDIA's names (also where this agent offers none), for shares that have grown, and for containers that hold IDs as
         an earlier agent named them."""
-        depends = self._names.gpu_mem or self._cache.resized or self._has_lent or self._has_earlier_ids
-        is_of_units = self._names.gpu or any(one is not None and one.unit_ids for one in (old, new))
+        depends = self.names.gpu_mem or self.cache.resized or self._has_lent or self._has_earlier_ids
+        is_of_units = self.names.gpu or any(one is not None and one.unit_ids for one in (old, new))
         has_texts = new is not None and any(map(has_kubelet_text, new.ids.values()))
         if depends or is_of_units or has_texts:
             self._is_behind.set()
@@ -78,54 +71,54 @@ class DeviceTables:
 
     def refresh(self) -> None:
         """Bring every table up to date now."""
-        known = self._inventory()
-        if self._names.gpu:  # the kubelet may have texts of NVIDIA's plugin
-            served = {gpu.uuid: self._names.nvidia.served(gpu) for gpu in known.gpus}
-            self._ids.expect_units({uuid: found.terms for uuid, found in served.items() if found is not None})
-        if self._ids.add_gpus(gpu.uuid for gpu in known.gpus):
+        known = self.inventory()
+        if self.names.gpu:  # the kubelet may have texts of NVIDIA's plugin
+            served = {gpu.uuid: self.names.nvidia.served(gpu) for gpu in known.gpus}
+            self.ids.expect_units({uuid: found.terms for uuid, found in served.items() if found is not None})
+        if self.ids.add_gpus(gpu.uuid for gpu in known.gpus):
             self._read_again(known)
-        inventory = self._offered()
-        ledger = self._cache.ledger(inventory)
-        gpus = gpu_accounts(None, ledger, Policy(names=self._names))
-        no_shares = self._no_shares()
-        layouts = [kind.layout(self._names) for kind in self._names.kinds if kind.layout is not None]
+        inventory = self.offered()
+        ledger = self.cache.ledger(inventory)
+        gpus = gpu_accounts(None, ledger, Policy(names=self.names))
+        no_shares = self.no_shares()
+        layouts = [kind.layout(self.names) for kind in self.names.kinds if kind.layout is not None]
         unlike = "; ".join(filter(None, (layout.unlike(inventory.gpus) for layout in layouts)))
         if not unlike:
             self._unlike.is_over()
         elif self._unlike.is_new(unlike):
             log.error("nvidia_units_refused", reason=unlike)
-        lent = self._cache.lent()
+        lent = self.cache.lent()
         self._has_lent = False
         for resource, table in self.tables.items():
-            kind = self._names.kind_of(resource)
+            kind = self.names.kind_of(resource)
             holders = ledger.holders[kind]
             if kind.layout is not None:
-                layout = kind.layout(self._names)
+                layout = kind.layout(self.names)
                 ids = unit_ids(inventory.gpus, resource, layout, self._in_use(resource, holders))
                 no_units = bool(layout.unlike(inventory.gpus))
-                kept_back = withheld_units(gpus, ids, holders, no_replicas=self._no_replicas(), no_units=no_units)
-                table.set_devices(device_rows(inventory, ids, self._ids, kept_back))
+                kept_back = withheld_units(gpus, ids, holders, no_replicas=self.no_replicas(), no_units=no_units)
+                table.set_devices(device_rows(inventory, ids, self.ids, kept_back))
                 continue
             lent_of_kind = {gpu: count for gpu, charge in lent.items() if (count := charge.count(kind))}
-            ids = offered_ids({gpu.uuid: self._names.units(gpu, kind) for gpu in inventory.gpus}, holders)
-            kept_back = withheld(kind, gpus, ids, ledger.holders, self._names, no_shares=no_shares, lent=lent_of_kind)
+            ids = offered_ids({gpu.uuid: self.names.units(gpu, kind) for gpu in inventory.gpus}, holders)
+            kept_back = withheld(kind, gpus, ids, ledger.holders, self.names, no_shares=no_shares, lent=lent_of_kind)
             self._has_lent = self._has_lent or bool(lent_of_kind)
-            table.set_devices(device_rows(inventory, ids, self._ids, kept_back))
-        self._has_earlier_ids = any(has_kubelet_text(ledger.holders[kind]) for kind in self._names.kinds)
+            table.set_devices(device_rows(inventory, ids, self.ids, kept_back))
+        self._has_earlier_ids = any(has_kubelet_text(ledger.holders[kind]) for kind in self.names.kinds)
 
     def _in_use(self, resource: str, holders: Mapping[DeviceId, Collection[ContainerKey]]) -> list[DeviceId]:
         """Units that containers have under this name."""
-        held = ((device, next(map(self._cache.get, keys), None)) for device, keys in holders.items())
+        held = ((device, next(map(self.cache.get, keys), None)) for device, keys in holders.items())
         return [device for device, allocation in held if allocation is not None and allocation.gpu_resource == resource]
 
     def _read_again(self, inventory: GpuInventory) -> None:
         """Containers may hold IDs of GPUs that were not there when the kubelet's records were read."""
-        for allocation in list(self._cache):
-            texts = {kind: [self._ids.write(device) for device in ids] for kind, ids in allocation.ids.items()}
-            found = replace(allocation, ids={kind: frozenset(self._ids.read(own)) for kind, own in texts.items()})
+        for allocation in list(self.cache):
+            texts = {kind: [self.ids.write(device) for device in ids] for kind, ids in allocation.ids.items()}
+            found = replace(allocation, ids={kind: frozenset(self.ids.read(own)) for kind, own in texts.items()})
             if found != allocation:
                 gpus = gpus_of(found.bound_ids, inventory)
-                self._cache.put(replace(found, gpus=gpus or allocation.gpus))
+                self.cache.put(replace(found, gpus=gpus or allocation.gpus))
 
     async def run(self) -> NoReturn:
         """Until cancelled."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.cluster.kube.client import KubeApi
@@ -55,31 +55,21 @@ class _Given(Struct, frozen=True):
     is_due: bool = False
 
 
-class PodAnnotations:
+class PodAnnotations(Struct, kw_only=True, eq=False):
     """`pod_changed` and `compare` at any time, also before the API server can be reached; `run` once. `wanted` returns the
     annotations that a pod should have by its allocations, none where it has no allocation."""
 
-    def __init__(
-        self,
-        *,
-        pods: PodStore,
-        wanted: Callable[[Pod], Mapping[str, str]],
-        metrics: Metrics,
-        backoff: Backoff | None = None,
-        compare_s: float = COMPARE_S,
-        wall_clock_ns: Callable[[], int] = time.time_ns,
-    ) -> None:
-        self._pods = pods
-        self._wanted = wanted
-        self._metrics = metrics
-        self._backoff = backoff or Backoff(base_s=0.5, cap_s=30.0)
-        self._compare_s = compare_s
-        self._wall_clock_ns = wall_clock_ns
-        self._queue: OrderedDict[PodUid, None] = OrderedDict()
-        self._resize_statuses: dict[PodUid, str | None] = {}
-        self._given: dict[PodUid, _Given] = {}
-        self._compared_version = -1
-        self._is_wanted = asyncio.Event()
+    pods: PodStore
+    wanted: Callable[[Pod], Mapping[str, str]]
+    metrics: Metrics
+    backoff: Backoff = Backoff(base_s=0.5, cap_s=30.0)
+    compare_s: float = COMPARE_S
+    wall_clock_ns: Callable[[], int] = time.time_ns
+    _queue: OrderedDict[PodUid, None] = field(default_factory=OrderedDict)
+    _resize_statuses: dict[PodUid, str | None] = field(default_factory=dict)
+    _given: dict[PodUid, _Given] = field(default_factory=dict)
+    _compared_version: int = -1
+    _is_wanted: asyncio.Event = field(default_factory=asyncio.Event)
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         """For PodStore.subscribe."""
@@ -91,7 +81,7 @@ class PodAnnotations:
 
     def compare(self, uid: PodUid) -> None:
         """The pod or its allocations changed."""
-        if self._pods.get(uid) is not None:
+        if self.pods.get(uid) is not None:
             self._queue.setdefault(uid)
             self._is_wanted.set()
 
@@ -102,12 +92,12 @@ class PodAnnotations:
             for uid, given in self._given.items()
             if given.refusals
         }
-        for pod in self._pods.pods():
+        for pod in self.pods.pods():
             self.compare(pod.uid)
 
     def resize_status(self, pod: Pod, status: str | None) -> None:
         """What is in force of the pod's annotation `gpushare-agent/resize`; None removes the status annotation."""
-        if self._pods.get(pod.uid) is not None:
+        if self.pods.get(pod.uid) is not None:
             self._resize_statuses[pod.uid] = status
             self.compare(pod.uid)
 
@@ -117,8 +107,8 @@ class PodAnnotations:
         while True:
             while not self._queue:
                 self._is_wanted.clear()
-                if not await wait_for(self._is_wanted, self._compare_s) and self._is_comparison_due():
-                    self._compared_version = self._pods.version
+                if not await wait_for(self._is_wanted, self.compare_s) and self._is_comparison_due():
+                    self._compared_version = self.pods.version
                     self.compare_all()
             uid = next(iter(self._queue))
             if await self._send(api, uid):
@@ -126,20 +116,20 @@ class PodAnnotations:
             else:
                 failures += 1
                 self._queue.setdefault(uid)
-                await asyncio.sleep(self._backoff.delay_s(failures))
+                await asyncio.sleep(self.backoff.delay_s(failures))
 
     def _is_comparison_due(self) -> bool:
         refusals = (given.refusals for given in self._given.values())
-        return self._pods.version != self._compared_version or any(0 < count < MOST_REFUSALS for count in refusals)
+        return self.pods.version != self._compared_version or any(0 < count < MOST_REFUSALS for count in refusals)
 
     async def _send(self, api: KubeApi, uid: PodUid) -> bool:
         """Whether the pod is done with: it has what it should, or cannot be given it."""
         del self._queue[uid]  # a change from here on puts it back
-        pod = self._pods.get(uid)
+        pod = self.pods.get(uid)
         object_uid = pod.object_uid if pod is not None else None
         if pod is None or object_uid is None:  # of a static pod: its mirror pod's arrival is a change
             return True
-        wanted: dict[str, str | None] = dict(self._wanted(pod))
+        wanted: dict[str, str | None] = dict(self.wanted(pod))
         if uid in self._resize_statuses:
             wanted[RESIZE_STATUS_ANNOTATION] = self._resize_statuses[uid]
         different = {name: value for name, value in wanted.items() if pod.annotations.get(name) != value}
@@ -148,24 +138,24 @@ class PodAnnotations:
         if not different or (given is not None and is_same and not given.is_due):
             return True
         if GPUSHARE_ASSIGNED_ANNOTATION in wanted and GPUSHARE_ASSUME_TIME_ANNOTATION not in pod.annotations:
-            different[GPUSHARE_ASSUME_TIME_ANNOTATION] = str(self._wall_clock_ns())  # no extender has written its own
+            different[GPUSHARE_ASSUME_TIME_ANNOTATION] = str(self.wall_clock_ns())  # no extender has written its own
         refusals = 0
         try:
             await api.patch_pod_annotations(pod.namespace, pod.name, object_uid, different)
         except Unavailable as e:
-            self._metrics.pod_annotated("unavailable")
+            self.metrics.pod_annotated("unavailable")
             log.warning("pod_annotations_delayed", pod=f"{pod.namespace}/{pod.name}", error=str(e))
             return False
         except (NotFound, Conflict) as e:
-            self._metrics.pod_annotated("gone")
+            self.metrics.pod_annotated("gone")
             log.info("pod_annotations_needless", pod=f"{pod.namespace}/{pod.name}", error=str(e))
         except AgentError as e:
             refusals = 1 + (given.refusals if given is not None and is_same else 0)
-            self._metrics.pod_annotated("refused")
+            self.metrics.pod_annotated("refused")
             log.error("pod_annotations_refused", pod=f"{pod.namespace}/{pod.name}", error=str(e))
         else:
-            self._metrics.pod_annotated("patched")
+            self.metrics.pod_annotated("patched")
             log.debug("pod_annotated", pod=f"{pod.namespace}/{pod.name}", annotations=sorted(different))
-        if self._pods.get(uid) is not None:
+        if self.pods.get(uid) is not None:
             self._given[uid] = _Given(wanted, refusals)
         return True

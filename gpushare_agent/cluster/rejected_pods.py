@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import NoReturn
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.cluster.pod_store import PodStore
@@ -31,26 +32,16 @@ ADMISSION_REASON = "UnexpectedAdmissionError"
 MINUTE_S = 60.0
 
 
-class RejectedPods:
+class RejectedPods(Struct, kw_only=True, eq=False):
     """Every `period_s` deletes what `plan_deletions` names, at most `per_minute` in any minute."""
 
-    def __init__(
-        self,
-        *,
-        pods: PodStore,
-        resources: Collection[str],
-        per_minute: int = 30,
-        metrics: Metrics,
-        period_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._pods = pods
-        self._resources = tuple(resources)
-        self._per_minute = per_minute
-        self._metrics = metrics
-        self._period_s = period_s
-        self._clock = clock
-        self._deleted_at: deque[float] = deque()
+    pods: PodStore
+    resources: Collection[str]
+    per_minute: int = 30
+    metrics: Metrics
+    period_s: float = 5.0
+    clock: Callable[[], float] = time.monotonic
+    _deleted_at: deque[float] = field(default_factory=deque)
 
     async def run(self, api: KubeApi) -> NoReturn:
         """Clean up until cancelled."""
@@ -59,24 +50,24 @@ class RejectedPods:
                 await self._clean(api)
             except AgentError as e:
                 log.warning("rejected_pods_not_deleted", error=str(e), then="tried again")
-            await asyncio.sleep(self._period_s)
+            await asyncio.sleep(self.period_s)
 
     async def _clean(self, api: KubeApi) -> None:
-        for pod in plan_deletions(self._pods.pods(), resources=self._resources):
+        for pod in plan_deletions(self.pods.pods(), resources=self.resources):
             if not self._may_delete():
                 return
-            self._deleted_at.append(self._clock())
+            self._deleted_at.append(self.clock())
             try:
                 await api.delete_pod(pod.namespace, pod.name, pod.uid)
             except (NotFound, Conflict):
                 continue  # deleted already, or another pod has the name now
-            self._metrics.rejected_pod_deleted()
+            self.metrics.rejected_pod_deleted()
             log.info("rejected_pod_deleted", pod=f"{pod.namespace}/{pod.name}", uid=pod.uid, message=pod.message)
 
     def _may_delete(self) -> bool:
-        while self._deleted_at and self._clock() - self._deleted_at[0] >= MINUTE_S:
+        while self._deleted_at and self.clock() - self._deleted_at[0] >= MINUTE_S:
             self._deleted_at.popleft()
-        return len(self._deleted_at) < self._per_minute
+        return len(self._deleted_at) < self.per_minute
 
 
 def plan_deletions(pods: Iterable[Pod], *, resources: Collection[str], keep: int = 3) -> list[Pod]:

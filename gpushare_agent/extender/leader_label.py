@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import structlog
+from msgspec import Struct
 
 from gpushare_agent.cluster.kube.client import pods
 from gpushare_agent.cluster.kube.cluster import ClusterApi
@@ -33,44 +34,34 @@ WITHDRAW_TIMEOUT_S = 2.0
 _CURE = "POD_NAME and POD_NAMESPACE must name this pod, and the service account needs get, list and patch on pods"
 
 
-class LeaderLabel:
+class LeaderLabel(Struct, kw_only=True, eq=False):
     """`run` once; `withdraw` after it has ended. `namespace` and `name` are those of this process's own pod."""
 
-    def __init__(
-        self,
-        *,
-        api: ClusterApi,
-        election: LeaderElection | AlwaysLeads,
-        namespace: str,
-        name: str,
-        backoff: Backoff | None = None,
-        check_period_s: float = CHECK_PERIOD_S,
-    ) -> None:
-        self._api = api
-        self._election = election
-        self._namespace = namespace
-        self._name = name
-        self._backoff = backoff or Backoff(base_s=0.5, cap_s=CHECK_PERIOD_S)
-        self._check_period_s = check_period_s
-        self._may_be_left = True
-        """An earlier container of this pod may have died with it."""
+    api: ClusterApi
+    election: LeaderElection | AlwaysLeads
+    namespace: str
+    name: str
+    backoff: Backoff = Backoff(base_s=0.5, cap_s=CHECK_PERIOD_S)
+    check_period_s: float = CHECK_PERIOD_S
+    _may_be_left: bool = True
+    """An earlier container of this pod may have died with it."""
 
     async def run(self) -> NoReturn:
         """Keep the label on the leader alone, until cancelled."""
         failures = 0
         while True:
-            term, is_leading = self._election.term, self._election.leads()
+            term, is_leading = self.election.term, self.election.leads()
             try:
                 async with asyncio.timeout(ROUND_TIMEOUT_S):
                     await (self._claim() if is_leading else self._drop())
-                failures, pause_s = 0, self._check_period_s
+                failures, pause_s = 0, self.check_period_s
             except (AgentError, TimeoutError) as e:
                 failures += 1
-                pause_s = self._backoff.delay_s(failures)
+                pause_s = self.backoff.delay_s(failures)
                 self._log_failure(is_leading, str(e) or "the API server did not answer in time", pause_s)
             try:
                 async with asyncio.timeout(pause_s):
-                    await self._election.wait_change(term, is_leading)
+                    await self.election.wait_change(term, is_leading)
             except TimeoutError:
                 continue
 
@@ -84,50 +75,50 @@ class LeaderLabel:
 
     async def _claim(self) -> None:
         """First from the others, then on our own: a moment without a leader's label costs less than two."""
-        own = await self._api.get_pod(self._namespace, self._name)
+        own = await self.api.get_pod(self.namespace, self.name)
         uid, labels = pod_uid(own), mapping_or_empty(own["metadata"].get("labels"))
         app = labels.get(APP_LABEL)
         if isinstance(app, str) and app:
             await self._strip_others({APP_LABEL: app, ROLE_LABEL: LEADER})
         self._may_be_left = True
-        if labels.get(ROLE_LABEL) != LEADER and self._election.leads():
-            await self._api.patch_pod_labels(self._namespace, self._name, uid, {ROLE_LABEL: LEADER})
-            log.info("leader_labelled", pod=f"{self._namespace}/{self._name}", label=f"{ROLE_LABEL}={LEADER}")
+        if labels.get(ROLE_LABEL) != LEADER and self.election.leads():
+            await self.api.patch_pod_labels(self.namespace, self.name, uid, {ROLE_LABEL: LEADER})
+            log.info("leader_labelled", pod=f"{self.namespace}/{self.name}", label=f"{ROLE_LABEL}={LEADER}")
 
     async def _strip_others(self, labels: Mapping[str, str]) -> None:
         others: dict[str, PodUid] = {}
 
         def read(raw: dict[str, Any]) -> str:
             uid, name = pod_uid(raw), str(raw["metadata"].get("name", ""))
-            if name not in ("", self._name):
+            if name not in ("", self.name):
                 others[name] = uid
             return name
 
         selector = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
-        await self._api.list_all(pods(self._namespace, labels=selector), read)
+        await self.api.list_all(pods(self.namespace, labels=selector), read)
         for name, uid in sorted(others.items()):
-            if not self._election.leads():
+            if not self.election.leads():
                 return
             try:
-                await self._api.patch_pod_labels(self._namespace, name, uid, {ROLE_LABEL: None})
+                await self.api.patch_pod_labels(self.namespace, name, uid, {ROLE_LABEL: None})
             except (NotFound, Conflict):
                 continue  # gone, and its label with it
-            log.info("former_leader_unlabelled", pod=f"{self._namespace}/{name}")
+            log.info("former_leader_unlabelled", pod=f"{self.namespace}/{name}")
 
     async def _drop(self) -> None:
         if not self._may_be_left:
             return
-        own = await self._api.get_pod(self._namespace, self._name)
+        own = await self.api.get_pod(self.namespace, self.name)
         uid = pod_uid(own)
         if ROLE_LABEL in mapping_or_empty(own["metadata"].get("labels")):
-            await self._api.patch_pod_labels(self._namespace, self._name, uid, {ROLE_LABEL: None})
+            await self.api.patch_pod_labels(self.namespace, self.name, uid, {ROLE_LABEL: None})
         self._may_be_left = False
 
     def _log_failure(self, is_leading: bool, error: str, pause_s: float) -> None:
         then = "the Service may not find this leader" if is_leading else "the next leader removes the label"
         log.warning(
             "leader_label_not_written",
-            pod=f"{self._namespace}/{self._name}",
+            pod=f"{self.namespace}/{self.name}",
             error=error,
             then=then,
             cure=_CURE,

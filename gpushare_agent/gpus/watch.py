@@ -16,6 +16,7 @@ from functools import partial
 from typing import NoReturn, Protocol, assert_never
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.gpus.decisions.health import EventMeaning, describe_event
 from gpushare_agent.gpus.decisions.values import GpuEvent
@@ -49,29 +50,18 @@ class GpuDriver(Protocol):
     async def close(self) -> None: ...
 
 
-class GpuWatch:
+class GpuWatch(Struct, eq=False):
     """`period_s` between two polls, `event_period_s` between two fetches of events. Polls never overlap."""
 
-    def __init__(
-        self,
-        driver: GpuDriver,
-        inventory: GpuInventoryState,
-        *,
-        period_s: float,
-        metrics: Metrics,
-        event_period_s: float = 0.5,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._driver = driver
-        self._inventory = inventory
-        self._period_s = period_s
-        self._event_period_s = event_period_s
-        self._metrics = metrics
-        self._clock = clock
-        self._poll_lock = asyncio.Lock()
-        self._polls = Reconciler()
-        self._event_failures = 0
-        self._event_backoff = Backoff(base_s=2 * event_period_s, cap_s=max(EVENT_BACKOFF_MAX_S, event_period_s))
+    driver: GpuDriver
+    inventory: GpuInventoryState
+    period_s: float
+    metrics: Metrics
+    event_period_s: float = 0.5
+    clock: Callable[[], float] = time.monotonic
+    _poll_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _polls: Reconciler = field(default_factory=Reconciler)
+    _event_failures: int = 0
 
     async def run(self) -> NoReturn:
         """Until cancelled. A poll that fails makes the GPUs Unhealthy."""
@@ -89,25 +79,26 @@ class GpuWatch:
     async def poll(self) -> None:
         """One poll of all GPUs; a failure is applied to the inventory, not raised."""
         async with self._poll_lock:
-            before = self._inventory.current.by_uuid()
+            before = self.inventory.current.by_uuid()
             try:
-                found = await self._driver.read()
+                found = await self.driver.read()
             except AgentError as e:
-                self._metrics.driver_error("look_failed")
-                if self._inventory.lost(str(e)) or not before:
-                    log.error("gpus_lost", error=str(e), retried_in_s=self._period_s if before else NO_GPUS_PERIOD_S)
+                self.metrics.driver_error("look_failed")
+                if self.inventory.lost(str(e)) or not before:
+                    log.error("gpus_lost", error=str(e), retried_in_s=self.period_s if before else NO_GPUS_PERIOD_S)
                 return
-            if self._inventory.read(found):
+            if self.inventory.read(found):
                 self._log_found(before)
 
     async def fetch_events(self) -> float:
         """Applies the events since the last fetch; returns the time to wait before the next one, seconds."""
         try:
-            events = await self._driver.events()
+            events = await self.driver.events()
         except AgentError as e:
-            self._metrics.driver_error("events_failed")
+            self.metrics.driver_error("events_failed")
             self._event_failures += 1
-            delay_s = self._event_backoff.delay_s(self._event_failures)
+            longest_s = max(EVENT_BACKOFF_MAX_S, self.event_period_s)
+            delay_s = Backoff(base_s=2 * self.event_period_s, cap_s=longest_s).delay_s(self._event_failures)
             if self._event_failures == 1:
                 log.warning("gpu_events_lost", error=str(e), then="polls go on; fetching is retried with backoff")
                 self.poll_soon()
@@ -117,7 +108,7 @@ class GpuWatch:
             self._event_failures = 0
         if events:
             self._note(events)
-        return self._event_period_s
+        return self.event_period_s
 
     async def _run_events(self) -> NoReturn:
         while True:
@@ -125,18 +116,18 @@ class GpuWatch:
             await asyncio.sleep(delay_s)
 
     def _pause_s(self) -> float:
-        if not self._inventory.current.gpus:
+        if not self.inventory.current.gpus:
             return NO_GPUS_PERIOD_S
-        probe_at = self._inventory.next_probe_at()
+        probe_at = self.inventory.next_probe_at()
         if probe_at is None:
-            return self._period_s
-        return min(self._period_s, max(probe_at - self._clock(), MIN_PAUSE_S))
+            return self.period_s
+        return min(self.period_s, max(probe_at - self.clock(), MIN_PAUSE_S))
 
     def _note(self, events: list[GpuEvent]) -> None:
-        noted = self._inventory.note_events(events)
+        noted = self.inventory.note_events(events)
         for (event, meaning), count in noted.items():
             for _ in range(count):
-                self._metrics.gpu_event(event.kind.value, event.xid, meaning is EventMeaning.IGNORED)
+                self.metrics.gpu_event(event.kind.value, event.xid, meaning is EventMeaning.IGNORED)
         if any(meaning in _POLL_AT_ONCE for _, meaning in noted):
             self.poll_soon()
         self._log_events(noted)
@@ -160,10 +151,10 @@ class GpuWatch:
                     assert_never(meaning)
 
     def _log_found(self, before: Mapping[GpuUuid, Gpu]) -> None:
-        for gpu in self._inventory.current.gpus:
+        for gpu in self.inventory.current.gpus:
             if gpu.uuid not in before:
                 log.info("gpu_found", index=gpu.index, uuid=gpu.uuid, name=gpu.name, memory_mib=gpu.memory_mib)
-        for index, reason in self._inventory.current.unreadable:
+        for index, reason in self.inventory.current.unreadable:
             log.error("gpu_unreadable", index=index, reason=reason)
 
 

@@ -7,8 +7,7 @@ only costs that second. State owned: whether its absence was logged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Mapping
 
 import structlog
 
@@ -16,14 +15,10 @@ from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.node import Pods
 from gpushare_agent.runtime.cri import RuntimeClient, RuntimeState
 
 log = structlog.get_logger(__name__)
-
-
-class Pods(Protocol):
-    def pods(self) -> Iterable[Pod]: ...
 
 
 class ContainerIds:

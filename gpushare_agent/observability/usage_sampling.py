@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn, Protocol
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -62,62 +63,50 @@ class Ids(Protocol):
     async def running(self) -> Mapping[ContainerKey, str]: ...
 
 
-class UsageSampling:
+class UsageSampling(Struct, kw_only=True, eq=False):
     """`run` samples each `period_s` while `current` is read, else each `idle_period_s`, where that is longer."""
 
-    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
-        self,
-        *,
-        driver: SamplesGpus,
-        owners: FindsOwners,
-        pods: Pods,
-        ids: Ids,
-        allocations: Callable[[], Mapping[ContainerKey, Allocation]],
-        metrics: Metrics,
-        period_s: float,
-        idle_period_s: float = 0.0,
-        claims: Callable[[], Mapping[ContainerKey, tuple[ContainerKey, ...]]] = dict,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._driver = driver
-        self._owners = owners
-        self._pods = pods
-        self._ids = ids
-        self._allocations = allocations
-        self._metrics = metrics
-        self._period_s = period_s
-        self._claims = claims
-        self._idle_period_s = max(idle_period_s, period_s)
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._observers: list[Observer] = []
-        self._reported: Mapping[str, ContainerKey] = {}
-        self._ids_asked_at = float("-inf")
-        self._round_at = self._tried_at = self._read_at = float("-inf")
-        self._has_reader, self._round_ends = asyncio.Event(), asyncio.Event()
-        self._is_failing = self._is_slow = False
-        self._timeout_s = min(MAX_SAMPLE_TIMEOUT_S, max(MIN_SAMPLE_TIMEOUT_S, MISSED_ROUNDS * period_s))
-        self._last: UsageRound | None = None
-        self.is_idle = False
-        """Nobody reads, and since the last round there was a pause."""
+    driver: SamplesGpus
+    owners: FindsOwners
+    pods: Pods
+    ids: Ids
+    allocations: Callable[[], Mapping[ContainerKey, Allocation]]
+    metrics: Metrics
+    period_s: float
+    idle_period_s: float = 0.0
+    claims: Callable[[], Mapping[ContainerKey, tuple[ContainerKey, ...]]] = dict
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+    _observers: list[Observer] = field(default_factory=list)
+    _reported: Mapping[str, ContainerKey] = field(default_factory=dict)
+    _ids_asked_at: float = float("-inf")
+    _round_at: float = float("-inf")
+    _tried_at: float = float("-inf")
+    _read_at: float = float("-inf")
+    _has_reader: asyncio.Event = field(default_factory=asyncio.Event)
+    _round_ends: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_failing: bool = False
+    _is_slow: bool = False
+    _last: UsageRound | None = None
+    is_idle: bool = False
+    """Nobody reads, and since the last round there was a pause."""
 
     @property
     def current(self) -> UsageRound | None:
         """The last round, unless it is from before a pause. A request as well."""
         self.request()
-        is_old = self.is_idle and self._clock() - self._round_at >= MISSED_ROUNDS * self._period_s
+        is_old = self.is_idle and self.clock() - self._round_at >= MISSED_ROUNDS * self.period_s
         return None if is_old else self._last
 
     def request(self) -> None:
         """The use is sampled each period from now on, for READ_FOR_S."""
-        self._read_at = self._clock()
+        self._read_at = self.clock()
         self._has_reader.set()
 
     async def refresh(self) -> None:
         """Before `current` is read: waits for a round where the last one is from a pause, for REFRESH_TIMEOUT_S at most."""
         self.request()
-        if self._clock() - self._tried_at >= MISSED_ROUNDS * self._period_s:
+        if self.clock() - self._tried_at >= MISSED_ROUNDS * self.period_s:
             await wait_for(self._round_ends, REFRESH_TIMEOUT_S)
 
     def subscribe(self, observer: Observer) -> None:
@@ -126,34 +115,34 @@ class UsageSampling:
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
-        due_at = self._clock()
+        due_at = self.clock()
         while True:
             await self.sample_once()
-            now = self._clock()
-            due_at += self._period_s
+            now = self.clock()
+            due_at += self.period_s
             if now > due_at:
-                self._note_slow(now - due_at + self._period_s)
-                due_at += self._period_s * ((now - due_at) // self._period_s + 1)
+                self._note_slow(now - due_at + self.period_s)
+                due_at += self.period_s * ((now - due_at) // self.period_s + 1)
             else:
                 self._is_slow = False
             await asyncio.sleep(due_at - now)
-            if self._clock() - self._read_at >= max(READ_FOR_S, MISSED_ROUNDS * self._period_s):
+            if self.clock() - self._read_at >= max(READ_FOR_S, MISSED_ROUNDS * self.period_s):
                 self._has_reader.clear()
-                self.is_idle = self._idle_period_s > self._period_s
-                await wait_for(self._has_reader, self._idle_period_s - self._period_s)
-                due_at = max(due_at, self._clock())
+                self.is_idle = self.idle_period_s > self.period_s
+                await wait_for(self._has_reader, max(0.0, self.idle_period_s - self.period_s))
+                due_at = max(due_at, self.clock())
 
     async def sample_once(self) -> None:
         """One round. What goes wrong is logged once and counted; it costs this round."""
         try:
             await self._sample_once()
         finally:
-            self._tried_at = self._clock()
+            self._tried_at = self.clock()
             self._round_ends.set()
             self._round_ends = asyncio.Event()
 
     async def _sample_once(self) -> None:
-        started_at = self._clock()
+        started_at = self.clock()
         try:
             found = await self._sample()
         except AgentError as e:
@@ -161,84 +150,85 @@ class UsageSampling:
             return
         except Exception:  # one cycle of a periodic service: shares are given whether or not their use can be shown
             if not self._is_failing:
-                log.exception("usage_not_sampled", next_in_s=self._period_s)
+                log.exception("usage_not_sampled", next_in_s=self.period_s)
             self._failed("")
             return
         if self._is_failing:
             log.info("usage_sampled_again")
         self._is_failing = False
         self._round_at = started_at
-        self._metrics.sampled(self._clock() - started_at)
+        self.metrics.sampled(self.clock() - started_at)
         self._publish(found)
 
     async def _sample(self) -> UsageRound:
         """Raises Unavailable."""
+        timeout_s = min(MAX_SAMPLE_TIMEOUT_S, max(MIN_SAMPLE_TIMEOUT_S, MISSED_ROUNDS * self.period_s))
         try:
-            async with asyncio.timeout(self._timeout_s):
-                sampled_at = self._wall_clock()
-                sample = await self._driver.sample()
+            async with asyncio.timeout(timeout_s):
+                sampled_at = self.wall_clock()
+                sample = await self.driver.sample()
                 for error, count in sorted(sample.errors.items()):
-                    self._metrics.driver_error(error, count)
+                    self.metrics.driver_error(error, count)
                 pids = {process.pid for gpu in sample.gpus for process in gpu.processes or ()}
-                owners = await self._owners.identify(pids)
+                owners = await self.owners.identify(pids)
                 allocated = self._allocated()
                 if unknown_ids(sample, owners, allocated) and await self._refresh_ids():
                     allocated = self._allocated()
         except TimeoutError as e:
             raise Unavailable(
-                f"sampling the GPUs' use got no answer within {self._timeout_s:g} s; it is tried again each"
-                f" {self._period_s:g} s. Check nvidia-smi and the kernel log on this node"
+                f"sampling the GPUs' use got no answer within {timeout_s:g} s; it is tried again each"
+                f" {self.period_s:g} s. Check nvidia-smi and the kernel log on this node"
             ) from e
         return join_usage(sample, owners, allocated, sampled_at=sampled_at)
 
     def _allocated(self) -> AllocatedContainers:
         in_statuses = {
             container_id: ContainerKey(pod.uid, name)
-            for pod in self._pods.pods()
+            for pod in self.pods.pods()
             for name, container_id in pod.container_ids.items()
         }
         return AllocatedContainers(
             gpus={
-                key: allocation.gpus for key, allocation in self._allocations().items() if not self._is_over(allocation)
+                key: allocation.gpus for key, allocation in self.allocations().items() if not self._is_over(allocation)
             },
             by_id={**self._reported, **in_statuses},
-            claims=self._claims(),
+            claims=self.claims(),
         )
 
     def _is_over(self, allocation: Allocation) -> bool:
         """An init container that has run: its GPUs are the later containers'."""
         if allocation.kind is not ContainerKind.INIT:
             return False
-        pod = self._pods.get(allocation.key.pod_uid)
+        pod = self.pods.get(allocation.key.pod_uid)
         return pod is not None and pod.has_started
 
     async def _refresh_ids(self) -> bool:
         """Whether the runtime reported anything new. It may be unavailable: the pods' statuses have the IDs a second
         later."""
-        if self._clock() - self._ids_asked_at < IDS_AGAIN_S:
+        if self.clock() - self._ids_asked_at < IDS_AGAIN_S:
             return False
-        self._ids_asked_at = self._clock()
+        self._ids_asked_at = self.clock()
         try:
             async with asyncio.timeout(IDS_TIMEOUT_S):
-                reported = await self._ids.running()
+                reported = await self.ids.running()
         except (AgentError, TimeoutError):
             return False
         before, self._reported = self._reported, {container_id: key for key, container_id in reported.items()}
         return self._reported != before
 
     def _failed(self, error: str) -> None:
-        self._metrics.sampling_failed()
+        self.metrics.sampling_failed()
         if error and not self._is_failing:
-            log.warning("usage_not_sampled", error=error, next_in_s=self._period_s)
+            log.warning("usage_not_sampled", error=error, next_in_s=self.period_s)
         self._is_failing = True
-        if self._last is not None and self._clock() - self._round_at >= MISSED_ROUNDS * self._period_s:
+        if self._last is not None and self.clock() - self._round_at >= MISSED_ROUNDS * self.period_s:
             log.warning("usage_unknown", missed_rounds=MISSED_ROUNDS)
             self._publish(None)
 
     def _note_slow(self, took_s: float) -> None:
-        self._metrics.sampling_overran()
+        self.metrics.sampling_overran()
         if not self._is_slow:
-            log.warning("usage_sampling_slow", took_s=round(took_s, 3), period_s=self._period_s)
+            log.warning("usage_sampling_slow", took_s=round(took_s, 3), period_s=self.period_s)
         self._is_slow = True
 
     def _publish(self, found: UsageRound | None) -> None:

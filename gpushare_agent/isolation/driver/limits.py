@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 import structlog
+from msgspec import Struct, field
 
 from gpushare_agent.isolation.driver.edits import MemoryShare, pod_memory
 from gpushare_agent.kit.report_once import ReportOnce
@@ -60,60 +61,46 @@ Shares = Mapping[ContainerKey, Sequence[MemoryShare]]
 """By container."""
 
 
-class DriverLimits:
+class DriverLimits(Struct, kw_only=True, eq=False):
     """`check` first, `prepare` at any time, `run` once. `on_missing` hears of a container that runs without its limit."""
 
-    def __init__(
-        self,
-        *,
-        driver: MemoryLimiter,
-        cgroups: Cgroups,
-        containers: RunningContainers,
-        shares: Callable[[], Shares],
-        may_set: bool,
-        on_missing: Callable[[ContainerKey, str], None],
-    ) -> None:
-        self._driver = driver
-        self._cgroups = cgroups
-        self._containers = containers
-        self._shares = shares
-        self._may_set = may_set
-        self._on_missing = on_missing
-        self._ids: dict[ContainerKey, str] = {}
-        self._problems: dict[ContainerKey, str] = {}
-        self._excess_bytes: dict[ContainerKey, int] = {}
-        self._one_round = asyncio.Lock()
-        self._reconciler = Reconciler()
-        self._new_until = float("-inf")
-        self._failure = ReportOnce()
-
-    @property
-    def may_set(self) -> bool:
-        return self._may_set
+    driver: MemoryLimiter
+    cgroups: Cgroups
+    containers: RunningContainers
+    shares: Callable[[], Shares]
+    may_set: bool
+    on_missing: Callable[[ContainerKey, str], None]
+    _ids: dict[ContainerKey, str] = field(default_factory=dict)
+    _problems: dict[ContainerKey, str] = field(default_factory=dict)
+    _excess_bytes: dict[ContainerKey, int] = field(default_factory=dict)
+    _one_round: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _reconciler: Reconciler = field(default_factory=Reconciler)
+    _new_until: float = float("-inf")
+    _failure: ReportOnce = field(default_factory=ReportOnce)
 
     def problem(self, key: ContainerKey) -> str:
         """Why the container, or one that uses the claim, runs without its limit; empty where it has it, or does not run."""
         if not self._problems:
             return ""
-        return next((why for user in self._users(self._shares(), key) if (why := self._problems.get(user))), "")
+        return next((why for user in self._users(self.shares(), key) if (why := self._problems.get(user))), "")
 
     async def check(self) -> None:
         """What the isolation needs on this node is there. Raises AgentError with the cure."""
-        await check_driver_limits(self._driver, self._cgroups, may_set=self._may_set)
+        await check_driver_limits(self.driver, self.cgroups, may_set=self.may_set)
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Limits the pods' cgroups of containers that are about to start, where the agent may."""
-        shares = self._shares()
+        shares = self.shares()
         uids = {user.pod_uid for key in keys for user in self._users(shares, key)}
         if not uids:
             return None
         self._expect_new()
         self._reconciler.request()
-        if not self._may_set:
+        if not self.may_set:
             return None
         try:
             limits = await self._pod_limits(shares, uids)
-            outcomes = await self._driver.keep_memory_limits(limits, may_set=True) if limits else []
+            outcomes = await self.driver.keep_memory_limits(limits, may_set=True) if limits else []
         except AgentError as e:
             return _not_set(str(e))
         problem = next((one.problem for one in outcomes if one.problem and not one.has_no_controller), "")
@@ -138,14 +125,14 @@ class DriverLimits:
         self._new_until = asyncio.get_running_loop().time() + NEW_FOR_S
 
     def _period_s(self) -> float:
-        has_unknown = any(key not in self._ids for key in self._shares())
+        has_unknown = any(key not in self._ids for key in self.shares())
         return NEW_PERIOD_S if has_unknown and asyncio.get_running_loop().time() < self._new_until else PERIOD_S
 
     async def enforce(self, key: ContainerKey) -> str:
         """After a resize: why the container has not its limit of now, or still uses more; empty where all is well. Raises
         AgentError."""
         await self.reconcile()
-        users = [user for user in self._users(self._shares(), key) if user in self._ids]
+        users = [user for user in self._users(self.shares(), key) if user in self._ids]
         if not users:
             return "the container is not known to run yet"
         if excess := sum(self._excess_bytes.get(user, 0) for user in users):
@@ -158,7 +145,7 @@ class DriverLimits:
             await self._reconcile()
 
     async def _reconcile(self) -> None:
-        shares = self._shares()
+        shares = self.shares()
         places = await self._find(shares)
         limits = [
             (key, MemoryLimit(gpu=gpu, cgroup=places[key].path, limit_bytes=limit_bytes))
@@ -166,8 +153,8 @@ class DriverLimits:
             for gpu, limit_bytes in sorted(pod_memory(shares[key]).items())
         ]
         wanted = [limit for _, limit in limits]
-        pods = await self._pod_limits(shares, {key.pod_uid for key in places}) if self._may_set else []
-        outcomes = await self._driver.keep_memory_limits([*pods, *wanted], may_set=self._may_set) if wanted else []
+        pods = await self._pod_limits(shares, {key.pod_uid for key in places}) if self.may_set else []
+        outcomes = await self.driver.keep_memory_limits([*pods, *wanted], may_set=self.may_set) if wanted else []
         for key in self._problems.keys() - places.keys():
             del self._problems[key]
         self._excess_bytes = {}
@@ -187,7 +174,7 @@ class DriverLimits:
             return
         if problem:
             log.error("memory_limit_missing", pod_uid=key.pod_uid, container=key.container, why=problem)
-            self._on_missing(key, problem)
+            self.on_missing(key, problem)
         else:
             log.info("memory_limit_set", pod_uid=key.pod_uid, container=key.container)
 
@@ -199,11 +186,11 @@ class DriverLimits:
         """The cgroups of those that run now. The runtime is asked while one of them is not known."""
         self._ids = {key: id_ for key, id_ in self._ids.items() if key in shares}
         if any(key not in self._ids for key in shares):
-            running = await self._containers.running()
+            running = await self.containers.running()
             self._ids |= {key: id_ for key, id_ in running.items() if key in shares}
         if not self._ids:
             return {}
-        found = await self._cgroups.find_many_in_thread([(id_, key.pod_uid) for key, id_ in self._ids.items()])
+        found = await self.cgroups.find_many_in_thread([(id_, key.pod_uid) for key, id_ in self._ids.items()])
         self._ids = {key: id_ for key, id_ in self._ids.items() if id_ in found}  # the others have ended
         return {key: found[id_] for key, id_ in self._ids.items()}
 
@@ -211,7 +198,7 @@ class DriverLimits:
         """Of those of these pods that have a cgroup. Raises Unavailable."""
         if not uids:
             return []
-        directories = await self._cgroups.find_pod_directories_in_thread(uids)
+        directories = await self.cgroups.find_pod_directories_in_thread(uids)
         return [
             MemoryLimit(gpu=gpu, cgroup=directories[uid], limit_bytes=limit_bytes)
             for uid in sorted(directories)

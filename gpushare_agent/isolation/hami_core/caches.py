@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 import structlog
 
@@ -29,8 +29,7 @@ from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import Pod
+from gpushare_agent.node import Pods
 from gpushare_agent.runtime.node_probes import require_writable
 
 log = structlog.get_logger(__name__)
@@ -42,12 +41,6 @@ CLEANUP_PERIOD_S = 2.0
 TENANT_FILES_TIMEOUT_S = 600.0
 """To remove or shorten one file: 300,000 pieces of 4 KiB took 25 s on a busy disk."""
 _ADVICE = "Check the disk of the setting hami_core.directory."
-
-
-class Pods(Protocol):
-    @property
-    def is_synced(self) -> bool: ...
-    def get(self, uid: PodUid) -> Pod | None: ...
 
 
 class PrivateCaches:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
 from msgspec import Struct, field
@@ -27,9 +27,10 @@ from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, PodUid
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.node import ClaimPods
 from gpushare_agent.settings.isolation import HamiCoreSettings
 
 log = structlog.get_logger(__name__)
@@ -37,10 +38,6 @@ log = structlog.get_logger(__name__)
 TIMEOUT_S = 5.0
 PERIOD_S = 1.0
 NO_REGION = "no process of the container has called cuInit since it started"
-
-
-class Pods(Protocol):
-    def get(self, uid: PodUid) -> Pod | None: ...
 
 
 class RegionLimits(Struct, kw_only=True, eq=False):
@@ -52,7 +49,7 @@ class RegionLimits(Struct, kw_only=True, eq=False):
     inventory: Callable[[], GpuInventory]
     allocations: Callable[[], Mapping[ContainerKey, Allocation]]
     resized: Callable[[], Mapping[ContainerKey, ResizedShare]]
-    pods: Pods
+    pods: ClaimPods
     is_in_use: Callable[[Pod], bool]
     period_s: float = PERIOD_S
     _thread: DaemonThread = field(

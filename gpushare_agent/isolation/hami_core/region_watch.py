@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
@@ -38,6 +38,7 @@ from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.node import ClaimPods
 from gpushare_agent.runtime.cgroups import Cgroups
 
 log = structlog.get_logger(__name__)
@@ -50,10 +51,6 @@ ASK_AGAIN_S = 30.0
 """For a slot without a host PID whose process the kernel did not have: it ended, or its PID is another one's by now."""
 
 
-class Pods(Protocol):
-    def get(self, uid: PodUid) -> Pod | None: ...
-
-
 class _Seen(Struct, frozen=True, kw_only=True):
     """One region at one poll."""
 
@@ -61,35 +58,27 @@ class _Seen(Struct, frozen=True, kw_only=True):
     pids: tuple[SlotPids, ...]
 
 
-class RegionWatch:
+class RegionWatch(Struct, kw_only=True, eq=False):
     """`run` once. `is_in_use` is whether the pod's isolation is hami-core; `clock` gives monotonic seconds; `users` are the
     containers that use the share, where it is a claim's and not one container's; `module` is the driver's kernel module."""
 
-    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
-        self,
-        *,
-        files: HamiCoreFiles,
-        allocations: Callable[[], Mapping[ContainerKey, Allocation]],
-        pods: Pods,
-        is_in_use: Callable[[Pod], bool],
-        cgroups: Cgroups,
-        clock: Callable[[], float],
-        users: Callable[[ContainerKey], Sequence[ContainerOfPod]] | None = None,
-        module: KernelModule | None = None,
-    ) -> None:
-        self._files = files
-        self._allocations = allocations
-        self._pods = pods
-        self._is_in_use = is_in_use
-        self._cgroups = cgroups
-        self._clock = clock
-        self._users = users or (lambda key: ())
-        self._module = module
-        self._thread = DaemonThread("region-watch", advice="Check the disk of the setting hami_core.directory.")
-        self._held: dict[ContainerKey, Mapping[LockName, Held]] = {}
-        self._given: dict[ContainerKey, set[int]] = {}
-        self._asked: dict[ContainerKey, tuple[frozenset[SlotPids], float]] = {}
-        self._logged: set[tuple[str, ContainerKey]] = set()
+    files: HamiCoreFiles
+    allocations: Callable[[], Mapping[ContainerKey, Allocation]]
+    pods: ClaimPods
+    is_in_use: Callable[[Pod], bool]
+    cgroups: Cgroups
+    clock: Callable[[], float]
+    users: Callable[[ContainerKey], Sequence[ContainerOfPod]] = lambda key: ()
+    module: KernelModule | None = None
+    _thread: DaemonThread = field(
+        default_factory=lambda: DaemonThread(
+            "region-watch", advice="Check the disk of the setting hami_core.directory."
+        )
+    )
+    _held: dict[ContainerKey, Mapping[LockName, Held]] = field(default_factory=dict)
+    _given: dict[ContainerKey, set[int]] = field(default_factory=dict)
+    _asked: dict[ContainerKey, tuple[frozenset[SlotPids], float]] = field(default_factory=dict)
+    _logged: set[tuple[str, ContainerKey]] = field(default_factory=set)
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
@@ -101,8 +90,8 @@ class RegionWatch:
         """Reads the regions of all shares once. A file that cannot be used is passed over: its tenant may have done it."""
         shares = {
             key: pod
-            for key, allocation in self._allocations().items()
-            if allocation.is_limited and (pod := self._pods.get(key.pod_uid)) is not None and self._is_in_use(pod)
+            for key, allocation in self.allocations().items()
+            if allocation.is_limited and (pod := self.pods.get(key.pod_uid)) is not None and self.is_in_use(pod)
         }
         state: dict[ContainerKey, Any]
         for state in (self._held, self._given, self._asked):
@@ -114,7 +103,7 @@ class RegionWatch:
         try:
             # All in one call: to change threads costs as much as to read a region.
             found = await self._thread.call(
-                partial(self._read_all, sorted(shares), self._clock()), "reading shared regions", TIMEOUT_S
+                partial(self._read_all, sorted(shares), self.clock()), "reading shared regions", TIMEOUT_S
             )
         except AgentError as e:
             log.debug("regions_not_read", error=str(e))
@@ -127,13 +116,13 @@ class RegionWatch:
                 await self._free_left(key, shares[key], found[key].held)
             except AgentError as e:
                 log.debug("region_not_read", pod_uid=key.pod_uid, container=key.container, error=str(e))
-        if can_correct(self._module):
+        if can_correct(self.module):
             await self._correct_host_pids(shares, {key: frozenset(seen.pids) for key, seen in found.items()})
 
     async def _free_left(self, key: ContainerKey, pod: Pod, held: Mapping[LockName, Held]) -> None:
         alive = await self._alive(key, pod) if LockName.POSTINIT in held else None
         for name, one in held.items():
-            if is_left(name, one, self._clock(), alive):
+            if is_left(name, one, self.clock(), alive):
                 await self._thread.call(partial(self._free, key, name), f"freeing a lock of {key.container}", TIMEOUT_S)
                 del self._held[key]
                 if self._is_first("hami_core_lock_freed", key):
@@ -152,7 +141,7 @@ class RegionWatch:
         self, shares: Mapping[ContainerKey, Pod], found: Mapping[ContainerKey, frozenset[SlotPids]]
     ) -> None:
         """Once more after a change, for the library moves slots: what was written a moment late is put right then."""
-        now = self._clock()
+        now = self.clock()
         due = {key: shares[key] for key, pids in found.items() if self._is_due(key, pids, now)}
         try:
             processes = await self._processes(due)
@@ -185,20 +174,20 @@ class RegionWatch:
         """Of containers whose ID is known, the PIDs in their namespaces by the host's; none at all where the kernel does not
         show them all, or they are more than a region has slots. Raises Unavailable."""
         containers = {
-            key: self._users(key) or [(pod.container_ids.get(key.container), key.pod_uid)] for key, pod in pods.items()
+            key: self.users(key) or [(pod.container_ids.get(key.container), key.pod_uid)] for key, pod in pods.items()
         }
         known = {key: [(i, uid) for i, uid in of_key if i is not None] for key, of_key in containers.items()}
         known = {key: of_key for key, of_key in known.items() if len(of_key) == len(containers[key])}
         if not known:
             return {}
-        places = await self._cgroups.find_many_in_thread([one for of_key in known.values() for one in of_key])
-        listed = await self._cgroups.processes_round_in_thread(places.values())
+        places = await self.cgroups.find_many_in_thread([one for of_key in known.values() for one in of_key])
+        listed = await self.cgroups.processes_round_in_thread(places.values())
         pids: dict[ContainerKey, list[int]] = {}
         for key, of_key in known.items():
             read = [one for container_id, _ in of_key if (one := listed.get(container_id)) is not None]
             own = [pid for one in read for pid in one.pids]
             pids[key] = own if len(read) == len(of_key) and len(own) <= MAX_PROCESSES else []
-        inside = await self._cgroups.namespace_pids_in_thread([pid for own in pids.values() for pid in own])
+        inside = await self.cgroups.namespace_pids_in_thread([pid for own in pids.values() for pid in own])
         return {key: {pid: inside[pid] for pid in own if pid in inside} for key, own in pids.items()}
 
     def _is_first(self, event: str, key: ContainerKey) -> bool:
@@ -217,7 +206,7 @@ class RegionWatch:
         return found
 
     def _read(self, key: ContainerKey, now: float) -> _Seen:
-        with self._files.opened_region(key) as region:
+        with self.files.opened_region(key) as region:
             head = region.head() if region is not None else None
             if region is None or head is None:
                 return _Seen(held={}, pids=())
@@ -232,16 +221,16 @@ class RegionWatch:
 
     def _write_host_pids(self, key: ContainerKey, inside: Mapping[int, tuple[int, ...]]) -> set[int]:
         """The PIDs of the processes that had none."""
-        with self._files.opened_region(key) as region:
+        with self.files.opened_region(key) as region:
             if region is None or region.head() is None:
                 return set()
             slots = region.slot_pids(region.tail().slots)
-            right = right_host_pids(slots, inside, self._module)
+            right = right_host_pids(slots, inside, self.module)
             for number, host_pid in right.items():
                 region.write(*host_pid_edit(number, host_pid))
         return {slots[number][0] for number in right if not slots[number][1]}
 
     def _free(self, key: ContainerKey, name: LockName) -> None:
-        with self._files.opened_region(key) as region:
+        with self.files.opened_region(key) as region:
             if region is not None:
                 region.write(*free_lock_edit(is_postinit=name is LockName.POSTINIT))

@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import NoReturn
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.isolation.mps.daemon import MpsDaemonProcess
@@ -57,26 +57,17 @@ class Timeouts(Struct, frozen=True, kw_only=True):
     backoff: Backoff
 
 
-class MpsSupervision:
+class MpsSupervision(Struct, eq=False):
     """`percentage` is the default for clients without a limit of their own. `on_condition` is called at every change."""
 
-    def __init__(
-        self,
-        daemon: MpsDaemonProcess,
-        control: MpsControl,
-        *,
-        percentage: int,
-        timeouts: Timeouts,
-        on_condition: Callable[[Condition], None],
-    ) -> None:
-        self._daemon = daemon
-        self._control = control
-        self._percentage = percentage
-        self._timeouts = timeouts
-        self._on_condition = on_condition
-        self._condition = Condition.STOPPED
-        self._bad_starts = 0
-        self._failures = 0
+    daemon: MpsDaemonProcess
+    control: MpsControl
+    percentage: int
+    timeouts: Timeouts
+    on_condition: Callable[[Condition], None]
+    _condition: Condition = field(default_factory=lambda: Condition.STOPPED)
+    _bad_starts: int = 0
+    _failures: int = 0
 
     async def run(self) -> NoReturn:
         """Until cancelled; the daemon runs on then, for `drain`.
@@ -94,40 +85,40 @@ class MpsSupervision:
                 why = str(error)
                 self._bad_starts += 1
                 self._failures += 1
-            await self._daemon.end(timeout_s=0)
+            await self.daemon.end(timeout_s=0)
             self._become(Condition.WAITING)
-            if self._bad_starts >= self._timeouts.most_bad_starts:
+            if self._bad_starts >= self.timeouts.most_bad_starts:
                 raise StartupError(
                     f"the MPS control daemon could not be started {self._bad_starts} times in a row, the last time because "
                     f"{why}. Its own output is above and in its control.log (mps.log_directory). No further start "
                     "is tried"
                 )
-            delay_s = self._timeouts.backoff.delay_s(self._failures)
+            delay_s = self.timeouts.backoff.delay_s(self._failures)
             log.error("mps_daemon_down", reason=why, next_start_in_s=round(delay_s, 2))
             await asyncio.sleep(delay_s)
 
     async def _start(self) -> None:
         """Until it answers and has its defaults. Raises Unavailable."""
         self._become(Condition.STARTING)
-        removed = await self._daemon.start()
+        removed = await self.daemon.start()
         if removed:
             log.warning("mps_stale_files_removed", names=removed, of="a daemon that has ended")
-        log.info("mps_daemon_started", pid=self._daemon.pid)
+        log.info("mps_daemon_started", pid=self.daemon.pid)
         last = "it was not polled"
         try:
-            async with asyncio.timeout(self._timeouts.start_s):
+            async with asyncio.timeout(self.timeouts.start_s):
                 while True:
                     try:
-                        await self._control.get_default_active_thread_percentage()
-                        await self._control.set_default_active_thread_percentage(self._percentage)
+                        await self.control.get_default_active_thread_percentage()
+                        await self.control.set_default_active_thread_percentage(self.percentage)
                         break
                     except Unavailable as error:
                         last = str(error)
-                    if self._daemon.exit_code is not None:
-                        raise Unavailable(f"it {_ending(self._daemon.exit_code)} before it answered")
+                    if self.daemon.exit_code is not None:
+                        raise Unavailable(f"it {_ending(self.daemon.exit_code)} before it answered")
                     await asyncio.sleep(_POLL_S)
         except TimeoutError as error:
-            raise Unavailable(f"it did not answer within {self._timeouts.start_s:g} s of its start: {last}") from error
+            raise Unavailable(f"it did not answer within {self.timeouts.start_s:g} s of its start: {last}") from error
         self._bad_starts = 0
         self._become(Condition.SERVING)
 
@@ -135,14 +126,14 @@ class MpsSupervision:
         """Until it ends; how it did."""
         while True:
             try:
-                async with asyncio.timeout(self._timeouts.probe_period_s):
-                    return f"it {_ending(await self._daemon.wait())}"
+                async with asyncio.timeout(self.timeouts.probe_period_s):
+                    return f"it {_ending(await self.daemon.wait())}"
             except TimeoutError:
                 pass
             try:
-                await self._control.get_default_active_thread_percentage()
+                await self.control.get_default_active_thread_percentage()
             except Unavailable as error:
-                if self._daemon.exit_code is None and self._condition is Condition.SERVING:
+                if self.daemon.exit_code is None and self._condition is Condition.SERVING:
                     log.error(
                         "mps_daemon_does_not_answer",
                         reason=str(error),
@@ -155,30 +146,30 @@ class MpsSupervision:
     async def drain(self) -> None:
         """Waits a bounded time for the clients, then ends the daemon. After `run` was cancelled."""
         self._become(Condition.DRAINING)
-        if self._daemon.pid and self._daemon.exit_code is None:
+        if self.daemon.pid and self.daemon.exit_code is None:
             left = await self._wait_for_clients()
             if left:
                 log.warning(
-                    "mps_clients_left", clients=left, waited_s=self._timeouts.drain_s, then="they lose their GPU"
+                    "mps_clients_left", clients=left, waited_s=self.timeouts.drain_s, then="they lose their GPU"
                 )
             await self._quit()
-        await self._daemon.end(timeout_s=self._timeouts.end_s)
+        await self.daemon.end(timeout_s=self.timeouts.end_s)
         self._become(Condition.STOPPED)
 
     async def end_now(self) -> None:
         """Ends the daemon without waiting for clients: the time to drain is over."""
-        await self._daemon.end(timeout_s=1.0)
+        await self.daemon.end(timeout_s=1.0)
         self._become(Condition.STOPPED)
 
     async def _wait_for_clients(self) -> list[int]:
         """PIDs of those that still run when the time is over."""
         clients: list[int] = []
         try:
-            async with asyncio.timeout(self._timeouts.drain_s):
-                while self._daemon.exit_code is None:
+            async with asyncio.timeout(self.timeouts.drain_s):
+                while self.daemon.exit_code is None:
                     found = await self._clients()
                     if found != clients:
-                        log.info("mps_waits_for_clients", clients=found, at_most_s=self._timeouts.drain_s)
+                        log.info("mps_waits_for_clients", clients=found, at_most_s=self.timeouts.drain_s)
                     clients = found
                     if not clients:
                         return []
@@ -193,16 +184,16 @@ class MpsSupervision:
         return sorted(
             {
                 pid
-                for server in await self._control.get_server_list()
-                for pid in await self._control.get_client_list(server)
+                for server in await self.control.get_server_list()
+                for pid in await self.control.get_client_list(server)
             }
         )
 
     async def _quit(self) -> None:
         try:
-            await self._control.quit()
-            async with asyncio.timeout(self._timeouts.end_s):
-                await self._daemon.wait()
+            await self.control.quit()
+            async with asyncio.timeout(self.timeouts.end_s):
+                await self.daemon.wait()
         except (Unavailable, TimeoutError) as error:
             log.warning("mps_daemon_did_not_quit", reason=str(error) or "it still runs", then="SIGTERM, then SIGKILL")
 
@@ -211,7 +202,7 @@ class MpsSupervision:
             return
         self._condition = condition
         log.info("mps_condition", condition=condition.value)
-        self._on_condition(condition)
+        self.on_condition(condition)
 
 
 def _ending(code: int) -> str:
