@@ -1,32 +1,163 @@
 """The embedded kubelet's device manager: which IDs a container gets, asked of the plugins as a real one asks them.
 
-State owned: the known resources with their devices, the set of allocated IDs, the records (device_records), the IDs that
-later containers of the pod under admission may reuse. The set of allocated IDs is kept beside the records, and is
-rebuilt from them whenever a device pod has ended: an Allocate that is open then loses its IDs, which the next admission
-is offered again. This fault is the real kubelet's, and is kept on purpose (docs/reference/sandbox.md).
+State owned: the known resources with their devices, the set of allocated IDs, the records, the IDs that later containers of
+the pod under admission may reuse. The set of allocated IDs is kept beside the records, and is rebuilt from them whenever a
+device pod has ended: an Allocate that is open then loses its IDs, which the next admission is offered again. This fault is
+the real kubelet's, and is kept on purpose (docs/reference/sandbox.md).
+
+The records outlive a restart in `kubelet_internal_checkpoint`, which has the shape of a real one
+(docs/reference/formats.md): node -> IDs, AllocResp in base64, entries of ended pods until the next allocation. The Checksum
+is a CRC of our own: the real one hashes Go structures.
 
 Calls for admissions are serial because the kubelet's sync loop is; nothing here makes them so.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 import time
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import structlog
 from msgspec import Struct, field
 
-from gpushare_agent.kit.wire_build import string_list
+from gpushare_agent.kit.wire_build import bytes_field, string_list
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.sandbox.kubelet import wire_frames
 from gpushare_agent.sandbox.kubelet.calls import CallLog, CallSubject
-from gpushare_agent.sandbox.kubelet.device_records import CHECKPOINT_NAME, DeviceRecords, make_record
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import PluginCallError, PluginDevice, PluginEndpoint
 
 log = structlog.get_logger(__name__)
+
+CHECKPOINT_NAME = "kubelet_internal_checkpoint"
+NO_NODE = -1
+"""The kubelet's key for devices without topology."""
+
+
+class DeviceRecord(Struct, frozen=True, kw_only=True):
+    """The IDs of one resource of one container, by NUMA node, with the plugin's raw answer.
+
+    `listed` holds one ContainerDevices entry per ID as a ready field 2 of ContainerResources; `entry_json` is the
+    record's text in the checkpoint.
+    """
+
+    pod_uid: str
+    container: str
+    resource: str
+    ids: tuple[str, ...]
+    response: bytes
+    listed: tuple[bytes, ...]
+    entry_json: str
+
+
+def make_record(
+    owner: tuple[str, str], resource: str, nodes_by_id: Mapping[str, tuple[int, ...]], response: bytes
+) -> DeviceRecord:
+    by_node: dict[int, list[str]] = {}
+    for device, nodes in nodes_by_id.items():
+        for node in nodes or (NO_NODE,):
+            by_node.setdefault(node, []).append(device)
+    entry = {
+        "PodUID": owner[0], "ContainerName": owner[1], "ResourceName": resource,
+        "DeviceIDs": {str(node): ids for node, ids in sorted(by_node.items())},
+        "AllocResp": base64.b64encode(response).decode(),
+    }  # fmt: skip
+    return DeviceRecord(
+        pod_uid=owner[0], container=owner[1], resource=resource, ids=tuple(nodes_by_id), response=response,
+        listed=tuple(bytes_field(2, listed_device(resource, *item)) for item in nodes_by_id.items()),
+        entry_json=json.dumps(entry),
+    )  # fmt: skip
+
+
+def listed_device(resource: str, device: str, nodes: tuple[int, ...]) -> bytes:
+    """A ContainerDevices message with one ID."""
+    name = bytes_field(1, resource.encode()) + bytes_field(2, device.encode())
+    return name + (bytes_field(3, wire_frames.topology_message(nodes)) if nodes else b"")
+
+
+class DeviceRecords:
+    """The records by pod UID, container and resource, in order of allocation, and their checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._records: dict[str, dict[str, dict[str, DeviceRecord]]] = {}
+
+    def insert(self, record: DeviceRecord) -> None:
+        self._records.setdefault(record.pod_uid, {}).setdefault(record.container, {})[record.resource] = record
+
+    def of_container(self, pod_uid: str, container: str) -> Mapping[str, DeviceRecord]:
+        return self._records.get(pod_uid, {}).get(container, {})
+
+    def all(self) -> list[DeviceRecord]:
+        return [r for pod in self._records.values() for container in pod.values() for r in container.values()]
+
+    def pods(self) -> set[str]:
+        return set(self._records)
+
+    def remove(self, pod_uids: Iterable[str]) -> None:
+        for pod_uid in pod_uids:
+            self._records.pop(pod_uid, None)
+
+    def allocated(self) -> dict[str, set[str]]:
+        """The IDs by resource, made from the records alone: what an open Allocate is about to get is not in it."""
+        found: dict[str, set[str]] = {}
+        for record in self.all():
+            found.setdefault(record.resource, set()).update(record.ids)
+        return found
+
+    def container_message(self, pod_uid: str, container: str, rng: random.Random) -> bytes:
+        """A ContainerResources message; resources and IDs come in another order each time."""
+        parts = [bytes_field(1, container.encode())]
+        records = list(self.of_container(pod_uid, container).values())
+        rng.shuffle(records)
+        for record in records:
+            turn = rng.randrange(len(record.listed)) if record.listed else 0
+            parts.extend((*record.listed[turn:], *record.listed[:turn]))
+        return b"".join(parts)
+
+    # --- the checkpoint ---
+
+    def write(self, registered_json: Mapping[str, str]) -> None:
+        """`registered_json` holds each resource's healthy IDs as a JSON list. Replaces the file in one step."""
+        entries = ",".join(record.entry_json for record in self.all())
+        registered = ",".join(f"{json.dumps(name)}:{ids}" for name, ids in sorted(registered_json.items()))
+        text = f'{{"PodDeviceEntries":[{entries}],"RegisteredDevices":{{{registered}}}}}'
+        temporary = self._path.with_name(f".{self._path.name}")
+        temporary.write_text(f'{{"Data":{text},"Checksum":{zlib.crc32(text.encode())}}}')
+        temporary.replace(self._path)
+
+    def read(self) -> set[str]:
+        """Takes the records from the file; returns the resources that were registered. Starts empty without one."""
+        try:
+            raw = json.loads(self._path.read_text())["Data"]
+            for entry in raw["PodDeviceEntries"] or ():
+                owner = (entry["PodUID"], entry["ContainerName"])
+                self.insert(
+                    make_record(owner, entry["ResourceName"], _nodes_by_id(entry), base64.b64decode(entry["AllocResp"]))
+                )
+            return set(raw["RegisteredDevices"] or ())
+        except FileNotFoundError:
+            return set()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning(
+                "checkpoint_unreadable", path=str(self._path), error=repr(error), consequence="starting without records"
+            )
+            self._records.clear()
+            return set()
+
+
+def _nodes_by_id(entry: Mapping[str, Mapping[str, list[str]]]) -> dict[str, tuple[int, ...]]:
+    nodes: dict[str, tuple[int, ...]] = {}
+    for node, ids in entry["DeviceIDs"].items():
+        for device in ids:
+            nodes[device] = (*nodes.get(device, ()), int(node)) if int(node) != NO_NODE else ()
+    return nodes
+
 
 STOPPED_GRACE_S = 300.0
 """So long after a plugin's end its devices still count in the node's capacity."""
@@ -159,11 +290,11 @@ class DeviceManager:
     async def _allocate_resources(
         self, pod: PodIdentity, container: ContainerSpec, reusable: dict[str, set[str]]
     ) -> None:
-        wanted = self._known_requests(container)
-        if wanted:
+        requests = self._known_requests(container)
+        if requests:
             self.update_allocated()
         is_changed = False
-        for name, count in wanted:
+        for name, count in requests:
             subject = _subject(pod, container, name)
             ids = await self._choose(subject, count, reusable.get(name, set()))
             if ids:
@@ -174,7 +305,7 @@ class DeviceManager:
             self._notify()
 
     def _known_requests(self, container: ContainerSpec) -> list[tuple[str, int]]:
-        """In random order, as the kubelet ranges over a map. An unknown resource is passed over: the pod runs without."""
+        """In random order, as the kubelet ranges over a Go map. An unknown resource is skipped: the pod runs without."""
         known = [
             item for item in container.requests.items() if item[0] in self._resources or item[0] in self._allocated
         ]
@@ -190,6 +321,7 @@ class DeviceManager:
                 f'pod "{subject.pod_uid}" container "{subject.container}" changed request for resource "{name}" '
                 f"from {len(record.ids)} to {count}"
             )
+        # After a restart plugins may register later than the pods are synced: what runs keeps its devices unasked.
         if not self.is_ready and self._is_running(subject.pod_uid, subject.container):
             return []
         self._check_health(name, record.ids if record else ())
@@ -235,6 +367,7 @@ class DeviceManager:
         endpoint = self._resources[subject.resource].endpoint
         if endpoint is None or not endpoint.options.get_preferred_allocation_available:
             return []
+        # The list was shuffled when it arrived: at each call a rotation is enough for an order that nobody can rely on.
         turn = self._rng.randrange(len(free))
         offered = [*free[turn:], *free[:turn]]
         frames = b"".join([d.frame for d in offered]) + string_list(1, must_include)

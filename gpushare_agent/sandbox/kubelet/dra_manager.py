@@ -244,8 +244,8 @@ class DraManager(Struct, kw_only=True, eq=False):
             named = names.get(entry["name"])
             records = [one for one in self.records.values() if (one.namespace, one.name) == (namespace, named)]
             for requests, ids in [pair for one in records for pairs in one.cdi.values() for pair in pairs]:
-                wanted = entry.get("request")
-                if not wanted or wanted in {request.partition("/")[0] for request in requests}:
+                requested = entry.get("request")
+                if not requested or requested in {request.partition("/")[0] for request in requests}:
                     found += ids
         return list(dict.fromkeys(found))
 

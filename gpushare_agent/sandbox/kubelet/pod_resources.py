@@ -13,6 +13,7 @@ from typing import Any
 
 from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
+from msgspec import Struct
 
 from gpushare_agent.kit.wire_build import bytes_field
 from gpushare_agent.model.pods import ContainerKind
@@ -26,28 +27,18 @@ BURST = 10.0
 _SERVICE = "/v1.PodResourcesLister"
 
 
-class PodResourcesService:
+class PodResourcesService(Struct, kw_only=True, eq=False):
     """`listed` returns the pods of List, `find` one of Get; `has_get`: this version of the kubelet has Get switched on."""
 
-    def __init__(
-        self,
-        *,
-        listed: Callable[[], list[KnownPod]],
-        find: Callable[[str, str], KnownPod | None],
-        devices: DeviceManager,
-        calls: CallLog,
-        rng: random.Random,
-        has_get: bool,
-        notify: Callable[[], None],
-    ) -> None:
-        self._listed, self._find = listed, find
-        self._devices = devices
-        self._calls = calls
-        self._rng = rng
-        self._has_get = has_get
-        self._notify = notify
-        self._tokens = BURST
-        self._filled_at = time.monotonic()
+    listed: Callable[[], list[KnownPod]]
+    find: Callable[[str, str], KnownPod | None]
+    devices: DeviceManager
+    calls: CallLog
+    rng: random.Random
+    has_get: bool
+    notify: Callable[[], None]
+    _tokens: float = BURST
+    _filled_at: float = 0.0
 
     def __mapping__(self) -> dict[str, Handler]:
         methods = {"List": self._list, "Get": self._get}
@@ -67,35 +58,36 @@ class PodResourcesService:
         self._tokens = min(BURST, self._tokens + (now - self._filled_at) * CALLS_PER_S)
         self._filled_at = now
         is_refused = self._tokens < 1.0
-        inside = tuple(self._calls.open_calls)
-        self._calls.pod_resources_calls.append(PodResourcesCall(method=method, inside=inside, is_refused=is_refused))
-        self._notify()
+        inside = tuple(self.calls.open_calls)
+        self.calls.pod_resources_calls.append(PodResourcesCall(method=method, inside=inside, is_refused=is_refused))
+        self.notify()
         if is_refused:
             raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
         self._tokens -= 1.0
 
     def _list(self, _request: bytes) -> bytes:
-        pods = self._listed()
-        self._devices.update_allocated()
-        self._rng.shuffle(pods)
+        pods = self.listed()
+        # Also in the middle of an Allocate, whose IDs are then free again: a fault of the real kubelet (device_manager.py).
+        self.devices.update_allocated()
+        self.rng.shuffle(pods)
         return b"".join([bytes_field(1, self._pod_message(pod)) for pod in pods])
 
     def _get(self, raw_request: bytes) -> bytes:
-        if not self._has_get:
+        if not self.has_get:
             raise GRPCError(Status.UNKNOWN, "PodResources API Get method disabled")
         request = GetPodResourcesRequest.parse(raw_request)
-        pod = self._find(request.pod_namespace, request.pod_name)
+        pod = self.find(request.pod_namespace, request.pod_name)
         if pod is None:
             text = f"pod {request.pod_name} in namespace {request.pod_namespace} not found"
             raise GRPCError(Status.UNKNOWN, text)
         return bytes_field(1, self._pod_message(pod))
 
     def _pod_message(self, pod: KnownPod) -> bytes:
-        """With its main containers and sidecars."""
+        """A PodResources message of the pod's main containers and sidecars."""
         where = pod.identity
         parts = [bytes_field(1, where.name.encode()), bytes_field(2, where.namespace.encode())]
         for container in pod.containers:
             if container.kind is not ContainerKind.INIT:
-                message = self._devices.records.container_message(where.uid, container.name, self._rng)
+                message = self.devices.records.container_message(where.uid, container.name, self.rng)
                 parts.append(bytes_field(3, message))
         return b"".join(parts)

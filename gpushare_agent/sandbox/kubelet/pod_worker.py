@@ -1,6 +1,7 @@
-"""The life of an admitted pod on the embedded kubelet: start its containers, restart them, end it.
+"""The life of an admitted pod on the embedded kubelet: start its containers, restart them, end it, report its status.
 
-State owned: each known pod's state. Admission is the kubelet's (kubelet.py); devices are the device manager's.
+Device health per container (allocatedResourcesStatus) is not reported. State owned: each known pod's state. Admission is the
+kubelet's (kubelet.py); devices are the device manager's.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
+from typing import Any
 
 import structlog
 from msgspec import Struct, field
@@ -20,13 +22,76 @@ from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox import pod_manifest
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
-from gpushare_agent.sandbox.kubelet import pod_status
 from gpushare_agent.sandbox.kubelet.container_config import container_config, container_of
 from gpushare_agent.sandbox.kubelet.device_manager import AllocationFailed, DeviceManager, PodIdentity
 from gpushare_agent.sandbox.kubelet.dra_manager import DraManager, PrepareFailed
-from gpushare_agent.sandbox.pod_manifest import RawObject
+from gpushare_agent.sandbox.pod_manifest import RawObject, timestamp
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
 from gpushare_agent.sandbox.runtime.containers import Container, ContainerRuntime
+
+_CONDITIONS = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady")
+
+
+def _state(container: Container | None, waiting: str) -> dict[str, Any]:
+    if container is None or (waiting and not container.is_running):
+        reason, _, message = waiting.partition(": ")
+        return {"waiting": {"reason": reason or "PodInitializing", **({"message": message} if message else {})}}
+    if container.exit_code is None:
+        return {"running": {"startedAt": container.started_at}}
+    return _terminated(container)
+
+
+def _terminated(container: Container) -> dict[str, Any]:
+    return {
+        "terminated": {
+            "containerID": f"containerd://{container.id}", "exitCode": container.exit_code,
+            "reason": "Completed" if container.exit_code == 0 else "Error",
+            "startedAt": container.started_at, "finishedAt": container.finished_at,
+        }
+    }  # fmt: skip
+
+
+def container_status(
+    raw: Mapping[str, Any], spec: ContainerSpec, container: Container | None, *, restarts: int, waiting: str
+) -> dict[str, Any]:
+    is_running = container is not None and container.is_running
+    is_done = spec.kind is ContainerKind.INIT and container is not None and container.exit_code == 0
+    status = {
+        "name": spec.name, "image": raw.get("image", ""), "imageID": "", "lastState": {}, "restartCount": restarts,
+        "ready": is_running or is_done, "started": is_running, "state": _state(container, waiting),
+        "allocatedResources": {name: str(count) for name, count in spec.requests.items()},
+    }  # fmt: skip
+    if container is not None and waiting and not container.is_running:
+        status["lastState"] = _terminated(container)
+    if container is not None:
+        status["containerID"] = f"containerd://{container.id}"
+    return status
+
+
+def pod_status(
+    raw: RawObject,
+    containers: Sequence[tuple[ContainerSpec, Container | None, int, str]],
+    *,
+    phase: str,
+    started_at: str,
+) -> dict[str, Any]:
+    """`containers` holds each spec, in order, with its newest run, its restarts and why it waits."""
+    raw_by_name = {c["name"]: c for c in (*(raw["spec"].get("initContainers") or ()), *raw["spec"]["containers"])}
+    init: list[dict[str, Any]] = []
+    main: list[dict[str, Any]] = []
+    for spec, container, restarts, waiting in containers:
+        status = container_status(raw_by_name[spec.name], spec, container, restarts=restarts, waiting=waiting)
+        (main if spec.kind is ContainerKind.MAIN else init).append(status)
+    is_ready = phase == "Running" and all(s["ready"] for s in main)
+    values = {
+        kind: "True" if is_ready or (kind == "Initialized" and phase != "Pending") else "False" for kind in _CONDITIONS
+    }
+    return {
+        "phase": phase, "startTime": started_at, "hostIP": "127.0.0.1", "qosClass": "BestEffort",
+        "conditions": [{"type": kind, "status": value, "lastTransitionTime": timestamp()} for kind, value in values.items()],
+        **({"initContainerStatuses": init} if init else {}), "containerStatuses": main,
+    }  # fmt: skip
+
 
 log = structlog.get_logger(__name__)
 
@@ -87,29 +152,19 @@ class KnownPod(Struct, kw_only=True):
         return self.state in ACTIVE_STATES
 
 
-class PodWorkers:
+class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
     """The bodies of the pods' tasks. The kubelet starts and cancels the tasks."""
 
-    def __init__(
-        self,
-        api: EmbeddedApiServer,
-        runtime: ContainerRuntime,
-        devices: DeviceManager,
-        dra: DraManager,
-        times: KubeletTimes,
-        rng: random.Random,
-    ) -> None:
-        self._api = api
-        self._runtime = runtime
-        self._cdi = CdiResolver([runtime.cdi_directory])
-        self._devices = devices
-        self._dra = dra
-        self._times = times
-        self._rng = rng
+    api: EmbeddedApiServer
+    runtime: ContainerRuntime
+    devices: DeviceManager
+    dra: DraManager
+    times: KubeletTimes
+    rng: random.Random
 
     async def run(self, pod: KnownPod) -> None:
         """Until the pod has ended by itself. Containers that run already are left alone."""
-        if not self._runtime.living(pod.identity.uid):
+        if not self.runtime.living(pod.identity.uid):
             await self._prepare_claims(pod)
         for spec in pod.containers:
             await self._bring_up(pod, spec)
@@ -117,7 +172,7 @@ class PodWorkers:
                 await self._end(pod)
                 return
         self.report(pod, "Running")
-        signal = self._runtime.signal_of(pod.identity.uid)
+        signal = self.runtime.signal_of(pod.identity.uid)
         while pod.state is PodState.ADMITTED:
             seen = signal.count
             due_s = await self._restart_ended(pod)
@@ -131,52 +186,52 @@ class PodWorkers:
         await self.stop_and_unprepare(pod, grace_s)
         pod.state = PodState.ENDED
         self.report(pod, self._final_phase(pod))
-        self._api.signal.notify()
-        self._runtime.forget(pod.identity.uid)
+        self.api.signal.notify()
+        self.runtime.forget(pod.identity.uid)
         self.confirm_deletion(pod)
 
     async def stop_and_unprepare(self, pod: KnownPod, grace_s: float) -> None:
         """The claims after the processes, and before the pod is reported as ended."""
         await self.stop_processes(pod, grace_s)
-        await self._dra.unprepare(pod.identity.uid)
+        await self.dra.unprepare(pod.identity.uid)
 
     async def _prepare_claims(self, pod: KnownPod) -> None:
         """Until it has worked. A failure is tried again at the next full sync, or when something of the pod's object has
         changed that a kubelet looks at: not its status."""
         where, message = pod.identity, ""
-        changes = self._api.pods_by_node.signal_of(pod.raw["spec"]["nodeName"])
+        changes = self.api.pods_by_node.signal_of(pod.raw["spec"]["nodeName"])
         while True:
             raw = self._newest(pod)
             try:
-                await self._dra.prepare(raw)
+                await self.dra.prepare(raw)
                 return
             except PrepareFailed as error:
                 text = f"Failed to prepare dynamic resources: prepare dynamic resources: {error}"
                 if text != message:
-                    self._api.record_event(raw, reason=PREPARE_FAILED, message=text, source="kubelet")
+                    self.api.record_event(raw, reason=PREPARE_FAILED, message=text, source="kubelet")
                 message = text
             self.report(pod, "Pending")
             log.debug("prepare_failed", pod=where.name, error=message)
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._rng.uniform(*self._times.prepare_retry_s)):
+                async with asyncio.timeout(self.rng.uniform(*self.times.prepare_retry_s)):
                     while _synced_part(self._newest(pod)) == _synced_part(raw):
                         await changes.wait(changes.count)
 
     def _newest(self, pod: KnownPod) -> RawObject:
-        found = self._api.find_pod(pod.identity.namespace, pod.identity.name)
+        found = self.api.find_pod(pod.identity.namespace, pod.identity.name)
         return found if found is not None and found["metadata"]["uid"] == pod.identity.uid else pod.raw
 
     async def stop_processes(self, pod: KnownPod, grace_s: float) -> None:
         uid = pod.identity.uid
-        for container in self._runtime.living(uid):
-            self._runtime.stop(container, grace_s)
-        signal = self._runtime.signal_of(uid)
-        while self._runtime.living(uid):
+        for container in self.runtime.living(uid):
+            self.runtime.stop(container, grace_s)
+        signal = self.runtime.signal_of(uid)
+        while self.runtime.living(uid):
             await signal.wait(signal.count)
 
     def confirm_deletion(self, pod: KnownPod) -> None:
         where = pod.identity
-        self._if_there(lambda: self._api.delete_pod(where.namespace, where.name, grace_period_s=0, uid=where.uid))
+        self._if_there(lambda: self.api.delete_pod(where.namespace, where.name, grace_period_s=0, uid=where.uid))
 
     def reject(self, pod: KnownPod, reason: str, message: str) -> None:
         """The text goes into the pod's status, and into an Event."""
@@ -188,20 +243,20 @@ class PodWorkers:
             "startTime": pod.started_at,
         }
         where = pod.identity
-        self._if_there(lambda: self._api.set_pod_status(where.namespace, where.name, status, uid=where.uid))
-        self._api.record_event(pod.raw, reason=reason, message=message, source="kubelet")
+        self._if_there(lambda: self.api.set_pod_status(where.namespace, where.name, status, uid=where.uid))
+        self.api.record_event(pod.raw, reason=reason, message=message, source="kubelet")
 
     def report(self, pod: KnownPod, phase: str) -> None:
-        where, runtime = pod.identity, self._runtime
+        where, runtime = pod.identity, self.runtime
         containers = [
             (spec, runtime.find(where.uid, spec.name), pod.restarts.get(spec.name, 0), pod.waiting.get(spec.name, ""))
             for spec in pod.containers
         ]
-        status = pod_status.pod_status(pod.raw, containers, phase=phase, started_at=pod.started_at)
-        self._if_there(lambda: self._api.set_pod_status(where.namespace, where.name, status, uid=where.uid))
+        status = pod_status(pod.raw, containers, phase=phase, started_at=pod.started_at)
+        self._if_there(lambda: self.api.set_pod_status(where.namespace, where.name, status, uid=where.uid))
 
     async def _bring_up(self, pod: KnownPod, spec: ContainerSpec) -> None:
-        container = self._runtime.find(pod.identity.uid, spec.name)
+        container = self.runtime.find(pod.identity.uid, spec.name)
         if container is not None and container.is_running:
             return
         if container is not None and spec.kind is ContainerKind.INIT and container.exit_code == 0:
@@ -213,14 +268,14 @@ class PodWorkers:
     async def _start(self, pod: KnownPod, spec: ContainerSpec) -> None:
         while True:
             try:
-                self._runtime.make_pod_cgroup(pod.identity.uid)
-                await self._devices.prepare_start(pod.identity, spec)
-                await asyncio.sleep(self._times.container_start_s)
-                records = self._devices.records.of_container(pod.identity.uid, spec.name)
+                self.runtime.make_pod_cgroup(pod.identity.uid)
+                await self.devices.prepare_start(pod.identity, spec)
+                await asyncio.sleep(self.times.container_start_s)
+                records = self.devices.records.of_container(pod.identity.uid, spec.name)
                 answers = [records[name].response for name in sorted(records)]
-                claimed = self._dra.cdi_names(self._newest(pod), container_of(pod.raw, spec.name))
-                config = container_config(pod.raw, spec, answers, self._cdi, claimed)
-                self._runtime.start(config)
+                claimed = self.dra.cdi_names(self._newest(pod), container_of(pod.raw, spec.name))
+                config = container_config(pod.raw, spec, answers, CdiResolver([self.runtime.cdi_directory]), claimed)
+                self.runtime.start(config)
                 break
             except AllocationFailed as error:
                 reason = f"CreateContainerConfigError: {error}"
@@ -228,17 +283,17 @@ class PodWorkers:
                 reason = f"CreateContainerError: {error}"
             if pod.waiting.get(spec.name) != reason:
                 message = f"Error: {reason.partition(': ')[2]}"
-                self._api.record_event(pod.raw, reason="Failed", message=message, source="kubelet")
+                self.api.record_event(pod.raw, reason="Failed", message=message, source="kubelet")
             pod.waiting[spec.name] = reason
-            self.report(pod, "Pending" if not self._runtime.living(pod.identity.uid) else "Running")
-            await asyncio.sleep(self._times.start_retry_s)
+            self.report(pod, "Pending" if not self.runtime.living(pod.identity.uid) else "Running")
+            await asyncio.sleep(self.times.start_retry_s)
         pod.waiting.pop(spec.name, None)
 
     async def _complete(self, pod: KnownPod, spec: ContainerSpec) -> bool:
         """Waits until an init container has ended well; whether it has. Until then it is started again and again."""
         uid = pod.identity.uid
-        signal = self._runtime.signal_of(uid)
-        while (container := self._runtime.find(uid, spec.name)) is not None:
+        signal = self.runtime.signal_of(uid)
+        while (container := self.runtime.find(uid, spec.name)) is not None:
             seen = signal.count
             if container.is_running:
                 self.report(pod, "Pending")
@@ -262,7 +317,7 @@ class PodWorkers:
         main = [spec for spec in pod.containers if spec.kind is ContainerKind.MAIN]
         codes, dues = [], []
         for spec in pod.containers:
-            container = self._runtime.find(uid, spec.name)
+            container = self.runtime.find(uid, spec.name)
             if spec.kind is ContainerKind.INIT or container is None or container.exit_code is None:
                 continue
             is_over = policy == "Never" or (container.exit_code == 0 and (policy == "OnFailure" or is_timed))
@@ -283,7 +338,7 @@ class PodWorkers:
         if known is None or known.container_id != container.id:
             is_stable = container.ended_at - container.created_at >= STABLE_S
             ends = 0 if known is None or is_stable else known.ends + 1
-            delay_s = min(self._times.start_retry_s * 2 ** min(ends - 1, 16), LAST_DELAY_S) if ends else 0.0
+            delay_s = min(self.times.start_retry_s * 2 ** min(ends - 1, 16), LAST_DELAY_S) if ends else 0.0
             known = _Delay(container_id=container.id, ends=ends, due_at=time.monotonic() + delay_s)
             pod.delays[container.name] = known
             if delay_s:
@@ -297,10 +352,10 @@ class PodWorkers:
         await self.stop_and_unprepare(pod, pod_manifest.grace_s(pod.raw))
         pod.state = PodState.ENDED
         self.report(pod, self._final_phase(pod))
-        self._api.signal.notify()
+        self.api.signal.notify()
 
     def _final_phase(self, pod: KnownPod) -> str:
-        runs = [self._runtime.find(pod.identity.uid, s.name) for s in pod.containers if s.kind is ContainerKind.MAIN]
+        runs = [self.runtime.find(pod.identity.uid, s.name) for s in pod.containers if s.kind is ContainerKind.MAIN]
         return "Succeeded" if all(run is not None and run.exit_code == 0 for run in runs) else "Failed"
 
     def _if_there(self, change: Callable[[], object]) -> None:
