@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 
 from msgspec import Struct
 
@@ -92,5 +93,5 @@ def share_cores(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu], names: Reso
     gpu = gpus.get(allocation.gpus[0]) if is_memory_alone and allocation.gpus else None
     if gpu is None or gpu.memory_mib < 1:  # a GPU of which the driver reports the UUID alone
         return allocation.size.cores
-    cores = CORES_PER_GPU * allocation.size.memory * names.unit_mib(allocation.memory_kind) // gpu.memory_mib
-    return min(CORES_PER_GPU, max(1, cores))
+    memory_mib = allocation.size.memory * names.unit_mib(allocation.memory_kind)
+    return cores_of_part(Fraction(memory_mib, gpu.memory_mib))

@@ -152,8 +152,9 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
 
 
 def cores_of_part(part: Fraction) -> int:
-    """Percent that a replica may use: rounded down, so that all replicas together fit, and never 0, which is no limit."""
-    return max(1, int(part * CORES_PER_GPU))
+    """Percent that a replica, or a share that asks for memory alone, may use: rounded down, so that all together fit, and
+    never 0, which is no limit (GPUShare's rule too)."""
+    return min(CORES_PER_GPU, max(1, int(part * CORES_PER_GPU)))
 
 
 class GpuUnits(NamedTuple):

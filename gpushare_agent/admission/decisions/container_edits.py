@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import cast
 
 from msgspec import Struct, field
@@ -28,6 +29,7 @@ from gpushare_agent.model.names import (
     ENV_GPUSHARE_POD,
     MIB,
     DeviceId,
+    GpuUuid,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.requests import request_of
@@ -82,33 +84,30 @@ def edits_for(
 def _isolation_request(
     pod: Pod, container: ContainerSpec, gpus: Sequence[Gpu], policy: EditPolicy, units: GpuUnits | None
 ) -> IsolationRequest:
-    names = policy.names
-    asked = request_of(container, names)
-    cores, is_whole = asked.cores or _cores_of_memory(container, gpus, names), asked.whole_gpus > 0
-    if units is None:
-        shares = _shares(gpus, cores, names.memory_mib(container), is_whole=is_whole)
-    else:
-        shares = _unit_shares(gpus, units)
+    names, asked = policy.names, request_of(container, policy.names)
+    memory_mib = names.memory_mib(container)
+    cores = cores_of_part(Fraction(memory_mib, gpus[0].memory_mib)) if asked.units else asked.cores
+    parts: Mapping[GpuUuid, Fraction] = dict(units.parts) if units is not None else {}
+    # To an isolation replicas by time slicing, which are not limited, are whole GPUs.
+    is_whole = asked.whole_gpus > 0 if units is None else units.sharing in (None, Sharing.TIME_SLICING)
+    shares = []
+    for gpu in gpus:
+        part = parts.get(gpu.uuid)
+        if is_whole or (part is not None and part >= 1):
+            share = GpuShare(gpu=gpu, cores=CORES_PER_GPU, memory_mib=0, is_whole=True)
+        elif part is not None:
+            share = GpuShare(gpu=gpu, cores=cores_of_part(part), memory_mib=int(part * gpu.memory_mib))
+        else:
+            share = GpuShare(gpu=gpu, cores=cores, memory_mib=memory_mib)
+        shares.append(share)
     return IsolationRequest(
         pod_uid=pod.uid,
         container=container,
-        shares=shares,
+        shares=tuple(shares),
         config=policy.config,
         core_limit=0 if is_whole or units is not None else core_limit(pod.annotations, cores).percent,
         pod_memory_mib=_pod_memory_mib(pod, names),
         memory_unit_mib=names.gpu_mem_unit_mib,
-    )
-
-
-def _unit_shares(gpus: Sequence[Gpu], units: GpuUnits) -> tuple[GpuShare, ...]:
-    """Whole GPUs and replicas by time slicing are not limited, which to an isolation is a whole GPU."""
-    parts = dict(units.parts)
-    is_free = units.sharing in (None, Sharing.TIME_SLICING)
-    return tuple(
-        GpuShare(gpu=gpu, cores=CORES_PER_GPU, memory_mib=0, is_whole=True)
-        if is_free or parts[gpu.uuid] >= 1
-        else GpuShare(gpu=gpu, cores=cores_of_part(parts[gpu.uuid]), memory_mib=int(parts[gpu.uuid] * gpu.memory_mib))
-        for gpu in gpus
     )
 
 
@@ -123,26 +122,12 @@ def isolation_of(annotations: Mapping[str, str], units: GpuUnits | None, policy:
     return Sharing.MPS.isolation if units is not None and units.sharing is Sharing.MPS else name
 
 
-def _shares(gpus: Sequence[Gpu], cores: int, memory_mib: int, *, is_whole: bool) -> tuple[GpuShare, ...]:
-    """By the device plugins a share is on one GPU; of several GPUs a container has each whole."""
-    if is_whole:
-        return tuple(GpuShare(gpu=gpu, cores=CORES_PER_GPU, memory_mib=0, is_whole=True) for gpu in gpus)
-    return tuple(GpuShare(gpu=gpu, cores=cores, memory_mib=memory_mib) for gpu in gpus)
-
-
 def _without_gpus(pod: Pod, container: ContainerSpec) -> Refused:
     return Refused(
         reason=RefusalReason.NOT_READY,
         detail=f"the GPU of pod {pod.namespace}/{pod.name}, container {container.name}, is no longer in the inventory. "
         "Create the pod again.",
     )
-
-
-def _cores_of_memory(container: ContainerSpec, gpus: Sequence[Gpu], names: ResourceNames) -> int:
-    """A request for memory alone gets compute in proportion: 100 × requested / GPU, at least 1 (GPUShare's rule)."""
-    if not request_of(container, names).units or not gpus:
-        return 0
-    return min(CORES_PER_GPU, max(1, CORES_PER_GPU * names.memory_mib(container) // gpus[0].memory_mib))
 
 
 def _gpushare(pod: Pod, container: ContainerSpec, gpu: Gpu, names: ResourceNames) -> ContainerEdits:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from fractions import Fraction
 from itertools import count
 from typing import Any
 
@@ -30,6 +31,7 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.units import cores_of_part
 
 CDI_KIND = "gpushare-agent/claim"
 CDI_VERSION = "0.6.0"
@@ -244,7 +246,7 @@ class _View:
             memory_mib = gpu.memory_mib if result.is_admin else result.memory_mib
             share = GpuShare(
                 gpu=gpu,
-                cores=result.cores or max(1, CORES_PER_GPU * memory_mib // gpu.memory_mib),
+                cores=result.cores or cores_of_part(Fraction(memory_mib, gpu.memory_mib)),
                 memory_mib=memory_mib,
                 is_whole=not _is_share(result, gpu, self._block_mib),
             )

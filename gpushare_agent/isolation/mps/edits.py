@@ -8,6 +8,8 @@ connection to the daemon and no limits.
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from gpushare_agent.isolation.kept import Circumstances, Kept, NotKept
 from gpushare_agent.isolation.request import GpuShare, Isolation, IsolationRequest
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
@@ -20,6 +22,7 @@ from gpushare_agent.model.names import (
     ENV_GPUSHARE_INDEX,
     ENV_GPUSHARE_POD,
 )
+from gpushare_agent.model.units import cores_of_part
 from gpushare_agent.settings.isolation import MpsSettings
 
 ENV_PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
@@ -74,7 +77,7 @@ def _percentage(share: GpuShare, core_limit: int) -> int:
     load. A request for memory alone gets the same part of the GPU's compute as of its memory."""
     if share.cores > 0:
         return max(share.cores, min(core_limit, CORES_PER_GPU))
-    return max(1, CORES_PER_GPU * share.memory_mib // share.gpu.memory_mib)
+    return cores_of_part(Fraction(share.memory_mib, share.gpu.memory_mib))
 
 
 def _connection(request: IsolationRequest, mps: MpsSettings) -> dict[str, str]:
