@@ -144,13 +144,12 @@ class Admission(Struct, kw_only=True, eq=False):
         return pod is None or pod.uid in self.refused_pods or not self._is_lacking(pod)
 
     def _is_lacking(self, pod: Pod) -> bool:
-        names = self.policy.names
-        has = {container.name: self.cache.get(ContainerKey(pod.uid, container.name)) for container in pod.containers}
-        return any(
-            names.wanted(container, kind) and ((found := has[container.name]) is None or not found.ids_of(kind))
-            for container in pod.containers
-            for kind in names.kinds
-        )
+        for container in pod.containers:
+            asked = self.policy.names.asked(container)
+            found = self.cache.get(ContainerKey(pod.uid, container.name)) if asked else None
+            if asked and (found is None or not asked.keys() <= found.ids.keys()):
+                return True
+        return False
 
     def kubelet_restarted(self) -> None:
         """No Allocate will come for what was planned before, and a pod refused just before may be admitted anew."""

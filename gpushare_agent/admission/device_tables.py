@@ -60,7 +60,8 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         NVIDIA's names (also where this agent offers none), for shares that have grown, and for containers that hold IDs as
         an earlier agent named them."""
         depends = self.names.gpu_mem or self.cache.resized or self._has_lent or self._has_earlier_ids
-        is_of_units = self.names.gpu or any(one is not None and one.unit_ids for one in (old, new))
+        offers_units = any(kind.is_part for kind in self.names.kinds)
+        is_of_units = offers_units or any(one is not None and one.unit_ids for one in (old, new))
         has_texts = new is not None and any(map(has_kubelet_text, new.ids.values()))
         if depends or is_of_units or has_texts:
             self._is_behind.set()
@@ -81,8 +82,8 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         ledger = self.cache.ledger(inventory)
         gpus = gpu_accounts(None, ledger, Policy(names=self.names))
         no_shares = self.no_shares()
-        layouts = [kind.layout(self.names) for kind in self.names.kinds if kind.layout is not None]
-        unlike = "; ".join(filter(None, (layout.unlike(inventory.gpus) for layout in layouts)))
+        reasons = (kind.layout(self.names).unlike(inventory.gpus) for kind in self.names.kinds)
+        unlike = "; ".join(filter(None, reasons))
         if not unlike:
             self._unlike.is_over()
         elif self._unlike.is_new(unlike):
@@ -92,7 +93,7 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         for resource, table in self.tables.items():
             kind = self.names.kind_of(resource)
             holders = ledger.holders[kind]
-            if kind.layout is not None:
+            if kind.is_part:
                 layout = kind.layout(self.names)
                 ids = unit_ids(inventory.gpus, resource, layout, self._in_use(resource, holders))
                 no_units = bool(layout.unlike(inventory.gpus))

@@ -124,9 +124,7 @@ def _containers_of(pod: Pod, charges: Mapping[int, Charge], report: NodeReport) 
     container is left out: the main containers take over what it has."""
     names = report.names
     asking = [
-        container
-        for container in pod.containers
-        if container.kind is not ContainerKind.INIT and any(names.wanted(container, kind) for kind in names.kinds)
+        container for container in pod.containers if container.kind is not ContainerKind.INIT and names.asked(container)
     ]
     if charges and len(asking) <= 1:
         name = asking[0].name if asking else ""  # asks under a name that is not among the settings here

@@ -16,7 +16,7 @@ from gpushare_agent.gpus.state_file import HealthStateFile
 from gpushare_agent.gpus.state_writer import HealthStateWriter
 from gpushare_agent.gpus.watch import GpuDriver, GpuWatch
 from gpushare_agent.kit.supervision import Tasks
-from gpushare_agent.kubelet.device_table import check_size, check_unit_size
+from gpushare_agent.kubelet.device_table import check_lists
 from gpushare_agent.model.errors import AgentError, Corrupt, StartupError
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.memory_limits import MemoryLimiter
@@ -72,9 +72,7 @@ class GpusPart(Struct, frozen=True, kw_only=True):
 
     def check_sizes(self, found: GpuInventory) -> None:
         """Raises StartupError: the kubelet cannot receive the lists of these GPUs' devices."""
-        names = self.node.names
-        check_size(found, names.vmemory, names.memory_block_mib)
-        check_unit_size(found, names)
+        check_lists(found, self.node.names)
 
     async def offer(self, found: GpuInventory | None) -> None:
         """What `read` found, after what was remembered of the GPUs: a cordoned one is never offered."""

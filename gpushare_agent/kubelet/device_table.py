@@ -21,7 +21,7 @@ from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import DeviceId, GpuUuid, device_id
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import Measure, ResourceKind, ResourceNames
 
 MIB_OF_GIB = 1024
 WITHDRAWN_S = 60.0
@@ -141,39 +141,28 @@ def device_rows(
     ]
 
 
-def check_unit_size(inventory: GpuInventory, names: ResourceNames, *, limit_bytes: int = MAX_LIST_BYTES) -> None:
-    """Checks that the kubelet can receive the list of GPUShare's units.
+def check_lists(inventory: GpuInventory, names: ResourceNames, *, limit_bytes: int = MAX_LIST_BYTES) -> None:
+    """Checks that the kubelet can receive the lists of memory blocks and of GPUShare's units.
 
-    Raises StartupError: it cannot; the text names the unit that works.
+    Raises StartupError: it cannot; the text names the smallest block size, or the unit, that works.
     """
-    size = vmemory_list_bytes(inventory.gpus, names.gpu_mem_unit_mib) if names.gpu_mem else 0
-    if size <= limit_bytes:
-        return
-    works = smallest_block_mib(inventory.gpus, limit_bytes=limit_bytes)
-    cure = "GiB" if works <= MIB_OF_GIB else "GiB on a node with fewer GPUs: here GiB does not fit either"
-    raise StartupError(
-        f"cannot announce {names.gpu_mem}: units of {names.gpu_mem_unit_mib} MiB make a ListAndWatch message of {size} "
-        f"bytes, and the kubelet takes at most {limit_bytes}. The agent does not start. Set gpushare.unit to {cure}"
-    )
-
-
-def check_size(
-    inventory: GpuInventory, resource: str, memory_block_mib: int, *, limit_bytes: int = MAX_LIST_BYTES
-) -> None:
-    """Checks that the kubelet can receive the list of memory blocks.
-
-    Raises StartupError: it cannot; the text names the smallest block size that works.
-    """
-    size = vmemory_list_bytes(inventory.gpus, memory_block_mib)
-    if size <= limit_bytes:
-        return
-    blocks = sum(gpu.memory_mib // memory_block_mib for gpu in inventory.gpus)
-    workable = smallest_block_mib(inventory.gpus, limit_bytes=limit_bytes)
-    raise StartupError(
-        f"cannot announce {resource}: {blocks} blocks of {memory_block_mib} MiB make a ListAndWatch message of {size} "
-        f"bytes, and the kubelet takes at most {limit_bytes}. The agent does not start. Set the memory block size "
-        f"(resources.memory_block_mib) to {workable} MiB or more"
-    )
+    for kind in names.kinds:
+        is_blocks, unit_mib = kind.measure is Measure.BLOCKS, names.unit_mib(kind)
+        size = list_bytes(inventory.gpus, unit_mib) if is_blocks or kind.measure is Measure.UNITS else 0
+        if size <= limit_bytes:
+            continue
+        works = smallest_block_mib(inventory.gpus, limit_bytes=limit_bytes)
+        cure = "GiB" if works <= MIB_OF_GIB else "GiB on a node with fewer GPUs: here GiB does not fit either"
+        raise StartupError(
+            f"cannot announce {names.name(kind)}: {sum(gpu.memory_mib // unit_mib for gpu in inventory.gpus)} "
+            f"{'blocks' if is_blocks else 'units'} of {unit_mib} MiB make a ListAndWatch message of {size} bytes, and the "
+            f"kubelet takes at most {limit_bytes}. The agent does not start. Set "
+            + (
+                f"the memory block size (resources.memory_block_mib) to {works} MiB or more"
+                if is_blocks
+                else f"gpushare.unit to {cure}"
+            )
+        )
 
 
 def smallest_block_mib(gpus: Sequence[Gpu], *, limit_bytes: int = MAX_LIST_BYTES) -> int:
@@ -182,18 +171,18 @@ def smallest_block_mib(gpus: Sequence[Gpu], *, limit_bytes: int = MAX_LIST_BYTES
     A block that is larger than every GPU always fits, for then there is none.
     """
     block_mib = 1
-    while vmemory_list_bytes(gpus, block_mib) > limit_bytes:
+    while list_bytes(gpus, block_mib) > limit_bytes:
         block_mib *= 2
     return block_mib
 
 
-def vmemory_list_bytes(gpus: Sequence[Gpu], memory_block_mib: int) -> int:
+def list_bytes(gpus: Sequence[Gpu], unit_mib: int) -> int:
     """The size of the ListAndWatch message for blocks of this size, without building it. "Unhealthy" is the longer text."""
     ids = DeviceIds(gpu.uuid for gpu in gpus)
     return sum(
         count * len(_frame(DeviceRow(id=ids.write(device_id(gpu.uuid, number)), healthy=False, numa=gpu.numa_node)))
         for gpu in gpus
-        for number, count in _digit_groups(gpu.memory_mib // memory_block_mib)
+        for number, count in _digit_groups(gpu.memory_mib // unit_mib)
     )
 
 

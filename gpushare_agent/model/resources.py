@@ -21,6 +21,7 @@ from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.units import NvidiaNames, UnitLayout
 
 NO_NVIDIA_NAMES = NvidiaNames()
+NO_LAYOUT = UnitLayout()
 
 
 class Measure(StrEnum):
@@ -44,7 +45,7 @@ class ResourceKind(Struct, frozen=True, kw_only=True, eq=False):
     socket: str
     measure: Measure
     names: Callable[[ResourceNames], tuple[str, ...]]
-    layout: Callable[[ResourceNames], UnitLayout] | None = None
+    layout: Callable[[ResourceNames], UnitLayout] = lambda _: NO_LAYOUT
     is_part: bool = False
     binds_gpu: bool = True
     """The ID says which GPU the container is on. Others are charged to the GPU of the IDs that do. Both follow from
@@ -121,18 +122,21 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
     def wants_any(self, pod: Pod) -> bool:
         return any(pod.wants(name) for name in self.names)
 
+    def asked(self, container: ContainerSpec) -> dict[ResourceKind, int]:
+        """Units of each resource of the node's that the container asks for, in the order of the table."""
+        return {kind: count for kind in self.table if (count := self.wanted(container, kind))}
+
     def binding(self, container: ContainerSpec) -> ResourceKind:
         """The resource whose IDs bind the container's GPU."""
-        asked = (kind for kind in self.table if kind.binds_gpu and self.wanted(container, kind))
-        return next(asked, ResourceKind.VCORE)
+        return next((kind for kind in self.asked(container) if kind.binds_gpu), ResourceKind.VCORE)
 
     def part_kind(self, container: ContainerSpec) -> ResourceKind | None:
         """The resource of parts of GPUs that the container asks for."""
-        return next((kind for kind in self.table if kind.is_part and self.wanted(container, kind)), None)
+        return next((kind for kind in self.asked(container) if kind.is_part), None)
 
     def units(self, gpu: Gpu, kind: ResourceKind) -> int:
         """Whole units of a GPU; of a resource with several names of the one that it serves."""
-        if kind.layout is not None:
+        if kind.is_part:
             served = kind.layout(self).served(gpu) if kind.names(self) else None
             return served.terms.of if served is not None else 0
         if gpu.mig is not None and not self.shares_in_mig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from fractions import Fraction
 
 from msgspec.structs import replace
@@ -11,6 +12,7 @@ from gpushare_agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.admission.device_tables import DeviceTables
 from gpushare_agent.cluster.decisions.node_allocations import allocations_by_pod
 from gpushare_agent.isolation.shares import ShareLimits, share_limits
+from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.records import ListedContainer, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerEdits
@@ -24,6 +26,7 @@ from gpushare_agent.model.resources import KINDS, Measure, ResourceKind, Resourc
 from gpushare_agent.model.units import ServedUnits, UnitLayout, UnitTerms
 from gpushare_agent.observability.node_snapshot import node_document
 from tests.admission.test_admission import Scripted
+from tests.support_agent import poll_until
 from tests.support_core import allocation, container, ids, inventory, pod
 from tests.support_usage import facts, snapshot
 
@@ -108,6 +111,18 @@ async def test_slices_are_charged_to_the_gpu_that_they_are_of() -> None:
     assert len(kubelet.healthy(VCORE_RESOURCE)) == 200 - 38 and len(kubelet.healthy(VMEMORY_RESOURCE)) == 192 - 36
     kubelet.agent.cache.put(allocation(asks("b"), "main", ids(1, range(50)), ids(1, range(8))))
     assert len(kubelet.healthy()) == 8 + 4
+
+
+async def test_a_share_beside_slices_is_followed_by_their_list() -> None:
+    """The table is brought up to date after each allocation, whichever its kind."""
+    kubelet, _ = await admitted()
+    kubelet.agent.cache.subscribe(kubelet.tables.allocation_changed)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(forever("tables", kubelet.tables.run))
+        kubelet.agent.cache.put(allocation(asks("b"), "main", ids(1, range(50)), ids(1, range(8))))
+        rows = kubelet.tables.tables[RESOURCE]
+        await poll_until(lambda: sum(row.healthy for row in rows.devices) == 8 + 4, "the list of slices")
+        await stop_task(task)
 
 
 async def test_its_isolation_keeps_it_to_its_part_of_the_gpu() -> None:

@@ -144,6 +144,7 @@ async def test_with_strategy_single_unlike_instances_are_given_to_nobody() -> No
             node.api.create_pod(pod("share", container(cores=30, blocks=4)))
             await wait_running(node, "share")
             write_faults(node.paths.faults, mig={"0": ["1g.10gb", "1g.10gb", "1g.10gb"]})
+            await wait_until(node, lambda: node.kubelet.capacity().get(GPU, (0, 0))[1] == 2, "a free one")
             node.api.create_pod(sample("second"))
             await wait_running(node, "second")
 

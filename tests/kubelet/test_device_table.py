@@ -16,10 +16,10 @@ from gpushare_agent.kubelet.device_table import (
     WITHDRAWN_S,
     DeviceRow,
     DeviceTable,
-    check_size,
+    check_lists,
     device_rows,
+    list_bytes,
     smallest_block_mib,
-    vmemory_list_bytes,
 )
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
@@ -169,18 +169,18 @@ def test_the_computed_size_is_that_of_the_message_with_every_gpu_unhealthy(
     """ "Unhealthy" is the longer word: a list that fits so fits always."""
     gpus = [gpu(i, memory_mib=m, numa=n, health=Health.UNHEALTHY) for i, (m, n) in enumerate(shapes)]
     table = DeviceTable(rows_of(ResourceKind.VMEMORY, ResourceNames(memory_block_mib=block_mib), *gpus))
-    assert vmemory_list_bytes(gpus, block_mib) == len(table.encode())
+    assert list_bytes(gpus, block_mib) == len(table.encode())
 
 
 def test_a_list_over_4_mib_is_refused_with_the_smallest_block_that_works() -> None:
     """The size named in the text passes the check, half of it does not."""
     gpus = [gpu(i, memory_mib=81920, numa=0) for i in range(16)]
     with pytest.raises(StartupError, match=r"blocks of 1 MiB.*memory_block_mib\) to 16 MiB or more"):
-        check_size(inventory(*gpus), "example.com/memory", 1)
+        check_lists(inventory(*gpus), ResourceNames(memory_block_mib=1))
     assert smallest_block_mib(gpus) == 16
-    check_size(inventory(*gpus), "example.com/memory", 16)
+    check_lists(inventory(*gpus), ResourceNames(memory_block_mib=16))
     with pytest.raises(StartupError):
-        check_size(inventory(*gpus), "example.com/memory", 8)
+        check_lists(inventory(*gpus), ResourceNames(memory_block_mib=8))
     table = DeviceTable(rows_of(ResourceKind.VMEMORY, ResourceNames(memory_block_mib=16), *gpus))
     assert len(table.encode()) <= MAX_LIST_BYTES
 
@@ -188,5 +188,5 @@ def test_a_list_over_4_mib_is_refused_with_the_smallest_block_that_works() -> No
 def test_no_gpus_make_an_empty_list_of_any_block_size() -> None:
     """A node whose driver found nothing serves zero devices."""
     assert rows_of(ResourceKind.VMEMORY, ResourceNames(memory_block_mib=1)) == []
-    check_size(inventory(), "example.com/memory", 1)
+    check_lists(inventory(), ResourceNames(memory_block_mib=1))
     assert smallest_block_mib([]) == 1

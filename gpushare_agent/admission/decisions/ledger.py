@@ -92,7 +92,7 @@ def gpu_accounts(
 def _is_unlimited(container: ContainerSpec, names: ResourceNames) -> bool:
     """It asks for what is no sharing container of the isolation's."""
     kind = names.part_kind(container)
-    if kind is not None and kind.layout is not None:
+    if kind is not None:
         return kind.layout(names).sharing is Sharing.TIME_SLICING
     return names.wanted(container, ResourceKind.VCORE) >= CORES_PER_GPU
 

@@ -303,11 +303,10 @@ def _spread(ids: Sequence[str]) -> str:
 
 def _named(target: Target, refused: Refused, names: ResourceNames) -> Refused:
     """Placement knows numbers; the user knows the pod and the resources by name."""
-    wanted = {kind: names.wanted(target.container, kind) for kind in names.kinds}
-    always = () if names.part_kind(target.container) is not None else (ResourceKind.VCORE, ResourceKind.VMEMORY)
-    asked = ", ".join(
-        f"{count} {names.name_in(target.container, kind)}" for kind, count in wanted.items() if count or kind in always
-    )
+    wanted = names.asked(target.container)
+    if names.part_kind(target.container) is None:  # a share is of both, also where one is missing
+        wanted = {ResourceKind.VCORE: 0, ResourceKind.VMEMORY: 0, **wanted}
+    asked = ", ".join(f"{count} {names.name_in(target.container, kind)}" for kind, count in wanted.items())
     return Refused(reason=refused.reason, detail=f"{_who(target)} (asks for {asked}): {refused.detail}")
 
 

@@ -108,7 +108,7 @@ def is_resizable(allocation: Allocation, container: ContainerSpec, names: Resour
         return False
     if allocation.claim is not None:
         return True
-    return all(len(allocation.ids_of(kind)) == names.wanted(container, kind) for kind in names.kinds)
+    return {kind: len(ids) for kind, ids in allocation.ids.items()} == names.asked(container)
 
 
 def target_of(allocation: Allocation, wanted: WantedSize) -> ShareSize:
@@ -234,9 +234,12 @@ def enforced(share: ResizedShare, isolation: Isolation, instance: str, *, uses_n
 
 def describe(size: ShareSize, kind: ResourceKind, names: ResourceNames) -> str:
     """`50 cores with 24 memory blocks (6 GiB)`."""
-    if kind.measure is Measure.UNITS:
-        return describe_request(Request(units=size.memory), names)
-    return describe_request(Request(cores=size.cores, blocks=size.memory), names)
+    return describe_request(_request(size.cores, size.memory, kind), names)
+
+
+def _request(cores: int, memory: int, kind: ResourceKind) -> Request:
+    is_units = kind.measure is Measure.UNITS
+    return Request(cores=cores, units=memory) if is_units else Request(cores=cores, blocks=memory)
 
 
 def status_text(
@@ -314,13 +317,8 @@ def _not_possible(before: ShareSize, target: ShareSize, isolation: Isolation) ->
 
 def _lack(booked: ShareSize, target: ShareSize, allocation: Allocation, account: GpuAccount) -> ResizeRefused | None:
     """What the GPU lacks. What is booked for the share already needs no free capacity."""
-    memory = target.memory if target.memory > booked.memory else 0
-    is_units = allocation.memory_kind.measure is Measure.UNITS
-    request = Request(
-        cores=target.cores if target.cores > booked.cores else 0,
-        blocks=0 if is_units else memory,
-        units=memory if is_units else 0,
-    )
+    cores = target.cores if target.cores > booked.cores else 0
+    request = _request(cores, target.memory if target.memory > booked.memory else 0, allocation.memory_kind)
     if request == NOTHING or (lack := account.lack(request)) is None:
         return None
     reason = {

@@ -25,7 +25,9 @@ from gpushare_agent.placement import GpuAccount, Placed, place
 def unusable_request(container: ContainerSpec, names: ResourceNames) -> str:
     """Why no node could serve what the container asks for, with the cure; empty where no parts of GPUs are asked for, or
     one resource alone is."""
-    asked = [(kind, name) for kind in names.kinds for name in kind.names(names) if container.requests.get(name)]
+    asked = [
+        (kind, name) for kind in names.asked(container) for name in kind.names(names) if container.requests.get(name)
+    ]
     units, others = ([name for kind, name in asked if kind.is_part is of_parts] for of_parts in (True, False))
     if not units or len(asked) == 1:
         return ""
@@ -37,7 +39,7 @@ def plan_units(
     target: Target, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy, gpus: Sequence[GpuAccount]
 ) -> tuple[Placed, tuple[DeviceId, ...]] | Refused:
     """The GPUs, and the IDs to prefer."""
-    layout, served = layout_of(offer.kind, policy.names), served_units(target, offer.kind, ledger, policy.names)
+    layout, served = offer.kind.layout(policy.names), served_units(target, offer.kind, ledger, policy.names)
     must = [DeviceId(device) for device in offer.must_include]
     if (refused := _unlike(layout, ledger) or _several(layout, must + list(free), offer.size)) is not None:
         return refused
@@ -77,7 +79,7 @@ def check_units(
     target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy
 ) -> tuple[GpuUuid, ...] | Refused:
     """The GPUs of these IDs, which are the node's and free, by index; refused where they have no room for them."""
-    devices, layout = [DeviceId(device) for device in ids], layout_of(kind, policy.names)
+    devices, layout = [DeviceId(device) for device in ids], kind.layout(policy.names)
     if (refused := _unlike(layout, ledger) or _several(layout, devices, len(devices))) is not None:
         return refused
     accounts = {account.uuid: account for account in gpu_accounts(target, ledger, policy)}
@@ -111,17 +113,11 @@ def unknown_unit(
     return None
 
 
-def layout_of(kind: ResourceKind, names: ResourceNames) -> UnitLayout:
-    if kind.layout is None:
-        raise AssertionError(f"{kind} is no resource of parts of GPUs")
-    return kind.layout(names)
-
-
 def served_units(
     target: Target, kind: ResourceKind, ledger: Ledger, names: ResourceNames
 ) -> dict[GpuUuid, ServedUnits]:
     """The GPUs that serve the resource by which the container asks for units."""
-    resource, layout = names.name_in(target.container, kind), layout_of(kind, names)
+    resource, layout = names.name_in(target.container, kind), kind.layout(names)
     found = ((gpu.uuid, layout.served(gpu)) for gpu in ledger.inventory.gpus)
     return {uuid: served for uuid, served in found if served is not None and served.resource == resource}
 

@@ -15,7 +15,7 @@ from gpushare_agent.isolation.check import node_circumstances
 from gpushare_agent.isolation.device_lists import strategy_warnings
 from gpushare_agent.isolation.kept import Circumstances, NotKept
 from gpushare_agent.isolation.resource_names import resource_names
-from gpushare_agent.kubelet.device_table import MAX_STATUS_BYTES, check_size, check_unit_size, status_bytes
+from gpushare_agent.kubelet.device_table import MAX_STATUS_BYTES, check_lists, status_bytes
 from gpushare_agent.model.errors import AgentError, StartupError
 from gpushare_agent.model.finding import Finding, error, ok, warning
 from gpushare_agent.model.isolation import DeviceListStrategy
@@ -57,8 +57,7 @@ async def check_list_sizes(settings: Settings) -> list[Finding]:
         return []  # the driver's own line has it
     names = resource_names(settings)
     try:
-        check_size(found, names.vmemory, names.memory_block_mib)
-        check_unit_size(found, names)
+        check_lists(found, names)
     except StartupError as failure:
         return [error("list sizes", str(failure), "set the unit or block size that the text names")]
     fits = ok("list sizes", f"the lists of {', '.join(names.names)} fit the kubelet's messages")

@@ -92,15 +92,12 @@ def _is_admitted(pod: Pod | None, own: Sequence[Allocation], names: ResourceName
     """A pod that the API server no longer knows counts with what it has: its processes may live on."""
     if pod is None or pod.has_started:
         return True
-    by_name = {one.key.container: one for one in own}
-    for container in pod.containers:
-        for kind in names.kinds:
-            wanted = names.wanted(container, kind)
-            if wanted and (one := by_name.get(container.name)) is not None and len(one.ids_of(kind)) >= wanted:
-                continue
-            if wanted:
-                return False
-    return True
+    ids = {one.key.container: one.ids for one in own}
+    return all(
+        len(ids.get(container.name, {}).get(kind, ())) >= wanted
+        for container in pod.containers
+        for kind, wanted in names.asked(container).items()
+    )
 
 
 def _shown_extras(
