@@ -30,7 +30,6 @@ from gpushare_agent.kit.supervision import forever
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
 from gpushare_agent.node import Pods
-from gpushare_agent.runtime.node_probes import require_writable
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -83,10 +82,8 @@ class PrivateCaches:
             self._installed = stamp
 
     async def look(self) -> None:
-        """Whether `check` will find all that it needs. Writes nothing that stays. Raises AgentError with the cure."""
-        await self._in_thread(self._files.check_library, "reading HAMi-core's library")
-        await self._in_thread(self._files.library_content, "reading HAMi-core's library")
-        await self._in_thread(partial(require_writable, self._files.directory), "probing hami_core.directory")
+        """Whether `check` will find all that it needs. Raises AgentError with the cure."""
+        await self._in_thread(self._files.look, "reading HAMi-core's library")
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Makes empty files for the shares among containers that are about to start; bounded."""

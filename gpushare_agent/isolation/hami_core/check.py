@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -15,7 +14,6 @@ from gpushare_agent.isolation.hami_core.part import hami_core_files
 from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.finding import Finding, error, ok, warning
-from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import Settings
 
 _HOOK = "dlsym"
@@ -28,10 +26,7 @@ async def check_hami_core(settings: Settings) -> list[Finding]:
     """The library is there for this machine, and the agent's own directory can be written."""
     hami = settings.hami_core
     try:
-        files = hami_core_files(settings)
-        await asyncio.to_thread(files.check_library)
-        await asyncio.to_thread(files.library_content)
-        await asyncio.to_thread(partial(node_probes.require_writable, hami.directory))
+        await asyncio.to_thread(hami_core_files(settings).look)
     except AgentError as failure:
         cure = "docs/explanation/isolation.md lists what hami-core needs on the node; without it its shares are refused"
         return [error("hami-core", str(failure), cure)]

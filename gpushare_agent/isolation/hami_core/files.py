@@ -54,6 +54,7 @@ from gpushare_agent.kit.directories import (
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, StartupError, Unavailable
 from gpushare_agent.model.names import ENV_HAMI_CORE_CACHE, PodUid
+from gpushare_agent.runtime.node_probes import require_writable
 
 PRELOAD_NAME = "ld.so.preload"
 LIBRARY_NAME = "libvgpu.so"
@@ -113,6 +114,13 @@ class HamiCoreFiles:
                 " hami_core.directory to another place"
             )
         return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def look(self) -> None:
+        """Whether `install` and `prepare` find all that they need. Writes nothing that stays. Raises AgentError with the
+        cure."""
+        self.check_library()
+        self.library_content()
+        require_writable(self.directory)
 
     def install(self) -> None:
         """Makes the directory, and library and preload file as they are now. Raises StartupError."""
