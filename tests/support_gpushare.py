@@ -126,11 +126,12 @@ class Container:
         version: int = 12080,
         preload: Sequence[Path] | None = None,
         env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
         built = self.machine.built
         program = built.programs / ("gpu_program_linked" if way == "link" else "gpu_program")
         return subprocess.Popen(
-            [program, way, str(version), *actions],
+            [*prefix, program, way, str(version), *actions],
             cwd=self.directory,
             env=self.machine.env([built.library] if preload is None else preload) | dict(env or {}),
             stdin=subprocess.DEVNULL,

@@ -97,7 +97,8 @@ struct usage_slot {
 struct usage {
     char magic[4];
     uint32_t layout, size, slots;
-    uint8_t reserved[496];
+    uint32_t used_slots; /* so many of them, from the first one on, have ever been used */
+    uint8_t reserved[492];
     struct usage_gpu gpu[MOST_GPUS];
     struct usage_slot slot[MOST_SLOTS];
 };

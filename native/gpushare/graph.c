@@ -10,7 +10,6 @@
 
 enum { MOST_GPU_ORDINALS = 64, MOST_NODES = 1 << 20, DEEPEST = 8 };
 static uint64_t reserved[MOST_GPU_ORDINALS];
-static pthread_mutex_t guard = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 
 static uint64_t ask_graphs(CUdevice device, CUgraphMem_attribute attribute)
 {
@@ -22,7 +21,7 @@ void read_graph_memory(CUdevice device, bool trims)
 {
     if (device < 0 || device >= MOST_GPU_ORDINALS)
         return;
-    pthread_mutex_lock(&guard);
+    pthread_mutex_lock(&reserves_guard);
     if (reserved[device] || !trims) {
         CUstreamCaptureMode mode = relax_capture();
         if (trims)
@@ -35,7 +34,7 @@ void read_graph_memory(CUdevice device, bool trims)
             give_bytes(gpu_of_device(device), GRAPH, reserved[device] - found);
         reserved[device] = found;
     }
-    pthread_mutex_unlock(&guard);
+    pthread_mutex_unlock(&reserves_guard);
 }
 
 HOOK(cuDeviceGraphMemTrim, (CUdevice device), (device))
@@ -134,26 +133,25 @@ HOOK(cuGraphExecDestroy, (CUgraphExec executable), (executable))
 
 /* ---- launches ---- */
 
-/* Counts what the graph will take at its first launch; afterwards its memory is its own. false: there is too little. Holds the guard
-   until settle_memory where `lacking` is not 0. */
-static bool begin_memory(struct allocation *graph, CUdevice device, uint64_t *lacking)
+/* Counts what the graph will take at its first launch; afterwards its memory is its own. false: there is too little. Of a graph that
+   allocates it holds the guard until end_memory. */
+static bool begin_memory(const struct allocation *graph, CUdevice device)
 {
-    *lacking = 0;
     if (!graph->bytes || device < 0 || device >= MOST_GPU_ORDINALS)
         return true;
-    pthread_mutex_lock(&guard);
+    pthread_mutex_lock(&reserves_guard);
     read_graph_memory(device, false);
     uint64_t wanted = ask_graphs(device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT) + graph->bytes;
-    *lacking = wanted > reserved[device] ? wanted - reserved[device] : 0;
-    if (*lacking && !reserve_bytes(gpu_of_device(device), device, GRAPH, *lacking)) {
-        pthread_mutex_unlock(&guard);
+    uint64_t lacking = wanted > reserved[device] ? wanted - reserved[device] : 0;
+    if (lacking && !reserve_bytes(gpu_of_device(device), device, GRAPH, lacking)) {
+        pthread_mutex_unlock(&reserves_guard);
         return false;
     }
-    reserved[device] += *lacking;
+    reserved[device] += lacking;
     return true;
 }
 
-static void end_memory(struct allocation *graph, CUdevice device, bool is_done)
+static void end_memory(const struct allocation *graph, CUdevice device, bool is_done)
 {
     struct allocation old;
     if (!graph->bytes || device < 0 || device >= MOST_GPU_ORDINALS)
@@ -164,7 +162,7 @@ static void end_memory(struct allocation *graph, CUdevice device, bool is_done)
         old.references = 1;
         remember(&old);
     }
-    pthread_mutex_unlock(&guard);
+    pthread_mutex_unlock(&reserves_guard);
 }
 
 static CUresult launch_graph(CUresult (*real)(CUgraphExec, CUstream), CUgraphExec executable, CUstream stream, bool is_per_thread,
@@ -173,14 +171,13 @@ static CUresult launch_graph(CUresult (*real)(CUgraphExec, CUstream), CUgraphExe
     struct allocation graph = {.value = (uintptr_t)executable};
     struct measurement measurement;
     CUdevice device = current_device();
-    uint64_t lacking;
     look_up(EXECUTABLE, (uintptr_t)executable, &graph);
     struct launch launch = {.what = executable, .threads = graph.handle, .stream = stream, .is_per_thread = is_per_thread};
     if (is_capturing(stream, is_per_thread)) /* it becomes a part of another graph */
         return real(executable, stream);
     if (computes)
         begin_launch(&launch, &measurement);
-    if (!begin_memory(&graph, device, &lacking)) {
+    if (!begin_memory(&graph, device)) {
         if (computes)
             end_launch(&launch, &measurement, false);
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -211,7 +208,6 @@ HOOK(cuGraphUpload_ptsz, (CUgraphExec executable, CUstream stream), (executable,
 
 void forget_graphs(void)
 {
-    guard = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
     for (unsigned i = 0; i < MOST_GPU_ORDINALS; i++)
         reserved[i] = 0;
 }

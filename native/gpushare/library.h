@@ -114,6 +114,7 @@ bool is_capturing(CUstream stream, bool is_per_thread);
 /* While a stream is captured, a call that waits or allocates would spoil the capture, unless the thread says that it means it. */
 CUstreamCaptureMode relax_capture(void);
 void restore_capture(CUstreamCaptureMode mode);
+extern pthread_mutex_t reserves_guard; /* of what pools and graphs have reserved */
 void forget_memory(void);
 
 /* ---- graph.c ---- */

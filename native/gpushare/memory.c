@@ -232,9 +232,9 @@ HOOK(cuMemFree, (CUdeviceptr_v1 address), (address))
 enum { MOST_POOLS = 1024 };
 static struct known_pool { CUmemoryPool pool; CUdevice device; uint64_t reserved; } pools[MOST_POOLS];
 static unsigned pools_count;
-/* Held over the driver's call: of two threads that ask at once each would otherwise count on the same reserve. A thread that is
-   refused reads all pools while it holds it. */
-static pthread_mutex_t pools_guard = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+/* Held over the driver's call: of two threads that ask at once each would otherwise count on the same reserve. Of pools and graphs
+   together, for who is refused by one of them looks into both. */
+pthread_mutex_t reserves_guard = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 
 bool is_capturing(CUstream stream, bool is_per_thread)
 {
@@ -267,7 +267,7 @@ static void read_pool(struct known_pool *known)
 
 static void read_pools(CUdevice device, bool trims)
 {
-    pthread_mutex_lock(&pools_guard);
+    pthread_mutex_lock(&reserves_guard);
     CUstreamCaptureMode mode = relax_capture();
     for (struct known_pool *known = pools; known < pools + pools_count; known++)
         if (known->device == device) {
@@ -276,7 +276,7 @@ static void read_pools(CUdevice device, bool trims)
             read_pool(known);
         }
     restore_capture(mode);
-    pthread_mutex_unlock(&pools_guard);
+    pthread_mutex_unlock(&reserves_guard);
 }
 
 /* NULL where it is of the host, or one too many. A pool is first seen here: before an allocation it has nothing. */
@@ -307,7 +307,7 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
 {
     static int said;
     int gpu = gpu_of_device(device);
-    pthread_mutex_lock(&pools_guard);
+    pthread_mutex_lock(&reserves_guard);
     use->lacking = 0;
     use->pool = known_pool(pool, device);
     if (use->pool == NULL) {
@@ -315,7 +315,7 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
             say_once(&said, "the program has more than %d pools: the others get no memory", MOST_POOLS);
         if (pools_count < MOST_POOLS)
             return true;
-        pthread_mutex_unlock(&pools_guard);
+        pthread_mutex_unlock(&reserves_guard);
         return false;
     }
     read_pool(use->pool);
@@ -329,7 +329,7 @@ static bool begin_pool(CUmemoryPool pool, CUdevice device, uint64_t bytes, struc
         is_taken = take_bytes(gpu, POOL, use->lacking);
     }
     if (!is_taken)
-        pthread_mutex_unlock(&pools_guard);
+        pthread_mutex_unlock(&reserves_guard);
     else
         use->pool->reserved += use->lacking; /* counted now; read_pool corrects it by what the driver says */
     return is_taken;
@@ -339,7 +339,7 @@ static void end_pool(const struct pool_use *use)
 {
     if (use->pool)
         read_pool(use->pool);
-    pthread_mutex_unlock(&pools_guard);
+    pthread_mutex_unlock(&reserves_guard);
 }
 
 #define ALLOCATE_ASYNC(per_thread, pool_of, call)                                                                               \
@@ -400,18 +400,18 @@ HOOK_ALSO(cuMemFreeAsync_ptsz, cuMemFreeAsync, (CUdeviceptr address, CUstream st
 HOOK(cuMemPoolTrimTo, (CUmemoryPool pool, size_t least), (pool, least))
 {
     CUresult result = real(pool, least);
-    pthread_mutex_lock(&pools_guard);
+    pthread_mutex_lock(&reserves_guard);
     for (struct known_pool *known = pools; known < pools + pools_count; known++)
         if (known->pool == pool)
             read_pool(known);
-    pthread_mutex_unlock(&pools_guard);
+    pthread_mutex_unlock(&reserves_guard);
     return result;
 }
 
 /* What still lies in it stays with the process, though nobody can ask the pool any more: so it stays counted. */
 HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
 {
-    pthread_mutex_lock(&pools_guard);
+    pthread_mutex_lock(&reserves_guard);
     uint64_t used = ask_pool(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT);
     CUresult result = real(pool);
     for (struct known_pool *known = pools; known < pools + pools_count && result == CUDA_SUCCESS; known++)
@@ -420,7 +420,7 @@ HOOK(cuMemPoolDestroy, (CUmemoryPool pool), (pool))
             *known = pools[--pools_count];
             break;
         }
-    pthread_mutex_unlock(&pools_guard);
+    pthread_mutex_unlock(&reserves_guard);
     return result;
 }
 
@@ -777,7 +777,7 @@ void forget_memory(void)
 {
     for (struct shard *shard = shards; shard < shards + SHARDS; shard++)
         *shard = (struct shard){.guard = PTHREAD_MUTEX_INITIALIZER}; /* what hung in it is lost: free() may not be called here */
-    pools_guard = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+    reserves_guard = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
     contexts_guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     pools_count = contexts_count = 0;
     memset(primary, 0, sizeof primary);

@@ -171,6 +171,20 @@ static bool lock_slot(unsigned index, short type)
     return fcntl(usage_file, F_OFD_SETLK, &byte) == 0;
 }
 
+/* Most containers have a few processes: who sums need not look at all slots. */
+static struct usage_slot *end_of_slots(void)
+{
+    uint32_t used = atomic_load((_Atomic uint32_t *)&usage->used_slots);
+    return usage->slot + (used < MOST_SLOTS ? used : MOST_SLOTS);
+}
+
+static void note_used_slot(uint32_t index)
+{
+    uint32_t used = LOAD(usage->used_slots);
+    while (used <= index && !atomic_compare_exchange_weak((_Atomic uint32_t *)&usage->used_slots, &used, index + 1))
+        ;
+}
+
 static void clear_slot(struct usage_slot *of)
 {
     STORE(of->pid, 0);
@@ -194,6 +208,7 @@ struct usage_slot *own_slot(void)
         if (lock_slot(i, F_WRLCK)) { /* whose process has died may be in it still: the lock says so */
             own = &usage->slot[i];
             clear_slot(own);
+            note_used_slot(i);
             STORE(own->started_at, now_ns());
             STORE(own->pid, getpid());
             atomic_store_explicit(&slot, own, memory_order_release);
@@ -206,8 +221,8 @@ struct usage_slot *own_slot(void)
 void reclaim_dead(void)
 {
     pthread_mutex_lock(&guard); /* of two threads the second one would unlock what the first one holds */
-    for (unsigned i = 0; i < MOST_SLOTS; i++) {
-        struct usage_slot *one = &usage->slot[i];
+    for (struct usage_slot *one = usage->slot; one < end_of_slots(); one++) {
+        unsigned i = (unsigned)(one - usage->slot);
         if (one == atomic_load(&slot) || LOAD(one->pid) == 0 || !lock_slot(i, F_WRLCK))
             continue;
         clear_slot(one);
@@ -220,7 +235,7 @@ unsigned list_slots(int gpu, struct slot_use *uses, unsigned room)
 {
     unsigned count = 0;
     reclaim_dead();
-    for (const struct usage_slot *one = usage->slot; one < usage->slot + MOST_SLOTS && count < room; one++)
+    for (const struct usage_slot *one = usage->slot; one < end_of_slots() && count < room; one++)
         if (LOAD(*(int32_t *)(uintptr_t)&one->pid) != 0 && LOAD(*(uint64_t *)(uintptr_t)&one->held[gpu]) != 0)
             uses[count++] = (struct slot_use){.pid = one->pid, .bytes = one->held[gpu]};
     return count;
@@ -231,7 +246,7 @@ unsigned list_slots(int gpu, struct slot_use *uses, unsigned room)
 static void sum_slots(int gpu, uint64_t *held, uint64_t *pending)
 {
     *held = *pending = 0;
-    for (struct usage_slot *one = usage->slot; one < usage->slot + MOST_SLOTS; one++) {
+    for (struct usage_slot *one = usage->slot; one < end_of_slots(); one++) {
         if (LOAD(one->pid) == 0)
             continue;
         /* Pending first: what goes from there to held meanwhile is counted twice, and never not at all. */
@@ -262,7 +277,7 @@ static void attribute(int gpu, const struct config_gpu *seen, uint64_t held)
     if (!seen->observed_at || seen->observed_at < LOAD(use->changed_at) + SETTLED_NS)
         return;
     uint64_t estimated = 0;
-    for (struct usage_slot *one = usage->slot; one < usage->slot + MOST_SLOTS; one++)
+    for (struct usage_slot *one = usage->slot; one < end_of_slots(); one++)
         if (LOAD(one->pid) != 0)
             estimated += LOAD(one->of_kind[CONTEXT]) + LOAD(one->of_kind[POOL]) + LOAD(one->of_kind[GRAPH]);
     int64_t more = (int64_t)(seen->observed_bytes - held);

@@ -55,7 +55,7 @@ static int search_object(struct dl_phdr_info *object, size_t size, void *data)
     const char *file = strrchr(object->dlpi_name, '/');
     const ElfW(Sym) *symbols = NULL;
     const char *names = NULL;
-    const uint32_t *gnu_hash = NULL;
+    const uint32_t *gnu_hash = NULL, *hash = NULL;
     const ElfW(Dyn) *dynamic = NULL;
     (void)size;
     file = file ? file + 1 : object->dlpi_name;
@@ -73,8 +73,11 @@ static int search_object(struct dl_phdr_info *object, size_t size, void *data)
             names = at;
         else if (dynamic->d_tag == DT_GNU_HASH)
             gnu_hash = at;
+        else if (dynamic->d_tag == DT_HASH)
+            hash = at;
     }
-    for (size_t i = 0, count = symbols && names && gnu_hash ? count_symbols(gnu_hash) : 0; i < count; i++)
+    size_t count = !symbols || !names ? 0 : gnu_hash ? count_symbols(gnu_hash) : hash ? hash[1] : 0;
+    for (size_t i = 0; i < count; i++)
         if (symbols[i].st_shndx != SHN_UNDEF && symbols[i].st_value && strcmp(names + symbols[i].st_name, search->name) == 0) {
             search->found = (void *)(object->dlpi_addr + symbols[i].st_value);
             return 1;

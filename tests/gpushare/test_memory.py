@@ -5,6 +5,8 @@ A share of 2,560 MiB; a context takes 300 MiB, so 8 blocks of 256 MiB fit.
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -88,6 +90,34 @@ def test_nvml_shows_the_share(share: Container) -> None:
 def test_a_killed_process_s_memory_is_free_at_once(share: Container) -> None:
     assert share.run(f"alloc:alloc:{BLOCK_MIB}:6", "kill").code == -9
     assert share.run(TAKE).step("alloc")["blocks"] == 8
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"), reason="needs unshare and root for PID namespaces"
+)
+def test_processes_in_pid_namespaces_see_each_other_s_memory(share: Container) -> None:
+    """As containers that share a claim: a PID says nothing there. One that is killed leaves nothing."""
+    prefix = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    holding = share.start(f"alloc:alloc:{BLOCK_MIB}:4", "sleep:60", prefix=prefix)
+    while share.usage()[0].held_bytes < 4 * BLOCK_MIB * MIB:
+        assert holding.poll() is None, holding.communicate()
+        time.sleep(0.01)
+    assert share.run(TAKE, prefix=prefix).step("alloc")["blocks"] == 3
+    holding.kill()
+    holding.communicate()
+    assert share.run(TAKE, prefix=prefix).step("alloc")["blocks"] == 8
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs setpriv and root for another user")
+def test_users_of_a_container_have_the_share_together(share: Container) -> None:
+    """Where the agent made the region writable to all."""
+    (share.directory / USAGE_NAME).chmod(0o666)
+    for path in (*share.directory.parents, share.directory, *share.machine.built.library.parents):
+        if any(part.startswith("pytest-") for part in path.parts):
+            path.chmod(0o755)  # pytest's are for one user alone
+    assert share.run(f"alloc:alloc:{BLOCK_MIB}:6", "kill").code == -9
+    ended = share.run(TAKE, prefix=["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups"])
+    assert ended.step("alloc").get("blocks") == 8, ended.error
 
 
 CALLS = ("cuInit", "cuDevicePrimaryCtxRetain", "cuMemAlloc_v2", "cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemCreate",
