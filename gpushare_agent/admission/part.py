@@ -24,7 +24,7 @@ from gpushare_agent.admission.outcomes import OutcomeReporter
 from gpushare_agent.admission.pending import RefusedPods
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.admission.resize_file import ResizeFile
-from gpushare_agent.admission.resize_reports import ResizeReporter
+from gpushare_agent.admission.resize_reports import ResizeReporter, ResizeReports
 from gpushare_agent.admission.resizing import ShareResizing
 from gpushare_agent.cluster.part import ClusterPart
 from gpushare_agent.isolation import IsolationConfig
@@ -340,14 +340,16 @@ def _policy(node: Node, max_shares_of_gpu: int | None) -> Policy:
 
 def _build_resizing(node: Node, cache: AllocationCache, cluster: ClusterPart, isolation: Isolations) -> ShareResizing:
     resize = node.settings.resize
+    policy = ResizePolicy(names=node.names, mode=resize.mode)
+    observer = ResizeReporter(cluster.annotations, cluster.pod_events, node.claim_pods.using)
     return ShareResizing(
         cache=cache,
         pods=node.claim_pods,
         inventory=node.gpus,
-        policy=ResizePolicy(names=node.names, mode=resize.mode),
+        policy=policy,
         file=ResizeFile(resize.state_file) if resize.state_file is not None else None,
         enforcement=isolation.enforcement(),
-        observer=ResizeReporter(cluster.annotations, cluster.pod_events, node.claim_pods.using),
+        reports=ResizeReports(cache=cache, pods=node.claim_pods, policy=policy, observer=observer),
     )
 
 

@@ -6,6 +6,7 @@ status.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -93,7 +94,7 @@ class ResizeReports(Struct, kw_only=True, eq=False):
     pods: FindsPods
     policy: ResizePolicy
     observer: Observer
-    clock: Callable[[], float]
+    clock: Callable[[], float] = time.monotonic
     _reported_refusals: ReportOnce = field(default_factory=lambda: ReportOnce(MAX_REPORTED))
     _reported_sizes: ReportOnce = field(default_factory=lambda: ReportOnce(MAX_REPORTED))
     _reported_at: dict[PodUid, float] = field(default_factory=dict)

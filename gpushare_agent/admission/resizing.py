@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.resize import (
@@ -40,7 +40,7 @@ from gpushare_agent.admission.decisions.resize import (
     unknown_containers,
 )
 from gpushare_agent.admission.resize_file import MAX_SHARES, ResizeFile
-from gpushare_agent.admission.resize_reports import FindsPods, Observer, ResizeReports, ResizeRound
+from gpushare_agent.admission.resize_reports import FindsPods, ResizeReports, ResizeRound
 from gpushare_agent.isolation import Isolation
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import Reconciler
@@ -116,38 +116,25 @@ class BookedAccounts:
         add_charges(self._booked, {share.gpu: more})
 
 
-class ShareResizing:
+class ShareResizing(Struct, kw_only=True, eq=False):
     """`restore` what was loaded, once the cache is rebuilt and before a call of the kubelet is answered; then `run` once.
     Subscribe `changed` to pods, allocations and GPUs. Without a `file` the sizes end with the agent."""
 
-    def __init__(  # noqa: PLR0913 - the composition hands in every collaborator by name
-        self,
-        *,
-        cache: AllocationCache,
-        pods: Pods,
-        inventory: Callable[[], GpuInventory],
-        policy: ResizePolicy,
-        file: ResizeFile | None,
-        enforcement: Enforcement,
-        observer: Observer,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._cache = cache
-        self._pods = pods
-        self._inventory = inventory
-        self._policy = policy
-        self._file = file
-        self._enforcement = enforcement
-        self._wall_clock = wall_clock
-        self._saved: Mapping[ContainerKey, ResizedShare] = {}
-        self._usage: UsageRound | None = None
-        self._request_usage: Callable[[], None] = lambda: None
-        self._enforced: dict[ContainerKey, _Enforced] = {}
-        self._reconciler = Reconciler()
-        self._has_refused = False
-        self._save_failure = ReportOnce()
-        self._reports = ResizeReports(cache=cache, pods=pods, policy=policy, observer=observer, clock=clock)
+    cache: AllocationCache
+    pods: Pods
+    inventory: Callable[[], GpuInventory]
+    policy: ResizePolicy
+    file: ResizeFile | None
+    enforcement: Enforcement
+    reports: ResizeReports
+    wall_clock: Callable[[], float] = time.time
+    _saved: Mapping[ContainerKey, ResizedShare] = field(default_factory=dict)
+    _usage: UsageRound | None = None
+    _request_usage: Callable[[], None] = lambda: None
+    _enforced: dict[ContainerKey, _Enforced] = field(default_factory=dict)
+    _reconciler: Reconciler = field(default_factory=Reconciler)
+    _has_refused: bool = False
+    _save_failure: ReportOnce = field(default_factory=ReportOnce)
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
         """For UsageSampling.subscribe."""
@@ -163,10 +150,10 @@ class ShareResizing:
 
     async def load(self) -> tuple[ResizedShare, ...]:
         """What an earlier agent granted, for `restore`."""
-        if self._file is None:
+        if self.file is None:
             return ()
         try:
-            return await self._file.load()
+            return await self.file.load()
         except AgentError as e:
             log.error(
                 "resize_state_not_read",
@@ -177,16 +164,16 @@ class ShareResizing:
 
     def restore(self, shares: tuple[ResizedShare, ...]) -> None:
         """Counts from now on, before anything is admitted."""
-        self._cache.restore_resized(shares)
+        self.cache.restore_resized(shares)
         self._saved = {share.key: share for share in shares}
         if shares:
-            log.info("resized_shares_restored", count=len(self._cache.resized))
+            log.info("resized_shares_restored", count=len(self.cache.resized))
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
 
         def due_s() -> float | None:
-            return PERIOD_S if self._cache.resized or self._saved or self._has_refused else None
+            return PERIOD_S if self.cache.resized or self._saved or self._has_refused else None
 
         await self._reconciler.run(self.reconcile, due_s, pause_s=PAUSE_S)
 
@@ -201,40 +188,40 @@ class ShareResizing:
                 break
         await self._save_and_grant()
         self._has_refused = bool(found.refused or found.unknown)
-        if self._pods.is_synced:
-            self._reports.report(found)
+        if self.pods.is_synced:
+            self.reports.report(found)
 
     # --- 1: decide ---
 
     def _forget_gone(self) -> None:
         """Of pods that have ended while the agent was away: no allocation of theirs will be released."""
-        if not self._pods.is_synced:
+        if not self.pods.is_synced:
             return
-        for key in self._enforced.keys() - self._cache.resized.keys():
+        for key in self._enforced.keys() - self.cache.resized.keys():
             del self._enforced[key]
-        for key in [key for key in self._cache.resized if self._cache.get(key) is None]:
-            pod = self._pods.get(key.pod_uid)
+        for key in [key for key in self.cache.resized if self.cache.get(key) is None]:
+            pod = self.pods.get(key.pod_uid)
             if pod is None or pod.is_terminal:
-                self._cache.forget_resized(key)
+                self.cache.forget_resized(key)
 
     def _decide(self) -> ResizeRound:
         """Books every change that may be; why the others may not. Shares that shrink come first, others may grow then."""
         found = ResizeRound()
-        accounts = BookedAccounts(self._cache, self._inventory, self._policy.names)
+        accounts = BookedAccounts(self.cache, self.inventory, self.policy.names)
         candidates: list[tuple[Allocation, Pod, WantedSize]] = []
-        for allocation in self._cache:
-            pod = self._pods.get(allocation.key.pod_uid)
+        for allocation in self.cache:
+            pod = self.pods.get(allocation.key.pod_uid)
             if pod is None or pod.is_deleting or pod.is_terminal:
                 continue
-            if (text := pod.annotations.get(RESIZE_ANNOTATION)) is None and allocation.key not in self._cache.resized:
+            if (text := pod.annotations.get(RESIZE_ANNOTATION)) is None and allocation.key not in self.cache.resized:
                 continue
             container = pod.container(allocation.key.container)
-            if container is None or not is_resizable(allocation, container, self._policy.names):
+            if container is None or not is_resizable(allocation, container, self.policy.names):
                 continue
             parsed = parse_resize(text) if text is not None else {}
             if isinstance(parsed, ResizeRefused):
                 found.refused[allocation.key] = parsed
-                wanted = kept_size(allocation, self._cache.resized.get(allocation.key), self._policy)
+                wanted = kept_size(allocation, self.cache.resized.get(allocation.key), self.policy)
             else:
                 wanted = parsed.get(allocation.key.container, WantedSize())
                 if unknown := unknown_containers(pod, parsed):
@@ -248,21 +235,21 @@ class ShareResizing:
     def _decide_one(
         self, allocation: Allocation, pod: Pod, wanted: WantedSize, accounts: BookedAccounts
     ) -> ResizeRefused | None:
-        isolation = self._enforcement.isolation_of(pod)
+        isolation = self.enforcement.isolation_of(pod)
         if isolation is None:
             return None
-        key, known = allocation.key, self._cache.resized.get(allocation.key)
-        siblings = self._cache.of_pod(key.pod_uid) if allocation.claim is not None else ()
-        refused = mode_refusal(allocation, wanted, self._policy)
-        refused = refused or claim_refusal(allocation, wanted, siblings, self._policy)
+        key, known = allocation.key, self.cache.resized.get(allocation.key)
+        siblings = self.cache.of_pod(key.pod_uid) if allocation.claim is not None else ()
+        refused = mode_refusal(allocation, wanted, self.policy)
+        refused = refused or claim_refusal(allocation, wanted, siblings, self.policy)
         if refused is not None:
-            wanted = kept_size(allocation, known, self._policy)
+            wanted = kept_size(allocation, known, self.policy)
         if target_of(allocation, wanted) == (known.target if known is not None else allocation.allocated_size):
             return refused  # in every round the case of most
         if (account := accounts.without(allocation)) is None:
             return refused
-        outcome = decide_resize(allocation, wanted, known, account, isolation, self._policy)
-        if isinstance(outcome, ResizedShare) and known is None and len(self._cache.resized) >= MAX_SHARES:
+        outcome = decide_resize(allocation, wanted, known, account, isolation, self.policy)
+        if isinstance(outcome, ResizedShare) and known is None and len(self.cache.resized) >= MAX_SHARES:
             outcome = ResizeRefused(
                 reason=ResizeReason.TOO_MANY, detail=f"{MAX_SHARES} shares of this node are resized: no more can be."
             )
@@ -274,11 +261,11 @@ class ShareResizing:
     # --- 2 and 3: save and grant ---
 
     async def _save_and_grant(self) -> None:
-        shares = dict(self._cache.resized)
+        shares = dict(self.cache.resized)
         if shares != self._saved:
             try:
-                if self._file is not None:
-                    await self._file.save(shares.values())
+                if self.file is not None:
+                    await self.file.save(shares.values())
             except AgentError as e:
                 if self._save_failure.is_new("not saved"):
                     log.error("resize_state_not_saved", error=str(e), then="no share is resized; it is tried again")
@@ -287,9 +274,9 @@ class ShareResizing:
             if self._save_failure.is_over():
                 log.info("resize_state_saved_again")
         for key, share in shares.items():
-            allocation = self._cache.get(key)
-            if allocation is not None and self._cache.resized.get(key) == share and allocation.granted != share.target:
-                self._cache.grant(key)
+            allocation = self.cache.get(key)
+            if allocation is not None and self.cache.resized.get(key) == share and allocation.granted != share.target:
+                self.cache.grant(key)
 
     # --- 4 and 5: enforce, and book less ---
 
@@ -297,12 +284,12 @@ class ShareResizing:
         """Whether less is booked than before. What is enforced in the container that runs now, and booked as it is, is left
         alone."""
         is_less = False
-        for key in sorted(self._cache.resized):
-            allocation, pod = self._cache.get(key), self._pods.get(key.pod_uid)
-            share = self._cache.resized.get(key)
+        for key in sorted(self.cache.resized):
+            allocation, pod = self.cache.get(key), self.pods.get(key.pod_uid)
+            share = self.cache.resized.get(key)
             if allocation is None or pod is None or share is None or allocation.granted != share.target:
                 continue
-            isolation = self._enforcement.isolation_of(pod)
+            isolation = self.enforcement.isolation_of(pod)
             if isolation is None:
                 continue
             instance, known = pod.container_ids.get(key.container, ""), self._enforced.get(key)
@@ -310,7 +297,7 @@ class ShareResizing:
             if is_enforced and instance and share.booked == share.target:
                 continue
             try:
-                why_not = await self._enforcement.enforce(allocation, pod)
+                why_not = await self.enforcement.enforce(allocation, pod)
             except AgentError as e:
                 why_not = str(e)
             if why_not:
@@ -318,18 +305,18 @@ class ShareResizing:
                 self._enforced.pop(key, None)
                 continue
             if not is_enforced:
-                now = self._wall_clock()
+                now = self.wall_clock()
                 self._enforced[key] = _Enforced(target=share.target, instance=instance, since=now)
-            if self._cache.resized.get(key) is share:
+            if self.cache.resized.get(key) is share:
                 is_less |= self._book_less(share, isolation, instance)
         return is_less
 
     def _book_less(self, share: ResizedShare, isolation: Isolation, instance: str) -> bool:
         new = enforced(share, isolation, instance, uses_no_more=bool(instance) and self._uses_no_more(share))
         if new.is_over:
-            self._cache.forget_resized(share.key)
+            self.cache.forget_resized(share.key)
         elif new != share:
-            self._cache.book(new)
+            self.cache.book(new)
         return new.booked != share.booked
 
     def _uses_no_more(self, share: ResizedShare) -> bool:
@@ -343,7 +330,7 @@ class ShareResizing:
         use = usage.containers.get((share.key, share.gpu))
         if gpu is None or gpu.processes is None or use is None or use.memory_bytes is None:
             return False
-        return use.memory_bytes <= (share.target.memory * self._policy.names.unit_mib(share.kind)) << 20
+        return use.memory_bytes <= (share.target.memory * self.policy.names.unit_mib(share.kind)) << 20
 
 
 def _grows(candidate: tuple[Allocation, Pod, WantedSize]) -> tuple[bool, ContainerKey]:

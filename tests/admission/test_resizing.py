@@ -9,6 +9,7 @@ from typing import Any
 import gpushare_agent
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.resize import ResizePolicy
+from gpushare_agent.admission.resize_reports import ResizeReports
 from gpushare_agent.admission.resizing import ShareResizing
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import ISOLATIONS, Isolation
@@ -40,15 +41,15 @@ class World:
                 allocation(owner, "main", ids(gpu, range(unit, unit + 1)), ids(0, range(number, number + 1)))
             )
         self.refused: list[str] = []
+        policy = ResizePolicy(names=NAMES, mode=ResizeMode.FREE_CAPACITY)
         self.resizing = ShareResizing(
             cache=self.cache,
             pods=store,
             inventory=lambda: GPUS,
-            policy=ResizePolicy(names=NAMES, mode=ResizeMode.FREE_CAPACITY),
+            policy=policy,
             file=None,
             enforcement=self,
-            observer=self,
-            clock=lambda: 0.0,
+            reports=ResizeReports(cache=self.cache, pods=store, policy=policy, observer=self, clock=lambda: 0.0),
         )
 
     def isolation_of(self, pod: Pod) -> Isolation | None:

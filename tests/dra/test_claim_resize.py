@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.claim_pods import ClaimPods
 from gpushare_agent.admission.decisions.resize import ResizePolicy
-from gpushare_agent.admission.resize_reports import ResizeReporter
+from gpushare_agent.admission.resize_reports import ResizeReporter, ResizeReports
 from gpushare_agent.admission.resizing import ShareResizing
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.dra.decisions.booking import allocations_of
@@ -44,15 +44,17 @@ class World:
         self.statuses: dict[str, str | None] = {}
         self.events: list[tuple[str, str]] = []
         self.enforced: list[tuple[ContainerKey, ShareSize]] = []
+        policy, observer = ResizePolicy(names=NAMES, mode=mode), ResizeReporter(self, self, self.pods.using)
         self.resizing = ShareResizing(
             cache=self.cache,
             pods=self.pods,
             inventory=lambda: inventory(2),
-            policy=ResizePolicy(names=NAMES, mode=mode),
+            policy=policy,
             file=None,
             enforcement=self,
-            observer=ResizeReporter(self, self, self.pods.using),
-            clock=lambda: 0.0,
+            reports=ResizeReports(
+                cache=self.cache, pods=self.pods, policy=policy, observer=observer, clock=lambda: 0.0
+            ),
         )
 
     def pod(self, name: str, *requests: str, claim: str = "g", **annotations: str) -> None:
