@@ -18,8 +18,7 @@ from aiohttp import web
 from gpushare_agent.cluster.kube.cluster import open_cluster_api
 from gpushare_agent.extender.app import ExtenderParts, build, serve
 from gpushare_agent.sandbox.behaviour import KubeletTimes
-from gpushare_agent.sandbox.cluster import EmbeddedCluster, open_embedded_cluster
-from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embedded_cluster
 from gpushare_agent.sandbox.scheduler.extender_scheduler import SchedulerTimes
 from gpushare_agent.settings.settings import load_settings
 from tests.support_agent import InnerAgent, open_agent, wait_synced

@@ -22,7 +22,7 @@ from gpushare_agent.cli.screen import Screen, View
 from gpushare_agent.sandbox.agent_process import last_lines
 from gpushare_agent.sandbox.controller import SandboxController
 from gpushare_agent.sandbox.manifests import Manifest
-from gpushare_agent.sandbox.workload_player import WorkloadPlayer
+from gpushare_agent.sandbox.workload import WorkloadPlayer
 
 STEADY_TIMEOUT_S = 60.0
 _NOTICES_KEPT, _NOTICES_SHOWN = 50, 2

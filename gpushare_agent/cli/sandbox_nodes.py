@@ -34,7 +34,7 @@ from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.report.document import ReportedNode
 from gpushare_agent.sandbox.state_directory import NodePaths
-from gpushare_agent.sandbox.workload_player import WorkloadPlayer
+from gpushare_agent.sandbox.workload import WorkloadPlayer
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:

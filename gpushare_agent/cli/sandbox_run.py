@@ -33,11 +33,10 @@ from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.sandbox.behaviour import KubeletTimes
-from gpushare_agent.sandbox.cluster import EmbeddedCluster, open_embedded_cluster, paths_of_node
 from gpushare_agent.sandbox.control import open_control
 from gpushare_agent.sandbox.controller import SandboxController
 from gpushare_agent.sandbox.manifests import Manifest
-from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embedded_cluster, paths_of_node
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory, owned_state_directory
 from gpushare_agent.settings.settings import Settings, load_settings
 

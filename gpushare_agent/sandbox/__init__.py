@@ -5,6 +5,6 @@ Owns everything below the state directory and the child processes; each folder n
 scheduler, report. Called by cli/sandbox*.py and tests. Open node.py first, then behaviour.py for what a Kubernetes
 version changes, controller.py for what people do with a running sandbox, and pod_controllers.py for Deployments and Jobs.
 
-Others import: agent_process, api.pod_subresources, behaviour, cluster, control, controller, fake_mps, gpu_faults, manifests,
-node, report.document, scheduler.allocation, scheduler.selectors, state_directory, workload_player.
+Others import: agent_process, api.pod_subresources, behaviour, control, controller, fake_mps, gpu_faults, manifests,
+node, report.document, scheduler.allocation, scheduler.selectors, state_directory, workload.
 """

@@ -1,6 +1,8 @@
 """A running sandbox: the nodes, their agents, and what people do with them (apply, delete, exec, restart, fail, status).
 
-State owned: none but the running parts. The printing is the app's.
+For `exec` the calling process itself is moved into the container's cgroup and then becomes the command, so that terminal,
+signals and exit code need no proxy; the command is cli/sandbox_exec.py's. State owned: none but the running parts. The
+printing is the app's.
 """
 
 from __future__ import annotations
@@ -11,15 +13,19 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from gpushare_agent.model.errors import AgentError, Rejected
+from gpushare_agent.model.errors import AgentError, NotFound, Rejected
+from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.api.pod_subresources import INSTEAD_OF_EXEC
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import APPLIED_KINDS, CLUSTER_WIDE
-from gpushare_agent.sandbox.container_entry import enter_container
 from gpushare_agent.sandbox.control import Answer, Request
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import Manifest
+from gpushare_agent.sandbox.node import EmbeddedNode
+from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror, is_terminal
 from gpushare_agent.sandbox.report.document import HEALTHY, ReportedNode, gpu_health, reason_and_message, report
+from gpushare_agent.sandbox.runtime.containers import Container
 
 READY_TIMEOUT_S = 30.0
 _UNSCHEDULABLE = "Unschedulable"
@@ -250,3 +256,65 @@ def _list(request: Request, field: str) -> list[Any]:
     if not isinstance(given, list):
         raise Rejected(f'the request cannot be read: "{field}" must be a list, not {type(given).__name__}')
     return given
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """The container's environment variables, and what the person should know about the choice of the container."""
+
+    environment: dict[str, str]
+    notes: list[str]
+
+
+def enter_container(node: EmbeddedNode, namespace: str, pod: str, container: str | None, pid: int) -> Entry:
+    """Moves process `pid`, and with it its later children, into a running container; None: the pod's first main one.
+
+    Raises:
+        NotFound: no such pod, no such container in it, it does not run, or the process has gone.
+        Rejected: the process cannot be seen from here.
+        Unavailable: the kernel refuses.
+    """
+    raw = node.api.pod(namespace, pod)
+    name, notes = _chosen(raw, container)
+    if is_mirror(raw):
+        raise NotFound(f"pod {pod} is an agent of the sandbox, which is in no container: {INSTEAD_OF_EXEC}")
+    if is_terminal(raw):
+        raise NotFound(f"cannot exec into a container in a completed pod; current phase is {raw['status']['phase']}")
+    found = node.kubelet.runtime.find(raw["metadata"]["uid"], name)
+    if found is None or not found.is_running:
+        raise NotFound(_why_not_running(raw, name, found))
+    if pid <= 0:
+        raise Rejected(
+            f"the sandbox cannot see the process that asks to run in container {name} of pod {namespace}/{pod}: it is in "
+            "another PID namespace; ask from the namespace in which the sandbox was started"
+        )
+    node.kubelet.runtime.join(found, pid)
+    return Entry(environment=dict(sorted(found.env.items())), notes=notes)
+
+
+def _chosen(raw: RawObject, container: str | None) -> tuple[str, list[str]]:
+    """The container that is meant, and a note, in kubectl's words, where it was chosen among several."""
+    pod = raw["metadata"]["name"]
+    kinds = {spec.name: spec.kind for spec in containers_of(raw)}
+    if container is not None:
+        if container not in kinds:
+            raise NotFound(f"container {container} not found in pod {pod}; it has {_listed(kinds)}")
+        return container, []
+    first = next(name for name, kind in kinds.items() if kind is ContainerKind.MAIN)
+    return first, [f'Defaulted container "{first}" out of: {_listed(kinds)}'] if len(kinds) > 1 else []
+
+
+def _listed(kinds: dict[str, ContainerKind]) -> str:
+    main = [name for name, kind in kinds.items() if kind is ContainerKind.MAIN]
+    return ", ".join([*main, *(f"{name} (init)" for name in kinds if name not in main)])
+
+
+def _why_not_running(raw: RawObject, name: str, found: Container | None) -> str:
+    metadata = raw["metadata"]
+    reason = ": ".join(filter(None, reason_and_message(raw)))
+    if found is not None:
+        why = f"it ended with exit code {found.exit_code}"
+    elif reason:
+        why = f"the pod is {raw['status']['phase']}, {reason}"
+    else:
+        why = f"the pod is {raw['status']['phase']} and it has not started yet"
+    return f"container {name} of pod {metadata['namespace']}/{metadata['name']} is not running: {why}"

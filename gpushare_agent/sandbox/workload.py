@@ -1,20 +1,35 @@
-"""What the embedded node's containers use of their GPUs: simulated, as a process that sleeps uses nothing.
+"""What the embedded node's containers use of their GPUs, written into the agent's usage file again and again.
 
-Each running container's use is a slow wave within its share, the same for the same name at the same time, and memory that
-fills up after its start; its annotation may set a constant load instead. Pure; workload_player.py writes it down.
+It is simulated, as a process that sleeps uses nothing: each running container's use is a slow wave within its share, the
+same for the same name at the same time, and memory that fills up after its start; its annotation may set a constant load
+instead. Which GPUs a container has is read from the kubelet's records: the IDs of the Allocate calls that were answered.
+State owned: the file, and `ReportedNode.used` and `used_of_gpus`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
+import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.simulated.usage import RehearsedProcess
+from gpushare_agent.gpus.simulated.usage import RehearsedProcess, encode_usage
+from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.isolation.choice import choose_isolation
+from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.model.usage import ProcessSample
+from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, RawObject, annotation_number, containers_of
+from gpushare_agent.sandbox.report.claims import ClaimedShare, shares_of_container
+from gpushare_agent.sandbox.report.document import ReportedNode, container_processes, gpus_of, parts_of_gpus
+from gpushare_agent.sandbox.runtime.containers import Container
 
 PERIOD_S = 120.0
 _LOW, _HIGH, _WHOLE_HIGH = 0.2, 0.95, 0.9
@@ -97,3 +112,130 @@ def memory_load(container: PlayedContainer) -> float:
         return min(1.0, container.load)
     filled = min(1.0, max(0.0, container.age_s) / _FILLED_AFTER_S)
     return _MEMORY_AT_START + (_MEMORY_FILLED - _MEMORY_AT_START) * filled
+
+
+log = structlog.get_logger(__name__)
+
+INTERVAL_S = 1.0
+
+
+class WorkloadPlayer:
+    """`path` is the usage file; `isolation` and `allowed` are the agent's settings of these names; `clock` gives seconds
+    since the epoch."""
+
+    def __init__(
+        self,
+        shown: ReportedNode,
+        path: Path,
+        *,
+        isolation: str = "vcuda",
+        allowed: Iterable[str] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._shown = shown
+        self._path = path
+        self._isolation = isolation
+        self._without_limits = {name for name, one in ISOLATIONS.items() if not one.limits}
+        self._allowed = tuple(allowed)
+        self._clock = clock
+        self._unwritable = ReportOnce()
+
+    async def run(self) -> None:
+        """Endless."""
+        while True:
+            self.play()
+            await asyncio.sleep(INTERVAL_S)
+
+    def play(self) -> None:
+        """One moment. A file that cannot be written is one line of log; the GPUs show their last use then, and so they do
+        while the kubelet is down, for only it knows who has which."""
+        if not self._shown.node.kubelet.is_running:
+            return
+        now_s = self._clock()
+        runs = [(run, played) for run in self._running() if (played := self._played(run, now_s)) is not None]
+        usage = played_usage([played for _, played in runs], now_s)
+        try:
+            new = self._path.with_name(f".{self._path.name}")
+            new.write_text(encode_usage(usage))
+            new.replace(self._path)
+        except OSError as error:
+            if self._unwritable.is_new(str(error)):
+                log.warning("usage_file_not_written", path=str(self._path), reason=str(error))
+            return
+        self._note([(run, played.pids) for run, played in runs], usage)
+
+    def _note(self, runs: Iterable[tuple[Container, tuple[int, ...]]], usage: Sequence[RehearsedProcess]) -> None:
+        by_pid: dict[int, list[RehearsedProcess]] = {}
+        for process in usage:
+            by_pid.setdefault(process.sample.pid, []).append(process)
+        shown = self._shown
+        shown.used.clear()
+        for run, pids in runs:
+            shown.used[run.pod_uid, run.name] = _sum([process for pid in pids for process in by_pid.get(pid, ())])
+
+    def _running(self) -> list[Container]:
+        return [run for run in self._shown.node.kubelet.runtime.containers() if run.is_running]
+
+    def _played(self, run: Container, now_s: float) -> PlayedContainer | None:
+        """None for a container without GPUs, and for one whose pod has gone."""
+        shown = self._shown
+        ids = self._ids(run)
+        gpus = gpus_of(ids, shown.gpus)
+        pod = shown.node.api.find_pod(run.pod_namespace, run.pod_name)
+        if pod is None or pod["metadata"]["uid"] != run.pod_uid:
+            return None
+        claims = shares_of_container(shown.node, pod, run.name)
+        gpus += [shown.gpus[index] for index in sorted({one.gpu for one in claims})]
+        if not gpus:
+            return None
+        wanted = next((spec.requests for spec in containers_of(pod) if spec.name == run.name), {})
+        share, memory_bytes = self._claimed(pod, claims) if claims else self._share(wanted, gpus, ids)
+        chosen = choose_isolation(pod["metadata"].get("annotations") or {}, self._isolation, self._allowed)
+        return PlayedContainer(
+            name=f"{run.pod_namespace}/{run.pod_name}/{run.name}",
+            gpus=tuple(gpu.index for gpu in gpus),
+            pids=tuple(container_processes(shown, run.pod_uid, run.name)["pids"]),
+            share=share,
+            memory_bytes=memory_bytes,
+            age_s=now_s - run.created_at,
+            is_limited=chosen not in self._without_limits,
+            load=annotation_number(pod, LOAD_ANNOTATION),
+        )
+
+    def _ids(self, run: Container) -> list[str]:
+        """Those that name its GPUs."""
+        names = (self._shown.vcore, self._shown.gpu_mem, *self._shown.units)
+        records = self._shown.node.kubelet.records_of(run.pod_uid, run.name)
+        found = [records[name].ids for name in names if name in records]
+        return list(found[0]) if found else []
+
+    def _claimed(self, pod: RawObject, claims: Sequence[ClaimedShare]) -> tuple[float, int]:
+        """As `_share`, of the smallest of its claims' shares. One that asks for no cores has the part of its memory. The
+        containers of the pod that use a claim have equal parts of it."""
+        all_shares = [shares_of_container(self._shown.node, pod, spec.name) for spec in containers_of(pod)]
+        users = sum(not set(claims).isdisjoint(shares) for shares in all_shares)
+        least = min(claims, key=lambda one: one.memory_mib)
+        parts = [one.cores / CORES_PER_GPU or one.memory_mib / self._shown.gpus[one.gpu].memory_mib for one in claims]
+        return min(parts) / users, least.memory_mib * MIB // users
+
+    def _share(self, wanted: Mapping[str, int], gpus: list[Gpu], ids: Sequence[str]) -> tuple[float, int]:
+        """Of each of its GPUs: the part of the GPU, and the bytes of memory."""
+        shown, whole_mib = self._shown, min(gpu.memory_mib for gpu in gpus)
+        cores = wanted.get(shown.vcore, 0)
+        if cores >= CORES_PER_GPU:
+            return 1.0, whole_mib * MIB
+        if any(wanted.get(name) for name in shown.units):
+            part = min(parts_of_gpus(ids, gpus).values())
+            return float(part), int(part * whole_mib) * MIB
+        if cores:
+            return cores / CORES_PER_GPU, min(whole_mib, wanted.get(shown.vmemory, 0) * shown.memory_block_mib) * MIB
+        units_mib = min(whole_mib, wanted.get(shown.gpu_mem, 0) * shown.gpu_mem_unit_mib)
+        return units_mib / whole_mib, units_mib * MIB
+
+
+def _sum(processes: Iterable[RehearsedProcess]) -> dict[str, float]:
+    samples = [process.sample for process in processes]
+    return {
+        "cores": round(sum(sample.sm_ratio or 0.0 for sample in samples) * CORES_PER_GPU, 1),
+        "memory_mib": sum(sample.memory_bytes or 0 for sample in samples) // MIB,
+    }

@@ -16,7 +16,15 @@ from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of
-from gpushare_agent.sandbox.scheduler.allocation import Capacity, Device, DeviceKey, Option, Share, Wanted, allocate
+from gpushare_agent.sandbox.scheduler.allocation import (
+    Capacity,
+    ClaimRequests,
+    Device,
+    DeviceKey,
+    Option,
+    Share,
+    allocate,
+)
 from gpushare_agent.sandbox.scheduler.selectors import DeviceView
 from gpushare_agent.simulation.judges import Choice, SumsJudge
 from gpushare_agent.simulation.workload import Shape
@@ -93,7 +101,7 @@ class FirstFit:
         )
 
 
-def _wanted(shape: Shape) -> Wanted:
+def _wanted(shape: Shape) -> ClaimRequests:
     """Whole GPUs have together the memory that is asked for, if each has its part."""
     if shape.cores % CORES_PER_GPU:
         option = Option(name="gpu", asked={_CORES: shape.cores, _MEMORY: shape.blocks})
@@ -102,4 +110,4 @@ def _wanted(shape: Shape) -> Wanted:
         option = Option(
             name="gpu", count=shape.whole_gpus, selects=lambda device: device.capacity[_MEMORY].value >= least
         )
-    return Wanted(requests=((option,),))
+    return ClaimRequests(requests=((option,),))

@@ -11,7 +11,7 @@ import pytest
 
 from gpushare_agent.extender.values import Stage
 from gpushare_agent.sandbox.behaviour import KubeletTimes
-from gpushare_agent.sandbox.cluster import EmbeddedCluster
+from gpushare_agent.sandbox.node import EmbeddedCluster
 from tests.support_agent import InnerAgent, gpus_of
 from tests.support_extender_nodes import (
     condition_of,

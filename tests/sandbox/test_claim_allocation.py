@@ -13,7 +13,7 @@ import yaml
 
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.sandbox.scheduler.allocation import allocate
-from gpushare_agent.sandbox.scheduler.claim_objects import allocation_of, read_devices, read_wanted, used_of
+from gpushare_agent.sandbox.scheduler.claims import allocation_of, read_devices, read_wanted, used_of
 from gpushare_agent.sandbox.scheduler.selectors import DeviceView, SelectorFailed, Version, parse_selector
 
 ROOT = Path(__file__).parents[2]

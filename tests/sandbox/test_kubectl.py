@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from gpushare_agent.sandbox.api.pod_subresources import AGENT_NAMESPACE, AgentServer
-from gpushare_agent.sandbox.cluster import EmbeddedCluster, open_embedded_cluster
+from gpushare_agent.sandbox.node import EmbeddedCluster, open_embedded_cluster
 from tests.support_containers import needs_processes
 from tests.support_deadline import DEADLINE_S
 from tests.support_sandbox import SHORT_TIMES, pod

@@ -20,10 +20,10 @@ from gpushare_agent.cli.render_sandbox import pod_line, print_document
 from gpushare_agent.cli.sandbox import node_flags
 from gpushare_agent.model.errors import AgentError, Rejected, Unavailable
 from gpushare_agent.sandbox.agent_process import AgentProcess
-from gpushare_agent.sandbox.cluster import EmbeddedCluster
 from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import ManifestError
+from gpushare_agent.sandbox.node import EmbeddedCluster
 from gpushare_agent.sandbox.report.document import ReportedNode
 from tests.support_containers import needs_processes
 from tests.support_extender_nodes import (

@@ -20,8 +20,14 @@ from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.report.document import ReportedNode, report
-from gpushare_agent.sandbox.workload import PERIOD_S, PlayedContainer, memory_load, played_usage, sm_load
-from gpushare_agent.sandbox.workload_player import WorkloadPlayer
+from gpushare_agent.sandbox.workload import (
+    PERIOD_S,
+    PlayedContainer,
+    WorkloadPlayer,
+    memory_load,
+    played_usage,
+    sm_load,
+)
 from tests.support_containers import needs_processes
 from tests.support_deadline import DEADLINE_S
 from tests.support_sandbox import (

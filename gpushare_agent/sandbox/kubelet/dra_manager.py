@@ -30,8 +30,7 @@ from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.plugin_endpoint import go_error
 from gpushare_agent.sandbox.pod_manifest import RawObject
-from gpushare_agent.sandbox.scheduler.claim_objects import results_of
-from gpushare_agent.sandbox.scheduler.claims import claim_names
+from gpushare_agent.sandbox.scheduler.claims import claim_names, results_of
 from gpushare_agent.wire import pluginregistration
 from gpushare_agent.wire.k8s.io.kubelet.pkg.apis.dra import v1 as dra_v1
 

@@ -13,8 +13,7 @@ from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.sandbox.kubelet.container_config import VDEVICE_VARIABLE, container_of
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject
-from gpushare_agent.sandbox.scheduler.claim_objects import results_of
-from gpushare_agent.sandbox.scheduler.claims import claim_names
+from gpushare_agent.sandbox.scheduler.claims import claim_names, results_of
 
 _DEVICE = "gpu-"
 

@@ -72,7 +72,7 @@ class Constraint(Struct, frozen=True, kw_only=True):
         return not self.requests or bool({name, name.partition("/")[0]} & self.requests)
 
 
-class Wanted(Struct, frozen=True, kw_only=True):
+class ClaimRequests(Struct, frozen=True, kw_only=True):
     """What a claim asks for: of each request its options, the first that can be had."""
 
     requests: tuple[tuple[Option, ...], ...]
@@ -88,7 +88,7 @@ class Share(Struct, frozen=True, kw_only=True):
     tolerations: tuple[Mapping[str, Any], ...] = ()
 
 
-def allocate(claims: Sequence[Wanted], devices: Sequence[Device], used: Used) -> list[list[Share]] | None:
+def allocate(claims: Sequence[ClaimRequests], devices: Sequence[Device], used: Used) -> list[list[Share]] | None:
     """For each claim its shares, all claims together; None where they cannot all be had. Raises what `selects` raises."""
     search = _Search(claims, devices, used)
     if not search.request(0):
@@ -99,7 +99,7 @@ def allocate(claims: Sequence[Wanted], devices: Sequence[Device], used: Used) ->
 class _Search:
     """Depth first, over the requests of all claims and the devices of each."""
 
-    def __init__(self, claims: Sequence[Wanted], devices: Sequence[Device], used: Used) -> None:
+    def __init__(self, claims: Sequence[ClaimRequests], devices: Sequence[Device], used: Used) -> None:
         self._claims = claims
         self._devices = devices
         self._used = used

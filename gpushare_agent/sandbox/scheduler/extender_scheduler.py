@@ -2,7 +2,9 @@
 
 One pod at a time is decided; binds go on in the background, and what is being bound counts as taken meanwhile. A pod that
 fits nowhere waits with the extender's reasons, and is tried again with back-off once something that could help has
-changed, and now and then anyway. There is no preemption and no score of the scheduler's own.
+changed, and now and then anyway. There is no preemption and no score of the scheduler's own. It asks by JSON over HTTP,
+extender v1, `nodeCacheCapable`: field names are those of k8s.io/kube-scheduler/extender/v1 (its types have no JSON tags, so
+they are the names in Go).
 
 State owned: the pods that are being bound, and when each waiting pod is due.
 """
@@ -12,20 +14,96 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
+import msgspec
 import structlog
+from aiohttp import ClientError, ClientSession
 from msgspec import Struct
 
-from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
+from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.api.store import Change, Expired
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal
-from gpushare_agent.sandbox.scheduler.extender_calls import ExtenderCalls
 from gpushare_agent.sandbox.scheduler.node_fit import UNSCHEDULABLE, NodeFit, report_waiting, waiting_text
 
 log = structlog.get_logger(__name__)
+
+EXTENDER_TIMEOUT_S = 10.0
+T = TypeVar("T")
+
+
+class FilterAnswer(Struct, frozen=True, rename="pascal"):
+    """An ExtenderFilterResult: where the pod fits, and why it does not elsewhere, by node."""
+
+    node_names: list[str] | None = None
+    failed_nodes: dict[str, str] | None = None
+    failed_and_unresolvable_nodes: dict[str, str] | None = None
+    error: str = ""
+
+    @property
+    def failed(self) -> dict[str, str]:
+        return {**(self.failed_and_unresolvable_nodes or {}), **(self.failed_nodes or {})}
+
+
+class HostPriority(Struct, frozen=True, rename="pascal"):
+    host: str
+    score: int
+
+
+class _BindAnswer(Struct, frozen=True, rename="pascal"):
+    error: str = ""
+
+
+@asynccontextmanager
+async def open_extender_calls(url: str, *, timeout_s: float = EXTENDER_TIMEOUT_S) -> AsyncIterator[ExtenderCalls]:
+    """`url` is the prefix before the verbs, such as `http://127.0.0.1:3456/scheduler`."""
+    async with ClientSession() as session:
+        yield ExtenderCalls(url=url.rstrip("/"), session=session, timeout_s=timeout_s)
+
+
+class ExtenderCalls(Struct, frozen=True, kw_only=True):
+    """All methods raise Unavailable where no usable answer came, Rejected where the extender gave an error."""
+
+    url: str
+    session: ClientSession
+    timeout_s: float
+
+    async def filter(self, pod: RawObject, names: Sequence[str]) -> FilterAnswer:
+        answer = await self._post("filter", {"Pod": pod, "NodeNames": list(names)}, FilterAnswer)
+        if answer.error:
+            raise Rejected(f"the extender refused to filter: {answer.error}")
+        return answer
+
+    async def prioritize(self, pod: RawObject, names: Sequence[str]) -> dict[str, int]:
+        answer = await self._post("priorities", {"Pod": pod, "NodeNames": list(names)}, list[HostPriority])
+        return {entry.host: entry.score for entry in answer}
+
+    async def bind(self, pod: RawObject, node_name: str) -> None:
+        metadata = pod["metadata"]
+        body = {
+            "PodName": metadata["name"], "PodNamespace": metadata["namespace"], "PodUID": metadata["uid"],
+            "Node": node_name,
+        }  # fmt: skip
+        answer = await self._post("bind", body, _BindAnswer)
+        if answer.error:
+            raise Rejected(f"the extender refused to bind: {answer.error}")
+
+    async def _post(self, verb: str, body: Mapping[str, Any], kind: type[T]) -> T:
+        try:
+            async with asyncio.timeout(self.timeout_s), self.session.post(f"{self.url}/{verb}", json=body) as answer:
+                if answer.status != 200:
+                    text = (await answer.text())[:200]
+                    raise Unavailable(f"the extender answered {verb} with HTTP {answer.status}: {text}")
+                return msgspec.json.decode(await answer.read(), type=kind)
+        except msgspec.MsgspecError as error:
+            raise Unavailable(f"the extender's answer to {verb} is not of extender v1: {error}") from error
+        except (ClientError, OSError, ValueError, TimeoutError) as error:
+            why = str(error) or f"no answer within {self.timeout_s:g} s"
+            raise Unavailable(f"the extender at {self.url} cannot be asked to {verb}: {why}") from error
+
 
 SCHEDULER_ERROR = "SchedulerError"
 BINDS_AT_ONCE = 16
@@ -125,7 +203,7 @@ class ExtenderScheduler:
             if names and requests:
                 answer = await self._extender.filter(pod, names)
                 reasons += [reason for _, reason in sorted(answer.failed.items())]
-                names = [name for name in names if name in answer.names]
+                names = [name for name in names if name in (answer.node_names or ())]
             if not names:
                 self._put_back(pod, waiting_text(len(against), reasons), UNSCHEDULABLE)
                 return
