@@ -80,7 +80,7 @@ class FirstFit:
     def _allocated(self, name: str, shape: Shape) -> list[Share] | None:
         used = self._used[name]
         ordered = sorted(self._devices[name], key=lambda device: self._sign * used.get(device.key, {}).get(_CORES, 0))
-        found = allocate([_wanted(shape)], ordered, used)
+        found = allocate([_requests_of(shape)], ordered, used)
         return None if found is None else found[0]
 
     def _add(self, name: str, shares: Sequence[Share], sign: int) -> None:
@@ -101,7 +101,7 @@ class FirstFit:
         )
 
 
-def _wanted(shape: Shape) -> ClaimRequests:
+def _requests_of(shape: Shape) -> ClaimRequests:
     """Whole GPUs have together the memory that is asked for, if each has its part."""
     if shape.cores % CORES_PER_GPU:
         option = Option(name="gpu", asked={_CORES: shape.cores, _MEMORY: shape.blocks})

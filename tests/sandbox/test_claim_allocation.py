@@ -13,7 +13,7 @@ import yaml
 
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.sandbox.scheduler.allocation import allocate
-from gpushare_agent.sandbox.scheduler.claims import allocation_of, read_devices, read_wanted, used_of
+from gpushare_agent.sandbox.scheduler.claims import allocation_of, read_devices, read_requests, used_of
 from gpushare_agent.sandbox.scheduler.selectors import DeviceView, SelectorFailed, Version, parse_selector
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def allocated(step: dict[str, Any], claims: list[dict[str, Any]]) -> list[dict[s
     claim = {"metadata": {"name": step["name"]}, "spec": step["spec"]}
     devices = read_devices([slice_at(step)], NODE)
     try:
-        shares = allocate([read_wanted(step["spec"], CLASSES)], devices, used_of(claims))
+        shares = allocate([read_requests(step["spec"], CLASSES)], devices, used_of(claims))
     except Rejected as error:
         return str(error)
     if shares is None:
@@ -85,7 +85,7 @@ def test_a_class_configures_its_requests_before_the_claim() -> None:
     spec = copy.deepcopy(step["spec"])
     spec["devices"]["config"] = [{"opaque": {"driver": "gpushare-agent", "parameters": {"a": 2}}}]
     classes = {device_class["metadata"]["name"]: device_class}
-    shares = allocate([read_wanted(spec, classes)], read_devices([slice_at(step)], NODE), {})
+    shares = allocate([read_requests(spec, classes)], read_devices([slice_at(step)], NODE), {})
     assert shares is not None
     config = allocation_of({"spec": spec}, shares[0], NODE, classes)["devices"]["config"]
     sources = [(one["source"], one.get("requests"), one["opaque"]["parameters"]["a"]) for one in config]
