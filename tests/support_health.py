@@ -9,8 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.decisions.health import HealthPolicy
-from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind
+from gpushare_agent.gpus.health import GpuEvent, GpuEventKind, HealthPolicy
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import DriverSample

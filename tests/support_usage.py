@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.decisions.health import HealthPolicy, why_not_offered
-from gpushare_agent.gpus.decisions.values import GpuHealth
+from gpushare_agent.gpus.health import GpuHealth, HealthPolicy, why_not_offered
 from gpushare_agent.gpus.simulated.driver import default_topology
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.kept import Circumstances

@@ -3,9 +3,8 @@
 State owned: `GpuInventoryState` (the GPUs and the health of each), `HealthStateWriter` (what is in health.state_file),
 `ControlServer` (the socket of `cordon` and `uncordon`), `NvmlSession` and `NvmlEvents` (an opening of NVML, its event set).
 Called by: agent (composition), which subscribes every listener to the inventory.
-Open first: inventory.py. Where an Xid makes a GPU Unhealthy: `decisions/health.py` (`after_event`), called by
+Open first: inventory.py. Where an Xid makes a GPU Unhealthy: health.py (`after_event`), called by
 `GpuInventoryState.note_events`, called by `GpuWatch` in watch.py.
 
-Others import: decisions.health, decisions.values, inventory, nvml.compute_mode, observer, part, simulated.faults,
-simulated.input, simulated.usage, watch.
+Others import: health, inventory, nvml.compute_mode, observer, part, simulated.files, watch.
 """

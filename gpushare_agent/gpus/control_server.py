@@ -20,17 +20,16 @@ import importlib
 import json
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 from msgspec import Struct, field
 
-from gpushare_agent.gpus.decisions.cordon import gpu_document, select_gpus
-from gpushare_agent.gpus.decisions.values import HealthState
+from gpushare_agent.gpus.health import GpuHealth, HealthState
 from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.gpus.state_writer import HealthStateWriter
+from gpushare_agent.gpus.saved_health import HealthStateWriter
 from gpushare_agent.kit.peer_credentials import peer_credentials
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, connectable_path, file_identity, remove_socket
@@ -240,3 +239,42 @@ def _text(raw: dict[str, Any], name: str, limit: int) -> str:
     if not isinstance(value, str) or len(value) > limit or not value.isprintable():
         raise Rejected(f"{name!r} must be a text of at most {limit} printable characters")
     return value.strip()
+
+
+PREFIX = "GPU-"
+
+
+def select_gpus(text: str, gpus: Sequence[Gpu]) -> list[Gpu]:
+    """One GPU where `text` is unambiguous, none where it matches no GPU, several where it is too short a prefix.
+
+    Digits alone are an index, `0:1` is NVIDIA's name of a MIG instance. A UUID may lack its `GPU-`,
+    may be in any case, and may be cut short.
+    """
+    wanted = text.strip().lower()
+    if not wanted:
+        return []
+    if wanted.isdecimal():
+        return [gpu for gpu in gpus if str(gpu.index) == (wanted.lstrip("0") or "0")]
+    if ":" in wanted:
+        return [gpu for gpu in gpus if gpu.mig is not None and not gpu.mig.is_gone and gpu.label == wanted]
+    exact = [gpu for gpu in gpus if gpu.uuid.lower() == wanted]
+    begins = [gpu for gpu in gpus if gpu.uuid.lower().startswith((wanted, PREFIX.lower() + wanted))]
+    return exact or sorted(begins, key=lambda gpu: gpu.index)
+
+
+def gpu_document(gpu: Gpu, health: GpuHealth, *, unhealthy_reason: str, probes: int) -> dict[str, Any]:
+    """`unhealthy_reason` without the cordon; `probes` is how many polls must pass before the GPU is offered again."""
+    return {
+        "index": gpu.index,
+        "label": gpu.label,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "is_healthy": gpu.is_healthy,
+        "reason": unhealthy_reason,
+        "state": health.state.value,
+        "cause": health.cause,
+        "passes": health.passes,
+        "probes": probes,
+        "relapses": health.relapses,
+        "cordoned": health.cordon,
+    }

@@ -4,7 +4,7 @@ A GPU that the driver no longer reports stays, Unhealthy with the reason: its de
 be allocated. A MIG instance is then gone, for gpus/nvml/reader.py keeps those that containers have. State owned, by
 `GpuInventoryState`: the last poll, the health of each GPU, and the two joined; after one unanswered poll also the healths
 from before it, until the next poll. Changed by gpus/watch.py, gpus/control_server.py and the start of the agent; the rules
-are in gpus/decisions/health.py.
+are in health.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.decisions.health import (
+from gpushare_agent.gpus.health import (
+    NOTHING_SAVED,
     EventMeaning,
+    GpuEvent,
+    GpuHealth,
     HealthPolicy,
+    HealthState,
+    SavedHealth,
     after_brief_loss,
     after_driver_lost,
     after_event,
@@ -31,7 +36,6 @@ from gpushare_agent.gpus.decisions.health import (
     uncordoned,
     why_not_offered,
 )
-from gpushare_agent.gpus.decisions.values import NOTHING_SAVED, GpuEvent, GpuHealth, HealthState, SavedHealth
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.placement.topology_tree import build_topology
@@ -121,7 +125,7 @@ class GpuInventoryState:
         2. The poll before was unanswered, and only that one, and no such loss was forgiven within the last hour, and all
            GPUs that were healthy before are usable: they have their health of before again (`_end_loss`). In every other
            case they stay `lost` and have to pass their probes.
-        3. Each GPU goes from its state to the next by the table at `decisions.health.after_poll`.
+        3. Each GPU goes from its state to the next by the table at `health.after_poll`.
         4. Subscribers are called if the offered inventory or the saved part differs (`_publish`).
         """
         now = self._clock()

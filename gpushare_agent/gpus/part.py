@@ -9,11 +9,10 @@ import structlog
 from msgspec import Struct
 
 from gpushare_agent.gpus.control_server import ControlServer
-from gpushare_agent.gpus.decisions.health import HealthPolicy
+from gpushare_agent.gpus.health import HealthPolicy
 from gpushare_agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.gpus.saved_health import HealthStateFile, HealthStateWriter
 from gpushare_agent.gpus.simulated.driver import SimulatedDriver
-from gpushare_agent.gpus.state_file import HealthStateFile
-from gpushare_agent.gpus.state_writer import HealthStateWriter
 from gpushare_agent.gpus.watch import GpuDriver, GpuWatch
 from gpushare_agent.kit.supervision import Tasks
 from gpushare_agent.kubelet.device_table import check_lists

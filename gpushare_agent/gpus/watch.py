@@ -1,7 +1,7 @@
 """Polls the driver for the GPUs and for its events, and applies both to the inventory.
 
 One GPU that fails becomes Unhealthy with its reason and the others stay; a driver that cannot be read makes all GPUs
-Unhealthy; both recover without an operator (gpus/decisions/health.py). A serious event counts before the next poll: a GPU
+Unhealthy; both recover without an operator (health.py). A serious event counts before the next poll: a GPU
 that hangs may block the driver for seconds. The GPUs' state is in gpus/inventory.py; this module owns only the request for
 an early poll and the number of consecutive failures to fetch events.
 """
@@ -18,8 +18,7 @@ from typing import NoReturn, Protocol, assert_never
 import structlog
 from msgspec import Struct, field
 
-from gpushare_agent.gpus.decisions.health import EventMeaning, describe_event
-from gpushare_agent.gpus.decisions.values import GpuEvent
+from gpushare_agent.gpus.health import EventMeaning, GpuEvent, describe_event
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.supervision import Reconciler, forever

@@ -1,7 +1,7 @@
 """Failing GPUs of the embedded node: what `sandbox fail-gpu` and `heal-gpu` write into the agent's faults file.
 
 The file is read before each change, so that what a person has written there stays. State owned: the last ID given, for those
-in the file go when their GPU is healed. Format: gpus/simulated/faults.py.
+in the file go when their GPU is healed. Format: gpus/simulated/files.py.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.decisions.health import EventMeaning, HealthPolicy, meaning_of
-from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind
-from gpushare_agent.gpus.simulated.faults import (
+from gpushare_agent.gpus.health import EventMeaning, GpuEvent, GpuEventKind, HealthPolicy, meaning_of
+from gpushare_agent.gpus.simulated.files import (
     Faults,
     RehearsedEvent,
     RehearsedReset,
     encode_faults,
     parse_faults,
+    read_regular,
 )
-from gpushare_agent.gpus.simulated.input import read_regular
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.model.names import GpuUuid
 

@@ -19,7 +19,7 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.simulated.usage import RehearsedProcess, encode_usage
+from gpushare_agent.gpus.simulated.files import RehearsedProcess, encode_usage
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.choice import choose_isolation
 from gpushare_agent.kit.report_once import ReportOnce

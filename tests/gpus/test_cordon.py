@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.decisions.cordon import select_gpus
+from gpushare_agent.gpus.control_server import select_gpus
 from gpushare_agent.model.names import GpuUuid
 from tests.support_core import inventory, mig_instance
 

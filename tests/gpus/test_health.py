@@ -10,12 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.decisions.health import (
+from gpushare_agent.gpus.health import (
     RELAPSE_WITHIN_S,
     STATES,
     XID_NAMES,
     EventMeaning,
+    GpuEvent,
+    GpuEventKind,
+    GpuHealth,
     HealthPolicy,
+    HealthState,
     after_driver_lost,
     after_event,
     after_poll,
@@ -29,7 +33,6 @@ from gpushare_agent.gpus.decisions.health import (
     uncordoned,
     why_not_offered,
 )
-from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind, GpuHealth, HealthState
 from gpushare_agent.model.gpus import Gpu, Health
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.settings.observation import HealthSettings

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.decisions.health import EventMeaning, HealthPolicy
-from gpushare_agent.gpus.decisions.values import GpuHealth, HealthState, SavedHealth
+from gpushare_agent.gpus.health import EventMeaning, GpuHealth, HealthPolicy, HealthState, SavedHealth
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid

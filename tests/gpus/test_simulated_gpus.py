@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind
+from gpushare_agent.gpus.health import GpuEvent, GpuEventKind
 from gpushare_agent.gpus.simulated.driver import SimulatedDriver
-from gpushare_agent.gpus.simulated.faults import Faults, encode_faults, parse_faults
-from gpushare_agent.gpus.simulated.usage import encode_usage, parse_usage
+from gpushare_agent.gpus.simulated.files import Faults, encode_faults, encode_usage, parse_faults, parse_usage
 from gpushare_agent.model.errors import Corrupt, StartupError, Unavailable
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.usage import ProcessKind

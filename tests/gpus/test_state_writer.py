@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 from structlog.testing import capture_logs
 
-from gpushare_agent.gpus.decisions.values import NOTHING_SAVED, SavedHealth
+from gpushare_agent.gpus.health import NOTHING_SAVED, SavedHealth
 from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.gpus.state_writer import NO_FILE, HealthStateWriter
+from gpushare_agent.gpus.saved_health import NO_FILE, HealthStateWriter
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.names import GpuUuid

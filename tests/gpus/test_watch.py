@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.gpus.decisions.health import HealthPolicy
+from gpushare_agent.gpus.health import HealthPolicy
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.watch import GpuWatch
 from gpushare_agent.kit.tenant_lines import TenantLines

@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from gpushare_agent.cli import sandbox as app
-from gpushare_agent.gpus.decisions.health import HealthPolicy
+from gpushare_agent.gpus.health import HealthPolicy
 from gpushare_agent.gpus.simulated.driver import SimulatedDriver
-from gpushare_agent.gpus.simulated.faults import parse_faults
+from gpushare_agent.gpus.simulated.files import parse_faults
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.sandbox.gpu_faults import GpuFaults, Healed
 from tests.support_agent import open_agent

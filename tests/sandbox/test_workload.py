@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent.gpus.simulated.driver import SimulatedDriver
-from gpushare_agent.gpus.simulated.usage import Usage, parse_usage
+from gpushare_agent.gpus.simulated.files import Usage, parse_usage
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.names import ISOLATION_ANNOTATION

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gpushare_agent.admission.resize_file import ResizeFile
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.gpus.part import open_driver
-from gpushare_agent.gpus.state_file import HealthStateFile
+from gpushare_agent.gpus.saved_health import HealthStateFile
 from gpushare_agent.isolation.cdi.files import CdiFiles
 from gpushare_agent.isolation.device_nodes import read_extra_devices
 from gpushare_agent.isolation.driver_volume.config import read_volume_config

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpushare_agent.gpus.nvml.topology import text_of
+from gpushare_agent.gpus.nvml.session import text_of
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import StartupError, Unavailable
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from gpushare_agent.gpus.decisions.values import GpuEvent
+from gpushare_agent.gpus.health import GpuEvent
 from gpushare_agent.gpus.nvml.events import NvmlEvents
 from gpushare_agent.gpus.nvml.memory_limits import NvmlMemoryLimits
 from gpushare_agent.gpus.nvml.mig import MINORS_FILE

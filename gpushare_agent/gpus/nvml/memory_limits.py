@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession
-from gpushare_agent.gpus.nvml.topology import text_of
+from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession, text_of
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from gpushare_agent.gpus.nvml.session import NvmlSession
-from gpushare_agent.gpus.nvml.topology import text_of
+from gpushare_agent.gpus.nvml.session import NvmlSession, text_of
 from gpushare_agent.model.gpus import Gpu, MigAttributes, MigPlace
 from gpushare_agent.model.names import GIB, MIB, GpuUuid
 

@@ -29,8 +29,8 @@ from gpushare_agent.gpus.nvml.mig import (
     read_cap_minors,
     read_place,
 )
-from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, FoundGpu, NvmlSession, UnnamedGpu
-from gpushare_agent.gpus.nvml.topology import NvmlTopology, canonical_bus_id, text_of
+from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, FoundGpu, NvmlSession, UnnamedGpu, text_of
+from gpushare_agent.gpus.nvml.topology import NvmlTopology, canonical_bus_id
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import MIB, GpuUuid

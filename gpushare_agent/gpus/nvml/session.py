@@ -13,7 +13,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from gpushare_agent.gpus.nvml.topology import text_of
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.names import GpuUuid
 
@@ -24,6 +23,11 @@ CHECKLIST = (
 )
 _OF_DRIVER = ("UNINITIALIZED", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH")
 _ERROR_PREFIX = "NVML_ERROR_"
+
+
+def text_of(value: str | bytes) -> str:
+    """pynvml returns text or bytes, depending on its version and the call."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 class DriverLostError(Exception):

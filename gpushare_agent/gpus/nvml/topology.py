@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from gpushare_agent.gpus.nvml.session import text_of
 from gpushare_agent.model.gpus import Gpu, NvLink
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology import Link, LinkKind, Topology
@@ -25,11 +26,6 @@ _ANCESTORS = {
     40: LinkKind.NODE,  # NVML_TOPOLOGY_NODE
     50: LinkKind.SYS,  # NVML_TOPOLOGY_SYSTEM
 }
-
-
-def text_of(value: str | bytes) -> str:
-    """pynvml returns text or bytes, depending on its version and the call."""
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def canonical_bus_id(bus_id: str) -> str:

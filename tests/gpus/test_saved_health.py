@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.gpus.decisions.values import NOTHING_SAVED, SavedHealth
-from gpushare_agent.gpus.state_file import BOOT_ID, HealthStateFile
+from gpushare_agent.gpus.health import NOTHING_SAVED, SavedHealth
+from gpushare_agent.gpus.saved_health import BOOT_ID, HealthStateFile
 from gpushare_agent.kit.state_file import MAX_BYTES
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.names import GpuUuid

@@ -1,8 +1,9 @@
-"""Whether a GPU is offered: from polls of the driver, its events, an operator's cordon, and the time.
+"""Whether a GPU is offered: from polls of the driver, its events, an operator's cordon, and the time. Pure.
 
 An event or a failed poll makes a GPU Unhealthy at once. It is offered again after several polls in a row found it usable,
 a period apart; the period doubles with each relapse. Some errors leave a GPU that answers but must not be used: it waits
-until a reset is observed, that is, a poll finds the GPU missing and a later one finds it usable.
+until a reset is observed, that is, a poll finds the GPU missing and a later one finds it usable. The owner of each GPU's
+state is inventory.py.
 Numbers and names of Xid errors: NVIDIA's catalogue of Xid errors (docs/explanation/health.md).
 """
 
@@ -15,9 +16,66 @@ from typing import assert_never
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.decisions.values import GpuEvent, GpuEventKind, GpuHealth, HealthState, SavedHealth
 from gpushare_agent.model.gpus import Gpu, Health
 from gpushare_agent.model.names import GpuUuid
+
+
+class GpuEventKind(StrEnum):
+    XID = "xid"
+    DOUBLE_BIT_ECC = "double-bit-ecc"
+
+
+class GpuEvent(Struct, frozen=True, kw_only=True):
+    """`uuid` is None where the driver does not name the GPU. `xid` is the number in NVIDIA's catalogue of Xid errors, 0 for
+    events of another kind. `gi` and `ci` are the MIG instance's IDs, None where it is of the whole GPU."""
+
+    kind: GpuEventKind
+    uuid: GpuUuid | None
+    xid: int = 0
+    gi: int | None = None
+    ci: int | None = None
+
+    def is_of(self, gpu: Gpu) -> bool:
+        """Whether it is of this GPU, or of this MIG instance or the GPU that it is a part of."""
+        if gpu.mig is None or self.uuid != gpu.mig.parent:
+            return self.uuid == gpu.uuid
+        return self.gi in (None, gpu.mig.gi) and self.ci in (None, gpu.mig.ci)
+
+
+class HealthState(StrEnum):
+    """One GPU's state. A cordon is not a state: a GPU in any state may be cordoned."""
+
+    HEALTHY = "healthy"
+    LOST = "lost"
+    PROBING = "probing"
+    NEEDS_RESET = "needs-reset"
+
+
+class GpuHealth(Struct, frozen=True, kw_only=True):
+    """`cause` is the error that made it unhealthy, empty while healthy. Times are of the monotonic clock, in seconds.
+
+    `passes` counts consecutive polls that found the GPU usable; a poll counts from `probe_at` on. `relapses` counts
+    consecutive failures soon after a recovery. `cordon` is the operator's reason, None where the GPU is in service.
+    """
+
+    state: HealthState = HealthState.HEALTHY
+    cause: str = ""
+    passes: int = 0
+    probe_at: float | None = None
+    relapses: int = 0
+    recovered_at: float | None = None
+    cordon: str | None = None
+
+
+class SavedHealth(Struct, frozen=True, kw_only=True):
+    """Saved over a restart of the agent: cordons with their reasons, and GPUs that wait for a reset, with the cause."""
+
+    cordons: Mapping[GpuUuid, str]
+    waits: Mapping[GpuUuid, str]
+
+
+NOTHING_SAVED = SavedHealth(cordons={}, waits={})
+
 
 RELAPSE_WITHIN_S = 3600.0
 """A GPU that becomes unhealthy again within this time after its recovery has had a relapse."""

@@ -1,1 +1,0 @@
-"""Pure rules: which state an event or a poll puts a GPU in (health), and which GPU an operator names (cordon)."""
