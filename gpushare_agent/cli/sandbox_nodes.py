@@ -89,11 +89,8 @@ async def build_node(
     settings = load_settings(arguments, os.environ).settings
     await _check_isolation(settings, node.paths, driver)
     inventory = await driver.read()
-    resources, names = settings.resources, resource_names(settings, inventory.mig_profiles)
     shown = ReportedNode(
-        node=node, gpus=inventory.gpus, vcore=resources.vcore, vmemory=resources.vmemory,
-        memory_block_mib=resources.memory_block_mib, gpu_mem=names.gpu_mem, units=names.gpu,
-        gpu_mem_unit_mib=names.gpu_mem_unit_mib,
+        node=node, gpus=inventory.gpus, names=resource_names(settings, inventory.mig_profiles),
         addresses=addresses_of(settings), by_claims=bool(settings.dra.gpus),
     )  # fmt: skip
     node.api.add_agent(node.name, AgentServer(url=shown.addresses["web"], log=node.paths.agent_log))

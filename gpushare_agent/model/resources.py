@@ -88,6 +88,11 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
     def names(self) -> tuple[str, ...]:
         return tuple(name for kind in self.table for name in kind.names(self))
 
+    @property
+    def binding_names(self) -> tuple[str, ...]:
+        """Of the resources whose IDs say which GPU a container is on."""
+        return tuple(name for kind in self.table if kind.binds_gpu for name in kind.names(self))
+
     def name(self, kind: ResourceKind) -> str:
         """Of several the first; empty where the node does not offer it."""
         return next(iter(kind.names(self)), "")

@@ -54,7 +54,7 @@ class NodeController(Struct, frozen=True, kw_only=True):
             return node.name in slices and node.kubelet.has_wiped_slices
         raw = node.api.object_of("nodes", ("", node.name)) or {}
         allocatable = raw.get("status", {}).get("allocatable", {})
-        return all(int(allocatable.get(name, 0)) > 0 for name in (self.shown.vcore, self.shown.vmemory))
+        return all(int(allocatable.get(name, 0)) > 0 for name in (self.shown.names.vcore, self.shown.names.vmemory))
 
     def fail_gpu(self, request: Request) -> str:
         """An Xid error where one is given, else a loss."""

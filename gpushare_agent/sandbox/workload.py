@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import structlog
@@ -25,6 +25,8 @@ from gpushare_agent.isolation.choice import choose_isolation
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MIB
+from gpushare_agent.model.pods import ContainerSpec
+from gpushare_agent.model.requests import request_of
 from gpushare_agent.model.usage import ProcessSample
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, RawObject, annotation_number, containers_of
 from gpushare_agent.sandbox.report.claims import ClaimedShare, shares_of_container
@@ -186,10 +188,10 @@ class WorkloadPlayer:
             return None
         claims = shares_of_container(shown.node, pod, run.name)
         gpus += [shown.gpus[index] for index in sorted({one.gpu for one in claims})]
-        if not gpus:
+        spec = next((spec for spec in containers_of(pod) if spec.name == run.name), None)
+        if not gpus or spec is None:
             return None
-        wanted = next((spec.requests for spec in containers_of(pod) if spec.name == run.name), {})
-        share, memory_bytes = self._claimed(pod, claims) if claims else self._share(wanted, gpus, ids)
+        share, memory_bytes = self._claimed(pod, claims) if claims else self._share(spec, gpus, ids)
         chosen = choose_isolation(pod["metadata"].get("annotations") or {}, self._isolation, self._allowed)
         return PlayedContainer(
             name=f"{run.pod_namespace}/{run.pod_name}/{run.name}",
@@ -204,9 +206,8 @@ class WorkloadPlayer:
 
     def _ids(self, run: Container) -> list[str]:
         """Those that name its GPUs."""
-        names = (self._shown.vcore, self._shown.gpu_mem, *self._shown.units)
         records = self._shown.node.kubelet.records_of(run.pod_uid, run.name)
-        found = [records[name].ids for name in names if name in records]
+        found = [records[name].ids for name in self._shown.names.binding_names if name in records]
         return list(found[0]) if found else []
 
     def _claimed(self, pod: RawObject, claims: Sequence[ClaimedShare]) -> tuple[float, int]:
@@ -218,19 +219,17 @@ class WorkloadPlayer:
         parts = [one.cores / CORES_PER_GPU or one.memory_mib / self._shown.gpus[one.gpu].memory_mib for one in claims]
         return min(parts) / users, least.memory_mib * MIB // users
 
-    def _share(self, wanted: Mapping[str, int], gpus: list[Gpu], ids: Sequence[str]) -> tuple[float, int]:
+    def _share(self, spec: ContainerSpec, gpus: list[Gpu], ids: Sequence[str]) -> tuple[float, int]:
         """Of each of its GPUs: the part of the GPU, and the bytes of memory."""
-        shown, whole_mib = self._shown, min(gpu.memory_mib for gpu in gpus)
-        cores = wanted.get(shown.vcore, 0)
-        if cores >= CORES_PER_GPU:
+        names, whole_mib = self._shown.names, min(gpu.memory_mib for gpu in gpus)
+        asked = request_of(spec, names)
+        if asked.whole_gpus:
             return 1.0, whole_mib * MIB
-        if any(wanted.get(name) for name in shown.units):
+        if names.part_kind(spec) is not None:
             part = min(parts_of_gpus(ids, gpus).values())
             return float(part), int(part * whole_mib) * MIB
-        if cores:
-            return cores / CORES_PER_GPU, min(whole_mib, wanted.get(shown.vmemory, 0) * shown.memory_block_mib) * MIB
-        units_mib = min(whole_mib, wanted.get(shown.gpu_mem, 0) * shown.gpu_mem_unit_mib)
-        return units_mib / whole_mib, units_mib * MIB
+        memory_mib = min(whole_mib, names.memory_mib(spec))
+        return asked.cores / CORES_PER_GPU or memory_mib / whole_mib, memory_mib * MIB
 
 
 def _sum(processes: Iterable[RehearsedProcess]) -> dict[str, float]:

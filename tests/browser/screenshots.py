@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.report.document import ReportedNode
@@ -69,7 +70,7 @@ async def busy_node() -> AsyncIterator[tuple[EmbeddedNode, InnerAgent]]:
             return started_at + (time.time() - started_at) * SPEED
 
         agent.parts.observability.usage_history._clock = rehearsed_time
-        shown = ReportedNode(node=node, gpus=gpus, vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
+        shown = ReportedNode(node=node, gpus=gpus, names=ResourceNames(vcore=CORE, vmemory=MEMORY))
         player = WorkloadPlayer(shown, node.paths.usage, clock=rehearsed_time)
         while rehearsed_time() - started_at < HISTORY_S * 0.93:
             player.play()

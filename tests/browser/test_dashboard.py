@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION
 from gpushare_agent.sandbox.report.document import ReportedNode
@@ -80,9 +81,7 @@ async def open_scene(*flags: str) -> AsyncIterator[Scene]:
         shown = ReportedNode(
             node=node,
             gpus=agent.parts.gpus.inventory.current.gpus,
-            vcore=CORE,
-            vmemory=MEMORY,
-            memory_block_mib=256,
+            names=ResourceNames(vcore=CORE, vmemory=MEMORY),
         )
         url = f"http://127.0.0.1:{await agent.parts.observability.web.wait_listening()}"
         await browser.prefer(prefers_reduced_motion="reduce")

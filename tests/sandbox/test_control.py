@@ -15,6 +15,7 @@ import pytest
 
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.controller import NodeController, SandboxController
@@ -169,7 +170,7 @@ async def open_controller() -> AsyncIterator[tuple[SandboxController, Path]]:
         raise Unavailable("nothing listens")
 
     async with open_test_node() as node:
-        shown = ReportedNode(node=node, gpus=(), vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
+        shown = ReportedNode(node=node, gpus=(), names=ResourceNames(vcore=CORE, vmemory=MEMORY))
         one = NodeController(
             shown=shown,
             agent=AgentProcess([], node.paths.agent_log, lambda _: None),

@@ -19,6 +19,7 @@ from gpushare_agent.cli import sandbox as app
 from gpushare_agent.cli.render_sandbox import pod_line, print_document
 from gpushare_agent.cli.sandbox import node_flags
 from gpushare_agent.model.errors import AgentError, Rejected, Unavailable
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.sandbox.agent_process import AgentProcess
 from gpushare_agent.sandbox.controller import NodeController, SandboxController
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
@@ -117,7 +118,7 @@ async def open_controller(*names: str) -> AsyncIterator[tuple[SandboxController,
     async with open_cluster(*names) as cluster:
         benches = [
             NodeController(
-                shown=ReportedNode(node=node, gpus=(), vcore=CORE, vmemory=MEMORY, memory_block_mib=256),
+                shown=ReportedNode(node=node, gpus=(), names=ResourceNames(vcore=CORE, vmemory=MEMORY)),
                 agent=AgentProcess([], node.paths.agent_log, lambda _: None),
                 faults=GpuFaults(node.paths.faults, 2),
                 read_agent=no_agent,

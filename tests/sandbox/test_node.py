@@ -18,6 +18,7 @@ from gpushare_agent.cli.sandbox_nodes import build_node, check_driver
 from gpushare_agent.model.errors import Rejected, StartupError, Unavailable
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.sandbox.control import Answer, Request, ask, open_control
 from gpushare_agent.sandbox.manifests import ManifestError, parse_manifests, read_manifests, sample_manifests
 from gpushare_agent.sandbox.pod_manifest import containers_of, pod_requests
@@ -243,7 +244,7 @@ async def test_an_ended_pod_is_shown_without_gpus_and_with_its_exit_code() -> No
     async with open_test_node() as node, open_plugin(node, plugin):
         node.api.create_pod(pod("p", container("main", cores=30), restartPolicy="Never"))
         await wait_phase(node, "p", "Running")
-        shown = ReportedNode(node=node, gpus=(_gpu(0, "a"),), vcore=CORE, vmemory=MEMORY, memory_block_mib=256)
+        shown = ReportedNode(node=node, gpus=(_gpu(0, "a"),), names=ResourceNames(vcore=CORE, vmemory=MEMORY))
         assert report(shown)["pods"][0]["containers"][0]["gpus"] == [0]
         node.kubelet.kill_container("default", "p", "main")
         await wait_phase(node, "p", "Failed")
@@ -271,7 +272,7 @@ async def test_the_report_has_the_agents_gpus_and_the_kubelets_pods() -> None:
             node.api.create_pod(pod("q", container("main", cores=300)))
             await node.kubelet.wait_for(lambda: node.api.pod("default", "q")["status"].get("conditions"))
             shown = ReportedNode(
-                node=node, gpus=(_gpu(0, "a"), _gpu(1, "b")), vcore=CORE, vmemory=MEMORY, memory_block_mib=256
+                node=node, gpus=(_gpu(0, "a"), _gpu(1, "b")), names=ResourceNames(vcore=CORE, vmemory=MEMORY)
             )
             shown.agent_document["gpus"] = [{"uuid": "a", "cores": 1}, {"uuid": "c", "cores": 3}]
             document = report(shown)
@@ -354,4 +355,4 @@ async def test_the_resources_of_mig_instances_are_shown(tmp_path: Path) -> None:
     )  # fmt: skip
     async with open_test_node() as node:
         built = await build_node(node, flags, check_driver(node.name, node.paths, flags), lambda _: None)
-        assert built.controller.shown.units == ("nvidia.com/gpu", "nvidia.com/mig-1g.10gb")
+        assert built.controller.shown.names.gpu == ("nvidia.com/gpu", "nvidia.com/mig-1g.10gb")

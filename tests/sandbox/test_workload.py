@@ -18,6 +18,7 @@ from gpushare_agent.gpus.simulated.files import Usage, parse_usage
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.report.document import ReportedNode, report
 from gpushare_agent.sandbox.workload import (
@@ -130,7 +131,7 @@ async def open_played(**settings: Any) -> AsyncIterator[tuple[EmbeddedNode, Work
         ).gpus
         uuids = [gpu.uuid for gpu in gpus]
         shown = ReportedNode(
-            node=node, gpus=gpus, vcore=CORE, vmemory=MEMORY, memory_block_mib=256, gpu_mem=GPU_MEM,
+            node=node, gpus=gpus, names=ResourceNames(vcore=CORE, vmemory=MEMORY, gpu_mem=GPU_MEM),
         )  # fmt: skip
         async with (
             open_plugin(node, SmallPlugin(CORE, device_ids(*uuids, count=100)), "core.sock"),

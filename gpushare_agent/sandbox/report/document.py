@@ -21,6 +21,8 @@ from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
+from gpushare_agent.model.requests import request_of
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.units import parts_of
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode
@@ -42,18 +44,11 @@ _ANSWERS_KEPT = 2048
 
 
 class ReportedNode(Struct, frozen=True, kw_only=True):
-    """A node, the GPUs of its agent, and the agent's two resources."""
+    """A node, the GPUs of its agent, and the agent's resources."""
 
     node: EmbeddedNode
     gpus: Sequence[Gpu]
-    vcore: str
-    vmemory: str
-    memory_block_mib: int
-    gpu_mem: str = ""
-    """GPUShare's resource, empty where it is not offered."""
-    units: tuple[str, ...] = ()
-    """NVIDIA's resources: whole GPUs and replicas."""
-    gpu_mem_unit_mib: int = 1024
+    names: ResourceNames = ResourceNames()
     by_claims: bool = False
     """The agent is a DRA driver, too."""
     agent_document: dict[str, Any] = field(default_factory=dict)
@@ -117,10 +112,10 @@ def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
     cores, a device of one is Unhealthy while the other has the GPU, so one that is Healthy shows that its GPU is."""
     sliced = sliced_health(shown.node, shown.gpus)
     health = {uuid: HEALTHY if is_healthy else _UNHEALTHY for uuid, is_healthy in sliced.items()}
-    devices = shown.node.kubelet.devices(shown.vcore)
+    devices = shown.node.kubelet.devices(shown.names.vcore)
     for uuid, is_healthy in zip(_uuids_of(devices, shown.gpus), devices.values(), strict=True):
         health[uuid] = HEALTHY if is_healthy and health.get(uuid) != _UNHEALTHY else _UNHEALTHY
-    for resource in (shown.vcore, *shown.units) if shown.units else ():
+    for resource in (shown.names.vcore, *shown.names.gpu) if shown.names.gpu else ():
         offered = shown.node.kubelet.devices(resource)
         healthy = [device for device, is_healthy in offered.items() if is_healthy]
         health |= dict.fromkeys(_uuids_of(healthy, shown.gpus), HEALTHY)
@@ -208,10 +203,10 @@ def _container(
 ) -> dict[str, Any]:
     pod_uid = pod["metadata"]["uid"]
     answers = [_parsed(raw) for _, (_, raw) in sorted(given.items())]
-    ids = next((given[name][0] for name in (shown.vcore, shown.gpu_mem, *shown.units) if name in given), ())
+    ids = next((given[name][0] for name in shown.names.binding_names if name in given), ())
     mounts = {m.container_path: m for answer in answers for m in answer.mounts}
     devices = {d.container_path: d for answer in answers for d in answer.devices}
-    claims = shares_of_container(shown.node, pod, spec.name)
+    asked, claims = request_of(spec, shown.names), shares_of_container(shown.node, pod, spec.name)
     indexes = sorted({gpu.index for gpu in gpus_of(ids, shown.gpus)} | {share.gpu for share in claims})
     labels = {gpu.index: gpu.label for gpu in shown.gpus}
     given_at = mounts.get(VDEVICE_DIRECTORY)
@@ -230,13 +225,11 @@ def _container(
             }
             for one in claims
         ],
-        "vcore": spec.requests.get(shown.vcore, 0),
-        "vmemory": spec.requests.get(shown.vmemory, 0),
-        "gpu_mem": spec.requests.get(shown.gpu_mem, 0),
-        "memory_mib": spec.requests.get(shown.vmemory, 0) * shown.memory_block_mib
-        + spec.requests.get(shown.gpu_mem, 0) * shown.gpu_mem_unit_mib
-        + sum(one.memory_mib for one in claims),
-        "units": {name: spec.requests[name] for name in shown.units if spec.requests.get(name)},
+        "vcore": asked.cores,
+        "vmemory": asked.blocks,
+        "gpu_mem": asked.units,
+        "memory_mib": shown.names.memory_mib(spec) + sum(one.memory_mib for one in claims),
+        "units": {name: spec.requests[name] for name in shown.names.gpu if spec.requests.get(name)},
         "env": {k: v for answer in answers for k, v in sorted(answer.envs.items())},
         "mounts": [
             {"host_path": m.host_path, "container_path": m.container_path, "read_only": m.read_only}
