@@ -17,8 +17,9 @@ from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME, Gp
 from native.build_gpushare import SOURCES, build_gpushare
 from native.build_hami_core import TARGETS, CannotBuildError, run
 from native.gpushare.generate import HOOKS, HooksError, check, declared, generate, read_hooks
+from tests.gpushare.conftest import MachineWith
 from tests.native.build import NATIVE, build_program, cuda_include
-from tests.support_gpushare import POD, GpushareBuilt
+from tests.support_gpushare import CONTEXT_MIB, POD, GpushareBuilt
 
 pytestmark = pytest.mark.isolation
 
@@ -167,6 +168,37 @@ def test_the_region_is_exact_under_races_and_kills(include: Path, sanitizer: str
     found = stress(build_stress(include, tmp_path, sanitizer), "hammer", "8", "4", "2000")
     assert (found["above"], found["held"], found["failed"], found["ended"]) == (0, 0, 0, 8), found
     assert found["refused"] > 0 and found["most"] > (LIMIT_MIB << 20) * 3 // 4
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_threads_of_a_program_spoil_nothing(
+    gpushare: GpushareBuilt, include: Path, sanitizer: str, tmp_path: Path, machine_with: MachineWith
+) -> None:
+    """The whole library and all kinds of memory, in a share that is too small for all of them; at the end all is free."""
+    flags, libraries = SANITIZERS[sanitizer], tmp_path / "lib"
+    # Linked, and without a dlsym: a sanitizer looks for functions before it can bear instrumented ones.
+    linked = ["-std=gnu11", "-Wl,--no-as-needed", f"-L{libraries}", "-lgpushare", f"-L{gpushare.driver}", "-lcuda"]
+    renamed = ["-Ddlsym=unused_dlsym", "-Ddlvsym=unused_dlvsym"]
+    try:
+        build_gpushare(include, libraries / "libgpushare.so", directory=".", flags=[*flags, *renamed])
+        program = build_program(tmp_path / "stress", NATIVE / "library_stress.c", [*linked, *flags])
+    except CannotBuildError as error:
+        pytest.skip(f"no sanitizer: {error}")
+    machine = machine_with(kernel_us=1)
+    share = machine.container(memory_mib=CONTEXT_MIB + 64, cores=9000)
+    done = subprocess.run(
+        ["setarch", os.uname().machine, "-R", str(program), "6", "2000"],
+        env=machine.env() | {"LD_LIBRARY_PATH": f"{libraries}:{gpushare.driver}", "ASAN_OPTIONS": "detect_leaks=0"},
+        cwd=share.directory,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0 and not re.search("Sanitizer|runtime error", done.stderr), done.stderr[-5000:]
+    result = json.loads(done.stdout)
+    assert result["failed"] == 0 and result["refused"] > 0, result
+    assert result["after"] == result["before"] == 64 << 20, result
 
 
 def test_more_processes_than_slots_get_memory_one_after_the_other(include: Path, tmp_path: Path) -> None:
