@@ -79,11 +79,13 @@ static uint64_t bytes_of_graph(CUgraph graph, unsigned depth)
 static CUresult remember_graph(CUresult result, const CUgraphExec *made, CUgraph from)
 {
     if (result == CUDA_SUCCESS)
-        remember(&(struct allocation){.value = (uintptr_t)*made, .class = EXECUTABLE, .references = 1, .bytes = bytes_of_graph(from, 0)});
+        remember(&(struct allocation){.value = (uintptr_t)*made, .class = EXECUTABLE, .references = 1,
+                                      .bytes = bytes_of_graph(from, 0)});
     return result;
 }
 
-HOOK(cuGraphInstantiate, (CUgraphExec *made, CUgraph from, CUgraphNode *failed, char *log, size_t size), (made, from, failed, log, size))
+HOOK(cuGraphInstantiate, (CUgraphExec *made, CUgraph from, CUgraphNode *failed, char *log, size_t size),
+     (made, from, failed, log, size))
 {
     return remember_graph(real(made, from, failed, log, size), made, from);
 }
@@ -93,7 +95,8 @@ HOOK(cuGraphInstantiateWithFlags, (CUgraphExec *made, CUgraph from, unsigned lon
 {
     return remember_graph(real(made, from, flags), made, from);
 }
-HOOK(cuGraphInstantiateWithParams, (CUgraphExec *made, CUgraph from, CUDA_GRAPH_INSTANTIATE_PARAMS *parameters), (made, from, parameters))
+HOOK(cuGraphInstantiateWithParams, (CUgraphExec *made, CUgraph from, CUDA_GRAPH_INSTANTIATE_PARAMS *parameters),
+     (made, from, parameters))
 {
     return remember_graph(real(made, from, parameters), made, from);
 }

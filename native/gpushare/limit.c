@@ -49,6 +49,7 @@ struct cost {
     _Atomic bool is_outstanding;
 };
 static struct cost costs[COSTS], cost_of_the_rest;
+static _Atomic bool has_costs;
 static struct outstanding { struct cost *cost; CUevent before, after; uint64_t blocks; int gpu; } outstanding[OUTSTANDING];
 static unsigned outstanding_count;
 static double rates[KNOWN_RATES]; /* nanoseconds a block, of what was measured last */
@@ -66,6 +67,7 @@ static uint64_t mix(uint64_t value)
 
 static struct cost *cost_of(const struct launch *launch)
 {
+    atomic_store_explicit(&has_costs, true, memory_order_relaxed);
     uint64_t key = mix((uintptr_t)launch->what + mix(launch->blocks + mix(launch->threads))) | 1;
     for (unsigned i = 0; i < PROBES; i++) {
         struct cost *at = &costs[(key + i) % COSTS];
@@ -220,7 +222,7 @@ static double share_of(const struct usage_gpu *use, const struct limits *limits)
     double share = limits->has_ceiling && use->is_elastic ? limits->ceiling : limits->cores;
     double scale = LOAD(*(double *)(uintptr_t)&use->scale);
     share = share < 0.001 ? 0.001 : share; /* nothing would be for ever */
-    return share * (scale > 0 ? scale : 1);
+    return share * (scale > 1e-4 && scale < 1e4 ? scale : 1); /* the program may have written there whatever it likes */
 }
 
 /* ---- the bucket ---- */
@@ -439,8 +441,10 @@ HOOK(cuLaunchGridAsync, (CUfunction function, int width, int height, CUstream st
 void forget_launches(void)
 {
     guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    memset(costs, 0, sizeof costs); /* a function of the child may have the address of another one of the parent */
-    memset(&cost_of_the_rest, 0, sizeof cost_of_the_rest);
+    if (atomic_exchange(&has_costs, false)) { /* a function of the child may have the address of another one of the parent */
+        memset(costs, 0, sizeof costs);
+        memset(&cost_of_the_rest, 0, sizeof cost_of_the_rest);
+    }
     outstanding_count = rates_count = 0;
     atomic_store(&has_outstanding, 0);
 }

@@ -8,6 +8,7 @@
 #include "library.h"
 #include "region.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,6 +18,7 @@ enum { SHARDS = 16, BUCKETS = 1024 };
 static struct shard { pthread_mutex_t guard; struct allocation *bucket[BUCKETS]; } shards[SHARDS] = {
     [0 ... SHARDS - 1] = {.guard = PTHREAD_MUTEX_INITIALIZER},
 };
+static _Atomic bool has_allocations;
 
 /* Addresses are multiples of 512 and more: the product's upper bits differ all the same. */
 static uint64_t hash_of(enum class class, uint64_t value) { return ((value ^ (uint64_t)class << 60) * 0x9e3779b97f4a7c15u) >> 40; }
@@ -35,6 +37,7 @@ bool remember(const struct allocation *allocation)
     struct allocation *kept = malloc(sizeof *kept);
     if (!kept)
         return false;
+    atomic_store_explicit(&has_allocations, true, memory_order_relaxed);
     uint64_t hash = hash_of(allocation->class, allocation->value);
     struct shard *shard = shard_of(hash);
     struct allocation **first = &shard->bucket[hash / SHARDS % BUCKETS];
@@ -775,7 +778,8 @@ HOOK_ALSO(cuCtxDestroy, cuCtxDestroy_v2, (CUcontext context), (context));
 
 void forget_memory(void)
 {
-    for (struct shard *shard = shards; shard < shards + SHARDS; shard++)
+    bool has_any = atomic_exchange(&has_allocations, false); /* else its pages stay the parent's: most children only call exec */
+    for (struct shard *shard = shards; shard < shards + SHARDS && has_any; shard++)
         *shard = (struct shard){.guard = PTHREAD_MUTEX_INITIALIZER}; /* what hung in it is lost: free() may not be called here */
     reserves_guard = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
     contexts_guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;

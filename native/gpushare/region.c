@@ -199,6 +199,7 @@ static void clear_slot(struct usage_slot *of)
 
 struct usage_slot *own_slot(void)
 {
+    static int said;
     struct usage_slot *own = atomic_load_explicit(&slot, memory_order_acquire);
     if (own || !open_region())
         return own;
@@ -214,6 +215,8 @@ struct usage_slot *own_slot(void)
             atomic_store_explicit(&slot, own, memory_order_release);
         }
     pthread_mutex_unlock(&guard);
+    if (!own)
+        say_once(&said, "more than %d processes of the container use a GPU: this one gets no memory there", MOST_SLOTS);
     return own;
 }
 

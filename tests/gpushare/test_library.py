@@ -16,7 +16,7 @@ from elftools.elf.elffile import ELFFile
 from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME, GpuLimits, encode_config, encode_usage
 from native.build_gpushare import SOURCES, build_gpushare
 from native.build_hami_core import TARGETS, CannotBuildError, run
-from native.gpushare.generate import HOOKS, HooksError, check, declared, generate, read_hooks
+from native.gpushare.generate import HOOKS, HooksError, check, declared, generate, read_hooks, versions
 from tests.gpushare.conftest import MachineWith
 from tests.native.build import NATIVE, build_program, cuda_include
 from tests.support_gpushare import CONTEXT_MIB, POD, GpushareBuilt
@@ -70,6 +70,22 @@ def test_every_function_that_takes_memory_or_time_is_classified(include: Path) -
             check(kinds, names | {unknown})
     with pytest.raises(HooksError, match="cuMemAlloc_v2"):
         check(kinds, names - {"cuMemAlloc_v2"})
+
+
+def test_each_function_s_versions_are_the_headers(include: Path) -> None:
+    """By them a hook is found where a driver answers with addresses that it does not export."""
+    kinds = {name: kind for name, kind in read_hooks(HOOKS.read_text()).items() if kind != "pass"}
+    known = versions(kinds, (include / "cudaTypedefs.h").read_text())
+    expected = {
+        "cuMemAlloc": ("cuMemAlloc", 2000, False),
+        "cuMemAlloc_v2": ("cuMemAlloc", 3020, False),
+        "cuMemAllocAsync_ptsz": ("cuMemAllocAsync", 11020, True),
+        "cuCtxCreate_v4": ("cuCtxCreate", 12050, False),
+        "cuGetProcAddress_v2": ("cuGetProcAddress", 12000, False),
+        "cuLaunchKernel_ptsz": ("cuLaunchKernel", 7000, True),
+    }
+    assert {name: known[name] for name in expected} == expected
+    assert set(known) == set(kinds)
 
 
 NEXT_PROGRAM = r"""
