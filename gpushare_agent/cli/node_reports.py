@@ -27,6 +27,7 @@ from gpushare_agent.model.names import MIB, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.requests import request_of
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.observability.node_snapshot import reported_gpu_document
 from gpushare_agent.placement.gpu_account import account_of
 
 
@@ -99,23 +100,11 @@ def report_document(node: str, report: NodeReport, pods: Sequence[Pod]) -> dict[
     return {
         "node": node,
         "remark": report.remark,
-        "gpus": [_gpu(gpu, charged.get(gpu.index, NO_CHARGE), report.names) for gpu in report.gpus],
+        "gpus": [
+            reported_gpu_document(gpu, account_of(gpu, report.names, charged.get(gpu.index, NO_CHARGE)))
+            for gpu in report.gpus
+        ],
         "containers": sorted(containers, key=lambda one: (one["namespace"], one["pod"])),
-    }
-
-
-def _gpu(gpu: GpuReport, charge: Charge, names: ResourceNames) -> dict[str, Any]:
-    account = account_of(gpu, names, charge)
-    return {
-        "index": gpu.index,
-        "uuid": gpu.uuid,
-        "name": gpu.name,
-        **({"mig": {"label": gpu.mig.label, "profile": gpu.mig.profile}} if gpu.mig is not None else {}),
-        "is_healthy": gpu.is_healthy,
-        "health_reason": "" if gpu.is_healthy else None,  # not in the annotation
-        "cordoned": gpu.cordoned or None,
-        "cores": {"capacity": gpu.cores, "allocated": min(account.allocated_cores, gpu.cores)},
-        "memory": {"capacity_bytes": gpu.memory_bytes, "allocated_bytes": account.allocated_mib * MIB},
     }
 
 

@@ -13,13 +13,14 @@ from msgspec import Struct
 
 from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS, IsolationFacts, Kept
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Gpu, GpuInventory, MigPlace
+from gpushare_agent.model.gpus import Gpu, GpuInventory, GpuReport, MigPlace
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.topology import Branch, Link, LinkKind, Topology
 from gpushare_agent.model.units import cores_of_part
 from gpushare_agent.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
+from gpushare_agent.placement.gpu_account import GpuAccount
 
 SCHEMA = 2
 NO_REASON = "no reason given"
@@ -170,6 +171,22 @@ def gpu_document(gpu: Gpu, snapshot: NodeSnapshot) -> dict[str, Any]:
         },
         "usage": _gpu_usage(sample) if sample is not None else None,
         "unattributed": [_process(process) for process in unattributed],
+    }
+
+
+def reported_gpu_document(gpu: GpuReport, account: GpuAccount) -> dict[str, Any]:
+    """One GPU as its node reports it to the cluster, in the form of `gpu_document`. What is wrong with it is not reported:
+    `health_reason` is None where something is."""
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        **({"mig": {"label": gpu.mig.label, "profile": gpu.mig.profile}} if gpu.mig is not None else {}),
+        "is_healthy": gpu.is_healthy,
+        "health_reason": "" if gpu.is_healthy else None,
+        "cordoned": gpu.cordoned or None,
+        "cores": {"capacity": gpu.cores, "allocated": min(account.allocated_cores, gpu.cores)},
+        "memory": {"capacity_bytes": gpu.memory_bytes, "allocated_bytes": account.allocated_mib * MIB},
     }
 
 

@@ -478,7 +478,7 @@ class Machine(RuleBasedStateMachine):
         assert booked == set(self.truth) | set(self.assumed)
         if not booked:
             gpus = [gpu for one in state_document(self.cluster) for gpu in one["gpus"]]
-            assert all(gpu["cores"] == gpu["blocks"] == 0 and not gpu["is_whole"] for gpu in gpus)
+            assert all(gpu["cores"]["allocated"] == gpu["memory"]["allocated_bytes"] == 0 for gpu in gpus)
 
 
 TestInterleavings = Machine.TestCase

@@ -12,8 +12,9 @@ from typing import Any
 from gpushare_agent.extender.values import ClusterNode, Reservation
 from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges
 from gpushare_agent.model.gpus import GpuReport
-from gpushare_agent.model.names import CORES_PER_GPU, PodUid
+from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.observability.node_snapshot import reported_gpu_document
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of, capacity_of
 from gpushare_agent.placement.lack import Capacity
@@ -125,21 +126,7 @@ def node_document(ledger: NodeLedger) -> dict[str, Any]:
         "pool": ledger.node.pool,
         "is_exact": ledger.node.is_exact,
         "gpus": [
-            {
-                "index": gpu.index,
-                "label": gpu.label,
-                "uuid": gpu.uuid,
-                "name": reported.name,
-                "cordoned": reported.cordoned,
-                "is_healthy": gpu.is_healthy,
-                "memory_mib": gpu.memory_mib,
-                "cores": gpu.allocated_cores,
-                "cores_capacity": CORES_PER_GPU if gpu.takes_shares else 0,
-                "blocks": gpu.used_blocks,
-                "units": gpu.used_units,
-                "is_whole": gpu.is_whole,
-            }
-            for gpu, reported in zip(ledger.gpus, ledger.node.gpus, strict=True)
+            reported_gpu_document(reported, gpu) for gpu, reported in zip(ledger.gpus, ledger.node.gpus, strict=True)
         ],
         "reservations": [
             {

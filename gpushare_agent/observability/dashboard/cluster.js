@@ -83,19 +83,14 @@ function drawNamespaces(nodes, waiting) {
   byId("namespace").replaceChildren(...wanted.map((name) => h("option", { value: name, selected: name === chosen }, name || "all")));
 }
 
-const coresOf = (gpu) => (gpu.is_whole && gpu.cores_capacity ? 100 : gpu.cores);
-
-function memoryOf(gpu) {
-  const whole = gpu.memory_mib * 1048576;
-  const { memory_block_bytes: block, unit_bytes: unit } = cluster.head;
-  return gpu.is_whole ? whole : Math.min(whole, gpu.blocks * block + gpu.units * unit);
-}
+const coresOf = (gpu) => gpu.cores.allocated;
+const memoryOf = (gpu) => gpu.memory.allocated_bytes;
 
 function drawSummary(nodes, waiting) {
   const gpus = nodes.flatMap((node) => node.gpus);
   const total = (value) => gpus.reduce((sum, gpu) => sum + value(gpu), 0);
-  const [cores, allCores, memory] = [total(coresOf), total((gpu) => gpu.cores_capacity), total(memoryOf)];
-  const capacity = total((gpu) => gpu.memory_mib * 1048576);
+  const [cores, allCores, memory] = [total(coresOf), total((gpu) => gpu.cores.capacity), total(memoryOf)];
+  const capacity = total((gpu) => gpu.memory.capacity_bytes);
   const [unhealthy, out] = [gpus.filter(isUnhealthy).length, gpus.filter(isCordoned).length];
   const free = gpus.filter((gpu) => gpu.is_healthy && !coresOf(gpu) && !memoryOf(gpu)).length;
   const pods = nodes.reduce((sum, node) => sum + node.reservations.length, 0);
@@ -205,16 +200,16 @@ class NodeView {
     const { gpus } = node;
     const [unhealthy, out] = [gpus.filter(isUnhealthy).length, gpus.filter(isCordoned).length];
     const own = ofNamespace(node, namespace).length;
-    const facts = [gpus[0]?.name || node.model, format.count(gpus.length, "GPU", "GPUs"), `${gpus.reduce((sum, gpu) => sum + coresOf(gpu), 0)}/${gpus.reduce((sum, gpu) => sum + gpu.cores_capacity, 0)} GPU cores`,
+    const facts = [gpus[0]?.name || node.model, format.count(gpus.length, "GPU", "GPUs"), `${gpus.reduce((sum, gpu) => sum + coresOf(gpu), 0)}/${gpus.reduce((sum, gpu) => sum + gpu.cores.capacity, 0)} GPU cores`,
       `${format.count(own, "pod", "pods")}${namespace ? ` of ${namespace}` : ""}`, node.is_exact ? "" : "GPUs not reported: capacity divided evenly"];
     write(this.facts, facts.filter(Boolean).join(" · "));
     set(this.badge, "data-kind", unhealthy ? "bad" : out ? "warn" : "good");
     write(this.badge, unhealthy ? `✕ ${unhealthy} unhealthy` : out ? `‖ ${out} cordoned` : "✓ Healthy");
-    set(this.strip, "aria-label", gpus.map((gpu) => `GPU ${gpu.label}: ${coresOf(gpu)}/${gpu.cores_capacity} cores allocated`).join(", "));
+    set(this.strip, "aria-label", gpus.map((gpu) => `GPU ${format.gpuLabel(gpu)}: ${coresOf(gpu)}/${gpu.cores.capacity} cores allocated`).join(", "));
     while (this.strip.children.length > gpus.length) this.strip.lastElementChild.remove();
     gpus.forEach((gpu, place) => {
       const cell = this.strip.children[place] ?? this.strip.appendChild(h("i"));
-      vary(cell, "--used", (Math.max(coresOf(gpu) / 100, memoryOf(gpu) / (gpu.memory_mib * 1048576 || 1))).toFixed(2));
+      vary(cell, "--used", (Math.max(coresOf(gpu) / 100, memoryOf(gpu) / (gpu.memory.capacity_bytes || 1))).toFixed(2));
       set(cell, "data-kind", kindOf(gpu));
     });
     this.#drawBody();
@@ -228,9 +223,9 @@ class NodeView {
     this.drawn = state;
     const pods = ofNamespace(node, namespace);
     const rows = node.gpus.map((gpu) => h("tr", { "data-gpu": gpu.index },
-      h("th", { scope: "row" }, `GPU ${gpu.label}`),
-      h("td", { "data-number": true }, `${coresOf(gpu)}/${gpu.cores_capacity} cores`),
-      h("td", { "data-number": true }, format.bytesOf(memoryOf(gpu), gpu.memory_mib * 1048576)),
+      h("th", { scope: "row" }, `GPU ${format.gpuLabel(gpu)}`),
+      h("td", { "data-number": true }, `${coresOf(gpu)}/${gpu.cores.capacity} cores`),
+      h("td", { "data-number": true }, format.bytesOf(memoryOf(gpu), gpu.memory.capacity_bytes)),
       h("td", {}, isUnhealthy(gpu) ? h("span", { class: "badge", "data-kind": "bad" }, "✕ Unhealthy") : gpu.cordoned ? h("span", { class: "badge", "data-kind": "warn" }, `‖ Cordoned: ${gpu.cordoned}`) : "Healthy"),
       h("td", {}, h("ul", {}, pods.filter((one) => String(gpu.index) in one.charges).map((one) => h("li", {}, podText(one, gpu.index)))))));
     const command = `kubectl -n gpushare-system port-forward $(kubectl -n gpushare-system get pod -o name -l app.kubernetes.io/name=gpushare-agent --field-selector spec.nodeName=${node.name}) 5678`;
