@@ -31,7 +31,7 @@ from gpushare_agent.model.usage import DriverSample, GpuSample, ProcessSample
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.usage_history import UsageHistory
 from gpushare_agent.observability.usage_sampling import UsageSampling
-from gpushare_agent.runtime.process_owners import ProcessOwners
+from gpushare_agent.runtime.cgroups import ProcessOwners
 
 _CONTAINERS, _PROCESSES_EACH = 200, 5
 _CORES, _BLOCKS = 4, 8

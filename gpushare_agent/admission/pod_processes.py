@@ -14,7 +14,7 @@ from pathlib import Path
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_paths import pod_uid_of
-from gpushare_agent.runtime.cgroup_walk import CgroupWalk
+from gpushare_agent.runtime.cgroups import CgroupWalk
 
 READ_TIMEOUT_S = 2.0
 

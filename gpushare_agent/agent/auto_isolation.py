@@ -19,7 +19,7 @@ from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.isolation import AUTO
 from gpushare_agent.runtime.cgroups import Cgroups
-from gpushare_agent.runtime.kernel_module import read_kernel_module
+from gpushare_agent.runtime.machine import read_kernel_module
 from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)

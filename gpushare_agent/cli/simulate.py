@@ -19,9 +19,8 @@ from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.settings import Settings, SettingsError
 from gpushare_agent.simulation import plot
-from gpushare_agent.simulation.comparing import Rules, compare
 from gpushare_agent.simulation.generator import generate_cluster, generate_workload
-from gpushare_agent.simulation.results import document
+from gpushare_agent.simulation.results import Rules, compare, document
 from gpushare_agent.simulation.schedulers import Policy, nodes_per_try
 from gpushare_agent.simulation.traces import read_cluster, read_workload
 from gpushare_agent.simulation.workload import Cluster, Workload, at_load

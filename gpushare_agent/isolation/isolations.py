@@ -29,7 +29,7 @@ from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.node import Node
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeClient, runtime_client
-from gpushare_agent.runtime.kernel_module import read_kernel_module
+from gpushare_agent.runtime.machine import read_kernel_module
 from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)

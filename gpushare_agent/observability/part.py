@@ -26,7 +26,7 @@ from gpushare_agent.observability.snapshot_cache import MAX_AGE_S, SnapshotCache
 from gpushare_agent.observability.usage_history import UsageHistory
 from gpushare_agent.observability.usage_sampling import UsageSampling
 from gpushare_agent.observability.views import ContainerViews, node_snapshot
-from gpushare_agent.runtime.process_owners import ProcessOwners
+from gpushare_agent.runtime.cgroups import ProcessOwners
 from gpushare_agent.settings.settings import Settings
 
 

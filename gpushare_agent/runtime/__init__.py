@@ -5,5 +5,5 @@ ProcessOwners (the owners of the last read). Nothing here changes the node.
 Isolation, usage sampling, admission's garbage collection and `gpushare-agent check` call it. Open cgroups.py first; the
 formats of /proc/<pid>/cgroup are in cgroup_paths.py.
 
-Others import: cgroup_paths, cgroup_walk, cgroups, cri, kernel_module, machine, node_probes, process_owners.
+Others import: cgroup_paths, cgroups, cri, machine, node_probes.
 """

@@ -1,8 +1,13 @@
-"""The cgroups of containers on this node: where they are, which processes are in them, and the owner of a process.
+"""The cgroups of containers on this node: where they are, which processes are in them, and the owners of processes.
 
-Works under cgroup v1, v2 and hybrid mounts, whatever the driver: the directories' names show it. The plain methods block
-(a read below /sys/fs/cgroup or /proc can wait for the kernel's lock) and may run in several threads at a time;
-`…_in_thread` are the same for the event loop, each bounded in time. The container runtime is asked in runtime/cri.py.
+Works under cgroup v1, v2 and hybrid mounts, whatever the driver or nesting: the directories' names show it
+(cgroup_paths.py). The plain methods block (a read below /sys/fs/cgroup or /proc can wait for the kernel's lock) and may run
+in several threads at a time; `…_in_thread` are the same for the event loop, each bounded in time. The container runtime is
+asked in cri.py.
+
+A walk goes into no container of a pod: what a tenant makes below its own cgroup is never taken for a pod or a container.
+Where the node is itself a container of another cluster's pod, and that cluster's cgroups are in sight, `root` must be the
+node's directory (setting runtime.cgroup_root). Follows no symbolic link.
 
 State owned: which directory each container had in the last walk. It is checked at each use, and walked for anew where a
 container is not in it.
@@ -14,18 +19,111 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from msgspec import Struct
+
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.runtime.cgroup_paths import MAX_TEXT_BYTES, NOBODY, PeerIdentity, container_id_of, parse_proc_cgroup
-from gpushare_agent.runtime.cgroup_walk import CgroupDir, CgroupWalk, FoundDirectory, subdirectories
+from gpushare_agent.runtime.cgroup_paths import (
+    MAX_TEXT_BYTES,
+    NOBODY,
+    PeerIdentity,
+    container_id_of,
+    parse_proc_cgroup,
+    pod_uid_of,
+    split_joined,
+)
+
+MAX_DEPTH = 12
+ANY_NAME_DEPTH = 6
+"""Prefixes above the pods (a node in a container, a user's session) are at most this deep; below it only directories that
+the kubelet names are followed."""
+MAX_DIRECTORIES = 20_000
+
+
+class FoundDirectory(Struct, frozen=True, kw_only=True):
+    """The directory of a pod (then `container_id` is None), of a container of one, or of a container without a pod."""
+
+    path: str
+    pod_uid: PodUid | None
+    container_id: str | None
+
+
+class CgroupDir(Struct, frozen=True, kw_only=True):
+    """The cgroup of one container. `pod_uid` is None where the path names no pod."""
+
+    path: Path
+    container_id: str
+    pod_uid: PodUid | None
+
+
+class CgroupWalk:
+    """One walk below `root`, which may have one hierarchy or several."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = str(root)
+        self.is_complete = True
+        """False once a limit has cut the walk short."""
+
+    def places(self) -> Iterator[FoundDirectory]:
+        """Pods, and containers that stand in no pod's directory; nearest to the root first."""
+        pending = deque([(self._root, 0)])
+        seen = 0
+        while pending:
+            directory, depth = pending.popleft()
+            for name in subdirectories(directory):
+                seen += 1
+                if seen > MAX_DIRECTORIES:
+                    self.is_complete = False
+                    return
+                path = f"{directory}/{name}"
+                place = _classify(path, name)
+                if place is not None:
+                    yield place
+                is_of_pod = place is not None and place.pod_uid is not None
+                if not is_of_pod and (depth < ANY_NAME_DEPTH or (depth < MAX_DEPTH and _may_contain_pods(name))):
+                    pending.append((path, depth + 1))
+
+    def containers(self) -> Iterator[CgroupDir]:
+        """Containers, with the pod in whose directory they lie."""
+        for place in self.places():
+            found = [("", place.container_id)]
+            if place.container_id is None:
+                found = [(name, container_id_of(name)) for name in subdirectories(place.path)]
+            for name, container_id in found:
+                if container_id is not None:
+                    yield CgroupDir(path=Path(place.path, name), container_id=container_id, pod_uid=place.pod_uid)
+
+
+def subdirectories(path: str) -> list[str]:
+    """Names in any order; links are left out, and what cannot be read (it goes away at any time) has none."""
+    try:
+        with os.scandir(path) as entries:
+            return [e.name for e in entries if e.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def _classify(path: str, name: str) -> FoundDirectory | None:
+    if joined := split_joined(name):
+        return FoundDirectory(path=path, pod_uid=joined[0], container_id=joined[1])
+    uid, container_id = pod_uid_of(name), container_id_of(name)
+    if uid is None and container_id is None:
+        return None
+    return FoundDirectory(path=path, pod_uid=uid, container_id=container_id)
+
+
+def _may_contain_pods(name: str) -> bool:
+    return "kubepods" in name or name in ("besteffort", "burstable")
+
 
 K = TypeVar("K")
 CgroupDriver = Literal["cgroupfs", "systemd"]
@@ -333,3 +431,54 @@ def _read_bounded(path: str, limit: int) -> bytes:
         return content
     finally:
         os.close(file)
+
+
+READ_TIMEOUT_S = 2.0
+MAX_PROCESSES = 8_192
+"""Read in one round: 16 GPUs with 48 MPS clients each are a tenth of it. Further ones belong to no container."""
+
+
+class ProcessOwners:
+    """The owners of many processes at once, for the sampling of usage; of one peer of a socket: `Cgroups.identify`.
+
+    The file is read anew each time: it costs as much as reading the start time that would show whether a cached answer is
+    still this process's (8 µs each, measured), and it is right after a PID was given to another process or a process was
+    moved. What costs more, parsing the text, is done once for each text: the processes of a container share it.
+
+    State owned: the texts of the last read with what they mean, and the owners that it found, for a process that has ended
+    while the driver still counts its memory. `proc` is the host's /proc: PIDs of another PID namespace are not in
+    it, and belong to no container.
+    """
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._own_text = ""
+        self._meanings: dict[str, PeerIdentity] = {}
+        self._owners: dict[int, PeerIdentity] = {}
+        self._thread = DaemonThread("process-owners", advice=f"Check {proc}; it is read again.")
+
+    async def identify(self, pids: Collection[int]) -> Mapping[int, PeerIdentity]:
+        """All of `pids`, in one call of a thread. Raises Unavailable where /proc does not answer in time."""
+        if not pids:  # an idle node starts no thread
+            self._owners = {}
+            return {}
+        return await self._thread.call(
+            partial(self.read, tuple(pids)), f"reading the cgroups of {len(pids)} processes", READ_TIMEOUT_S
+        )
+
+    def read(self, pids: Collection[int]) -> Mapping[int, PeerIdentity]:
+        """The same, blocking; from one thread at a time."""
+        before, self._owners = self._owners, {}
+        old_meanings, self._meanings = self._meanings, {}
+        self._own_text = self._own_text or read_own_text(self._proc)
+        for pid in sorted(pids)[:MAX_PROCESSES]:
+            try:
+                text = read_proc_text(self._proc / str(pid) / "cgroup")
+            except OSError:
+                self._owners[pid] = before.get(pid, NOBODY)
+                continue
+            meaning = self._meanings.get(text) or old_meanings.get(text)
+            if meaning is None:
+                meaning = parse_proc_cgroup(text, own_text=self._own_text) or NOBODY
+            self._meanings[text] = self._owners[pid] = meaning
+        return {pid: self._owners.get(pid, NOBODY) for pid in pids}

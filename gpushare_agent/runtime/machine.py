@@ -1,10 +1,21 @@
-"""What sysfs has of the machine: the product's name of its firmware, and of a GPU its PCI class and the head of its PCI
-configuration space. Each is read once, at most 256 bytes."""
+"""What sysfs and /proc have of the machine: the product's name of its firmware, of a GPU its PCI class and the head of its
+PCI configuration space, and which of NVIDIA's kernel modules runs. Of sysfs each is read once, at most 256 bytes.
+
+The first line of /proc/driver/nvidia/version is one of these (the driver's kernel module writes it; the words "Open Kernel
+Module" are in one alone):
+
+    NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023
+    NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (...)  Thu Jan 23 22:50:36 UTC 2025
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from functools import cache
 from pathlib import Path
+
+from gpushare_agent.model.gpus import KernelModule
 
 _MAX_BYTES = 256
 
@@ -43,3 +54,30 @@ def kernel_bus_id(bus_id: str) -> str:
     """A canonical bus ID as sysfs names it: a domain of at least four digits, lower case."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{domain.lstrip('0'):0>4}:{rest}"
+
+
+_MAX_VERSION_BYTES = 4096
+_VERSION = re.compile(r"\b(\d{1,6}\.\d{1,6}(?:\.\d{1,6})?)\b")
+
+
+def read_kernel_module(proc: Path) -> KernelModule | None:
+    """`proc` is the node's /proc. None where no NVIDIA driver is loaded, or the file says nothing that is known."""
+    try:
+        file = os.open(proc / "driver/nvidia/version", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        text = os.read(file, _MAX_VERSION_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+    return parse_kernel_module(text)
+
+
+def parse_kernel_module(text: str) -> KernelModule | None:
+    line = text.split("\n", 1)[0]
+    version = _VERSION.search(line)
+    if version is None or "Kernel Module" not in line:
+        return None
+    return KernelModule(version=version[1], is_open="Open Kernel Module" in line)

@@ -14,8 +14,7 @@ from random import Random
 from msgspec import Struct
 
 from gpushare_agent.model.names import CORES_PER_GPU
-from gpushare_agent.simulation.machines import Machine, memory_of
-from gpushare_agent.simulation.workload import Arrival, Cluster, Shape, Size, Workload
+from gpushare_agent.simulation.workload import Arrival, Cluster, Machine, Shape, Size, Workload, memory_of
 
 MACHINES = (("H100", 8, 50), ("A10", 8, 30), ("T4", 4, 20))
 """Model, GPUs, and how many of a hundred nodes are such."""

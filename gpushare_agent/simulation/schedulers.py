@@ -1,35 +1,50 @@
 """kube-scheduler with and without the extender, and with claims: for one pod, a node, and there the GPUs; or why not now.
 
 With the extender the nodes are filtered, scored and reserved by extender/cluster_state.py, as in a cluster. Without it
-kube-scheduler goes by sums alone, and the node's agent may refuse the pod at its admission: there too the GPUs are
-planned by the agent's decisions. With claims it allocates the GPUs itself (first_fit.py).
+kube-scheduler goes by each node's free resources alone, and the node's agent may refuse the pod at its admission: there too
+the GPUs are planned by the agent's decisions. With claims it allocates the GPUs itself.
 
 As in kube-scheduler, a try examines a part of the nodes (percentageOfNodesToScore) and takes one of the best at random.
-Where the pod fits none of them it goes on with the next part; a real scheduler does that in the pod's next try.
+Where the pod fits none of them it goes on with the next part; a real scheduler does that in the pod's next try. A node that
+a pod does not fit stays so until a pod on it ends, and is left out until then: this makes a replay of thousands of nodes
+quick.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
+from fractions import Fraction
 from random import Random
 from typing import NamedTuple
 
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.values import ClusterPolicy
+from gpushare_agent.extender.values import ClusterNode, ClusterPolicy
+from gpushare_agent.model.charges import Charge
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
-from gpushare_agent.simulation.candidates import Ring
-from gpushare_agent.simulation.first_fit import FirstFit
-from gpushare_agent.simulation.judges import ExtenderJudge, SumsJudge
-from gpushare_agent.simulation.sums import NodeSums
+from gpushare_agent.placement.gpu_account import account_of
+from gpushare_agent.sandbox.scheduler.allocation import (
+    Capacity,
+    ClaimRequests,
+    Device,
+    DeviceKey,
+    Option,
+    Share,
+    allocate,
+)
+from gpushare_agent.sandbox.scheduler.selectors import DeviceView
 from gpushare_agent.simulation.workload import Cluster, Shape
 
+_SHAPES_KEPT = 64
 _MIN_NODES = 100
 _MIN_PERCENT, _START_PERCENT, _NODES_PER_PERCENT = 5, 50, 125
 """Of kube-scheduler's rule: 50 % of the nodes, one less for every 125 of them, but 5 % and 100 nodes at least."""
+_CORES, _MEMORY = "gpu/cores", "gpu/memory"
 
 
 class Policy(StrEnum):
@@ -38,7 +53,7 @@ class Policy(StrEnum):
     BINPACK = "binpack"
     SPREAD = "spread"
     AGENT_ONLY = "agent-only"
-    """No extender: kube-scheduler's sums, and the agents' admission."""
+    """No extender: kube-scheduler's sums of resources, and the agents' admission."""
     DRA = "dra"
     """Claims: kube-scheduler allocates the GPUs."""
 
@@ -70,43 +85,45 @@ def nodes_per_try(count: int, percent: int = 0) -> int:
 
 
 class Scheduler:
-    """One policy at work. State owned: the cluster's ledger, the sums, and the rings of candidates."""
+    """One policy at work. State owned: the cluster's ledger, the nodes' free resources, and the candidates."""
 
     def __init__(self, cluster: Cluster, policy: Policy, rules: ClusterPolicy, *, chance: Random, per_try: int) -> None:
         self._knows_gpus = policy is not Policy.AGENT_ONLY
-        self._sums = NodeSums(cluster.nodes, rules.names.memory_block_mib)
+        self._resources = NodeResources(cluster.nodes, rules.names.memory_block_mib)
         self._ledger: ClusterState | FirstFit = ClusterState(policy=rules)
-        self._judge: ExtenderJudge | SumsJudge | FirstFit = SumsJudge(self._sums)
+        self._chooser: ExtenderChooser | NodeResources | FirstFit = self._resources
         if policy is Policy.DRA:
             is_binpack = rules.share_policy == "binpack"
-            self._judge = self._ledger = FirstFit(cluster.nodes, self._judge, rules.names, is_binpack=is_binpack)
+            self._chooser = self._ledger = FirstFit(cluster.nodes, self._resources, rules.names, is_binpack=is_binpack)
         elif self._knows_gpus:
-            self._judge = ExtenderJudge(self._ledger)
+            self._chooser = ExtenderChooser(self._ledger)
         self._nodes = {node.name: node for node in cluster.nodes}
         self._chance = chance
         self._per_try = per_try
-        self._rings: dict[Shape, Ring] = {}
-        self._by_sums: dict[Shape, Ring] = {}
+        self._candidates: dict[Shape, Candidates] = {}
+        self._candidates_by_resources: dict[Shape, Candidates] = {}
         if isinstance(self._ledger, ClusterState):
             for node in cluster.nodes:
                 self._ledger.put_node(node, 0.0)
 
     def can_ever(self, pod: Pod, shape: Shape) -> bool:
         """Whether the scheduler would ever bind such a pod. To be asked while the cluster is empty."""
-        return bool(self._judge.choose(pod, shape, self._one_of_each_kind(shape)).fitting)
+        return bool(self._chooser.choose(pod, shape, self._one_of_each_kind(shape)).fitting)
 
     def place(self, pod: Pod, shape: Shape, now: float) -> Placed | Refused | NoNode:
         """A try: the pod's GPUs, or the agent's refusal after the bind, or no node."""
-        ring = self._ring(self._rings, shape)
-        left = len(ring)
+        candidates = self._candidates_of(self._candidates, shape)
+        left = len(candidates)
         while left > 0:
-            names = ring.next(self._per_try)
+            names = candidates.next(self._per_try)
             left -= len(names)
-            choice = self._judge.choose(pod, shape, names)
-            ring.keep(names, choice.fitting)
+            choice = self._chooser.choose(pod, shape, names)
+            candidates.keep(names, choice.fitting)
             if choice.best:
                 return self._bind(pod, shape, self._chance.choice(choice.best), now)
-        if self._knows_gpus and self._ring(self._by_sums, shape).has_any(lambda name: self._sums.fits(name, shape)):
+        if self._knows_gpus and self._candidates_of(self._candidates_by_resources, shape).has_any(
+            lambda name: self._resources.fits(name, shape)
+        ):
             return NoNode.FRAGMENTED
         return NoNode.FULL
 
@@ -117,11 +134,11 @@ class Scheduler:
     def end(self, uid: PodUid, shape: Shape, node: str) -> None:
         """The pod is gone: its node is a candidate again for everybody."""
         self._ledger.remove_pod(uid)
-        self._sums.give_back(node, shape)
-        self._judge.changed(node)
-        for rings in (self._rings, self._by_sums):
-            for ring in rings.values():
-                ring.add(node)
+        self._resources.give_back(node, shape)
+        self._chooser.changed(node)
+        for of_shapes in (self._candidates, self._candidates_by_resources):
+            for candidates in of_shapes.values():
+                candidates.add(node)
 
     def _bind(self, pod: Pod, shape: Shape, node: str, now: float) -> Placed | Refused:
         if isinstance(self._ledger, FirstFit):
@@ -131,15 +148,15 @@ class Scheduler:
             if isinstance(reserved, Refused):
                 return reserved
             self._ledger.bound(pod.uid)
-        self._sums.take(node, shape)
-        self._judge.changed(node)
+        self._resources.take(node, shape)
+        self._chooser.changed(node)
         return Placed(pod.uid, node)
 
-    def _ring(self, rings: dict[Shape, Ring], shape: Shape) -> Ring:
-        ring = rings.get(shape)
-        if ring is None:
-            ring = rings[shape] = Ring(self._eligible(shape))
-        return ring
+    def _candidates_of(self, of_shapes: dict[Shape, Candidates], shape: Shape) -> Candidates:
+        candidates = of_shapes.get(shape)
+        if candidates is None:
+            candidates = of_shapes[shape] = Candidates(self._eligible(shape))
+        return candidates
 
     def _one_of_each_kind(self, shape: Shape) -> list[str]:
         kinds: dict[tuple[int, ...], str] = {}
@@ -149,3 +166,235 @@ class Scheduler:
 
     def _eligible(self, shape: Shape) -> list[str]:
         return [name for name, node in self._nodes.items() if not shape.models or node.model in shape.models]
+
+
+class Choice(NamedTuple):
+    """Those nodes to which the scheduler would bind the pod, in their order, and of them those with the best score."""
+
+    fitting: Sequence[str]
+    best: Sequence[str]
+
+
+class Candidates:
+    """The nodes that may fit pods of one shape: each try begins after the nodes of the last one, as in kube-scheduler, and
+    after the last of them comes the first.
+
+    State owned: their names, in order and as a set, and how many of them are behind the last try.
+    """
+
+    def __init__(self, eligible: Iterable[str]) -> None:
+        self._eligible = frozenset(eligible)
+        self._names = sorted(self._eligible)
+        self._members = set(self._eligible)
+        self._passed = 0
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def next(self, count: int) -> list[str]:
+        """The next nodes, fewer only where there are fewer. `keep` has to follow before anything else."""
+        if self._passed + count > len(self._names):
+            self._names = self._names[self._passed :] + self._names[: self._passed]
+            self._passed = 0
+        return self._names[self._passed : self._passed + count]
+
+    def keep(self, examined: Sequence[str], fitting: Sequence[str]) -> None:
+        """Of the nodes that `next` gave only these stay in."""
+        if len(fitting) != len(examined):
+            kept = set(fitting)
+            self._members.difference_update([name for name in examined if name not in kept])
+            self._names[self._passed : self._passed + len(examined)] = fitting
+        self._passed += len(fitting)
+
+    def add(self, name: str) -> None:
+        """A pod on the node has ended: others may fit again."""
+        if name not in self._members and name in self._eligible:
+            self._members.add(name)
+            self._names.append(name)
+
+    def has_any(self, is_fit: Callable[[str], bool]) -> bool:
+        """Whether a node fits. Those found not to are left out from now on."""
+        first = next((position for position, name in enumerate(self._names) if is_fit(name)), len(self._names))
+        self._members.difference_update(self._names[:first])
+        del self._names[:first]
+        return bool(self._names)
+
+
+class NodeResources:
+    """kube-scheduler's own arithmetic: it adds up a node's cores and memory blocks, and does not consider GPUs.
+
+    What is counted is what pods ask for. A whole GPU without a request for memory takes no blocks here, though nobody else
+    gets any of that GPU: as in a cluster. What kube-scheduler's defaults score is CPU and main memory, which are not
+    simulated; they grow with the number of pods, as these resources do, so these stand for them.
+    State owned: the free cores and blocks of every node, and what part of its own that is.
+    """
+
+    def __init__(self, nodes: Iterable[ClusterNode], block_mib: int) -> None:
+        self._total = {
+            node.name: (
+                CORES_PER_GPU * len(node.gpus),
+                sum(gpu.memory_mib // block_mib for gpu in node.gpus),
+            )
+            for node in nodes
+        }
+        self._cores = {name: cores for name, (cores, _) in self._total.items()}
+        self._blocks = {name: blocks for name, (_, blocks) in self._total.items()}
+        self._free_part = dict.fromkeys(self._total, 1.0)
+
+    def fits(self, name: str, shape: Shape) -> bool:
+        return self._cores[name] >= shape.cores and self._blocks[name] >= shape.blocks
+
+    def choose(self, _pod: Pod, shape: Shape, names: Sequence[str]) -> Choice:
+        free_cores, free_blocks, (cores, blocks, _) = self._cores, self._blocks, shape
+        return self.best_of([name for name in names if free_cores[name] >= cores and free_blocks[name] >= blocks])
+
+    def best_of(self, fitting: Sequence[str]) -> Choice:
+        """By the mean free part of both resources: what kube-scheduler's LeastAllocated prefers."""
+        return Choice(fitting, _highest(fitting, [self._free_part[name] for name in fitting]))
+
+    def changed(self, name: str) -> None:
+        """Nothing is kept from one choice to the next."""
+
+    def take(self, name: str, shape: Shape) -> None:
+        self._add(name, -shape.cores, -shape.blocks)
+
+    def give_back(self, name: str, shape: Shape) -> None:
+        self._add(name, shape.cores, shape.blocks)
+
+    def _add(self, name: str, cores: int, blocks: int) -> None:
+        self._cores[name] += cores
+        self._blocks[name] += blocks
+        all_cores, all_blocks = self._total[name]
+        self._free_part[name] = (self._cores[name] / all_cores + self._blocks[name] / all_blocks) / 2
+
+
+class ExtenderChooser:
+    """Asks the extender's filter and prioritize, and once more only where the node has changed since: neither depends on
+    anything else. State owned: the scores of fitting nodes, by shape."""
+
+    def __init__(self, state: ClusterState) -> None:
+        self._state = state
+        self._scores: OrderedDict[Shape, dict[str, int]] = OrderedDict()
+
+    def choose(self, pod: Pod, shape: Shape, names: Sequence[str]) -> Choice:
+        known = self._scores_of(shape)
+        scores = list(map(known.get, names))
+        if None in scores:
+            unknown = [position for position, score in enumerate(scores) if score is None]
+            asked = [names[position] for position in unknown]
+            known.update(self._state.prioritize(pod, self._state.filter(pod, asked).fitting))
+            for position in unknown:
+                scores[position] = known.get(names[position])
+        if None not in scores:
+            return Choice(names, _highest(names, scores))
+        fitting = [name for name, score in zip(names, scores, strict=True) if score is not None]
+        return Choice(fitting, _highest(fitting, [score for score in scores if score is not None]))
+
+    def changed(self, name: str) -> None:
+        """Something was bound to the node, or ended there."""
+        for scores in self._scores.values():
+            scores.pop(name, None)
+
+    def _scores_of(self, shape: Shape) -> dict[str, int]:
+        scores = self._scores.get(shape)
+        if scores is None:
+            scores = self._scores[shape] = {}
+            if len(self._scores) > _SHAPES_KEPT:
+                self._scores.popitem(last=False)
+        self._scores.move_to_end(shape)
+        return scores
+
+
+class FirstFit:
+    """Dynamic Resource Allocation: kube-scheduler allocates GPUs to the pods' claims, first fit in the order of the slices.
+
+    A share is a claim with cores and memory, whole GPUs are a claim with a count. The agent orders the slice by `dra.order`;
+    here that takes no time. Of the nodes where a claim fits, the score is as without an extender: claims have none of their
+    own. State owned: what the pods' claims have, and which nodes a shape fits, until something on them
+    changes.
+    """
+
+    def __init__(
+        self, nodes: Sequence[ClusterNode], resources: NodeResources, names: ResourceNames, *, is_binpack: bool
+    ) -> None:
+        self._resources = resources
+        self._names = names
+        self._sign = -1 if is_binpack else 1
+        self._nodes = {node.name: node for node in nodes}
+        self._devices = {node.name: [self._device(node, index) for index in range(len(node.gpus))] for node in nodes}
+        self._used: dict[str, dict[DeviceKey, dict[str, int]]] = {node.name: {} for node in nodes}
+        self._claims: dict[PodUid, tuple[str, list[Share]]] = {}
+        self._fits: dict[Shape, dict[str, bool]] = {}
+
+    def choose(self, _pod: Pod, shape: Shape, names: Sequence[str]) -> Choice:
+        known = self._fits.setdefault(shape, {})
+        for name in names:
+            if name not in known:
+                known[name] = self._allocated(name, shape) is not None
+        return self._resources.best_of([name for name in names if known[name]])
+
+    def changed(self, name: str) -> None:
+        for known in self._fits.values():
+            known.pop(name, None)
+
+    def take(self, uid: PodUid, shape: Shape, name: str) -> None:
+        """On one of the nodes that were chosen."""
+        shares = self._allocated(name, shape)
+        if shares is None:
+            raise AssertionError(f"{shape} does not fit {name} any more")
+        self._claims[uid] = name, shares
+        self._add(name, shares, 1)
+
+    def remove_pod(self, uid: PodUid) -> None:
+        self._add(*self._claims.pop(uid), -1)
+
+    def gpus(self, name: str) -> Sequence[GpuAccount]:
+        used = self._used[name]
+        return [
+            account_of(gpu, self._names, Charge(cores=consumed.get(_CORES, 0), blocks=consumed.get(_MEMORY, 0)))
+            for gpu, device in zip(self._nodes[name].gpus, self._devices[name], strict=True)
+            for consumed in (used.get(device.key, {}),)
+        ]
+
+    def _allocated(self, name: str, shape: Shape) -> list[Share] | None:
+        used = self._used[name]
+        ordered = sorted(self._devices[name], key=lambda device: self._sign * used.get(device.key, {}).get(_CORES, 0))
+        found = allocate([_requests_of(shape)], ordered, used)
+        return None if found is None else found[0]
+
+    def _add(self, name: str, shares: Sequence[Share], sign: int) -> None:
+        for share in shares:
+            device = self._used[name].setdefault(share.device.key, dict.fromkeys(share.consumed, 0))
+            for capacity, amount in share.consumed.items():
+                device[capacity] += sign * amount
+
+    def _device(self, node: ClusterNode, index: int) -> Device:
+        blocks = node.gpus[index].memory_mib // self._names.memory_block_mib
+        return Device(
+            key=("gpu", node.name, f"gpu-{index}"),
+            view=DeviceView(driver="gpu", attributes={}, capacity={_MEMORY: Fraction(blocks)}),
+            capacity={
+                _CORES: Capacity(value=CORES_PER_GPU, default=CORES_PER_GPU, steps=(0, CORES_PER_GPU, 1)),
+                _MEMORY: Capacity(value=blocks, default=blocks, steps=(1, blocks, 1)),
+            },
+        )
+
+
+def _requests_of(shape: Shape) -> ClaimRequests:
+    """Whole GPUs have together the memory that is asked for, if each has its part."""
+    if shape.cores % CORES_PER_GPU:
+        option = Option(name="gpu", asked={_CORES: shape.cores, _MEMORY: shape.blocks})
+    else:
+        least = -(-shape.blocks // shape.whole_gpus)
+        option = Option(
+            name="gpu", count=shape.whole_gpus, selects=lambda device: device.capacity[_MEMORY].value >= least
+        )
+    return ClaimRequests(requests=((option,),))
+
+
+def _highest(names: Sequence[str], scores: Sequence[float | None]) -> list[str]:
+    """No score is None."""
+    top = max(scores, default=None)  # type: ignore[type-var]  # see above
+    if top is not None and scores.count(top) == 1:  # quicker, and the usual case of free parts
+        return [names[scores.index(top)]]
+    return [name for name, score in zip(names, scores, strict=True) if score == top]

@@ -15,8 +15,15 @@ from msgspec import Struct
 
 from gpushare_agent.model.errors import Corrupt, NotFound
 from gpushare_agent.model.names import CORES_PER_GPU
-from gpushare_agent.simulation.machines import SMALLEST_MEMORY_MIB, Machine, memory_of
-from gpushare_agent.simulation.workload import Arrival, Cluster, Shape, Workload
+from gpushare_agent.simulation.workload import (
+    SMALLEST_MEMORY_MIB,
+    Arrival,
+    Cluster,
+    Machine,
+    Shape,
+    Workload,
+    memory_of,
+)
 
 MAX_ROWS = 1_000_000
 MAX_GPUS = 64

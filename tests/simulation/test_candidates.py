@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.values import ClusterPolicy, Reservation
-from gpushare_agent.simulation.candidates import Ring
-from gpushare_agent.simulation.judges import ExtenderJudge
-from gpushare_agent.simulation.schedulers import NoNode, Placed, Policy, nodes_per_try
+from gpushare_agent.simulation.schedulers import Candidates, ExtenderChooser, NoNode, Placed, Policy, nodes_per_try
 from gpushare_agent.simulation.workload import PodMaker, Shape
 from tests.support_simulation import NAMES, cluster_of, scheduler_of
 
@@ -21,31 +19,31 @@ STEPS = st.lists(st.tuples(st.sampled_from(SHAPES), st.booleans(), st.integers(0
 
 def test_each_try_goes_on_behind_the_last_one() -> None:
     """Four nodes by two: all of them come before one comes again."""
-    ring = Ring("abcd")
+    candidates = Candidates("abcd")
     seen = []
     for _ in range(3):
-        names = ring.next(2)
-        ring.keep(names, names)
+        names = candidates.next(2)
+        candidates.keep(names, names)
         seen.append(names)
     assert seen == [["a", "b"], ["c", "d"], ["a", "b"]]
 
 
 def test_a_part_that_reaches_beyond_the_end_goes_on_at_the_front() -> None:
     """Three nodes by two."""
-    ring = Ring("abc")
-    ring.keep(["a", "b"], ring.next(2))
-    assert ring.next(2) == ["c", "a"]
+    candidates = Candidates("abc")
+    candidates.keep(["a", "b"], candidates.next(2))
+    assert candidates.next(2) == ["c", "a"]
 
 
 def test_a_full_node_is_left_out_until_something_on_it_ends() -> None:
     """And stands at the end then; a node that is not eligible never comes in."""
-    ring = Ring("abc")
-    ring.keep(ring.next(2), ["b"])
-    assert len(ring) == 2
-    ring.add("a")
-    ring.add("a")
-    ring.add("z")
-    assert sorted(ring.next(9)) == ["a", "b", "c"]
+    candidates = Candidates("abc")
+    candidates.keep(candidates.next(2), ["b"])
+    assert len(candidates) == 2
+    candidates.add("a")
+    candidates.add("a")
+    candidates.add("z")
+    assert sorted(candidates.next(9)) == ["a", "b", "c"]
 
 
 @settings(max_examples=80, deadline=None)
@@ -53,22 +51,22 @@ def test_a_full_node_is_left_out_until_something_on_it_ends() -> None:
 def test_no_node_with_room_is_ever_out_of_the_ring(steps: list[tuple[str, bool, int]]) -> None:
     """Nodes fill up and empty by chance; a search through the ring finds room exactly where there is some."""
     has_room = dict.fromkeys("abcdef", True)
-    ring = Ring(has_room)
+    candidates = Candidates(has_room)
     for name, is_end, count in steps:
         if is_end:
             has_room[name] = True
-            ring.add(name)
+            candidates.add(name)
         else:
             has_room[name] = False
-        left, found = len(ring), False
+        left, found = len(candidates), False
         while left > 0 and not found:
-            names = ring.next(count)
+            names = candidates.next(count)
             left -= len(names)
             fitting = [one for one in names if has_room[one]]
-            ring.keep(names, fitting)
+            candidates.keep(names, fitting)
             found = bool(fitting)
         assert found == any(has_room.values())
-        assert ring.has_any(has_room.__getitem__) == any(has_room.values())
+        assert candidates.has_any(has_room.__getitem__) == any(has_room.values())
 
 
 @settings(max_examples=50, deadline=None)
@@ -109,21 +107,21 @@ def test_scores_that_were_kept_are_those_that_would_be_given_now(steps: Sequence
     state = ClusterState(policy=ClusterPolicy(names=NAMES))
     for node in cluster.nodes:
         state.put_node(node, 0.0)
-    judge, names, running = ExtenderJudge(state), [node.name for node in cluster.nodes], []
+    chooser, names, running = ExtenderChooser(state), [node.name for node in cluster.nodes], []
     for number, (shape, is_end, which) in enumerate(steps):
         if is_end and running:
             uid, node_name = running.pop(which % len(running))
             state.remove_pod(uid)
-            judge.changed(node_name)
+            chooser.changed(node_name)
         pod = pods.pod(f"p{number}", shape)
-        choice = judge.choose(pod, shape, names)
+        choice = chooser.choose(pod, shape, names)
         fitting = state.filter(pod, names).fitting
         scores = dict(state.prioritize(pod, fitting))
         assert list(choice.fitting) == fitting
         assert list(choice.best) == [name for name in fitting if scores[name] == max(scores.values())]
         if choice.best:
             state.reserve(pod, choice.best[0], 0.0)
-            judge.changed(choice.best[0])
+            chooser.changed(choice.best[0])
             running.append((pod.uid, choice.best[0]))
 
 

@@ -19,7 +19,7 @@ from gpushare_agent.kubelet.device_table import MAX_STATUS_BYTES, check_lists, s
 from gpushare_agent.model.errors import AgentError, StartupError
 from gpushare_agent.model.finding import Finding, error, ok, warning
 from gpushare_agent.model.isolation import DeviceListStrategy
-from gpushare_agent.runtime.kernel_module import read_kernel_module
+from gpushare_agent.runtime.machine import read_kernel_module
 from gpushare_agent.settings.settings import Settings
 
 

@@ -27,8 +27,7 @@ from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Unavailable
 from gpushare_agent.model.memory_limits import MemoryLimit, MemoryLimiter
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.runtime.cgroup_walk import CgroupDir
-from gpushare_agent.runtime.cgroups import Cgroups, CgroupVersion
+from gpushare_agent.runtime.cgroups import CgroupDir, Cgroups, CgroupVersion
 
 log = structlog.get_logger(__name__)
 

@@ -26,8 +26,7 @@ from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.names import (
     PodUid,
 )
-from gpushare_agent.runtime.cgroup_walk import CgroupDir
-from gpushare_agent.runtime.cgroups import CgroupProcesses, Cgroups
+from gpushare_agent.runtime.cgroups import CgroupDir, CgroupProcesses, Cgroups
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.runtime.kernel_module import parse_kernel_module, read_kernel_module
+from gpushare_agent.runtime.machine import parse_kernel_module, read_kernel_module
 
 PROPRIETARY = """\
 NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023
