@@ -118,6 +118,7 @@ class AgentProcess:
             await self._stop()
 
     async def _run_once(self) -> int:
+        # A session of its own: Ctrl-C in the terminal reaches the sandbox alone, which ends its children in order.
         with self._log_file.open("ab") as output:
             self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(

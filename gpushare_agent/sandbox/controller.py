@@ -102,7 +102,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
         return self.nodes[0].shown.node.api
 
     async def document(self) -> dict[str, Any]:
-        """With each agent's own document of this moment."""
+        """The report, with each agent's own document of this moment."""
         async with asyncio.TaskGroup() as group:
             for one in self.nodes:
                 group.create_task(one.refresh(), name=f"read the agent of {one.name}")
@@ -119,7 +119,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
             return False
 
     def apply(self, manifests: Iterable[Manifest]) -> list[str]:
-        """In order; returns `pod NAMESPACE/NAME created`, `configured` or `unchanged` for each. Raises AgentError."""
+        """Returns, in order, `pod NAMESPACE/NAME created`, `configured` or `unchanged` for each. Raises AgentError."""
         done = []
         for manifest in manifests:
             resource = APPLIED_KINDS[manifest.raw.get("kind", "Pod")]

@@ -38,7 +38,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 
 def read_manifests(paths: Sequence[Path]) -> list[Manifest]:
-    """In the given order, a directory's files by name, a file's documents as they stand. Raises ManifestError."""
+    """The manifests in the given order, a directory's files by name, documents as they stand. Raises ManifestError."""
     found = [
         manifest for path in paths for file in _files(path) for manifest in parse_manifests(_text(file), _origin(file))
     ]
@@ -156,7 +156,7 @@ def _check_object(raw: dict[str, Any], where: str) -> None:
 
 
 def _check_fields(manifest: Manifest) -> None:
-    """Of files that people write: an unknown field is most often a misspelt one, such as `resorces`."""
+    """Refuses unknown fields: in a file that a person writes one is most often a misspelt one, such as `resorces`."""
     kind = manifest.raw["kind"]
     try:
         found = unknown_fields(manifest.raw, kind)

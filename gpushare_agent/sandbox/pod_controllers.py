@@ -188,11 +188,13 @@ class PodControllers:
         """The new set grows while all together are within the surge; the old ones shrink while enough are available."""
         surge = _share(limits.get("maxSurge", "25%"), desired, math.ceil)
         unavailable = _share(limits.get("maxUnavailable", "25%"), desired, math.floor)
-        if surge == 0 and unavailable == 0:
+        if surge == 0 and unavailable == 0:  # both rounded to nothing: the rollout could never begin
             unavailable = 1
+        # The surge bounds growth alone: a Deployment that was scaled down shrinks at once.
         size, rest = new["spec"]["replicas"], sum(one["spec"]["replicas"] for one in old)
         size = desired if size >= desired else max(size, min(desired, desired + surge - rest))
         self._scale(new, size)
+        # An older generation's status says nothing of the size set now: none of it counts as available.
         is_seen = (new.get("status") or {}).get("observedGeneration") == new["metadata"]["generation"]
         missing = size - ((new.get("status") or {}).get("availableReplicas", 0) if is_seen else 0)
         spare = size + rest - (desired - unavailable) - missing

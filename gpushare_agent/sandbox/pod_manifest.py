@@ -63,7 +63,7 @@ def extended_requests(container: Mapping[str, Any], where: str = "") -> dict[str
 
 
 def containers_of(raw: RawObject) -> tuple[ContainerSpec, ...]:
-    """In the order in which the kubelet admits them: init containers (sidecars among them) first."""
+    """The containers in the order in which the kubelet admits them: init containers (sidecars among them) first."""
     spec = raw["spec"]
     found = []
     for position, container in enumerate(spec.get("initContainers") or ()):

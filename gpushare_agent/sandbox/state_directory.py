@@ -71,7 +71,7 @@ class NodePaths:
 
     @property
     def of_agent(self) -> dict[str, Path]:
-        """By flag, every place where an agent writes, serves or registers: with them it touches no other node's."""
+        """Every place where an agent writes, serves or registers, by flag: with them it touches no other node's."""
         return {
             "kubelet.device-plugin-path": self.device_plugin_path,
             "kubelet.pod-resources-socket": self.pod_resources_socket,

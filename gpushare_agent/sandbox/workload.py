@@ -33,6 +33,9 @@ from gpushare_agent.sandbox.report.claims import ClaimedShare, shares_of_contain
 from gpushare_agent.sandbox.report.document import ReportedNode, container_processes, gpus_of, parts_of_gpus
 from gpushare_agent.sandbox.runtime.containers import Container
 
+log = structlog.get_logger(__name__)
+
+INTERVAL_S = 1.0
 PERIOD_S = 120.0
 _LOW, _HIGH, _WHOLE_HIGH = 0.2, 0.95, 0.9
 _OVER = 1.2
@@ -61,20 +64,17 @@ class PlayedContainer(Struct, frozen=True, kw_only=True):
 
 
 def played_usage(containers: Sequence[PlayedContainer], now_s: float) -> list[RehearsedProcess]:
-    """Each container's use, its processes having equal parts. A GPU on which more is wanted than it has gives each its
+    """Each container's use, its processes having equal parts. A GPU on which more is demanded than it has gives each its
     part of what there is, as its time is shared."""
     found = [process for container in containers for process in _processes(container, now_s)]
-    wanted: dict[int, float] = {}
+    demand: dict[int, float] = {}
     for process in found:
-        wanted[process.gpu] = wanted.get(process.gpu, 0.0) + (process.sample.sm_ratio or 0.0)
-    return [
-        replace(process, sample=replace(process.sample, sm_ratio=_part(process.sample.sm_ratio, wanted[process.gpu])))
-        for process in found
-    ]
-
-
-def _part(sm_ratio: float | None, wanted: float) -> float:
-    return round((sm_ratio or 0.0) / max(1.0, wanted), 6)
+        demand[process.gpu] = demand.get(process.gpu, 0.0) + (process.sample.sm_ratio or 0.0)
+    played = []
+    for process in found:
+        part = round((process.sample.sm_ratio or 0.0) / max(1.0, demand[process.gpu]), 6)
+        played.append(replace(process, sample=replace(process.sample, sm_ratio=part)))
+    return played
 
 
 def _processes(container: PlayedContainer, now_s: float) -> list[RehearsedProcess]:
@@ -116,11 +116,6 @@ def memory_load(container: PlayedContainer) -> float:
     return _MEMORY_AT_START + (_MEMORY_FILLED - _MEMORY_AT_START) * filled
 
 
-log = structlog.get_logger(__name__)
-
-INTERVAL_S = 1.0
-
-
 class WorkloadPlayer:
     """`path` is the usage file; `isolation` and `allowed` are the agent's settings of these names; `clock` gives seconds
     since the epoch."""
@@ -154,7 +149,8 @@ class WorkloadPlayer:
         if not self._shown.node.kubelet.is_running:
             return
         now_s = self._clock()
-        runs = [(run, played) for run in self._running() if (played := self._played(run, now_s)) is not None]
+        running = [run for run in self._shown.node.kubelet.runtime.containers() if run.is_running]
+        runs = [(run, played) for run in running if (played := self._played(run, now_s)) is not None]
         usage = played_usage([played for _, played in runs], now_s)
         try:
             new = self._path.with_name(f".{self._path.name}")
@@ -174,9 +170,6 @@ class WorkloadPlayer:
         shown.used.clear()
         for run, pids in runs:
             shown.used[run.pod_uid, run.name] = _sum([process for pid in pids for process in by_pid.get(pid, ())])
-
-    def _running(self) -> list[Container]:
-        return [run for run in self._shown.node.kubelet.runtime.containers() if run.is_running]
 
     def _played(self, run: Container, now_s: float) -> PlayedContainer | None:
         """None for a container without GPUs, and for one whose pod has gone."""
@@ -211,8 +204,8 @@ class WorkloadPlayer:
         return list(found[0]) if found else []
 
     def _claimed(self, pod: RawObject, claims: Sequence[ClaimedShare]) -> tuple[float, int]:
-        """As `_share`, of the smallest of its claims' shares. One that asks for no cores has the part of its memory. The
-        containers of the pod that use a claim have equal parts of it."""
+        """What `_share` returns, of the smallest of its claims' shares. One that asks for no cores has the part of its
+        memory. The containers of the pod that use a claim have equal parts of it."""
         all_shares = [shares_of_container(self._shown.node, pod, spec.name) for spec in containers_of(pod)]
         users = sum(not set(claims).isdisjoint(shares) for shares in all_shares)
         least = min(claims, key=lambda one: one.memory_mib)
@@ -220,7 +213,7 @@ class WorkloadPlayer:
         return min(parts) / users, least.memory_mib * MIB // users
 
     def _share(self, spec: ContainerSpec, gpus: list[Gpu], ids: Sequence[str]) -> tuple[float, int]:
-        """Of each of its GPUs: the part of the GPU, and the bytes of memory."""
+        """The part and the bytes of memory of each of its GPUs."""
         names, whole_mib = self._shown.names, min(gpu.memory_mib for gpu in gpus)
         asked = request_of(spec, names)
         if asked.whole_gpus:

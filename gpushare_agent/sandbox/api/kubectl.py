@@ -135,7 +135,7 @@ def _shown(raw: RawObject, include: str) -> RawObject | None:
 
 
 def duration_text(seconds: float) -> str:
-    """As `kubectl` has ages: at most two units, and two only where the first is small."""
+    """An age as `kubectl` prints it: at most two units, and two only where the first is small."""
     s = int(seconds)
     if s < 0:
         return "<invalid>"

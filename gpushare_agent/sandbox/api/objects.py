@@ -121,7 +121,7 @@ class ApiObjects:
         return self.store.add(resource, completed_workload(resource, _named(raw, resource, namespace)))
 
     def apply(self, resource: str, raw: RawObject, namespace: str, manager: str) -> RawObject:
-        """As server-side apply: creates the object, or changes what the manager applies and takes away what it no longer
+        """Does server-side apply: creates the object, or changes what the manager applies and takes away what it no longer
         does. No field has an owner: managers never conflict. Raises Rejected."""
         key = ("" if resource in CLUSTER_WIDE else namespace, raw["metadata"]["name"])
         old, applied = self.store.find(resource, key), self._applied.setdefault((resource, manager), {})

@@ -72,20 +72,20 @@ def _merged_object(old: dict[str, Any], patch: dict[str, Any], *, is_strategic: 
     return result
 
 
-def apply_patch(last: Any, wanted: Any, name: str = "") -> Any:
-    """The strategic patch that makes of an object to which `last` was applied one to which `wanted` is: it takes away what
+def apply_patch(last: Any, desired: Any, name: str = "") -> Any:
+    """The strategic patch that makes of an object to which `last` was applied one to which `desired` is: it takes away what
     only `last` has."""
-    if isinstance(wanted, dict):
+    if isinstance(desired, dict):
         known = last if isinstance(last, dict) else {}
-        removed = dict.fromkeys(known.keys() - wanted.keys())
-        return {**removed, **{key: apply_patch(known.get(key), value, key) for key, value in wanted.items()}}
+        removed = dict.fromkeys(known.keys() - desired.keys())
+        return {**removed, **{key: apply_patch(known.get(key), value, key) for key, value in desired.items()}}
     key = _MERGE_KEYS.get(name, "")
-    if not isinstance(wanted, list) or not isinstance(last, list) or not key:
-        return wanted
+    if not isinstance(desired, list) or not isinstance(last, list) or not key:
+        return desired
     before = {_identity(item, key): item for item in last}
-    now = [_identity(item, key) for item in wanted]
+    now = [_identity(item, key) for item in desired]
     removed_items = [{key: one, "$patch": "delete"} for one in before if one not in now]
-    return [*removed_items, *(apply_patch(before.get(one), item) for one, item in zip(now, wanted, strict=True))]
+    return [*removed_items, *(apply_patch(before.get(one), item) for one, item in zip(now, desired, strict=True))]
 
 
 def _identity(item: Any, key: str) -> Any:
@@ -95,8 +95,8 @@ def _identity(item: Any, key: str) -> Any:
 def _merged_by_key(old: list[Any], patch: list[Any], key: str) -> list[Any]:
     result = list(old)
     for item in patch:
-        wanted = _identity(item, key)
-        position = next((i for i, known in enumerate(result) if _identity(known, key) == wanted), None)
+        desired = _identity(item, key)
+        position = next((i for i, known in enumerate(result) if _identity(known, key) == desired), None)
         is_deleted = isinstance(item, dict) and item.get("$patch") == "delete"
         if position is None:
             result += [] if is_deleted else [_merged(None, item, is_strategic=True)]
@@ -109,8 +109,10 @@ def _merged_by_key(old: list[Any], patch: list[Any], key: str) -> list[Any]:
 
 def _ordered(items: list[Any], order: list[Any], key: str) -> list[Any]:
     """Items that the order does not name stay behind those that it names."""
-    wanted = [_identity(item, key) for item in order]
-    return sorted(items, key=lambda i: wanted.index(_identity(i, key)) if _identity(i, key) in wanted else len(wanted))
+    desired = [_identity(item, key) for item in order]
+    return sorted(
+        items, key=lambda i: desired.index(_identity(i, key)) if _identity(i, key) in desired else len(desired)
+    )
 
 
 def _json_patched(raw: RawObject, patch: Any) -> RawObject:

@@ -82,7 +82,7 @@ class EmbeddedApiServer(ApiObjects):
             self._port_holder.close()
 
     async def start_listening(self) -> None:
-        """On the port of the first start. Raises StartupError where the port is in use."""
+        """Listens on the port of the first start. Raises StartupError where the port is in use."""
         self.faults.is_stopping = False
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._admitted])
         self._handlers.add_routes(app, tuple(KINDS))

@@ -164,7 +164,7 @@ class PodsByNode:
         self._signals: dict[str, ChangeSignal] = {}
 
     def of(self, node_name: str) -> list[RawObject]:
-        """In the order in which they were bound."""
+        """The pods of a node, in the order in which they were bound."""
         return list(self._pods.get(node_name, {}).values())
 
     def signal_of(self, node_name: str) -> ChangeSignal:

@@ -73,15 +73,15 @@ def _walk(value: Any, kind: str, path: str) -> Iterator[str]:
                 yield where
 
 
-def _check(value: Any, wanted: type, name: str, path: str) -> None:
-    is_right = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
+def _check(value: Any, kind: type, name: str, path: str) -> None:
+    is_right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if not is_right:
         raise Rejected(f"json: cannot unmarshal {_JSON_NAMES[type(value)]} into field {path} of type {name}")
 
 
 @cache
 def _fields(kind: str) -> dict[str, str] | None:
-    """By field name its type; None for a type without a model: `object`, `datetime`."""
+    """The type of each field, by name; None for a type without a model: `object`, `datetime`."""
     words = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", kind)).lower()
     load_library()
     try:

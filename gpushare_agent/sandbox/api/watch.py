@@ -84,7 +84,7 @@ def parse_field_selector(text: str) -> Selector:
         if match is None:
             raise Rejected(f"unable to parse field selector term {part!r}: expected path=value or path!=value")
         terms.append((match["path"], match["operator"] != "!=", match["value"]))
-    return lambda raw: all((_field(raw, path) == value) is wanted for path, wanted, value in terms)
+    return lambda raw: all((_field(raw, path) == value) is expected for path, expected, value in terms)
 
 
 def _field(raw: RawObject, path: str) -> str:
@@ -116,7 +116,7 @@ def parse_label_selector(text: str) -> Selector:
 def _has_labels(raw: RawObject, terms: list[tuple[str, bool, frozenset[str] | None]]) -> bool:
     labels: Mapping[str, str] = raw["metadata"].get("labels") or {}
     return all(
-        (key in labels if values is None else labels.get(key) in values) is wanted for key, wanted, values in terms
+        (key in labels if values is None else labels.get(key) in values) is expected for key, expected, values in terms
     )
 
 
@@ -166,7 +166,7 @@ class Watches:
         stream = _WatchStream(request, resource, shape)
         try:
             await stream.open()
-            if version == 0 or has_initial:
+            if version == 0 or has_initial:  # 0, or none: any state will do, and the stream begins with all objects
                 version = self._store.version
                 await stream.send([("ADDED", raw) for raw in self._store.all(resource) if selects(raw)])
             if has_initial:

@@ -396,6 +396,7 @@ class DeviceManager:
                 response = await endpoint.allocate(ids)
                 answer.raw = response or b""
         except PluginCallError as error:
+            # As the real one: what this admission has chosen, and not recorded, is free again.
             self._allocated = self.records.allocated()
             raise AllocationFailed(str(error)) from error
         finally:

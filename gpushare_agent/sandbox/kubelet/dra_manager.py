@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -271,16 +271,12 @@ class DraManager(Struct, kw_only=True, eq=False):
                     record.pods.discard(pod_uid)
                 elif not record.cdi:  # of no driver
                     self.records.pop(record.uid, None)
-            ended = [await self._end(driver, claims, pod_uid) for driver, claims in self._by_driver(last).items()]
+            by_driver: dict[str, list[ClaimRecord]] = {}
+            for claim in last:
+                for driver in claim.cdi:  # also of a claim whose prepare failed
+                    by_driver.setdefault(driver, []).append(claim)
+            ended = [await self._end(driver, claims, pod_uid) for driver, claims in by_driver.items()]
             return all(ended)
-
-    def _by_driver(self, claims: Iterable[ClaimRecord]) -> dict[str, list[ClaimRecord]]:
-        """Also claims whose prepare failed."""
-        found: dict[str, list[ClaimRecord]] = {}
-        for claim in claims:
-            for driver in claim.cdi:
-                found.setdefault(driver, []).append(claim)
-        return found
 
     async def _end(self, driver: str, claims: Sequence[ClaimRecord], pod_uid: str) -> bool:
         for claim in claims:

@@ -171,17 +171,14 @@ class KubeletBoot:
                 return True
         for uid, raw in bound.items():
             if uid not in self._pods:
-                self._pods[uid] = KnownPod.of(raw)
-                await self._take_up(self._pods[uid])
+                pod = self._pods[uid] = KnownPod.of(raw)
+                if is_terminal(raw):
+                    pod.state = PodState.ENDED
+                elif not raw["metadata"].get("deletionTimestamp"):
+                    await self._admit(pod)
+                self._signal.notify()
                 return True
         return False
-
-    async def _take_up(self, pod: KnownPod) -> None:
-        if is_terminal(pod.raw):
-            pod.state = PodState.ENDED
-        elif not pod.raw["metadata"].get("deletionTimestamp"):
-            await self._admit(pod)
-        self._signal.notify()
 
     async def _admit(self, pod: KnownPod) -> None:
         try:
@@ -373,12 +370,12 @@ class EmbeddedKubelet:
         return self._boot is not None and self._boot.dra.has_wiped_slices
 
     def begin_admissions(self) -> None:
-        """At once, instead of after `times.admission_delay_s`: for who waits for something else first."""
+        """Admits at once, instead of after `times.admission_delay_s`: for who waits for something else first."""
         if self._boot is not None:
             self._boot.begin_admissions()
 
     def push_node_status(self) -> None:
-        """At once, instead of at the next interval."""
+        """Pushes the status at once, instead of at the next interval."""
         if self._boot is not None:
             self._boot.push_node_status()
 
@@ -409,7 +406,7 @@ class EmbeddedKubelet:
         return self._boot.devices.allocated(resource) if self._boot is not None else frozenset()
 
     def capacity(self) -> dict[str, tuple[int, int]]:
-        """By resource: devices, healthy devices. The Node object follows at the next status update."""
+        """Devices and healthy devices by resource. The Node object follows at the next status update."""
         return self._boot.devices.capacity() if self._boot is not None else {}
 
     def devices(self, resource: str) -> dict[str, bool]:

@@ -164,7 +164,7 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
 
     async def run(self, pod: KnownPod) -> None:
         """Until the pod has ended by itself. Containers that run already are left alone."""
-        if not self.runtime.living(pod.identity.uid):
+        if not self.runtime.living(pod.identity.uid):  # else they were prepared before a restart of the kubelet
             await self._prepare_claims(pod)
         for spec in pod.containers:
             await self._bring_up(pod, spec)

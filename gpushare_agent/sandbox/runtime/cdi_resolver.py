@@ -52,14 +52,14 @@ class CdiResolver:
         Raises:
             Rejected: a name that no spec has, or that two of one directory have.
         """
-        wanted = list(dict.fromkeys(names))
-        if not wanted:
+        requested = list(dict.fromkeys(names))
+        if not requested:
             return ResolvedEdits()
         known = self._known()
-        missing = [name for name in wanted if name not in known]
+        missing = [name for name in requested if name not in known]
         if missing:
             raise Rejected(f"CDI device injection failed: unresolvable CDI devices {', '.join(missing)}")
-        found = [known[name] for name in wanted]
+        found = [known[name] for name in requested]
         commons = {device.path: device.common for device in found}
         return _together([*commons.values(), *(device.edits for device in found)])
 
@@ -76,13 +76,13 @@ class CdiResolver:
 
 
 def requested_names(cdi_devices: Iterable[str], annotations: Iterable[tuple[str, str]]) -> list[str]:
-    """Of one Allocate answer: the field's names, then the annotations'."""
+    """The CDI names of one Allocate answer: the field's, then the annotations'."""
     by_annotation = [value.split(",") for key, value in sorted(annotations) if key.startswith(ANNOTATION_PREFIX)]
     return [*cdi_devices, *(name for names in by_annotation for name in names)]
 
 
 def _devices(path: Path) -> dict[str, _Device]:
-    """By qualified name; none for what is no spec."""
+    """The devices of a file by qualified name; none for what is no spec."""
     if path.suffix not in (".json", ".yaml"):
         return {}
     with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):

@@ -41,7 +41,7 @@ _PROBE = ("/bin/sh", "-c", "read -r _")
 
 
 class NoCgroups:
-    """In the place of a tree. An agent of the node finds no process of a container."""
+    """Stands in the place of a tree. An agent of the node finds no process of a container."""
 
     root = Path("/sys/fs/cgroup")
 
@@ -99,10 +99,14 @@ class KernelCgroups:
 
     def attach(self, cgroup: Path, pid: int) -> None:
         """Moves a process, and so its later children. Raises OSError, ProcessLookupError among them."""
-        _write(cgroup / "cgroup.procs", str(pid))
+        file = os.open(cgroup / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)  # never made where the cgroup has gone
+        try:
+            os.write(file, str(pid).encode())
+        finally:
+            os.close(file)
 
     def pids(self, cgroup: Path) -> list[int]:
-        """In the cgroup and all below, ascending; none where it is gone."""
+        """The processes of the cgroup and all below, ascending; none where it is gone."""
         return sorted(_pids_below(cgroup))
 
     def kill(self, cgroup: Path) -> None:
@@ -118,7 +122,7 @@ class KernelCgroups:
         return True
 
     def remove_pod(self, pod_uid: str) -> None:
-        """Of a pod whose containers are gone."""
+        """Removes the cgroup of a pod whose containers are gone."""
         with contextlib.suppress(OSError):  # it went with the last container, or one is left
             (self.root / PODS / f"pod{pod_uid}").rmdir()
 
@@ -142,10 +146,10 @@ class KernelCgroups:
 
 def open_cgroup_tree(kind: str | None = None) -> tuple[CgroupTreeKind, KernelCgroups | NoCgroups]:
     """The first kind that works, or the requested one, here or in the environment. Raises StartupError if it does not."""
-    wanted = kind or os.environ.get(KIND_VARIABLE) or None
-    if wanted is not None and wanted not in _KINDS:
-        raise StartupError(f"{KIND_VARIABLE} is {wanted!r}: it can be {', '.join(_KINDS)}, or not set")
-    for candidate in _KINDS if wanted is None else (wanted,):
+    requested = kind or os.environ.get(KIND_VARIABLE) or None
+    if requested is not None and requested not in _KINDS:
+        raise StartupError(f"{KIND_VARIABLE} is {requested!r}: it can be {', '.join(_KINDS)}, or not set")
+    for candidate in _KINDS if requested is None else (requested,):
         if candidate == "none":
             return candidate, NoCgroups()
         for parent in _parents(candidate):
@@ -154,7 +158,7 @@ def open_cgroup_tree(kind: str | None = None) -> tuple[CgroupTreeKind, KernelCgr
             except OSError as error:
                 log.debug("cgroup_tree_impossible", kind=candidate, parent=str(parent), error=str(error))
     raise StartupError(
-        f"no cgroup {wanted} can be created for the sandbox's containers: none is mounted, or this process may not move "
+        f"no cgroup {requested} can be created for the sandbox's containers: none is mounted, or this process may not move "
         f"processes there; run it with the rights, or unset {KIND_VARIABLE}"
     )
 
@@ -216,14 +220,6 @@ def _below(own: str, root: str) -> str | None:
 
 
 # --- the kernel's files ---
-
-
-def _write(path: Path, text: str) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(file, text.encode())
-    finally:
-        os.close(file)
 
 
 def _pids_below(cgroup: Path) -> set[int]:

@@ -133,7 +133,7 @@ class ContainerRuntime:
         return sorted(self._containers.values(), key=lambda c: (c.pod_namespace, c.pod_name, c.name, c.id))
 
     def pids(self, container: Container) -> list[int]:
-        """Of its cgroup and all below, ascending; none once it has ended."""
+        """The processes of its cgroup and all below, ascending; none once it has ended."""
         return self._tree.pids(container.cgroup) if container.is_running else []
 
     def log_of(self, container: Container | ContainerConfig) -> Path:
@@ -187,13 +187,14 @@ class ContainerRuntime:
                 f"{where} cannot start: no process can have such a command or environment: {error}; mend the manifest"
             ) from error
         self._forgotten.discard(config.pod_uid)
+        # Known before its release: it may end at once, and its end is that of a known container.
         self._containers[config.pod_uid, config.name] = container
         self._processes[container.id].release(partial(self._remove_rest, container, _FIRST_RETRY_S))
         self._notify(container)
         return container
 
     def _create(self, config: ContainerConfig, attempt: int) -> Container:
-        """With its first process in its cgroup, waiting for its release."""
+        """A container with its first process in its cgroup, waiting for its release."""
         self._started += 1
         identity = hashlib.sha256(f"{self._salt}/{config.pod_uid}/{config.name}/{self._started}".encode()).hexdigest()
         cgroup = self._tree.add(config.pod_uid, identity)
@@ -212,7 +213,8 @@ class ContainerRuntime:
     def _new_process(self, config: ContainerConfig, cgroup: Path, attempt: int) -> ContainerProcess | AbsentProcess:
         if self.kind == "none":
             return AbsentProcess(config.run_s)
-        command, log_path = config.command or _sleep(config.run_s), self._new_log(config, attempt)
+        sleep = ("sleep", "infinity" if config.run_s is None else f"{config.run_s:.3f}")
+        command, log_path = config.command or sleep, self._new_log(config, attempt)
         process = ContainerProcess(command, env=config.env, cwd=Path("/"), output=log_path)
         try:
             self._tree.attach(cgroup, process.pid)
@@ -311,7 +313,3 @@ class ContainerRuntime:
     def _notify(self, container: Container) -> None:
         self.signal_of(container.pod_uid).notify()
         self._change.notify()
-
-
-def _sleep(run_s: float | None) -> tuple[str, str]:
-    return ("sleep", "infinity" if run_s is None else f"{run_s:.3f}")

@@ -60,8 +60,8 @@ class _RuntimeService(v1.RuntimeServiceBase):
 
     async def list_containers(self, message: v1.ListContainersRequest) -> v1.ListContainersResponse:
         found = map(_listed, self._runtime.containers())
-        wanted = message.filter
-        return v1.ListContainersResponse(containers=[c for c in found if wanted is None or _matches(c, wanted)])
+        asked = message.filter
+        return v1.ListContainersResponse(containers=[c for c in found if asked is None or _matches(c, asked)])
 
     async def container_status(self, message: v1.ContainerStatusRequest) -> v1.ContainerStatusResponse:
         for container in self._runtime.containers():
@@ -100,12 +100,12 @@ def _status(container: Container) -> v1.ContainerStatus:
     )
 
 
-def _matches(container: v1.Container, wanted: v1.ContainerFilter) -> bool:
+def _matches(container: v1.Container, asked: v1.ContainerFilter) -> bool:
     return (
-        wanted.id in ("", container.id)
-        and wanted.pod_sandbox_id in ("", container.pod_sandbox_id)
-        and (wanted.state is None or wanted.state.state == container.state)
-        and wanted.label_selector.items() <= container.labels.items()
+        asked.id in ("", container.id)
+        and asked.pod_sandbox_id in ("", container.pod_sandbox_id)
+        and (asked.state is None or asked.state.state == container.state)
+        and asked.label_selector.items() <= container.labels.items()
     )
 
 

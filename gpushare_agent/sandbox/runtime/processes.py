@@ -79,7 +79,7 @@ class ContainerProcess:
 
 
 class AbsentProcess:
-    """In the place of a process where no cgroup can be created: ends with code 0 after `run_s`, None for never."""
+    """Stands in the place of a process where no cgroup can be created: ends with code 0 after `run_s`, None for never."""
 
     pid = 0
 
@@ -94,7 +94,7 @@ class AbsentProcess:
             self._timer = asyncio.get_running_loop().call_later(self._run_s, self._ended, 0)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """As a process that handles none."""
+        """Ends it, as a process that handles no signal."""
         asyncio.get_running_loop().call_soon(self._ended, exit_code(-number))
 
     def end(self) -> int | None:
@@ -110,10 +110,10 @@ class AbsentProcess:
 
 
 def exit_code(returncode: int) -> int:
-    """As a shell and a container runtime count: a signal's number counts from 128 on."""
+    """The exit code as a shell and a container runtime count: a signal's number counts from 128 on."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """In the child, before exec: the kernel sends it this signal when the sandbox dies."""
+    """Called in the child before exec: the kernel sends it this signal when the sandbox dies."""
     _libc.prctl(_PR_SET_PDEATHSIG, number)

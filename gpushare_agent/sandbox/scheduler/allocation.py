@@ -89,7 +89,7 @@ class Share(Struct, frozen=True, kw_only=True):
 
 
 def allocate(claims: Sequence[ClaimRequests], devices: Sequence[Device], used: Used) -> list[list[Share]] | None:
-    """For each claim its shares, all claims together; None where they cannot all be had. Raises what `selects` raises."""
+    """The shares of each claim, all claims together; None where they cannot all be had. Raises what `selects` raises."""
     search = _Search(claims, devices, used)
     if not search.request(0):
         return None
@@ -168,7 +168,7 @@ class _Search:
 
 
 def tolerates(tolerations: Iterable[Mapping[str, Any]], taint: Mapping[str, Any]) -> bool:
-    """As those of nodes. A taint of the effect None keeps nothing away."""
+    """Whether the taint is tolerated, by the rules of nodes. A taint of the effect None keeps nothing away."""
     if taint.get("effect") == "None":
         return True
     for one in tolerations:

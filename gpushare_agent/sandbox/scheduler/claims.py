@@ -218,7 +218,7 @@ def _result(share: Share) -> dict[str, Any]:
 
 
 def _quantity(number: int, *, is_binary: bool) -> str:
-    """In the canonical form: the greatest unit of which it is a multiple."""
+    """The quantity in its canonical form: the greatest unit of which it is a multiple."""
     power = 0
     while is_binary and number and number % 1024 == 0 and power < len(_UNITS) - 1:
         number, power = number // 1024, power + 1
@@ -230,7 +230,7 @@ _SUFFIX_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 
 
 def claim_names(pod: RawObject) -> dict[str, str]:
-    """By the claim's name in the pod, the name of its ResourceClaim; without those that are not made yet."""
+    """The ResourceClaim's name by the claim's name in the pod; without those that are not made yet."""
     made = {one["name"]: one.get("resourceClaimName") for one in pod["status"].get("resourceClaimStatuses") or ()}
     names = {
         one["name"]: one.get("resourceClaimName") or made.get(one["name"])

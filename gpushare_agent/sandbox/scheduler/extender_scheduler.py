@@ -185,7 +185,7 @@ class ExtenderScheduler:
         return now >= waiting.due_at and waiting.epoch != self._epoch
 
     async def _wait(self, seen: int) -> None:
-        """For the next change, or until a pod is due."""
+        """Waits for the next change, or until a pod is due."""
         now = time.monotonic()
         dues = [w.due_at if w.epoch != self._epoch else w.latest_at for w in self._waiting.values()]
         with suppress(TimeoutError):
@@ -207,12 +207,14 @@ class ExtenderScheduler:
             if not names:
                 self._put_back(pod, waiting_text(len(against), reasons), UNSCHEDULABLE)
                 return
-            chosen = self._best(names, await self._scores(pod, names) if requests and len(names) > 1 else {})
+            scores = await self._scores(pod, names) if requests and len(names) > 1 else {}
         except AgentError as error:
             self._put_back(pod, str(error), SCHEDULER_ERROR)
             return
+        best = max(scores.get(name, 0) for name in names)
+        chosen = self._rng.choice([name for name in names if scores.get(name, 0) == best])
         uid = pod["metadata"]["uid"]
-        self._assumed[uid] = pod, chosen
+        self._assumed[uid] = pod, chosen  # before the wait: the next pod must not be given the same place
         await self._places.acquire()
         binds.create_task(self._bind(pod, chosen, is_ours=not requests), name=f"bind {pod['metadata']['name']}")
 
@@ -223,10 +225,6 @@ class ExtenderScheduler:
         except AgentError as error:
             log.warning("prioritize_failed", error=str(error))
             return {}
-
-    def _best(self, names: list[str], scores: Mapping[str, int]) -> str:
-        best = max(scores.get(name, 0) for name in names)
-        return self._rng.choice([name for name in names if scores.get(name, 0) == best])
 
     async def _bind(self, pod: RawObject, node_name: str, *, is_ours: bool) -> None:
         metadata = pod["metadata"]
@@ -249,6 +247,7 @@ class ExtenderScheduler:
         known = self._waiting.get(uid)
         attempts = known.attempts + 1 if known is not None else 1
         delay_s = min(times.first_backoff_s * 2 ** min(attempts - 1, 16), times.last_backoff_s)
+        # Time alone mends an error; a pod that fits nowhere waits for a change, and the last back-off is the longest wait.
         latest_at = now + (delay_s if reason == SCHEDULER_ERROR else times.last_backoff_s)
         self._waiting[uid] = _Waiting(attempts=attempts, due_at=now + delay_s, latest_at=latest_at, epoch=self._epoch)
         with suppress(NotFound, Conflict):  # it may have gone, or be bound, meanwhile

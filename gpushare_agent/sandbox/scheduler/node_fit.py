@@ -33,7 +33,7 @@ class NodeFit:
         return found
 
     def free(self, assumed: Mapping[str, tuple[RawObject, str]]) -> dict[str, dict[str, int]]:
-        """By node and resource. `assumed` are pods that are being bound, by UID, each with its node."""
+        """What is free by node and resource. `assumed` are pods that are being bound, by UID, each with its node."""
         pods = self._api.store.in_creation_order("pods")
         nodes = {raw["metadata"]["name"]: _extended(raw) for raw in self._api.store.all("nodes")}
         living: dict[str, None] = {}
@@ -50,7 +50,7 @@ class NodeFit:
     def reasons_against(
         self, free: Mapping[str, Mapping[str, int]], requests: Mapping[str, int]
     ) -> dict[str, list[str]]:
-        """By node why the requests do not fit; empty where they do. Cordoned nodes (`kubectl cordon`) take no pod."""
+        """Why the requests do not fit, by node; empty where they do. Cordoned nodes (`kubectl cordon`) take no pod."""
         nodes = self._api.store.all("nodes")
         cordoned = {raw["metadata"]["name"] for raw in nodes if (raw.get("spec") or {}).get("unschedulable")}
         return {
@@ -80,7 +80,7 @@ def waiting_text(nodes: int, reasons: Iterable[str]) -> str:
 
 
 def report_waiting(api: EmbeddedApiServer, pod: RawObject, message: str, reason: str = UNSCHEDULABLE) -> None:
-    """In the pod's status and an Event; once for the same message."""
+    """Writes the message into the pod's status and an Event; once for the same message."""
     if any(condition.get("message") == message for condition in pod["status"].get("conditions", ())):
         return
     condition = {
