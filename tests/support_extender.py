@@ -402,11 +402,12 @@ class FakeCluster:
 
     def _list(self, request: web.Request, kind: str, namespace: str) -> web.Response:
         found = [raw for _, raw in sorted(self.objects[kind].items()) if self._is_asked(request, raw, namespace)]
-        begin = int(request.query.get("continue", "0"))
+        # every page is of the first one's version, as with a real one: what comes meanwhile is watched, not lost
+        begin, version = map(int, request.query.get("continue", f"0/{self.version}").split("/"))
         size = min(int(request.query.get("limit", "500")), self.page)
-        metadata = {"resourceVersion": str(self.version)}
+        metadata = {"resourceVersion": str(version)}
         if begin + size < len(found):
-            metadata["continue"] = str(begin + size)
+            metadata["continue"] = f"{begin + size}/{version}"
         return web.json_response({"kind": "List", "metadata": metadata, "items": found[begin : begin + size]})
 
     def _is_asked(self, request: web.Request, raw: Raw, namespace: str) -> bool:
