@@ -94,12 +94,15 @@ class Machine:
         env |= {"FAKE_GPU_DEVICES": "all", "FAKE_GPU_GPUS": "1", "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
         return env | ({"LD_PRELOAD": ":".join(map(str, preload))} if preload else {})
 
-    def run_virtual(self, *programs: tuple[Container, Sequence[str]], observed: bool = True) -> list[Ended]:
+    def run_virtual(
+        self, *programs: tuple[Container, Sequence[str]], observed: bool = True, period_s: float = 0.1
+    ) -> list[Ended]:
         """At the same time, in virtual time, with the agent's part unless it is not `observed`."""
         clock = self.directory / "clock"
         clock.write_bytes(b"")
         directories = {str(container.directory): None for container, _ in programs}
         virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(len(programs) + observed)}
+        virtual["OBSERVING_PERIOD_S"] = str(period_s)
         with ExitStack() as stack:
             if observed:
                 command = [sys.executable, str(NATIVE / "observing_agent.py"), *directories]

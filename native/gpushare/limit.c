@@ -27,7 +27,7 @@
 #define POLL_NS 200000u            /* events are asked this often at most: it costs a microsecond */
 #define UNKNOWN_NS 20000u          /* of a first launch, until it is measured; then the difference is charged */
 #define ELASTIC_NS SECOND_NS       /* for so long the others must have been idle, or not */
-#define STALE_S 1.0                /* samples with a gap as long as this say nothing of the time between */
+#define STALE_S 15.0               /* samples with a gap as long as this say nothing of the time between */
 #define LEAST_BUSY_NS 30e6         /* observed, before a scale is made of it */
 #define MEMORY_S 3.0               /* of the sums behind the scale: what lies so far back counts a third */
 #define DELAY_S 0.6                /* by about so much utilisation is behind: half of what it is measured over, and its way */
@@ -149,8 +149,12 @@ static void poll_outstanding(uint64_t now)
 
 /* ---- scale and share ---- */
 
-/* exp(-x) for a small x, without libm. */
-static double fade(double x) { return x > 1 ? 0.37 : 1 - x + x * x / 2 - x * x * x / 6; }
+/* exp(-x), without libm. */
+static double fade(double x)
+{
+    double half = x > 0.5 ? fade(x / 2) : 0;
+    return x > 0.5 ? half * half : 1 - x + x * x / 2 - x * x * x / 6;
+}
 
 /* What the costs of the last seconds are to what the driver saw, or 1 where they agree within what the driver can tell: its percents
    are whole, and are behind by DELAY_S or another time. The costs come from events, and are more exact, as long as nothing overlaps. */

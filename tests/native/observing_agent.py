@@ -1,5 +1,5 @@
-"""What the agent does for libgpushare while programs run: ten times a second it reads the driver, and writes into each
-container's gpushare.config what the container's processes have and how busy they keep the GPU.
+"""What the agent does for libgpushare while programs run: every $OBSERVING_PERIOD_S, a tenth of a second, it reads the
+driver, and writes into each container's gpushare.config what its processes have and how busy they keep the GPU.
 
     python observing_agent.py DIRECTORY...
 
@@ -19,7 +19,7 @@ import pynvml
 
 from gpushare_agent.isolation.gpushare.format import CONFIG_BYTES, CONFIG_NAME, Observed, write_observed
 
-PERIOD_S = 0.1
+PERIOD_S = float(os.environ.get("OBSERVING_PERIOD_S", "0.1"))
 PATIENCE_S = 20.0
 
 
