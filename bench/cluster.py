@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
+from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 
 GPUS, MEMORY_MIB, BLOCKS = 8, 24_576, 96

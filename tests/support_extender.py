@@ -20,10 +20,10 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import ALL_NODES
 from gpushare_agent.cluster.kube.cluster import LIVE_PODS, ClusterApi, open_cluster_api
+from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.extender.app import ExtenderParts, build, serve
 from gpushare_agent.extender.bind import Binder, BindTiming
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import structlog
 
-from gpushare_agent.cluster.decisions.node_patch import parse_node
 from gpushare_agent.cluster.informer import Handler, Informer
 from gpushare_agent.cluster.kube.client import KubeApi, node_named
+from gpushare_agent.cluster.node_facts import parse_node
 from gpushare_agent.kit.supervision import start_tasks
 from gpushare_agent.kit.watch_path import open_directory_watch
 from gpushare_agent.model.errors import AgentError, StartupError

@@ -7,7 +7,6 @@ Who patches what: pod_annotations.py the annotations of pods, node_fields.py the
 node; events.py writes Events. The extender patches the pods that it binds in extender/pod_writes.py.
 The agent and the extender build and run these; admission reads the pods and reports to the writers. Open informer.py first.
 
-Others import: decisions.node_annotations, decisions.node_patch, events, informer, kube.client, kube.cluster,
-kube.configuration, kube.library, kube.lists, kube.pods, kube.quantities, kube.session, part, pod_annotations,
-pod_store.
+Others import: events, informer, kube.client, kube.cluster, kube.configuration, kube.lists, kube.pods, kube.quantities,
+kube.session, node_annotations, node_facts, part, pod_annotations, pod_store.
 """

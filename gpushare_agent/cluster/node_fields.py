@@ -1,8 +1,8 @@
 """Keeps fields of this node's object true: its labels and GPUs, its allocations, its capacity. One writer for each.
 
 Level, not edge: what is wanted is worked out anew after each change and each `period_s`, and only what differs is patched;
-what somebody undid comes back. No admission waits for it. What is wanted and the patches are decisions/node_facts.py,
-node_allocations.py and node_patch.py. The mutable state of a writer is: the node as it was last read, whether something
+what somebody undid comes back. No admission waits for it. What is wanted and the patches are node_facts.py and
+node_annotations.py. The mutable state of a writer is: the node as it was last read, whether something
 changed, whether what is wanted was known, and what was reported last.
 """
 
@@ -16,8 +16,9 @@ from typing import Generic, NoReturn, TypeVar
 import structlog
 from msgspec import Struct
 
-from gpushare_agent.cluster.decisions.node_facts import NodeFacts
-from gpushare_agent.cluster.decisions.node_patch import (
+from gpushare_agent.cluster.kube.client import KubeApi
+from gpushare_agent.cluster.node_facts import (
+    NodeFacts,
     NodeObject,
     NodePatch,
     parse_node,
@@ -25,7 +26,6 @@ from gpushare_agent.cluster.decisions.node_patch import (
     plan_capacity_patch,
     plan_facts_patch,
 )
-from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import wait_for

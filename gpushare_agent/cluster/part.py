@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import structlog
 from msgspec import Struct, field
 
-from gpushare_agent.cluster.decisions.annotations import pod_annotations
-from gpushare_agent.cluster.decisions.feature_labels import feature_labels
-from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
-from gpushare_agent.cluster.decisions.node_facts import NodeFacts, node_facts
 from gpushare_agent.cluster.events import NodeEvents, PodEvents
+from gpushare_agent.cluster.feature_labels import feature_labels
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import pods_of_node
+from gpushare_agent.cluster.node_annotations import allocations_annotation, allocations_by_pod
+from gpushare_agent.cluster.node_facts import NodeFacts, node_facts
 from gpushare_agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACTS, NodeFieldsWriter
-from gpushare_agent.cluster.node_pods import NodePods
-from gpushare_agent.cluster.pod_annotations import PodAnnotations
-from gpushare_agent.cluster.pod_store import PodStore
+from gpushare_agent.cluster.pod_annotations import PodAnnotations, pod_annotations
+from gpushare_agent.cluster.pod_store import NodePods, PodStore
 from gpushare_agent.cluster.rejected_pods import RejectedPods
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.supervision import Tasks, start_tasks

@@ -14,15 +14,15 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.decisions.node_annotations import (
+from gpushare_agent.cluster.kube.pods import mapping_or_empty
+from gpushare_agent.cluster.kube.quantities import whole_number
+from gpushare_agent.cluster.node_annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,
     even_gpus,
     parse_allocations,
     parse_gpus,
 )
-from gpushare_agent.cluster.kube.pods import mapping_or_empty
-from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import GpuReport

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.admission.device_tables import DeviceTables
-from gpushare_agent.cluster.decisions.node_allocations import allocations_by_pod
+from gpushare_agent.cluster.node_annotations import allocations_by_pod
 from gpushare_agent.isolation.shares import ShareLimits, share_limits
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.kubelet.device_ids import DeviceIds

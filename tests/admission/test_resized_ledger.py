@@ -12,7 +12,7 @@ from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
 from gpushare_agent.admission.decisions.offered_devices import offered_ids, withheld
 from gpushare_agent.admission.decisions.resize import ResizePolicy, WantedSize, decide_resize, enforced
 from gpushare_agent.admission.resizing import BookedAccounts
-from gpushare_agent.cluster.decisions.node_allocations import allocations_by_pod
+from gpushare_agent.cluster.node_annotations import allocations_by_pod
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.model.charges import NO_CHARGE, Charge

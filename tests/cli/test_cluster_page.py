@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.cluster.kube.pods import MAX_SCHEDULER_CHARS
+from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.requests import Request
 from gpushare_agent.placement import GpuAccount

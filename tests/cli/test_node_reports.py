@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 
 from gpushare_agent.cli.node_reports import NodeReport, read_report, report_document
 from gpushare_agent.cli.render_inspect import inspection_document
-from gpushare_agent.cluster.decisions.node_allocations import AllocatedTo, allocations_annotation
-from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION, MAX_GPUS
-from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
+from gpushare_agent.cluster.node_annotations import (
+    ALLOCATIONS_ANNOTATION,
+    GPUS_ANNOTATION,
+    MAX_GPUS,
+    AllocatedTo,
+    allocations_annotation,
+)
+from gpushare_agent.cluster.node_facts import gpus_annotation
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames

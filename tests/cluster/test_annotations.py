@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.decisions.annotations import pod_annotations
+from gpushare_agent.cluster.pod_annotations import pod_annotations
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.names import GpuUuid, device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod

@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.decisions.feature_labels import feature_labels, sanitised
-from gpushare_agent.cluster.decisions.node_facts import is_label, node_facts
-from gpushare_agent.cluster.decisions.node_patch import (
+from gpushare_agent.cluster.feature_labels import feature_labels, sanitised
+from gpushare_agent.cluster.node_facts import (
     FEATURES_ANNOTATION,
     LABELS_ANNOTATION,
     NodePatch,
+    is_label,
+    node_facts,
     parse_node,
     plan_facts_patch,
 )

@@ -8,10 +8,10 @@ import sys
 
 _REPORT = """
 import json, sys
-from gpushare_agent.cluster.kube import library
+from gpushare_agent.cluster.kube import configuration
 {before}
-loaded = library.load_library()
-again = library.load_library()
+loaded = configuration.load_library()
+again = configuration.load_library()
 loader = loaded.kube_config.KubeConfigLoader(
     config_dict={{
         "current-context": "c", "contexts": [{{"name": "c", "context": {{"cluster": "k", "user": "u"}}}}],
@@ -57,7 +57,7 @@ def test_the_library_is_loaded_without_its_generated_modules() -> None:
 
 def test_an_unknown_layout_is_loaded_whole() -> None:
     """A release of the library that lays its modules out differently costs memory, not the connection."""
-    report = _report("library._OFFERED['ApiClient'] = 'kubernetes_asyncio.client.moved_elsewhere'")
+    report = _report("configuration._OFFERED['ApiClient'] = 'kubernetes_asyncio.client.moved_elsewhere'")
     assert report["has_all"] is True
     assert (report["client"], report["context"]) == ("kubernetes_asyncio.client.api_client", "c")
 

@@ -15,8 +15,12 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.cluster.decisions.node_allocations import AllocatedTo, allocations_annotation, allocations_by_pod
-from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION
+from gpushare_agent.cluster.node_annotations import (
+    ALLOCATIONS_ANNOTATION,
+    AllocatedTo,
+    allocations_annotation,
+    allocations_by_pod,
+)
 from gpushare_agent.cluster.node_fields import ALLOCATIONS, ROLE, NodeFieldsWriter
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.cluster.decisions.node_facts import NodeFacts
+from gpushare_agent.cluster.node_facts import NodeFacts
 from gpushare_agent.cluster.node_fields import FACTS, ROLE, NodeFieldsWriter
 from gpushare_agent.kit.backoff import Backoff
 from tests.support_kube import (

@@ -9,17 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION
-from gpushare_agent.cluster.decisions.node_facts import (
+from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
+from gpushare_agent.cluster.node_facts import (
+    LABELS_ANNOTATION,
     NodeFacts,
+    NodePatch,
     gpu_labels,
     gpu_model,
     gpus_annotation,
     is_label,
     label_value,
     node_facts,
+    parse_node,
+    plan_facts_patch,
 )
-from gpushare_agent.cluster.decisions.node_patch import LABELS_ANNOTATION, NodePatch, parse_node, plan_facts_patch
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import GPU_MODEL_LABEL
 from gpushare_agent.placement.topology_tree import build_topology

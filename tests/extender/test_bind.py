@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.hints import hinted_gpus
-from gpushare_agent.cluster.decisions.node_annotations import GPUS_ANNOTATION
 from gpushare_agent.cluster.kube.pods import parse_pod
+from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
 from gpushare_agent.extender.cluster_state import REPORT_WAIT_S, ClusterState
 from gpushare_agent.extender.nodes import read_node
 from gpushare_agent.extender.pod_writes import Bind, PodWrites

@@ -11,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
-from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
-from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
+from gpushare_agent.cluster.node_annotations import (
+    ALLOCATIONS_ANNOTATION,
+    GPUS_ANNOTATION,
+    allocations_annotation,
+    allocations_by_pod,
+)
+from gpushare_agent.cluster.node_facts import gpus_annotation
 from gpushare_agent.extender.decisions.node_ledger import NodeLedger
 from gpushare_agent.extender.nodes import MAX_GPUS, NodeReading, read_node
 from gpushare_agent.extender.values import ClusterNode

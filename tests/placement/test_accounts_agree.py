@@ -15,9 +15,13 @@ from msgspec.structs import replace
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.cli.node_reports import read_report, report_document
-from gpushare_agent.cluster.decisions.node_allocations import allocations_annotation, allocations_by_pod
-from gpushare_agent.cluster.decisions.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
-from gpushare_agent.cluster.decisions.node_facts import gpus_annotation
+from gpushare_agent.cluster.node_annotations import (
+    ALLOCATIONS_ANNOTATION,
+    GPUS_ANNOTATION,
+    allocations_annotation,
+    allocations_by_pod,
+)
+from gpushare_agent.cluster.node_facts import gpus_annotation
 from gpushare_agent.dra.decisions.booking import allocations_of, shortage
 from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult
 from gpushare_agent.extender.cluster_state import ClusterState

@@ -1,9 +1,14 @@
 """Where the API server is and how to prove who we are: in-cluster service account or kubeconfig.
 
 kubernetes-asyncio reads both (tokens, client certificates, exec plugins); this module chooses the source, keeps the
-library's import in a thread (never before the agent has registered with the kubelet) and renames its errors. No state.
-What can never work by waiting is a StartupError; what may appear later (a projected token, a plugin's answer) is
-Unavailable.
+library's import in a thread (never before the agent has registered with the kubelet) and renames its errors. What can never
+work by waiting is a StartupError; what may appear later (a projected token, a plugin's answer) is Unavailable.
+
+The library's packages import every API class and model in their `__init__`: 33 MiB of memory and a third of a second
+of one core (docs/reference/measurements.md), for an agent that works on raw JSON. So the packages are put in place without
+running their `__init__`, and the few modules that are needed are imported from them. A library that the process has imported
+already is used as it is; who wants all of it beside the agent's client imports it first. Where the layout is not the one
+known, it is imported whole. State owned: the library's entries in sys.modules.
 """
 
 from __future__ import annotations
@@ -11,14 +16,73 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import sys
+import threading
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any
 
+import structlog
 from msgspec import Struct
 
-from gpushare_agent.cluster.kube.library import KubeLibrary, load_library
 from gpushare_agent.model.errors import StartupError, Unavailable
+
+log = structlog.get_logger(__name__)
+
+_LIBRARY = "kubernetes_asyncio"
+_HOLLOW = (_LIBRARY, f"{_LIBRARY}.client", f"{_LIBRARY}.client.models")
+"""Packages whose `__init__` is passed over, parents first."""
+_OFFERED = {"Configuration": f"{_LIBRARY}.client.configuration", "ApiClient": f"{_LIBRARY}.client.api_client"}
+"""What the library's own modules import from its client package, in the order in which they need each other."""
+
+_lock = threading.Lock()
+
+
+class KubeLibrary(Struct, frozen=True, kw_only=True):
+    """The modules `client`, `config` and `config.kube_config`. Of `client` only Configuration and ApiClient are there."""
+
+    client: Any
+    config: Any
+    kube_config: Any
+
+
+def load_library() -> KubeLibrary:
+    """The library, imported at the first call. Raises ImportError where it is not installed."""
+    with _lock:
+        if _LIBRARY not in sys.modules:
+            _load_lean()
+        return KubeLibrary(
+            client=import_module(f"{_LIBRARY}.client"),
+            config=import_module(f"{_LIBRARY}.config"),
+            kube_config=import_module(f"{_LIBRARY}.config.kube_config"),
+        )
+
+
+def _load_lean() -> None:
+    try:
+        for name in _HOLLOW:
+            _put_package(name)
+        for name, module in _OFFERED.items():
+            setattr(sys.modules[f"{_LIBRARY}.client"], name, getattr(import_module(module), name))
+        import_module(f"{_LIBRARY}.config.kube_config")
+    except (ImportError, AttributeError) as e:
+        for name in [name for name in sys.modules if name.partition(".")[0] == _LIBRARY]:
+            del sys.modules[name]
+        log.info("kubernetes_library_loaded_whole", reason=str(e))
+
+
+def _put_package(name: str) -> None:
+    """Makes the package importable from, with nothing in it."""
+    spec = find_spec(name)
+    if spec is None:
+        raise ImportError(f"no package {name}")
+    package = sys.modules[name] = module_from_spec(spec)
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, package)
+
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 LOAD_TIMEOUT_S = 30.0

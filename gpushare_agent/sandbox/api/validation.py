@@ -15,7 +15,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from gpushare_agent.cluster.kube.library import load_library
+from gpushare_agent.cluster.kube.configuration import load_library
 from gpushare_agent.model.errors import Conflict, Rejected
 from gpushare_agent.sandbox.api.store import KINDS, WITH_STATUS
 from gpushare_agent.sandbox.pod_manifest import RawObject, check_metadata, completed_manifest
