@@ -84,7 +84,7 @@ class DevicePlugin(Struct, eq=False):
     ids: DeviceIds
     pre_start: PreStart | None = None
     call_timeout_s: float = CALL_TIMEOUT_S
-    on_streams_changed: Callable[[], None] = field(default_factory=lambda: lambda: None)
+    on_streams_changed: Callable[[], None] = lambda: None
     _waits: dict[Stream[Any, Any], asyncio.Timeout] = field(default_factory=dict)
 
     @property
