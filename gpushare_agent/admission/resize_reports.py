@@ -46,36 +46,33 @@ class Observer(Protocol):
     def resize_status(self, pod: Pod, status: str | None) -> None: ...
 
 
-class ResizeReporter:
+class ResizeReporter(Struct, eq=False):
     """To the pod's Events and annotations; of a claim, which comes as a pod, to those of the pods that use it. State owned:
     of each pod its own status and its claims'."""
 
-    def __init__(
-        self, annotations: PodAnnotations, events: PodEvents, using: Callable[[PodUid], Sequence[Pod]]
-    ) -> None:
-        self._annotations = annotations
-        self._events = events
-        self._using = using
-        self._parts: dict[PodUid, dict[PodUid, str]] = {}
+    annotations: PodAnnotations
+    events: PodEvents
+    using: Callable[[PodUid], Sequence[Pod]]
+    _parts: dict[PodUid, dict[PodUid, str]] = field(default_factory=dict)
 
     def resized(self, pod: Pod, detail: str) -> None:
-        for user in self._using(pod.uid):
-            self._events.noted(user, RESIZED, detail)
+        for user in self.using(pod.uid):
+            self.events.noted(user, RESIZED, detail)
 
     def resize_refused(self, pod: Pod, detail: str) -> None:
-        for user in self._using(pod.uid):
-            self._events.warned(user, RESIZE_REFUSED, detail)
+        for user in self.using(pod.uid):
+            self.events.warned(user, RESIZE_REFUSED, detail)
 
     def resize_status(self, pod: Pod, status: str | None) -> None:
-        for uid in [uid for uid in self._parts if not self._using(uid)]:
+        for uid in [uid for uid in self._parts if not self.using(uid)]:
             del self._parts[uid]
-        for user in self._using(pod.uid):
+        for user in self.using(pod.uid):
             parts = self._parts.setdefault(user.uid, {})
             parts.pop(pod.uid, None)
             if status is not None:
                 parts[pod.uid] = status
             entries = [entry for uid in sorted(parts) for entry in parts[uid].split(";")]
-            self._annotations.resize_status(user, bounded_status(entries))
+            self.annotations.resize_status(user, bounded_status(entries))
 
 
 class ResizeRound(Struct):

@@ -53,39 +53,28 @@ class ElsewhereError(Exception):
     """The pod was bound to another node meanwhile."""
 
 
-class PodWrites:
+class PodWrites(Struct, kw_only=True, eq=False):
     """`leads` is asked before each request: only a leader writes."""
 
-    def __init__(
-        self,
-        *,
-        api: ClusterApi,
-        names: ResourceNames,
-        leads: Callable[[], bool],
-        time_ns: Callable[[], int] = time.time_ns,
-    ) -> None:
-        self._api = api
-        self._names = names
-        self._leads = leads
-        self._time_ns = time_ns
-        self._last_ns = 0
-
-    def leads(self) -> bool:
-        return self._leads()
+    api: ClusterApi
+    names: ResourceNames
+    leads: Callable[[], bool]
+    time_ns: Callable[[], int] = time.time_ns
+    _last_ns: int = 0
 
     async def read(self, namespace: str, name: str) -> Pod:
-        return lean_pod(await self._api.get_pod(namespace, name), self._names)
+        return lean_pod(await self.api.get_pod(namespace, name), self.names)
 
     async def bind_plain(self, pod: Pod, node: str) -> None:
         """A pod that asks for nothing of ours: one try, for no reservation depends on it."""
         self._check_leads()
-        await self._api.bind_pod(pod.namespace, pod.name, pod.uid, node, pod.resource_version)
+        await self.api.bind_pod(pod.namespace, pod.name, pod.uid, node, pod.resource_version)
 
     async def ask_for_retry(self, pod: Pod) -> None:
         """An annotation that only makes a new version of the pod: the scheduler tries a pod again that was updated."""
         self._check_leads()
-        written = {QUOTA_RETRY_ANNOTATION: str(self._time_ns())}
-        await self._api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, written)
+        written = {QUOTA_RETRY_ANNOTATION: str(self.time_ns())}
+        await self.api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, written)
 
     async def bind_once(self, bind: Bind) -> AgentError | None:
         """None when the pod is bound; an error that another try may cure. Raises the other errors."""
@@ -99,7 +88,7 @@ class PodWrites:
         self._check_leads()
         bind.is_open = True
         try:
-            await self._api.bind_pod(
+            await self.api.bind_pod(
                 reservation.namespace,
                 reservation.pod,
                 reservation.pod_uid,
@@ -155,13 +144,13 @@ class PodWrites:
         self._check_leads()
         bind.is_annotated = True
         try:
-            raw_pod = await self._api.patch_pod_annotations(
+            raw_pod = await self.api.patch_pod_annotations(
                 reservation.namespace, reservation.pod, reservation.pod_uid, annotations
             )
         except NotFound:
             bind.is_open = bind.is_annotated = False
             raise
-        pod = lean_pod(raw_pod, self._names)
+        pod = lean_pod(raw_pod, self.names)
         bind.is_open = False
         if pod.node_name == reservation.node:
             return None
@@ -172,24 +161,24 @@ class PodWrites:
 
     async def is_gone(self, reservation: Reservation) -> bool:
         try:
-            raw_pod = await self._api.get_pod(reservation.namespace, reservation.pod)
+            raw_pod = await self.api.get_pod(reservation.namespace, reservation.pod)
         except NotFound:
             return True
-        return lean_pod(raw_pod, self._names).uid != reservation.pod_uid
+        return lean_pod(raw_pod, self.names).uid != reservation.pod_uid
 
     async def clean(self, reservation: Reservation) -> None:
         """Removes the annotations from a pod that was not bound."""
         nothing = dict.fromkeys(extender_annotations(reservation, 0))
         self._check_leads()
-        await self._api.patch_pod_annotations(reservation.namespace, reservation.pod, reservation.pod_uid, nothing)
+        await self.api.patch_pod_annotations(reservation.namespace, reservation.pod, reservation.pod_uid, nothing)
 
     def _check_leads(self) -> None:
-        if not self._leads():
+        if not self.leads():
             raise Rejected(NOT_LEADING)
 
     def _annotations(self, reservation: Reservation) -> dict[str, str]:
         """The time is never the same twice, so that each patch makes a new version of the pod."""
-        self._last_ns = max(self._time_ns(), self._last_ns + 1)
+        self._last_ns = max(self.time_ns(), self._last_ns + 1)
         return extender_annotations(reservation, self._last_ns)
 
 

@@ -36,23 +36,16 @@ class Series(Struct, frozen=True):
     rows: list[tuple[Labels, Number]] = field(default_factory=list)
 
 
-class NodePage:
+class NodePage(Struct, eq=False):
     """`text` calls `series` when the last ones are older than `max_age_s` or were `expire`d."""
 
-    def __init__(
-        self,
-        series: Callable[[], Sequence[Series]],
-        *,
-        max_age_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._read = series
-        self._max_age_s = max_age_s
-        self._clock = clock
-        self._made_at = float("-inf")
-        self._series: Sequence[Series] = ()
-        self._texts: dict[bool, bytes] = {}
-        self._parts: dict[tuple[str, bool], tuple[Series, str]] = {}
+    series: Callable[[], Sequence[Series]]
+    max_age_s: float
+    clock: Callable[[], float] = time.monotonic
+    _made_at: float = float("-inf")
+    _series: Sequence[Series] = ()
+    _texts: dict[bool, bytes] = field(default_factory=dict)
+    _parts: dict[tuple[str, bool], tuple[Series, str]] = field(default_factory=dict)
 
     def expire(self) -> None:
         """Something changed: the next reader gets a new text."""
@@ -60,9 +53,9 @@ class NodePage:
 
     def text(self, *, is_openmetrics: bool) -> bytes:
         """Without OpenMetrics' last line."""
-        if self._clock() - self._made_at >= self._max_age_s:
-            self._series = self._read()
-            self._made_at = self._clock()
+        if self.clock() - self._made_at >= self.max_age_s:
+            self._series = self.series()
+            self._made_at = self.clock()
             self._texts.clear()
         if is_openmetrics not in self._texts:
             parts = [self._part(series, is_openmetrics=is_openmetrics) for series in self._series]
