@@ -21,7 +21,7 @@ import structlog
 
 import gpushare_agent
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.sandbox.runtime.processes import end_with_parent
+from gpushare_agent.sandbox.runtime.containers import end_with_parent
 
 log = structlog.get_logger(__name__)
 

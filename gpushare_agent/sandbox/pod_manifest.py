@@ -62,6 +62,11 @@ def extended_requests(container: Mapping[str, Any], where: str = "") -> dict[str
     return {name: count for name, count in sorted(found.items()) if count > 0}
 
 
+def raw_containers(raw: RawObject) -> list[dict[str, Any]]:
+    """The containers as the manifest has them, init containers first."""
+    return [*(raw["spec"].get("initContainers") or ()), *raw["spec"]["containers"]]
+
+
 def containers_of(raw: RawObject) -> tuple[ContainerSpec, ...]:
     """The containers in the order in which the kubelet admits them: init containers (sidecars among them) first."""
     spec = raw["spec"]
@@ -150,7 +155,7 @@ def completed_manifest(raw: Any, *, namespace: str, uid: str, suffix: str) -> Ra
     metadata["creationTimestamp"] = timestamp()
     for key in ("resourceVersion", "deletionTimestamp", "deletionGracePeriodSeconds", "managedFields"):
         metadata.pop(key, None)
-    _default_spec(pod["spec"])
+    _default_spec(pod)
     phase = {"phase": "Pending", "qosClass": "BestEffort"}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod["spec"], "status": phase}
 
@@ -209,12 +214,13 @@ def _check_resources(container: dict[str, Any], where: str) -> None:
             )
 
 
-def _default_spec(spec: dict[str, Any]) -> None:
+def _default_spec(pod: RawObject) -> None:
+    spec = pod["spec"]
     spec.setdefault("restartPolicy", "Always")
     spec.setdefault("terminationGracePeriodSeconds", 30)
     spec.setdefault("schedulerName", "default-scheduler")
     spec.setdefault("dnsPolicy", "ClusterFirst")
-    for container in (*(spec.get("initContainers") or ()), *spec["containers"]):
+    for container in raw_containers(pod):
         resources = container.setdefault("resources", {}) or {}
         container["resources"] = resources
         if resources.get("limits"):

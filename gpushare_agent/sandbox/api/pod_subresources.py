@@ -19,7 +19,14 @@ from aiohttp import web
 from msgspec import Struct
 
 from gpushare_agent.sandbox.api.responses import bad_request, query_number
-from gpushare_agent.sandbox.pod_manifest import MIRROR_ANNOTATION, RawObject, is_mirror, is_terminal, timestamp
+from gpushare_agent.sandbox.pod_manifest import (
+    MIRROR_ANNOTATION,
+    RawObject,
+    is_mirror,
+    is_terminal,
+    raw_containers,
+    timestamp,
+)
 from gpushare_agent.sandbox.runtime.containers import ContainerRuntime
 
 AGENT_NAMESPACE = "gpushare-system"
@@ -162,8 +169,7 @@ def _tail_offset(path: Path, lines: str | None) -> int:
 
 
 def _container_name(pod: RawObject, asked: str) -> str:
-    spec, where = pod["spec"], pod["metadata"]["name"]
-    names = [c["name"] for c in (*(spec.get("initContainers") or ()), *spec["containers"])]
+    where, names = pod["metadata"]["name"], [container["name"] for container in raw_containers(pod)]
     if asked and asked not in names:
         bad_request(f"container {asked} is not valid for pod {where}")
     if not asked and len(names) > 1:

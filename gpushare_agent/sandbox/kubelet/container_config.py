@@ -103,11 +103,7 @@ def _command(container: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def container_of(raw: RawObject, name: str) -> Mapping[str, Any]:
-    spec = raw["spec"]
-    found: Mapping[str, Any] = next(
-        c for c in (*(spec.get("initContainers") or ()), *spec["containers"]) if c["name"] == name
-    )
-    return found
+    return next(container for container in pod_manifest.raw_containers(raw) if container["name"] == name)
 
 
 def _text(message: bytes, number: int) -> str:

@@ -76,7 +76,7 @@ def pod_status(
     started_at: str,
 ) -> dict[str, Any]:
     """`containers` holds each spec, in order, with its newest run, its restarts and why it waits."""
-    raw_by_name = {c["name"]: c for c in (*(raw["spec"].get("initContainers") or ()), *raw["spec"]["containers"])}
+    raw_by_name = {container["name"]: container for container in pod_manifest.raw_containers(raw)}
     init: list[dict[str, Any]] = []
     main: list[dict[str, Any]] = []
     for spec, container, restarts, waiting in containers:
