@@ -2,7 +2,7 @@
 
 Owns no state: `load_settings` makes a `LoadedSettings` (the tree `Settings` and its sources) and keeps nothing. Called by
 cli/; the composition hands each part its section. Open tree.py first: it joins the sections, one module per group
-(admission, extender, isolation, kubelet, observation, resources, simulated). sources.py has the sources, which
+(allocation, extender, isolation, node_configuration, nvidia, observation). sources.py has the sources, which
 pydantic-settings merges; settings.py orders them and words mistakes, reference.py makes `--help` and
 docs/reference/settings.md.
 

@@ -15,8 +15,17 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from gpushare_agent.model.isolation import DeviceListStrategy, Sharing, isolation_parts
-from gpushare_agent.settings.admission import AllocationSettings, PlacementSettings, ResizeSettings
-from gpushare_agent.settings.dra import DraSettings
+from gpushare_agent.settings.allocation import (
+    AllocationSettings,
+    DraSettings,
+    GpushareSettings,
+    KubeletSettings,
+    PlacementSettings,
+    ResizeSettings,
+    ResourceSettings,
+    RuntimeSettings,
+    SimulatedSettings,
+)
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.isolation import (
     AllowedIsolation,
@@ -28,7 +37,6 @@ from gpushare_agent.settings.isolation import (
     NodeIsolation,
     VirtualManagerSettings,
 )
-from gpushare_agent.settings.kubelet import KubeletSettings, RuntimeSettings
 from gpushare_agent.settings.node_configuration import NodeConfigurationSettings
 from gpushare_agent.settings.nvidia import NvidiaSettings
 from gpushare_agent.settings.observation import (
@@ -42,8 +50,6 @@ from gpushare_agent.settings.observation import (
     UsageSettings,
     WebSettings,
 )
-from gpushare_agent.settings.resources import GpushareSettings, ResourceSettings
-from gpushare_agent.settings.simulated import SimulatedSettings
 from gpushare_agent.settings.values import DNS_NAME, OptionalPath, Seconds, Texts, comma_list, pairs_of
 
 ENVIRONMENT_PREFIX = "GPUSHARE_"
