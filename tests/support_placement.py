@@ -11,8 +11,8 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.hints import predicted_gpus
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, offer_accounts
-from gpushare_agent.admission.decisions.offered_devices import unit_ids
 from gpushare_agent.admission.decisions.plan import Decision, check, plan
+from gpushare_agent.admission.device_tables import unit_ids
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.charges import NO_CHARGE
 from gpushare_agent.model.errors import RefusalReason, Refused

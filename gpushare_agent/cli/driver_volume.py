@@ -2,11 +2,13 @@
 
 Runs before the agent serves (for example as an init container) and after each update of the driver. A volume that fails
 does not stop the other, nor the removal of old versions; its former version stays in force. For operators:
-docs/how-to/driver-volume.md.
+docs/how-to/driver-volume.md. A version that a process of this PID namespace has mounted, by
+/proc/<pid>/mountinfo, stays.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +22,44 @@ from gpushare_agent.cli.render_text import print_report
 from gpushare_agent.isolation.driver_volume.config import USUAL_CONFIG, read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
 from gpushare_agent.isolation.driver_volume.libraries import plan_of
-from gpushare_agent.isolation.driver_volume.mounts import read_mounted_directories
 from gpushare_agent.isolation.driver_volume.plan import driver_version_text
 from gpushare_agent.isolation.driver_volume.values import DriverVolume
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.names import MIB
 from gpushare_agent.settings.settings import Settings
+
+_ROOT_FIELD = 3
+"""mountinfo's fourth field: the mounted directory as a path in its own file system (proc(5))."""
+
+
+class MountedDirectories(Struct, frozen=True, kw_only=True):
+    """`roots` are paths within their file systems, octal escapes as the kernel writes them."""
+
+    roots: frozenset[str]
+    unreadable_processes: int
+
+    def has(self, directory: str) -> bool:
+        """Is a directory with this path's end, or something in it, mounted? `.versions/x` finds /any/.versions/x/lib."""
+        return any(f"/{directory}/" in f"{root.removesuffix('//deleted')}/" for root in self.roots)
+
+
+def read_mounted_directories(proc: Path = Path("/proc")) -> MountedDirectories:
+    """What all visible processes have mounted."""
+    roots: set[str] = set()
+    unreadable = 0
+    for process in proc.iterdir():
+        if not process.name.isdecimal():
+            continue
+        try:
+            text = (process / "mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError as error:
+            unreadable += error.errno in (errno.EACCES, errno.EPERM)  # any other: it has ended
+            continue
+        for line in text.splitlines():
+            fields = line.split(" ", _ROOT_FIELD + 1)
+            if len(fields) > _ROOT_FIELD:
+                roots.add(fields[_ROOT_FIELD])
+    return MountedDirectories(roots=frozenset(roots), unreadable_processes=unreadable)
 
 
 class VolumeReport(Struct):

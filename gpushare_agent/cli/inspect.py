@@ -2,6 +2,8 @@
 
 The agent's ledger is the truth about its node. Over all nodes the sums come from what each agent reports of it on the
 node's object (node_reports.py), never from a pod's annotations, which any tenant can write.
+
+The document's format is docs/reference/cli.md; sizes are bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +19,149 @@ from gpushare_agent.cli.agent_documents import GpuDocument, NodeDocument
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.cluster_nodes import open_cluster, read_cluster
 from gpushare_agent.cli.command_line import Form
-from gpushare_agent.cli.render_inspect import inspection_document, inspection_tables
-from gpushare_agent.cli.render_text import in_namespace, print_as
+from gpushare_agent.cli.render_text import (
+    CORES_COLUMN,
+    MEMORY_COLUMN,
+    allocated_line,
+    counted,
+    gib,
+    gpu_label,
+    grid,
+    health_reasons,
+    health_style,
+    health_word,
+    in_namespace,
+    out_of_service,
+    part_of,
+    plain,
+    print_as,
+)
 from gpushare_agent.settings.settings import Settings
+
+SCHEMA = 2
+
+
+def inspection_document(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """With the sums. Of a GPU `health_reason` is what is wrong with it itself, None where that is not known; a container
+    without `gpus` is charged to none, and `remark` says why."""
+    return {
+        "schema": SCHEMA,
+        "nodes": [node | {"unplaced": _unplaced(node), "totals": _totals(node["gpus"])} for node in nodes],
+        "totals": _totals([gpu for node in nodes for gpu in node["gpus"]]),
+    }
+
+
+def _unplaced(node: dict[str, Any]) -> dict[str, Any]:
+    unplaced = [container for container in node["containers"] if not container["gpus"]]
+    return {
+        "containers": len(unplaced),
+        "cores": sum(container["cores"] for container in unplaced),
+        "memory_bytes": sum(container["memory_bytes"] for container in unplaced),
+    }
+
+
+def _totals(gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def total(what: str, *names: str) -> dict[str, int]:
+        return {name: sum(gpu[what][name] for gpu in gpus) for name in names}
+
+    return {
+        "gpus": len(gpus),
+        "gpus_healthy": sum(gpu["is_healthy"] for gpu in gpus),
+        "cores": total("cores", "allocated", "capacity"),
+        "memory": total("memory", "allocated_bytes", "capacity_bytes"),
+    }
+
+
+def inspection_tables(document: dict[str, Any], *, with_details: bool, is_wide: bool = False) -> list[RenderableType]:
+    """From the document, so that both forms agree. `is_wide` adds the UUIDs."""
+    nodes = document["nodes"]
+    parts: list[RenderableType] = [_gpus_table(nodes, is_wide=is_wide)]
+    if with_details:
+        parts += [Text(""), _containers_table(nodes)]
+    remarks = [
+        Text(f"{plain(node['node'])}: {plain(node['remark'])}", style="yellow") for node in nodes if node["remark"]
+    ]
+    unplaced = [_unplaced_line(node, with_details) for node in nodes if node["unplaced"]["containers"]]
+    return [*parts, Text(""), *remarks, *unplaced, _cluster_line(document)]
+
+
+def _gpus_table(nodes: Sequence[dict[str, Any]], *, is_wide: bool) -> RenderableType:
+    uuid = ("UUID",) if is_wide else ()
+    columns = ["NODE", "GPU", "NAME", *uuid, "HEALTH", CORES_COLUMN, MEMORY_COLUMN, "REASON"]
+    rows: list[list[str | Text]] = []
+    for node in nodes:
+        for position, gpu in enumerate(node["gpus"]):
+            name = node["node"] if position == 0 else ""
+            reason = "; ".join(health_reasons(gpu))
+            more = [gpu["uuid"]] if is_wide else []
+            rows.append([name, gpu_label(gpu), gpu["name"] or "-", *more, _health(gpu), *_amounts(gpu), reason])
+        cores, memory = _amounts(node["totals"])
+        whose = "" if node["gpus"] else node["node"]
+        rows.append(
+            [whose, "all", "", *("" for _ in uuid), "", Text(cores, style="bold"), Text(memory, style="bold"), ""]
+        )
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return grid(columns, rows, right=("GPU", CORES_COLUMN, MEMORY_COLUMN))
+
+
+def _health(gpu: dict[str, Any]) -> Text:
+    word = health_word(gpu)
+    return Text(word, style=health_style(word))
+
+
+def _amounts(sums: dict[str, Any]) -> tuple[str, str]:
+    """Allocated and total, GPU cores and GiB."""
+    cores, memory = sums["cores"], sums["memory"]
+    return (
+        part_of(cores["allocated"], cores["capacity"]),
+        part_of(memory["allocated_bytes"], memory["capacity_bytes"], gib),
+    )
+
+
+def _containers_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
+    if not any(node["containers"] for node in nodes):
+        return Text("no containers to show")
+    labels = {(node["node"], gpu["index"]): gpu_label(gpu) for node in nodes for gpu in node["gpus"]}
+    columns = ("NODE", "GPU", "NAMESPACE", "POD", "CONTAINER", CORES_COLUMN, MEMORY_COLUMN, "REMARK")
+    rows = [
+        (
+            node["node"],
+            ",".join(labels.get((node["node"], index), str(index)) for index in container["gpus"]) or "-",
+            container["namespace"],
+            container["pod"],
+            container["container"],
+            str(container["cores"]),
+            gib(container["memory_bytes"]),
+            container["remark"],
+        )
+        for node in nodes
+        for container in node["containers"]
+    ]
+    return grid(columns, rows, right=("GPU", CORES_COLUMN, MEMORY_COLUMN))
+
+
+def _unplaced_line(node: dict[str, Any], with_details: bool) -> Text:
+    unplaced = node["unplaced"]
+    number, verb = (counted(unplaced["containers"], "container"), "is" if unplaced["containers"] == 1 else "are")
+    hint = "" if with_details else "; -d lists them"
+    return Text(
+        f"{plain(node['node'])}: {number} with {unplaced['cores']} GPU cores and {gib(unplaced['memory_bytes'])} GiB "
+        f"{verb} charged to no GPU{hint}",
+        style="yellow",
+    )
+
+
+def _cluster_line(document: dict[str, Any]) -> Text:
+    totals, number = document["totals"], len(document["nodes"])
+    cores, memory = totals["cores"], totals["memory"]
+    where = f"in {number} nodes" if number != 1 else "of the node"
+    health = out_of_service([gpu for node in document["nodes"] for gpu in node["gpus"]])
+    allocated = allocated_line(
+        (cores["allocated"], cores["capacity"]), (memory["allocated_bytes"], memory["capacity_bytes"])
+    )
+    return Text(f"{counted(totals['gpus'], 'GPU')} {where}{health}: {allocated}", style="bold")
+
 
 _GPU_FIELDS = ("index", "uuid", "name", "mig", "is_healthy", "health_reason", "cordoned", "cores", "memory")
 _CONTAINER_FIELDS = ("namespace", "pod", "container", "cores", "memory_bytes")

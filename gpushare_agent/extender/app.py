@@ -32,16 +32,13 @@ from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.debug import StatePages
 from gpushare_agent.extender.http import ExtenderVerbs, ExtenderWeb, ListenConfig, WebhookVerb
-from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms
-from gpushare_agent.extender.leader_label import LeaderLabel
-from gpushare_agent.extender.leadership import Leadership
+from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaderLabel, Leadership, LeaseTerms
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.nodes import read_node
 from gpushare_agent.extender.pod_writes import PodWrites
-from gpushare_agent.extender.quota_config import read_admission_config
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.quota_waiters import QuotaWaiters
-from gpushare_agent.extender.quota_watch import QuotaFeed
+from gpushare_agent.extender.quota_watch import QuotaFeed, read_admission_config
 from gpushare_agent.extender.tls import Tls
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.extender.verbs import Extender

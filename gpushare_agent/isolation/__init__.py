@@ -12,7 +12,7 @@ Called by: admission (edits), agent (services), cli. Open first: request.py, par
 Who removes vDevice directories: `VirtualManager.remove_stale` in vcuda/virtual_manager.py, once their pod is gone.
 
 Others import: cdi.specs, check, choice, container_ids, device_lists, device_nodes, driver_volume.config,
-driver_volume.directory, driver_volume.libraries, driver_volume.mounts, driver_volume.plan, driver_volume.values, isolations,
+driver_volume.directory, driver_volume.libraries, driver_volume.plan, driver_volume.values, isolations,
 kept, mps.daemon, mps.edits, mps.part, mps.supervision, part, resource_names, shares, vcuda.edits, vcuda.format.
 """
 

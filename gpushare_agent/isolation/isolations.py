@@ -1,4 +1,6 @@
-"""What keeps shares real on this node: the services of the isolations in use, and the names of GPUs for CDI."""
+"""What keeps shares real on this node: the services of the isolations in use, and the names of GPUs for CDI.
+`ShareEnforcement` lets the isolation of each running share enforce its size of now, for admission/resizing.py.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,18 @@ from functools import partial
 
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
-from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.isolation import ISOLATIONS, Isolation
 from gpushare_agent.isolation.availability import AvailabilityWatch
 from gpushare_agent.isolation.cdi.specs import CdiWatch, cdi_specs
 from gpushare_agent.isolation.choice import choose_isolation
 from gpushare_agent.isolation.device_lists import strategy_warnings
 from gpushare_agent.isolation.driver_volume.config import driver_volumes
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
-from gpushare_agent.isolation.enforcement import ShareEnforcement
 from gpushare_agent.isolation.kept import Circumstances, IsolationFacts, Kept
 from gpushare_agent.isolation.part import Check, IsolationHost, IsolationPart, build_part
+from gpushare_agent.isolation.request import Follows
 from gpushare_agent.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Refused
@@ -244,3 +247,29 @@ def _chosen(settings: Settings, annotations: Mapping[str, str]) -> str | None:
 def _uses(settings: Settings, pod: Pod, part: str) -> bool:
     chosen = _chosen(settings, pod.annotations)
     return chosen is not None and part in isolation_parts(chosen)
+
+
+class ShareEnforcement:
+    """`chosen` is the isolation of a pod, None where it names one that the node does not allow; `parts` are those in use."""
+
+    def __init__(self, *, chosen: Callable[[Pod], str | None], parts: Mapping[str, IsolationPart]) -> None:
+        self._chosen = chosen
+        self._parts = parts
+
+    def isolation_of(self, pod: Pod) -> Isolation | None:
+        name = self._chosen(pod)
+        if name is None:
+            return None
+        if any(self._parts[part].is_memory_fixed for part in isolation_parts(name)):
+            return replace(ISOLATIONS[name], memory_follows=Follows.NOBODY)
+        return ISOLATIONS[name]
+
+    async def enforce(self, allocation: Allocation, pod: Pod) -> str:
+        """Why the share's limits are not what they are to be (yet), empty where they are. Raises AgentError."""
+        name = self._chosen(pod)
+        if name is None:
+            return "the pod's isolation is not in use on this node"
+        for part in isolation_parts(name):
+            if problem := await self._parts[part].enforce(allocation, pod):
+                return problem
+        return ""

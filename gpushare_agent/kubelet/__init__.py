@@ -7,5 +7,5 @@ agents serves). What a call is answered is decided in admission, the handler of 
 passes `pod_resources_gate`, which decides when one may be sent: open it first.
 
 Others import: checkpoint, device_ids, device_plugin, device_table, facts, handover, plugin_endpoint, pod_resources,
-pod_resources_gate, records, registration, registration_client, static_pods.
+pod_resources_gate, records, registration, static_pods.
 """

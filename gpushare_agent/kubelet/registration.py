@@ -7,7 +7,8 @@ later, so a lost socket is served and registered again within milliseconds.
 
 The agent's next life (SIGHUP) takes servers and registrations over: `take_over`.
 
-State owned: the kubelet's socket as last seen, and per resource the kubelet with which it is registered.
+State owned: the kubelet's socket as last seen, and per resource the kubelet with which it is registered. device_plugin.py
+answers the kubelet's calls afterwards. Format: protos/deviceplugin.proto, service Registration.
 """
 
 from __future__ import annotations
@@ -19,15 +20,54 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 import structlog
+from grpclib import Status
 
 from gpushare_agent.kit.backoff import Backoff
+from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity, file_identity
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.kit.watch_path import open_directory_watch
+from gpushare_agent.kit.wire_scan import MalformedMessageError
 from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.wire import v1beta1
+
+API_VERSION = "v1beta1"
+
+_TRANSIENT = (Status.UNAVAILABLE, Status.CANCELLED)
+
+
+async def register(
+    kubelet_socket: Path, *, endpoint: str, resource: str, options: v1beta1.DevicePluginOptions, timeout_s: float
+) -> None:
+    """Announces to the kubelet that `endpoint`, a file name beside its own socket, serves `resource`.
+
+    The kubelet connects to the endpoint before it answers, so it must be served already, and go on being served.
+
+    Raises:
+        Unavailable: no answer at the socket, or not in time.
+        Rejected: the kubelet refuses, with its reason.
+    """
+    attempt = f"registering {resource} ({endpoint}) with the kubelet at {kubelet_socket}"
+    request = v1beta1.RegisterRequest(version=API_VERSION, endpoint=endpoint, resource_name=resource, options=options)
+    channel = UnixChannel(kubelet_socket)
+    try:
+        await channel.unary("/v1beta1.Registration/Register", request, v1beta1.Empty, timeout_s=timeout_s)
+    except RpcFailed as e:
+        if e.status is Status.DEADLINE_EXCEEDED:
+            raise Unavailable(f"{attempt} got no answer within {timeout_s:g} s; it is tried again") from e
+        if not e.is_answer or e.status in _TRANSIENT:
+            advice = "" if e.is_answer else ". Is the kubelet running?"
+            raise Unavailable(f"{attempt} failed: {e}; it is tried again{advice}") from e
+        raise Rejected(
+            f"{attempt} was refused: {e}; check that the kubelet supports device plugins of {API_VERSION}"
+        ) from e
+    except MalformedMessageError as e:
+        raise Unavailable(f"{attempt} was answered with no valid message: {e}; it is tried again") from e
+    finally:
+        channel.close()
+
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +89,7 @@ DEFAULT_BACKOFF = Backoff(base_s=0.05, cap_s=5.0)
 
 
 class RegisterCall(Protocol):
-    """kubelet/registration_client.py's `register`. Raises Unavailable, Rejected."""
+    """kubelet/registration.py's `register`. Raises Unavailable, Rejected."""
 
     async def __call__(
         self,

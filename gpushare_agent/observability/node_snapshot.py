@@ -2,11 +2,15 @@
 
 Pure functions from the parts' states to JSON values, sorted, in base units (bytes, seconds, ratios 0..1, hertz, watts).
 The format is docs/reference/api.md; SCHEMA grows when a reader of an older one would be misled.
+
+`SnapshotCache` makes it once for all readers: on the first read after a round of sampling or a change, and after `max_age_s`
+without either, for what has no notification (whether the agent is ready). State owned: the last snapshot, when it was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -21,6 +25,9 @@ from gpushare_agent.model.topology import Branch, Link, LinkKind, Topology
 from gpushare_agent.model.units import cores_of_part
 from gpushare_agent.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
 from gpushare_agent.placement.gpu_account import GpuAccount
+
+MAX_AGE_S = 1.0
+
 
 SCHEMA = 2
 NO_REASON = "no reason given"
@@ -314,3 +321,30 @@ def _process(process: ProcessSample) -> dict[str, Any]:
         "memory_bytes": process.memory_bytes,
         "sm_ratio": process.sm_ratio,
     }
+
+
+class SnapshotCache:
+    """Its values are shared between readers: do not change them."""
+
+    def __init__(
+        self,
+        make: Callable[[], NodeSnapshot],
+        *,
+        max_age_s: float = MAX_AGE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._make = make
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._made_at = float("-inf")
+        self._snapshot: NodeSnapshot | None = None
+
+    def expire(self) -> None:
+        """Something has changed: the next reader gets a new snapshot."""
+        self._made_at = float("-inf")
+
+    def current(self) -> NodeSnapshot:
+        if self._snapshot is None or self._clock() - self._made_at >= self._max_age_s:
+            self._snapshot = self._make()
+            self._made_at = self._clock()
+        return self._snapshot

@@ -22,7 +22,7 @@ from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import node_series
 from gpushare_agent.observability.metrics.text import NodePage
-from gpushare_agent.observability.snapshot_cache import MAX_AGE_S, SnapshotCache
+from gpushare_agent.observability.node_snapshot import MAX_AGE_S, SnapshotCache
 from gpushare_agent.observability.usage_history import UsageHistory
 from gpushare_agent.observability.usage_sampling import UsageSampling
 from gpushare_agent.observability.views import ContainerViews, node_snapshot

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.offered_devices import offered_ids
-from gpushare_agent.admission.device_tables import DeviceTables
+from gpushare_agent.admission.device_tables import DeviceTables, offered_ids
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import (

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
-from gpushare_agent.admission.decisions.offered_devices import offered_ids, withheld
 from gpushare_agent.admission.decisions.resize import ResizePolicy, WantedSize, decide_resize, enforced
+from gpushare_agent.admission.device_tables import offered_ids, withheld
 from gpushare_agent.admission.resizing import BookedAccounts
 from gpushare_agent.cluster.node_annotations import allocations_by_pod
 from gpushare_agent.isolation import ISOLATIONS

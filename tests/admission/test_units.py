@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
-from gpushare_agent.admission.decisions.offered_devices import offered_ids, unit_ids, withheld, withheld_units
 from gpushare_agent.admission.decisions.plan import check
 from gpushare_agent.admission.decisions.recovery import Records, rebuild
+from gpushare_agent.admission.device_tables import offered_ids, unit_ids, withheld, withheld_units
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.records import CheckpointEntry
 from gpushare_agent.model.charges import NO_CHARGE

@@ -13,11 +13,9 @@ from rich.console import Console
 
 from gpushare_agent.cli.agent_documents import DECISIONS, NODE, check_document
 from gpushare_agent.cli.command_line import SORTS
-from gpushare_agent.cli.explain import newest_of_containers
+from gpushare_agent.cli.explain import decision_parts, newest_of_containers
 from gpushare_agent.cli.graph import graph_document, tree_text
-from gpushare_agent.cli.inspect import node_of_document
-from gpushare_agent.cli.render_explain import decision_parts
-from gpushare_agent.cli.render_inspect import inspection_document, inspection_tables
+from gpushare_agent.cli.inspect import inspection_document, inspection_tables, node_of_document
 from gpushare_agent.cli.render_top import Choice, heading, top_lines, top_table
 from gpushare_agent.model.errors import Corrupt
 from tests.support_cli import busy_node, decision

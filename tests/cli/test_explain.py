@@ -16,9 +16,8 @@ from msgspec import to_builtins
 from gpushare_agent.cli import explain, render_text
 from gpushare_agent.cli.agent_pods import AgentTarget
 from gpushare_agent.cli.command_line import Form
-from gpushare_agent.cli.explain import PodQuery
+from gpushare_agent.cli.explain import ADVICE, PodQuery
 from gpushare_agent.cli.kubectl import PLUGIN_LINE
-from gpushare_agent.cli.render_explain import ADVICE
 from gpushare_agent.model.decision_records import Asked, DecisionRecord, Outcome
 from gpushare_agent.model.errors import NotFound, RefusalReason, Unavailable
 from gpushare_agent.model.names import GpuUuid

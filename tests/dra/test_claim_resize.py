@@ -12,7 +12,7 @@ from gpushare_agent.admission.decisions.resize import ResizePolicy
 from gpushare_agent.admission.resize_reports import ResizeReporter, ResizeReports
 from gpushare_agent.admission.resizing import ShareResizing
 from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.dra.decisions.booking import allocations_of
+from gpushare_agent.dra.claims import allocations_of
 from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, prepare_claim
 from gpushare_agent.isolation import ISOLATIONS, Isolation

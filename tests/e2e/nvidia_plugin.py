@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grpclib.server import Server
 
-from gpushare_agent.kubelet.registration_client import register
+from gpushare_agent.kubelet.registration import register
 from gpushare_agent.wire import v1beta1
 
 DIRECTORY = Path("/var/lib/kubelet/device-plugins")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import structlog.testing
 
-from gpushare_agent.extender.leader_label import APP_LABEL, LEADER, ROLE_LABEL, LeaderLabel
+from gpushare_agent.extender.leader_election import APP_LABEL, LEADER, ROLE_LABEL, LeaderLabel
 from tests.support_extender import FakeCluster, Raw, eventually, fake_cluster, opened_api, raw_pod, running_extender
 from tests.support_kube import FAST, running
 

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.isolation.hami_core import region_format as layout
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
-from gpushare_agent.isolation.hami_core.limits import NO_REGION, RegionLimits
+from gpushare_agent.isolation.hami_core.part import NO_REGION, RegionLimits
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.model.errors import Corrupt, NotFound

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.enforcement import ShareEnforcement
+from gpushare_agent.isolation.isolations import ShareEnforcement
 from gpushare_agent.isolation.part import IsolationPart
 from gpushare_agent.isolation.request import Follows
 from gpushare_agent.model.allocations import Allocation

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.offered_devices import offered_ids
+from gpushare_agent.admission.device_tables import offered_ids
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_table import (
     MAX_LIST_BYTES,

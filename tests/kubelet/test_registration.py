@@ -1,4 +1,4 @@
-"""kubelet/registration.py and kubelet/registration_client.py against a fake kubelet on real sockets.
+"""kubelet/registration.py and kubelet/registration.py against a fake kubelet on real sockets.
 
 The slow poll is set to never wherever an event must do the work, so that a lost event fails the test.
 """
@@ -21,8 +21,7 @@ from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_plugin import DevicePlugin
 from gpushare_agent.kubelet.device_table import DeviceRow, DeviceTable
 from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
-from gpushare_agent.kubelet.registration import Registrar
-from gpushare_agent.kubelet.registration_client import register
+from gpushare_agent.kubelet.registration import Registrar, register
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.wire import v1beta1
 from tests.support_plugin import DEADLINE_S, FakeAdmission, FakeKubelet, Recorder, RpcLog, fake_kubelet, short_directory

@@ -10,10 +10,9 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.decide import in_short
 from gpushare_agent.cli.agent_documents import DecisionDocument, NodeDocument
+from gpushare_agent.cli.explain import decision_parts
 from gpushare_agent.cli.graph import graph_document, tree_text
-from gpushare_agent.cli.inspect import node_of_document
-from gpushare_agent.cli.render_explain import decision_parts
-from gpushare_agent.cli.render_inspect import inspection_document
+from gpushare_agent.cli.inspect import inspection_document, node_of_document
 from gpushare_agent.cli.render_top import heading, top_lines
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu, MigPlace

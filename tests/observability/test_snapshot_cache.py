@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bench.sample_node import SampleNode
-from gpushare_agent.observability.node_snapshot import NodeSnapshot
-from gpushare_agent.observability.snapshot_cache import SnapshotCache
+from gpushare_agent.observability.node_snapshot import NodeSnapshot, SnapshotCache
 
 
 def test_a_snapshot_is_made_once_until_it_is_old_or_expired() -> None:

@@ -22,7 +22,7 @@ from gpushare_agent.cluster.node_annotations import (
     allocations_by_pod,
 )
 from gpushare_agent.cluster.node_facts import gpus_annotation
-from gpushare_agent.dra.decisions.booking import allocations_of, shortage
+from gpushare_agent.dra.claims import allocations_of, shortage
 from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.nodes import read_node
