@@ -17,6 +17,7 @@ from pathlib import Path
 from build_hami_core import COMMIT
 
 _PARTS = {  # path in the image: name, and where known version and package URL
+    "usr/local/gpushare/libgpushare.so": ("libgpushare", None, None),
     "usr/local/vgpu/libvgpu.so": ("HAMi-core", COMMIT, f"pkg:github/Project-HAMi/HAMi-core@{COMMIT}"),
     "usr/lib64/libcuda-control.so": ("vcuda-controller", None, "pkg:github/tkestack/vcuda-controller"),
     "opt/gpushare-agent/bin/gpu-client": ("gpu-client", None, None),

@@ -131,6 +131,19 @@ def test_a_process_that_dies_in_a_call_leaves_nothing(share: Container, call: st
     assert share.run(TAKE).step("alloc")["blocks"] == 8
 
 
+def test_a_process_that_is_killed_anywhere_leaves_nothing(share: Container) -> None:
+    """Between any two instructions of a program that takes and gives all kinds, two at a time."""
+    actions = [f"alloc:{kind}:64:3" for kind in KINDS if kind != "graphmem"]
+    for number in range(15):
+        programs = [share.start(*[*actions, "free"] * 300) for _ in range(2)]
+        time.sleep(0.04 + 0.003 * number)
+        for program in programs:
+            program.kill()
+        for program in programs:
+            assert finish(program).error == ""
+    assert share.run(TAKE).step("alloc")["blocks"] == 8
+
+
 def test_a_child_of_fork_is_counted_beside_its_parent(share: Container) -> None:
     """It has a context of its own; the parent's three blocks stay the parent's."""
     ended = share.run(f"alloc:alloc:{BLOCK_MIB}:3", "fork", TAKE)

@@ -134,6 +134,13 @@ def test_the_image_has_hami_cores_library_where_the_settings_look() -> None:
     assert '--sha256 "$sha256"' in (MANIFESTS.parent / "native/hami_core_for_image.sh").read_text(encoding="utf-8")
 
 
+def test_every_image_has_the_projects_own_library() -> None:
+    """Built as the tests build it."""
+    text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
+    assert "python -m native.build_gpushare" in text
+    assert "COPY --from=gpushare /gpushare/ /parts/usr/local/gpushare/\n" in text
+
+
 def test_every_package_of_the_image_is_installed_by_its_hash() -> None:
     """Or from the wheel that the stage has just made, with no index to look into."""
     text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
