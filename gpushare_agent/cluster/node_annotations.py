@@ -12,9 +12,9 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeGuard
 
-from msgspec import Struct
+from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert
 
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges, charges_of
@@ -120,7 +120,7 @@ def parse_document(text: object, schema: int) -> dict[str, Any]:
     return raw
 
 
-def is_count(value: Any, most: int) -> TypeGuard[int]:
+def is_count(value: object, most: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
 
 
@@ -134,44 +134,50 @@ def even_gpus(counts: Mapping[str, int], names: ResourceNames) -> tuple[int, int
     return number, min(memory_mib // number, MAX_MEMORY_MIB) if number else 0
 
 
-def _gpu(raw: Any, position: int) -> GpuReport:
-    where = f"the GPU at place {position} of the list"
-    if not isinstance(raw, dict):
-        raise Corrupt(f"{where} is no JSON object")
-    index, memory_mib, is_healthy = raw.get("index"), raw.get("memory_mib"), raw.get("is_healthy")
-    uuid, name, cordoned, numa = raw.get("uuid"), raw.get("name"), raw.get("cordoned"), raw.get("numa")
-    if not is_count(index, MAX_INDEX):
-        raise Corrupt(f"{where} has no usable `index`")
-    if not is_count(memory_mib, MAX_MEMORY_MIB):
-        raise Corrupt(f"{where} has no usable `memory_mib`")
-    if not isinstance(is_healthy, bool):
-        raise Corrupt(f"{where} has no usable `is_healthy`")
-    if not isinstance(uuid, str) or not isinstance(name, str):
-        raise Corrupt(f"{where} has no `uuid` or no `name`")
-    why = cordoned[:MAX_TEXT_CHARS] if isinstance(cordoned, str) else ""
+class _Mig(Struct):
+    label: str
+    profile: str
+    shares: bool
+
+
+class _Gpu(Struct):
+    """What the report cannot do without is typed; the rest is passed over where it is of another form."""
+
+    index: Annotated[int, Meta(ge=0, le=MAX_INDEX)]
+    memory_mib: Annotated[int, Meta(ge=0, le=MAX_MEMORY_MIB)]
+    is_healthy: bool
+    uuid: str
+    name: str
+    cordoned: object = None
+    numa: object = None
+    links: object = None
+    mig: _Mig | UnsetType = UNSET
+
+
+def _gpu(raw: object, position: int) -> GpuReport:
+    try:
+        gpu = convert(raw, _Gpu)
+    except ValidationError as error:
+        raise Corrupt(f"the GPU at place {position} of the list: {error}") from error
+    # Agents write `true`: a text is from an agent of another version, or a person.
+    why = gpu.cordoned[:MAX_TEXT_CHARS] if isinstance(gpu.cordoned, str) else ""
+    mig = gpu.mig
     return GpuReport(
-        index=index,
-        uuid=GpuUuid(uuid[:MAX_TEXT_CHARS]),
-        name=name[:MAX_TEXT_CHARS],
-        memory_mib=memory_mib,
-        is_healthy=is_healthy,
-        cordoned=why or ("cordoned" if cordoned else ""),
-        numa=numa if is_count(numa, _MAX_NUMA) else None,
-        links=_words(raw.get("links")),
-        mig=_mig(raw["mig"], where) if "mig" in raw else None,
+        index=gpu.index,
+        uuid=GpuUuid(gpu.uuid[:MAX_TEXT_CHARS]),
+        name=gpu.name[:MAX_TEXT_CHARS],
+        memory_mib=gpu.memory_mib,
+        is_healthy=gpu.is_healthy,
+        cordoned=why or ("cordoned" if gpu.cordoned else ""),
+        numa=gpu.numa if is_count(gpu.numa, _MAX_NUMA) else None,
+        links=_words(gpu.links),
+        mig=MigReport(label=mig.label[:MAX_TEXT_CHARS], profile=mig.profile[:MAX_TEXT_CHARS], takes_shares=mig.shares)
+        if mig
+        else None,
     )
 
 
-def _mig(raw: Any, where: str) -> MigReport:
-    label, profile, shares = (
-        (raw.get(key) for key in ("label", "profile", "shares")) if isinstance(raw, dict) else (None,) * 3
-    )
-    if not isinstance(label, str) or not isinstance(profile, str) or not isinstance(shares, bool):
-        raise Corrupt(f"{where} has no usable `mig`")
-    return MigReport(label=label[:MAX_TEXT_CHARS], profile=profile[:MAX_TEXT_CHARS], takes_shares=shares)
-
-
-def _charges(uid: str, raw: Any, indexes: Mapping[str, int]) -> dict[int, Charge]:
+def _charges(uid: str, raw: object, indexes: Mapping[str, int]) -> dict[int, Charge]:
     if not uid or len(uid) > _MAX_UID_CHARS:
         raise Corrupt("a pod's UID is empty or too long")
     if not isinstance(raw, dict):
@@ -185,16 +191,21 @@ def _charges(uid: str, raw: Any, indexes: Mapping[str, int]) -> dict[int, Charge
     return dict(sorted(charges.items()))
 
 
-def _charge(where: str, raw: Any) -> Charge:
-    if not isinstance(raw, list) or len(raw) > _COUNTS or not all(is_count(count, _MAX_COUNT) for count in raw):
-        raise Corrupt(f"{where} is no list of at most {_COUNTS} counts")
-    charge = Charge(*raw)
-    if charge.cores > CORES_PER_GPU or charge.wholes > 1:
+_Counts = Annotated[list[Annotated[int, Meta(ge=0, le=_MAX_COUNT)]], Meta(max_length=_COUNTS)]
+
+
+def _charge(where: str, raw: object) -> Charge:
+    try:
+        counts = convert(raw, _Counts)
+    except ValidationError as error:
+        raise Corrupt(f"{where} is no list of at most {_COUNTS} counts: {error}") from error
+    cores, blocks, units, wholes = [*counts, 0, 0, 0, 0][:_COUNTS]  # the agent leaves zeros at the end out
+    if cores > CORES_PER_GPU or wholes > 1:
         raise Corrupt(f"{where} is more than a GPU")
-    return charge
+    return Charge(cores, blocks, units, wholes)
 
 
-def _words(raw: Any) -> tuple[str, ...]:
+def _words(raw: object) -> tuple[str, ...]:
     if not isinstance(raw, list) or len(raw) > MAX_GPUS:
         return ()
     return tuple(word for word in raw if isinstance(word, str) and len(word) <= MAX_TEXT_CHARS)

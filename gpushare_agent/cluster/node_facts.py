@@ -249,6 +249,7 @@ def plan_facts_patch(node: NodeObject, wanted: NodeFacts) -> NodePatch:
         if name not in wanted.owned and name not in recorded and labels.get(name, value) != value
     }
     set_labels = {n: v for n, v in all_wanted.items() if n not in foreign and labels.get(n) != v}
+    # A driver that is away for a moment must not take the labels by which pods are scheduled to this node.
     kept = all_wanted.keys() if wanted.are_gpus_named else all_wanted.keys() | labels.keys()
     gone = {name for name in recorded - kept if name in labels}
     ours = (recorded & kept) | set_labels.keys() | (wanted.owned & wanted.labels.keys())

@@ -142,6 +142,7 @@ class GpuInventoryState:
         the first one in a row the healths of before are remembered, for `read` to restore."""
         now = self._clock()
         healthy = {u: h for u, h in self._healths.items() if h.state is HealthState.HEALTHY}
+        # A second one in a row is no missed answer: after it the GPUs have to pass their probes.
         self._before_loss = {} if self._is_driver_lost else healthy
         self._is_driver_lost = True
         for gpu in self._seen.gpus:

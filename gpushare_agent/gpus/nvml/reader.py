@@ -238,7 +238,12 @@ class NvmlReader(Struct, eq=False):
         failures: list[UnnamedGpu],
         divided: frozenset[GpuUuid],
     ) -> GpuInventory:
-        handles = {gpu.uuid: gpu.handle for gpu in found if self._answers_for_links(seen[gpu.uuid])}
+        # A GPU that its MIG mode keeps from being offered is not asked; where its instances are, their place is its own.
+        handles = {
+            gpu.uuid: gpu.handle
+            for gpu in found
+            if gpu.uuid in self._answering and (self.mig_minors is not None or not seen[gpu.uuid].mig_mode)
+        }
         unnamed = {failure.nvml_index: failure.reason for failure in failures}
         for gpu in sorted(self._kept(seen), key=lambda gpu: gpu.mig is not None):  # instances after their GPUs
             is_gone = gpu.mig is not None and gpu.mig.parent in self._answering
@@ -265,9 +270,6 @@ class NvmlReader(Struct, eq=False):
         if gpu.mig.parent in self._answering:
             return _INSTANCE_GONE
         return f"its GPU {gpu.mig.parent_index}: {seen[gpu.mig.parent].unhealthy_reason}"
-
-    def _answers_for_links(self, gpu: Gpu) -> bool:
-        return gpu.uuid in self._answering and gpu.unhealthy_reason != _MIG_REASON
 
 
 def _cuda_version(number: int | None) -> str:
