@@ -46,7 +46,7 @@ class EmbeddedApiServer(ApiObjects):
         self.faults = ApiFaults(self.store)
         self.requests: list[tuple[str, str]] = []
         """Method and path of every request that was admitted, in order of arrival."""
-        watches = Watches(self.store, self.faults, bookmark_interval_s=bookmark_interval_s)
+        watches = Watches(store=self.store, faults=self.faults, bookmark_interval_s=bookmark_interval_s)
         self._handlers = ApiHandlers(self, watches)
         self._runner: web.AppRunner | None = None
         self._port_holder: socket.socket | None = None

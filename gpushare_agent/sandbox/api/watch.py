@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 from aiohttp import web
+from msgspec import Struct
 
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.sandbox.api.responses import bad_request, query_number, status_body, status_response
@@ -148,13 +149,12 @@ def request_selector(request: web.Request) -> Selector:
     return lambda raw: by_fields(raw) and by_labels(raw) and namespace in (None, raw["metadata"].get("namespace"))
 
 
-class Watches:
+class Watches(Struct, frozen=True, kw_only=True, eq=False):
     """Serves watch requests from the store's history. State owned: none."""
 
-    def __init__(self, store: ObjectStore, faults: ApiFaults, *, bookmark_interval_s: float) -> None:
-        self._store = store
-        self._faults = faults
-        self._bookmark_interval_s = bookmark_interval_s
+    store: ObjectStore
+    faults: ApiFaults
+    bookmark_interval_s: float
 
     async def serve(
         self, request: web.Request, resource: str, selects: Selector, shape: Callable[[RawObject], RawObject]
@@ -167,8 +167,8 @@ class Watches:
         try:
             await stream.open()
             if version == 0 or has_initial:  # 0, or none: any state will do, and the stream begins with all objects
-                version = self._store.version
-                await stream.send([("ADDED", raw) for raw in self._store.all(resource) if selects(raw)])
+                version = self.store.version
+                await stream.send([("ADDED", raw) for raw in self.store.all(resource) if selects(raw)])
             if has_initial:
                 await stream.send_bookmark(version, {"k8s.io/initial-events-end": "true"})
             await self._follow(stream, resource, selects, version=version, ends_at=ends_at)
@@ -182,30 +182,30 @@ class Watches:
         self, stream: _WatchStream, resource: str, selects: Selector, *, version: int, ends_at: float
     ) -> None:
         """Until the time is up or the server stops. A bookmark comes each interval and at the end, where requested."""
-        faults, marked_at, epoch = self._faults, time.monotonic(), self._faults.watch_epoch
+        faults, marked_at, epoch = self.faults, time.monotonic(), self.faults.watch_epoch
         while not faults.is_stopping:
             # The count before the changes: one that comes while they are sent ends the wait at once.
-            seen = self._store.signals[resource].count
+            seen = self.store.signals[resource].count
             if faults.watch_epoch != epoch:
-                raise Expired(f"too old resource version: {version} ({self._store.version})")
-            changes = [c for c in self._store.changes_since(version) if c.resource == resource]
-            version = self._store.version
+                raise Expired(f"too old resource version: {version} ({self.store.version})")
+            changes = [c for c in self.store.changes_since(version) if c.resource == resource]
+            version = self.store.version
             await stream.send([event for change in changes if (event := seen_by(change, selects)) is not None])
             now = time.monotonic()
-            if now >= ends_at or now >= marked_at + self._bookmark_interval_s:
+            if now >= ends_at or now >= marked_at + self.bookmark_interval_s:
                 await stream.send_bookmark(version)
                 marked_at = now
             if now >= ends_at:
                 return
-            await self._wait(resource, seen, min(ends_at, marked_at + self._bookmark_interval_s) - now)
+            await self._wait(resource, seen, min(ends_at, marked_at + self.bookmark_interval_s) - now)
 
     async def _wait(self, resource: str, seen: int, limit_s: float) -> None:
         try:
             async with asyncio.timeout(max(0.0, limit_s)):
-                await self._store.signals[resource].wait(seen)
+                await self.store.signals[resource].wait(seen)
         except TimeoutError:
             return
-        await self._faults.wait_running()
+        await self.faults.wait_running()
 
 
 class _WatchStream:
