@@ -177,7 +177,7 @@ def _gpu(gpu: Gpu, gpus: Sequence[Gpu], topology: Topology, is_cordoned: bool) -
 
 
 def _link_word(topology: Topology, a: int, b: int) -> str:
-    """As nvidia-smi writes it; a GPU that the topology does not know is far from all."""
+    """The link as nvidia-smi writes it; a GPU that the topology does not know is far from all."""
     if a == b:
         return "X"
     if max(a, b) >= len(topology.links):
@@ -277,7 +277,7 @@ def _of_feature_discovery(node: NodeObject, wanted: NodeFacts, recorded: Set[str
 
 
 def _features(node: NodeObject, wanted: NodeFacts) -> Mapping[str, str]:
-    """With the timestamp of before, where nothing else changes."""
+    """The features, with the timestamp of before where nothing else changes."""
     before = node.labels.get(TIMESTAMP_LABEL)
     if before is None or any(
         node.labels.get(name) != value for name, value in wanted.features.items() if name != TIMESTAMP_LABEL

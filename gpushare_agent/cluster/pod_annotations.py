@@ -123,7 +123,7 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
     _is_wanted: asyncio.Event = field(default_factory=asyncio.Event)
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
-        """For PodStore.subscribe."""
+        """Compares a pod that changed, forgets one that is gone; for PodStore.subscribe."""
         if new is not None:
             self.compare(new.uid)
         elif old is not None:

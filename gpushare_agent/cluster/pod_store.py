@@ -126,7 +126,7 @@ class PodStore:
         return self._pods.get(uid)
 
     def get_object(self, object_uid: PodUid) -> Pod | None:
-        """By the UID in the API server."""
+        """The pod with this UID in the API server."""
         pod = self._pods.get(object_uid)
         if pod is not None and pod.object_uid == object_uid:
             return pod
@@ -139,7 +139,7 @@ class PodStore:
         return self._sorted
 
     def by_name(self) -> Mapping[PodName, Pod]:
-        """Of several pods of one name the live one, then the newest; valid until the next change."""
+        """The pod of this name, of several the live one, then the newest; valid until the next change."""
         return self._newest
 
     async def wait_change(self, since: int) -> int:
@@ -317,7 +317,7 @@ class NodePods(Handler):
             log.warning("static_pods_unreadable", error=problem, then="they stay as they were last seen")
 
     async def _read_static(self, kubelet: KubeletPods, timeout_s: float) -> tuple[list[Pod], str]:
-        """As the store has them then, and why one of them cannot be read, empty where all can. Raises what
+        """The static pods as the store has them then, and why one of them cannot be read, empty where all can. Raises what
         `KubeletPods.read` raises."""
         found, problem = [], ""
         for raw in await kubelet.read(timeout_s=timeout_s):

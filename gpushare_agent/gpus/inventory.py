@@ -81,7 +81,7 @@ class GpuInventoryState:
 
     @property
     def unhealthy_reasons(self) -> dict[GpuUuid, str]:
-        """Of GPUs that are unhealthy in themselves, cordoned or not: the cause, and what makes them healthy again."""
+        """What makes each GPU unhealthy in itself, cordoned or not: the cause, and what makes it healthy again."""
         uncordoned_healths = {gpu.uuid: replace(self._healths[gpu.uuid], cordon=None) for gpu in self._seen.gpus}
         reasons = {uuid: why_not_offered(health, self._policy) for uuid, health in uncordoned_healths.items()}
         return {uuid: reason for uuid, reason in reasons.items() if reason}

@@ -231,7 +231,7 @@ class Cgroups:
         return {}
 
     def processes(self, directory: CgroupDir) -> CgroupProcesses:
-        """Of the container's cgroup and all below. Raises NotFound (it is gone), Unavailable."""
+        """The processes of the container's cgroup and all below. Raises NotFound (it is gone), Unavailable."""
         return CgroupProcesses(_read_tree(str(directory.path)))
 
     def processes_round(self, directories: Iterable[CgroupDir]) -> Mapping[str, CgroupProcesses | None]:
@@ -262,7 +262,7 @@ class Cgroups:
         return parse_proc_cgroup(text, own_text=self._own_text) or NOBODY
 
     def namespace_pids(self, pids: Iterable[int]) -> Mapping[int, tuple[int, ...]]:
-        """For host PIDs those in the PID namespaces below the host's, from the outermost to the process's own; none for a
+        """For each host PID those in the PID namespaces below the host's, from the outermost to the process's own; none for a
         process in the host's. Processes that have ended are left out. Source: `NSpid` of /proc/<pid>/status."""
         found = {}
         for pid in pids:

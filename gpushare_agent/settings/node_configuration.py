@@ -43,7 +43,7 @@ class NamedConfiguration(Struct, frozen=True, kw_only=True):
 
     @property
     def source(self) -> str:
-        """For messages, and for what shows where a value came from."""
+        """The name in messages, and in what shows where a value came from."""
         return f"configuration {self.name}"
 
 

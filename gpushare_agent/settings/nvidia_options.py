@@ -46,7 +46,7 @@ class Option(Struct, frozen=True, kw_only=True):
 
 
 def boolean(value: object) -> bool:
-    """As Go's strconv.ParseBool reads a text, and the words of YAML 1.1, which the plugin's file is."""
+    """Reads a text as Go's strconv.ParseBool does, and the words of YAML 1.1, which the plugin's file is."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value in _TRUE | _FALSE:
@@ -82,7 +82,7 @@ def strategies(value: object) -> tuple[str, ...]:
 
 
 def resource_name(value: object) -> str:
-    """With the prefix, which may be left out."""
+    """The name with the prefix, which may be left out."""
     name = value if isinstance(value, str) and value.startswith(_PREFIX) else f"{_PREFIX}{value}"
     if not isinstance(value, str) or len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name.removeprefix(_PREFIX)):
         raise ValueError(f"a resource name such as nvidia.com/gpu, of at most {MAX_NAME_CHARS} characters")

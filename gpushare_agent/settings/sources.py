@@ -89,7 +89,7 @@ class Layer(PydanticBaseSettingsSource):
             self.values[name] = RawSetting(value=value, source=source)
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """Of a section a mapping; None where the place says nothing."""
+        """The value, of a section a mapping; None where the place says nothing."""
         return self().get(field_name), field_name, False
 
     def __call__(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ _MAX_DURATION_CHARS = 40
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Of a text: one of the words that there are when it is read. An enumeration has those of the import."""
+    """Checks that a text is one of the words that there are when it is read. An enumeration has those of the import."""
 
     words: Callable[[], tuple[str, ...]]
 

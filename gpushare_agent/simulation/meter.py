@@ -140,7 +140,7 @@ class Meter:
 
 
 def unusable_cores(gpus: Sequence[GpuAccount], shape: Shape) -> int:
-    """Of one node, for one shape, whatever models it may run on."""
+    """The free cores of one node that a shape cannot use, whatever models it may run on."""
     if not shape.whole_gpus:
         return sum(g.free_cores for g in gpus if g.free_cores < shape.cores or g.free_blocks < shape.blocks)
     whole = sorted((gpu.total_blocks for gpu in gpus if gpu.is_free), reverse=True)

@@ -91,7 +91,7 @@ _PROGRESS_EVERY = 500
 
 
 class _Kind(IntEnum):
-    """Of several events at one time the lower kind comes first: a pod that ends frees capacity for one that arrives."""
+    """Kinds of events. Of several at one time the lower comes first: a pod that ends frees capacity for one that arrives."""
 
     END = 0
     RETURN = 1
@@ -181,7 +181,7 @@ class Replay(Struct, eq=False):
             self._retry(job.arrival.shape, now)
 
     def _retry(self, shape: Shape, now: float) -> None:
-        """As many waiting pods of the shape as find a node."""
+        """Starts as many waiting pods of the shape as find a node."""
         while (job := self._waiting.first(shape)) is not None:
             if job.ready_at > now:
                 if shape not in self._woken:

@@ -26,7 +26,7 @@ _DIGITS = 6
 
 
 class Waits(Struct, frozen=True, kw_only=True):
-    """Of the pods of one size that ran, seconds from arrival to start."""
+    """The waits of the pods of one size that ran, seconds from arrival to start."""
 
     ran: int
     waited: int
@@ -53,7 +53,7 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
         return self.tally.ended_at - self.window_begin_s
 
     def waits(self, size: Size | None = None) -> Waits:
-        """Of one size, or of all pods."""
+        """The waits of the pods of one size, or of all."""
         chosen = [size] if size is not None else list(Size)
         ordered = sorted(waited for one in chosen for waited in self.tally.waited_s[one])
         return Waits(

@@ -199,7 +199,7 @@ class Candidates:
         return self._names[self._passed : self._passed + count]
 
     def keep(self, examined: Sequence[str], fitting: Sequence[str]) -> None:
-        """Of the nodes that `next` gave only these stay in."""
+        """Keeps only these of the nodes that `next` gave."""
         if len(fitting) != len(examined):
             kept = set(fitting)
             self._members.difference_update([name for name in examined if name not in kept])
@@ -249,7 +249,7 @@ class NodeResources:
         return self.best_of([name for name in names if free_cores[name] >= cores and free_blocks[name] >= blocks])
 
     def best_of(self, fitting: Sequence[str]) -> Choice:
-        """By the mean free part of both resources: what kube-scheduler's LeastAllocated prefers."""
+        """The best of them by the mean free part of both resources: what kube-scheduler's LeastAllocated prefers."""
         return Choice(fitting, _highest(fitting, [self._free_part[name] for name in fitting]))
 
     def changed(self, name: str) -> None:
@@ -338,7 +338,7 @@ class FirstFit:
             known.pop(name, None)
 
     def take(self, uid: PodUid, shape: Shape, name: str) -> None:
-        """On one of the nodes that were chosen."""
+        """Allocates the pod's claim on one of the nodes that were chosen."""
         shares = self._allocated(name, shape)
         if shares is None:
             raise AssertionError(f"{shape} does not fit {name} any more")

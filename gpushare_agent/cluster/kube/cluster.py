@@ -48,7 +48,7 @@ class ClusterApi(KubeApi):
     async def patch_pod_labels(
         self, namespace: str, name: str, uid: PodUid, labels: Mapping[str, str | None]
     ) -> dict[str, Any]:
-        """As `patch_pod_annotations`."""
+        """Patches labels as `patch_pod_annotations` does annotations."""
         metadata = {"uid": uid, "labels": dict(sorted(labels.items()))}
         what = f"patch the labels of pod {namespace}/{name}"
         return await self._send("PATCH", what, pod_path(namespace, name), {"metadata": metadata})
@@ -72,7 +72,7 @@ class ClusterApi(KubeApi):
         return await self._get(f"get ResourceClaimTemplate {namespace}/{name}", path)
 
     async def create_claim_template(self, namespace: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """As it is then. Conflict where one of its name exists."""
+        """Makes the template and returns it as it is then. Conflict where one of its name exists."""
         what = f"create a ResourceClaimTemplate in namespace {namespace}"
         return await self._send("POST", what, _claim_templates(namespace), raw)
 

@@ -114,7 +114,7 @@ def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = Non
 
 
 def pod_of_node(raw: Mapping[str, Any], *, resources: Collection[str] | None = None) -> Pod:
-    """As the node's own agent needs it: a mirror pod has the UID of the static pod that it shows. Raises Corrupt."""
+    """The pod as the node's own agent needs it: a mirror pod has the UID of the static pod that it shows. Raises Corrupt."""
     pod = parse_pod(raw, resources=resources)
     uid = mapping_or_empty(mapping_or_empty(raw.get("metadata")).get("annotations")).get(MIRROR_ANNOTATION)
     if not isinstance(uid, str) or not _STATIC_UID.fullmatch(uid):
@@ -202,7 +202,7 @@ def _claims(spec: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, str
 def _with_extended_claim(
     containers: Iterable[ContainerSpec], status: Mapping[str, Any], claims: Mapping[str, str]
 ) -> Iterator[ContainerSpec]:
-    """With the requests of the claim that the scheduler made for extended resources, where the pod has one."""
+    """The containers with the requests of the claim that the scheduler made for extended resources, where there is one."""
     extended = mapping_or_empty(status.get("extendedResourceClaimStatus"))
     name_in_pod = _EXTENDED_CLAIM_BESIDE if _EXTENDED_CLAIM_BESIDE in claims else EXTENDED_CLAIM
     if claims.get(name_in_pod) is None or claims[name_in_pod] != extended.get("resourceClaimName"):
@@ -281,7 +281,7 @@ def _has_started(raw_status: Mapping[str, Any]) -> bool:
 
 
 def scheduler_message(raw: Mapping[str, Any]) -> str:
-    """Of the condition PodScheduled, why no node is chosen; any tenant who may write the status may write it."""
+    """Why no node is chosen, by the condition PodScheduled; any tenant who may write the status may write it."""
     for condition in items_or_none(mapping_or_empty(raw.get("status")), "conditions"):
         if condition.get("type") == "PodScheduled" and isinstance(text := condition.get("message"), str):
             return text[:MAX_SCHEDULER_CHARS]

@@ -60,7 +60,7 @@ class UnsupportedCalls(set[object]):
 
 
 class NvmlCaller(Struct, eq=False):
-    """For one GPU in one round. `unsupported` lasts for the next rounds, `errors` counts over all GPUs of the round."""
+    """Calls for a GPU in one round. `unsupported` lasts for the next rounds, `errors` counts over all GPUs of the round."""
 
     session: NvmlSession
     nvml: Any

@@ -17,7 +17,7 @@ _TIMEOUT_S = 10.0
 
 
 class ComputeModes:
-    """Of all GPUs of the node."""
+    """The compute modes of all GPUs of the node, as they were before they were set."""
 
     def __init__(self) -> None:
         self._thread = DaemonThread("nvml-compute-mode", advice=_ADVICE)

@@ -177,7 +177,7 @@ class NvmlEvents:
         return None
 
     def _gpu_of(self, nvml: Any, device: Any) -> GpuUuid | None:
-        """By the handle first: a GPU that fell off the bus no longer answers the call for its UUID."""
+        """The GPU of an event, by the handle first: a GPU that fell off the bus no longer answers the call for its UUID."""
         address = _address(device)
         if not address or address in self._by_address:
             return self._by_address.get(address)

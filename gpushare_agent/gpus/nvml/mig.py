@@ -124,7 +124,7 @@ def _profile(attributes: MigAttributes, parent_mib: int) -> str:
 
 
 def _gigabytes(mib: int, parent_mib: int) -> int:
-    """In whole eighths of the GPU's memory, of which a part is the driver's."""
+    """The size in a profile's name: whole eighths of the GPU's memory, of which a part is the driver's."""
     eighths = ceil(mib * _EIGHTHS / parent_mib)
     return round(eighths * ceil(parent_mib * MIB / GIB) / _EIGHTHS)
 

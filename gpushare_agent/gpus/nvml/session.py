@@ -117,7 +117,7 @@ class NvmlSession:
         return FoundGpu(nvml_index=nvml_index, uuid=uuid, handle=handle)
 
     def handles(self) -> Mapping[GpuUuid, Any]:
-        """Of the GPUs that the last enumeration of this opening found. Raises DriverLostError, Unavailable."""
+        """The handles of the GPUs that the last enumeration of this opening found. Raises DriverLostError, Unavailable."""
         if self._handles is None:
             self.find_gpus()
         return self._handles or {}

@@ -72,7 +72,7 @@ class GpuProcesses:
         self._last: dict[int, _LastUse] = {}
 
     def read(self, caller: NvmlCaller) -> tuple[ProcessSample, ...] | None:
-        """By PID; None where the GPU could not list them. Raises GpuLostError, DriverLostError."""
+        """The processes by PID; None where the GPU could not list them. Raises GpuLostError, DriverLostError."""
         listed = _read_lists(caller)
         is_known = self._newest_us is not None
         fresh = self._read_use(caller)
@@ -158,7 +158,7 @@ def _read_lists(caller: NvmlCaller) -> dict[int, _Listed] | None:
 
 
 def _entries(caller: NvmlCaller, name: str) -> list[Any] | Verdict:
-    """By the versions' own names: pynvml's name without a version raises an error of its own on older drivers."""
+    """Calls the versions by their own names: pynvml's name without a version raises an error of its own on older drivers."""
     answer = caller.entries(f"{name}_v3")
     return caller.entries(f"{name}_v2") if answer is Verdict.UNSUPPORTED else answer  # older drivers
 

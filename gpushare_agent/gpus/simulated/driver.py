@@ -139,7 +139,7 @@ class SimulatedDriver:
         """Simulated GPUs take limits, and no program has memory of them."""
 
     async def keep_memory_limits(self, wanted: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
-        """As the NVML driver does; nobody else sets limits here."""
+        """Keeps limits as the NVML driver does; nobody else sets limits here."""
         self._limits = {place: found for place, found in self._limits.items() if place[1].is_dir()}
         if may_set:
             self._limits |= {(one.gpu, one.cgroup): one.limit_bytes for one in wanted if one.cgroup.is_dir()}
@@ -201,7 +201,7 @@ def _spread_memory(gpu_memory_mib: Sequence[int], gpus: int) -> list[int]:
 
 
 def _bus_id(index: int) -> str:
-    """As NVML writes it; every third bus, as behind switches that have buses of their own."""
+    """The bus ID as NVML writes it; every third bus, as behind switches that have buses of their own."""
     return f"00000000:{4 + 3 * index:02X}:00.0"
 
 

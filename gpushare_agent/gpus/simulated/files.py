@@ -147,7 +147,7 @@ class Faults(Struct, frozen=True, kw_only=True, rename={"events": "xids"}):
 
     @property
     def last_id(self) -> int:
-        """Of both kinds, 0 where there is none."""
+        """The highest ID of both kinds, 0 where there is none."""
         return max((0, *(event.id for event in self.events), *(reset.id for reset in self.resets)))
 
 
