@@ -262,8 +262,8 @@ class Cgroups:
         return parse_proc_cgroup(text, own_text=self._own_text) or NOBODY
 
     def namespace_pids(self, pids: Iterable[int]) -> Mapping[int, tuple[int, ...]]:
-        """For each host PID those in the PID namespaces below the host's, from the outermost to the process's own; none for a
-        process in the host's. Processes that have ended are left out. Source: `NSpid` of /proc/<pid>/status."""
+        """The PIDs of each process in the PID namespaces below the host's, by its host PID, from the outermost on; none
+        for a process in the host's. Processes that have ended are left out. Source: `NSpid` of /proc/<pid>/status."""
         found = {}
         for pid in pids:
             with suppress(OSError):
