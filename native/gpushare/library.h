@@ -78,7 +78,7 @@ bool take_bytes(int gpu, enum kind kind, uint64_t bytes);
 void give_bytes(int gpu, enum kind kind, uint64_t bytes);
 /* What the driver has told afterwards, so it is not refused. */
 void charge_bytes(int gpu, enum kind kind, uint64_t bytes);
-uint64_t held_bytes(int gpu); /* by all processes, with what is attributed to none */
+uint64_t held_bytes(int gpu, const struct limits *limits); /* by all processes, with what is attributed to none */
 void reclaim_dead(void);
 uint64_t now_ns(void);
 

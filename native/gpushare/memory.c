@@ -120,6 +120,9 @@ bool reserve_bytes(int gpu, CUdevice device, enum kind kind, uint64_t bytes)
 static CUresult keep(CUresult result, enum class class, uint64_t value, int gpu, enum kind kind, uint64_t bytes)
 {
     struct allocation made = {.value = value, .class = class, .kind = kind, .gpu = gpu, .references = 1, .bytes = bytes};
+    static int said;
+    if (result == CUDA_ERROR_OUT_OF_MEMORY)
+        say_once(&said, "the GPU has no %llu bytes left, though the container's share has", (unsigned long long)bytes);
     if (result != CUDA_SUCCESS) {
         give_bytes(gpu, kind, bytes);
         return result;

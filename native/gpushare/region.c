@@ -258,17 +258,10 @@ static void sum_slots(int gpu, uint64_t *held, uint64_t *pending)
     }
 }
 
-uint64_t with_unattributed(int gpu, uint64_t held)
+static uint64_t with_unattributed(int gpu, uint64_t held)
 {
     int64_t more = LOAD(usage->gpu[gpu].unattributed);
     return more < 0 && held < (uint64_t)-more ? 0 : held + (uint64_t)more;
-}
-
-uint64_t held_bytes(int gpu)
-{
-    uint64_t held, pending;
-    sum_slots(gpu, &held, &pending);
-    return with_unattributed(gpu, held);
 }
 
 /* The difference of what the driver has of the container and what the slots say, if nothing has changed since: of contexts that were
@@ -285,6 +278,14 @@ static void attribute(int gpu, const struct config_gpu *seen, uint64_t held)
             estimated += LOAD(one->of_kind[CONTEXT]) + LOAD(one->of_kind[POOL]) + LOAD(one->of_kind[GRAPH]);
     int64_t more = (int64_t)(seen->observed_bytes - held);
     STORE(use->unattributed, more < -(int64_t)estimated ? -(int64_t)estimated : more);
+}
+
+uint64_t held_bytes(int gpu, const struct limits *limits)
+{
+    uint64_t held, pending;
+    sum_slots(gpu, &held, &pending);
+    attribute(gpu, &limits->seen, held);
+    return with_unattributed(gpu, held);
 }
 
 static bool is_above(uint64_t limit, uint64_t used, uint64_t bytes) { return used > limit || bytes > limit - used; }

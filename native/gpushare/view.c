@@ -19,7 +19,7 @@ static bool read_share(int gpu, uint64_t *total, uint64_t *used)
         return false;
     *total = limits.memory;
     reclaim_dead(); /* a process that has ended does not say so */
-    *used = held_bytes(gpu);
+    *used = held_bytes(gpu, &limits);
     *used = *used < *total ? *used : *total; /* after it was made smaller; a program subtracts one from the other */
     return true;
 }

@@ -201,7 +201,7 @@ def _wait_refused(share: Container, count: int) -> None:
 @pytest.mark.parametrize(("used_mib", "blocks"), [(CONTEXT_MIB + 512, 6), (CONTEXT_MIB - 256, 9), (CONTEXT_MIB, 8)])
 def test_what_the_agent_observes_is_believed_once_nothing_changes(share: Container, used_mib: int, blocks: int) -> None:
     """More than was counted: modules, rounding. Less: a context that was estimated too high. Here 300 ms after it."""
-    program = share.start("sleep:1.5", TAKE)
+    program = share.start("sleep:1.5", "info", TAKE)
     while not share.usage()[0].held_bytes:
         assert program.poll() is None, program.communicate()
         time.sleep(0.01)
@@ -212,7 +212,8 @@ def test_what_the_agent_observes_is_believed_once_nothing_changes(share: Contain
         write_observed(content, 0, seen)
         file.seek(0)
         file.write(content)
-    assert finish(program).step("alloc")["blocks"] == blocks
+    ended = finish(program)
+    assert (ended.step("info")["free_mib"], ended.step("alloc")["blocks"]) == (SHARE_MIB - used_mib, blocks)
 
 
 @pytest.mark.smoke
@@ -232,6 +233,16 @@ def test_without_limits_no_memory_is_given_and_one_line_says_why(share: Containe
     assert (ended.step("launch")["result"], ended.code) == (0, 0)
     assert ended.step("launch")["kernels"] > 0
     assert ended.error.startswith("gpushare: ./") and ended.error.count("\n") == 1
+
+
+def test_a_full_gpu_refuses_though_the_share_has_room(machine_with: MachineWith) -> None:
+    """The driver's answer passes, and one line says why; nothing stays counted."""
+    share = machine_with(memory_mib=1024).container(memory_mib=SHARE_MIB)
+    ended = share.run(TAKE, TAKE, "free", "info")
+    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [2, 0]
+    assert (ended.step("info")["free_mib"], ended.error.count("\n")) == (1024 - CONTEXT_MIB, 1)
+    assert "though the container's share has" in ended.error
+    assert share.usage()[0].held_bytes == CONTEXT_MIB * MIB
 
 
 def test_a_gpu_that_the_agent_does_not_name_gives_no_memory(machine_with: MachineWith) -> None:

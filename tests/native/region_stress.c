@@ -93,9 +93,11 @@ static int hammer_all(int processes, int threads)
     int status, failed = 0;
     while (wait(&status) > 0)
         failed += !(WIFEXITED(status) && WEXITSTATUS(status) == 0) && !(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+    struct limits limits;
     reclaim_dead();
+    read_limits(0, &limits);
     printf("{\"most\": %lu, \"above\": %lu, \"refused\": %lu, \"held\": %lu, \"ended\": %lu, \"failed\": %d}\n", seen->most, seen->above,
-           seen->refused, held_bytes(0), seen->ended, failed);
+           seen->refused, held_bytes(0, &limits), seen->ended, failed);
     return 0;
 }
 
