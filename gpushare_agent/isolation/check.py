@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
+from pathlib import Path
 from typing import Protocol
 
 from msgspec import Struct
 
 from gpushare_agent.isolation import module_of
 from gpushare_agent.isolation.kept import Circumstances
-from gpushare_agent.model.finding import Finding
+from gpushare_agent.model.errors import AgentError
+from gpushare_agent.model.finding import Finding, error, ok, warning
 from gpushare_agent.model.isolation import isolation_parts
 from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.settings.settings import Settings
@@ -18,6 +20,9 @@ from gpushare_agent.settings.settings import Settings
 class ClosableDriver(MemoryLimiter, Protocol):
     async def close(self) -> None: ...
 
+
+_USUAL_GLIBC = (2, 28)
+"""Of the oldest images that NVIDIA publishes CUDA 12 and 13 for (ubi8)."""
 
 OpenDriver = Callable[[Settings], ClosableDriver]
 """The node's driver, for a probe that closes it."""
@@ -30,6 +35,22 @@ class CheckProbe(Struct, frozen=True, kw_only=True):
     name: str
     run: Callable[[Settings], Awaitable[list[Finding]]]
     timeout_s: float = 5.0
+
+
+def library_finding(isolation: str, library: Path, hooks: Set[str], owner: str, build: str) -> Finding:
+    """Whether a library for programs is whose it should be, by the names that it takes over, and in which images
+    it loads."""
+    from gpushare_agent.isolation.driver_volume.elf import read_interface
+
+    try:
+        found = read_interface(library)
+    except AgentError as failure:
+        return warning(isolation, str(failure), build)
+    if not hooks <= found.defined:
+        return error(isolation, f"{library} is not {owner}: it would limit nobody", build)
+    needed = ".".join(map(str, found.glibc)) or "of any version"
+    text = f"it loads in images with glibc {needed} or newer; in others programs print a line and run without limits"
+    return warning(isolation, text, build) if found.glibc > _USUAL_GLIBC else ok(isolation, text)
 
 
 def build_check_probes(isolation: str, open_driver: OpenDriver) -> tuple[CheckProbe, ...]:

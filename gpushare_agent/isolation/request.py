@@ -14,7 +14,7 @@ from gpushare_agent.isolation.kept import NOTHING_KEPT, WHOLE_GPU, Circumstances
 from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, KernelModule
-from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.names import ENV_VISIBLE_DEVICES, PodUid
 from gpushare_agent.model.pods import ContainerSpec
 
 if TYPE_CHECKING:  # it takes pydantic
@@ -154,6 +154,46 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
             f" {self.name}: {self.why_not_in_mig}. Nothing was allocated; request a whole instance, or a share of a GPU that"
             " MIG does not divide.",
         )
+
+
+_NO_GPUS = ("void", "none")
+"""NVIDIA_VISIBLE_DEVICES by which NVIDIA's runtime adds no GPU: where they come by CDI a spec may say so."""
+
+
+def refused_override(container: ContainerSpec, isolation: str, found: Sequence[str] = ()) -> Refused | None:
+    """Refuses a spec whose own variable would win over one that limits: those `found`, and what brings further GPUs."""
+    shown = container.env.get(ENV_VISIBLE_DEVICES, _NO_GPUS[0])
+    names = [*found, *([] if shown in _NO_GPUS else [ENV_VISIBLE_DEVICES])]
+    if not names:
+        return None
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"container {container.name} sets {', '.join(sorted(names))} in its spec, which would win over the limit of"
+        f" its share under isolation {isolation}. Nothing was allocated. Remove the variable: the agent sets"
+        " what the library and NVIDIA's runtime read.",
+    )
+
+
+def refused_nothing(request: IsolationRequest, isolation: str, why: str = "") -> Refused:
+    """A share whose memory or cores come to nothing."""
+    gpus = ", ".join(f"{gpu.index} with {gpu.memory_mib} MiB" for gpu in request.gpus) or "none"
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"container {request.container.name} asks for {request.cores} cores and {request.memory_mib} MiB (GPUs: "
+        f"{gpus}), which makes a limit of 0 under isolation {isolation}{why}. "
+        "Nothing was allocated. Ask for cores and at least one memory block, or for whole GPUs.",
+    )
+
+
+def refused_several(request: IsolationRequest, isolation: str) -> Refused | None:
+    """Shares of several GPUs in one container, for a library that limits one."""
+    if len(request.shares) <= 1 or request.is_whole:
+        return None
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"container {request.container.name} has shares of several GPUs, and the library of isolation"
+        f" {isolation} limits one. Nothing was allocated. Ask for one GPU, or choose another isolation.",
+    )
 
 
 def combined(name: str, parts: Sequence[Isolation]) -> Isolation:

@@ -11,6 +11,7 @@ from msgspec import Struct
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU, MIB, GpuUuid
+from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import Measure, ResourceNames
 from gpushare_agent.model.units import cores_of_part
 
@@ -52,6 +53,13 @@ def core_limit(annotations: Mapping[str, str], cores: int) -> CoreLimit:
             "a ceiling and must be at least as high"
         )
     return CoreLimit(percent=limit)
+
+
+def limit_annotations(allocation: Allocation, pod: Pod | None) -> Mapping[str, str]:
+    """What `share_limits` reads of the pod's annotations; of a claim what it says itself."""
+    if allocation.claim is not None:
+        return {CORE_LIMIT_ANNOTATION: str(allocation.claim.core_limit)}
+    return pod.annotations if pod is not None else {}
 
 
 def share_limits(

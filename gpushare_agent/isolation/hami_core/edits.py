@@ -24,7 +24,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpushare_agent.isolation.kept import NOTHING_KEPT, Circumstances, Kept, NotKept, without_compute
-from gpushare_agent.isolation.request import ClaimUse, Follows, Isolation, IsolationRequest
+from gpushare_agent.isolation.request import (
+    ClaimUse,
+    Follows,
+    Isolation,
+    IsolationRequest,
+    refused_nothing,
+    refused_override,
+)
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -37,7 +44,6 @@ from gpushare_agent.model.names import (
     ENV_HAMI_CORE_LIBRARY,
     ENV_HAMI_CORE_MEMORY,
     ENV_HAMI_CORE_POLICY,
-    ENV_VISIBLE_DEVICES,
     MIB,
     GpuUuid,
 )
@@ -53,8 +59,6 @@ CACHE_DIRECTORY = "/usr/local/vgpu/cache"
 
 ENV_LOG_LEVEL = "LIBCUDA_LOG_LEVEL"
 _DISABLED = "disable"
-_NO_GPUS = ("void", "none")
-"""NVIDIA_VISIBLE_DEVICES by which NVIDIA's runtime adds no GPU: where they come by CDI a spec may say so."""
 _TRUE = ("1", "t", "T", "TRUE", "true", "True")
 """What HAMi's device plugin takes for true (Go's ParseBool)."""
 
@@ -72,7 +76,7 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
     ]
     pairs = [(limit, s.cores) for limit, s in zip(limits, request.shares, strict=True) if not s.is_whole]
     if not pairs or min(map(min, pairs)) < 1:
-        return _unlimited(request)
+        return refused_nothing(request, "hami-core", ", whose library takes 0 for no limit")
     if (refused := _overridden(request.container, len(limits), config)) is not None:
         return refused
     cache = f"{CACHE_DIRECTORY}/{request.container.name}.cache"
@@ -124,22 +128,12 @@ def lifts_cores(container: ContainerSpec | None, config: HamiCoreSettings) -> bo
 
 
 def _overridden(container: ContainerSpec, gpus: int, config: HamiCoreSettings) -> Refused | None:
-    """Refuses a spec whose own variable would win over one that limits."""
     limits = [ENV_HAMI_CORE_CACHE, ENV_HAMI_CORE_CORES, ENV_HAMI_CORE_LIBRARY]
     limits += [f"{name}_{gpu}" for name in (ENV_HAMI_CORE_MEMORY, ENV_HAMI_CORE_CORES) for gpu in range(gpus)]
     found = [name for name in limits if name in container.env]
-    if container.env.get(ENV_VISIBLE_DEVICES, _NO_GPUS[0]) not in _NO_GPUS:
-        found.append(ENV_VISIBLE_DEVICES)
     if container.env.get(ENV_HAMI_CORE_POLICY, "").lower() == _DISABLED and not lifts_cores(container, config):
         found.append(f"{ENV_HAMI_CORE_POLICY}={_DISABLED}")
-    if not found:
-        return None
-    return Refused(
-        reason=RefusalReason.INVALID_REQUEST,
-        detail=f"container {container.name} sets {', '.join(sorted(found))} in its spec, which would win over the limit of"
-        " its share under isolation hami-core. Nothing was allocated. Remove the variable: the agent sets"
-        " what the library and NVIDIA's runtime read.",
-    )
+    return refused_override(container, "hami-core", found)
 
 
 def _cache_file(request: IsolationRequest, directory: Path) -> Path:
@@ -173,16 +167,6 @@ def _memory_limit_mib(memory_mib: int, gpu: Gpu, config: HamiCoreSettings) -> in
 def _percent(cores: int, core_limit: int, config: HamiCoreSettings) -> int:
     """The share times the scaling, or the elastic ceiling where that is higher: the library has no other elasticity."""
     return min(CORES_PER_GPU, max(int(cores * config.core_scaling), core_limit))
-
-
-def _unlimited(request: IsolationRequest) -> Refused:
-    gpus = ", ".join(f"{gpu.index} with {gpu.memory_mib} MiB" for gpu in request.gpus) or "none"
-    return Refused(
-        reason=RefusalReason.INVALID_REQUEST,
-        detail=f"container {request.container.name} asks for {request.cores} cores and {request.memory_mib} MiB (GPUs: "
-        f"{gpus}), which makes a limit of 0 under isolation hami-core, whose library takes 0 for no limit. "
-        "Nothing was allocated. Ask for cores and at least one memory block, or for whole GPUs.",
-    )
 
 
 def hides_compute(module: KernelModule) -> bool:

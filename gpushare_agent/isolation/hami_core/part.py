@@ -23,12 +23,12 @@ import structlog
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from gpushare_agent.isolation.hami_core.caches import FILES_TIMEOUT_S, PrivateCaches
 from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH, lifts_cores, live_limits, opts_out
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.hami_core.region_watch import RegionWatch
 from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe
+from gpushare_agent.isolation.private_caches import FILES_TIMEOUT_S, PrivateCaches
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
 from gpushare_agent.model.errors import AgentError

@@ -8,7 +8,6 @@ The layout: isolation/hami_core/region_format.py.
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -31,13 +30,8 @@ from gpushare_agent.isolation.hami_core.region_format import (
     parse_slots,
     parse_tail,
 )
-from gpushare_agent.kit.directories import opened
-from gpushare_agent.model.errors import Corrupt, NotFound, Unavailable
-
-MAX_DISK_BYTES = 8 * 1024 * 1024
-"""Above what any file system sets aside for a file of a region's size."""
-_BLOCK_BYTES = 512  # of st_blocks, on any file system
-_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO in its place
+from gpushare_agent.isolation.tenant_files import TENANT_FILE, is_oversized, occupied_bytes, renamed
+from gpushare_agent.model.errors import Corrupt, Unavailable
 
 
 class Region:
@@ -72,13 +66,13 @@ class Region:
 
     def write(self, offset: int, content: bytes) -> None:
         """An edit of `region_format`."""
-        with _renamed(self._name):
+        with renamed(self._name):
             written = os.pwrite(self._file, content, offset)
         if written != len(content):
             raise Unavailable(f"{self._name} took {written} of {len(content)} bytes")
 
     def _read(self, size: int, offset: int) -> bytes:
-        with _renamed(self._name):
+        with renamed(self._name):
             content = os.pread(self._file, size, offset)
         if len(content) != size:
             raise Corrupt(f"{self._name} became shorter while it was read")
@@ -91,46 +85,16 @@ def opened_region(name: str, directory: int) -> Iterator[Region | None]:
 
     Raises NotFound, Corrupt for what is no region (a link, another kind or size), Unavailable.
     """
-    with _renamed(name):
-        file = os.open(name, _FLAGS, dir_fd=directory)
+    with renamed(name):
+        file = os.open(name, TENANT_FILE, dir_fd=directory)
     try:
         status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_size not in (0, FILE_BYTES) or is_oversized(status):
+        if (
+            not stat.S_ISREG(status.st_mode)
+            or status.st_size not in (0, FILE_BYTES)
+            or is_oversized(status, FILE_BYTES)
+        ):
             raise Corrupt(f"{name} is no regular file of {FILE_BYTES} bytes but one of {occupied_bytes(status)}")
         yield Region(file, name) if status.st_size else None
     finally:
         os.close(file)
-
-
-def is_oversized(status: os.stat_result) -> bool:
-    """A regular file that is longer than a region, or has more on the disk: while the kernel shortens a file in many pieces,
-    it has the new length already, and whoever writes there waits."""
-    return stat.S_ISREG(status.st_mode) and (
-        status.st_size > FILE_BYTES or status.st_blocks * _BLOCK_BYTES > MAX_DISK_BYTES
-    )
-
-
-def occupied_bytes(status: os.stat_result) -> int:
-    """Its length, or what it has on the disk where that is more."""
-    return max(status.st_size, status.st_blocks * _BLOCK_BYTES)
-
-
-def cut(name: str, directory: int) -> None:
-    """Shortens an oversized file to a region's size; processes that have the region mapped keep it. Raises as
-    `opened_region`."""
-    with _renamed(name), opened(name, directory, _FLAGS) as file:
-        status = os.fstat(file)
-        if is_oversized(status):
-            os.ftruncate(file, min(status.st_size, FILE_BYTES))  # of the same length too: blocks beyond it are freed
-
-
-@contextmanager
-def _renamed(name: str) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as e:
-        raise NotFound(f"{name} is not there") from e
-    except OSError as e:
-        if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise Corrupt(f"{name} is no regular file: {e.strerror}") from e
-        raise Unavailable(f"{name} cannot be used: {e.strerror or e}; it is tried again") from e

@@ -10,13 +10,10 @@ from collections.abc import Callable, Collection
 
 from msgspec import Struct, field
 
-from gpushare_agent.isolation.shares import core_limit, share_limits
+from gpushare_agent.isolation.shares import core_limit, limit_annotations, share_limits
 from gpushare_agent.isolation.vcuda.format import VDeviceConfig, encode_config
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import (
-    CORE_LIMIT_ANNOTATION,
-)
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 
@@ -47,9 +44,7 @@ class VDeviceConfigs(Struct, kw_only=True, eq=False):
         return config
 
     def _encode(self, allocation: Allocation, pod: Pod | None) -> bytes:
-        annotations = pod.annotations if pod is not None else {}
-        if allocation.claim is not None:
-            annotations = {CORE_LIMIT_ANNOTATION: str(allocation.claim.core_limit)}
+        annotations = limit_annotations(allocation, pod)
         share = share_limits(allocation, annotations, self.inventory().by_uuid(), self.names)
         is_pods = pod is not None and not allocation.is_whole and allocation.claim is None and not allocation.unit_ids
         if pod is not None and is_pods and (problem := core_limit(annotations, share.cores).problem):

@@ -8,7 +8,7 @@ Source: docs/reference/formats.md, the vDevice protocol and the driver directory
 from __future__ import annotations
 
 from gpushare_agent.isolation.kept import Circumstances, Kept, NotKept
-from gpushare_agent.isolation.request import ClaimUse, Follows, Isolation, IsolationRequest
+from gpushare_agent.isolation.request import ClaimUse, Follows, Isolation, IsolationRequest, refused_several
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import (
@@ -22,12 +22,8 @@ VDEVICE_DIRECTORY = "/etc/vcuda"
 def edit_vcuda(request: IsolationRequest) -> ContainerEdits | Refused:
     """The container's own vDevice directory; the driver directory, where one is configured, and the search path to it: by it
     the control library is found before a libcuda of the image or of NVIDIA's runtime."""
-    if len(request.shares) > 1 and not request.is_whole:
-        return Refused(
-            reason=RefusalReason.INVALID_REQUEST,
-            detail=f"container {request.container.name} has shares of several GPUs, and the library of isolation"
-            " vcuda limits one. Nothing was allocated. Ask for one GPU, or choose another isolation.",
-        )
+    if (refused := refused_several(request, "vcuda")) is not None:
+        return refused
     own = request.config.settings.virtual_manager.path / request.pod_uid / request.container.name
     vdevice = ContainerMount(host_path=str(own), container_path=VDEVICE_DIRECTORY)
     driver = request.config.whole_driver if request.is_whole else request.config.shared_driver

@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpushare_agent.isolation.hami_core.caches import PrivateCaches
-from gpushare_agent.isolation.hami_core.files import HamiCoreFiles, LibraryStamp
+from gpushare_agent.isolation.hami_core.files import LIBRARY, HamiCoreFiles
+from gpushare_agent.isolation.private_caches import PrivateCaches
+from gpushare_agent.isolation.tenant_files import LibraryStamp
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused, StartupError, Unavailable
@@ -53,6 +54,8 @@ class World:
 
 class Faulty:
     """Files that refuse with one text, or block until they are released."""
+
+    kind = LIBRARY
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -192,7 +195,7 @@ async def test_a_directory_that_cannot_be_made_is_the_reason(short_dir: Path) ->
 
 async def test_a_disk_that_hangs_is_a_refusal_in_time(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the thread that hangs keeps nothing from ending."""
-    monkeypatch.setattr("gpushare_agent.isolation.hami_core.caches.FILES_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("gpushare_agent.isolation.private_caches.FILES_TIMEOUT_S", 0.05)
     world, let_go = World(short_dir), threading.Event()
 
     class Hangs(HamiCoreFiles):

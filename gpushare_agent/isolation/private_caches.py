@@ -23,7 +23,7 @@ from typing import NoReturn, TypeVar
 import structlog
 
 from gpushare_agent.isolation.ahead import PreparedAhead
-from gpushare_agent.isolation.hami_core.files import HamiCoreFiles, LibraryStamp
+from gpushare_agent.isolation.tenant_files import LibraryStamp, TenantFiles
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import forever
@@ -39,7 +39,6 @@ FILES_TIMEOUT_S = 5.0
 CLEANUP_PERIOD_S = 2.0
 TENANT_FILES_TIMEOUT_S = 600.0
 """To remove or shorten one file: 300,000 pieces of 4 KiB took 25 s on a busy disk."""
-_ADVICE = "Check the disk of the setting hami_core.directory."
 
 
 class PrivateCaches:
@@ -48,7 +47,7 @@ class PrivateCaches:
     def __init__(
         self,
         *,
-        files: HamiCoreFiles,
+        files: TenantFiles,
         allocations: Callable[[], Mapping[ContainerKey, Allocation]],
         pods: Pods,
         running_claims: Callable[[], Mapping[ContainerKey, str]] = dict,
@@ -61,10 +60,11 @@ class PrivateCaches:
         self._running_claims = running_claims
         self._kept: dict[ContainerKey, str] = {}
         self._cleanup_period_s = cleanup_period_s
-        self._thread = DaemonThread("private-caches", advice=_ADVICE)
-        self._removal = DaemonThread("private-caches-removal", advice=_ADVICE)
-        self._cutting = DaemonThread("private-caches-cutting", advice=_ADVICE)
-        self._keeping = DaemonThread("private-caches-keeping", advice=_ADVICE)
+        advice = f"Check the disk of the setting {files.kind.setting}."
+        self._thread = DaemonThread("private-caches", advice=advice)
+        self._removal = DaemonThread("private-caches-removal", advice=advice)
+        self._cutting = DaemonThread("private-caches-cutting", advice=advice)
+        self._keeping = DaemonThread("private-caches-keeping", advice=advice)
         self._failures = ReportOnce()
         self._too_large: set[ContainerKey] = set()
         self._installed: LibraryStamp | None = None
@@ -73,17 +73,20 @@ class PrivateCaches:
     async def check(self) -> None:
         """The library is there for this machine, and in its place for containers, with what goes with it. A library that
         was replaced is put there anew. Raises AgentError with the cure."""
-        stamp = await self._in_thread(self._files.check_library, "reading HAMi-core's library")
+        stamp = await self._in_thread(self._files.check_library, f"reading {self._files.kind.owner} library")
         if stamp != self._installed:
-            await self._in_thread(self._files.install, "installing HAMi-core's library")
+            await self._in_thread(self._files.install, f"installing {self._files.kind.owner} library")
             log.info(
-                "hami_core_library_installed", library=str(self._files.library), directory=str(self._files.directory)
+                "isolation_library_installed",
+                isolation=self._files.kind.isolation,
+                library=str(self._files.library),
+                directory=str(self._files.directory),
             )
             self._installed = stamp
 
     async def look(self) -> None:
         """Whether `check` will find all that it needs. Raises AgentError with the cure."""
-        await self._in_thread(self._files.look, "reading HAMi-core's library")
+        await self._in_thread(self._files.look, f"reading {self._files.kind.owner} library")
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Makes empty files for the shares among containers that are about to start; bounded."""
