@@ -200,6 +200,7 @@ class _Subscriptions:
         shown.usage.subscribe(lambda _round: shown.expire())
         shown.usage.subscribe(agent.kubelet.resizing.usage_sampled)
         agent.kubelet.resizing.request_usage_by(shown.usage.request)
+        agent.isolation.follow_usage(shown.usage.subscribe, shown.usage.request)
         for watch in agent.isolation.watches.values():
             watch.subscribe(agent.kubelet.tables.request_refresh)
             watch.subscribe(shown.expire)

@@ -29,6 +29,7 @@ from gpushare_agent.model.isolation import DeviceListStrategy, Sharing, isolatio
 from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec, Pod
+from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.node import Node
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeClient, runtime_client
@@ -163,6 +164,16 @@ class Isolations(Struct, frozen=True, kw_only=True):
         for part in self.parts.values():
             if part.changed is not None:
                 part.changed()
+
+    def follow_usage(
+        self, subscribe: Callable[[Callable[[UsageRound | None], None]], None], request: Callable[[], None]
+    ) -> None:
+        """Lets those that need it hear of each round of usage sampling, and request more."""
+        for part in self.parts.values():
+            if part.usage_sampled is not None:
+                subscribe(part.usage_sampled)
+            if part.request_usage_by is not None:
+                part.request_usage_by(request)
 
     def unavailable_reason(self, isolation: str) -> str:
         """Why no share of this isolation can be had now, and the cure; empty where it can."""

@@ -24,6 +24,7 @@ from gpushare_agent.model.isolation import isolation_parts
 from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerSpec, Pod
+from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.node import Node
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeClient
@@ -79,6 +80,9 @@ class IsolationPart(Struct, frozen=True, kw_only=True):
     """None: as many as fit."""
     changed: Callable[[], None] | None = None
     """An allocation, a pod or a GPU."""
+    usage_sampled: Callable[[UsageRound | None], None] | None = None
+    request_usage_by: Callable[[Callable[[], None]], None] | None = None
+    """It is handed what requests further rounds, which may else be rare."""
     problem: Callable[[ContainerKey], str] = lambda _: ""
     circumstances: Callable[[Circumstances, Allocation | None, ContainerSpec | None], Circumstances] = (
         lambda found, allocation, container: found

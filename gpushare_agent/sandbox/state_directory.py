@@ -55,6 +55,8 @@ class NodePaths:
         self.virtual_manager = state / _VIRTUAL_MANAGER
         self.hami_core = state / "hami-core"
         """The cache files of isolation hami-core."""
+        self.libgpushare = state / "gpushare"
+        """The containers' files of isolation gpushare."""
         self.mps_pipe, self.mps_logs = state / "mps" / "pipe", state / "mps" / "log"
         """Of the fake MPS control daemon, which runs where isolation mps is in use."""
         self.mps_control = state / "mps" / "nvidia-cuda-mps-control"
@@ -81,6 +83,7 @@ class NodePaths:
             "dra.record-directory": self.claim_records,
             "virtual-manager.path": self.virtual_manager,
             "hami-core.directory": self.hami_core,
+            "libgpushare.directory": self.libgpushare,
             "mps.pipe-directory": self.mps_pipe,
             "mps.log-directory": self.mps_logs,
             "cdi.spec-directories": self.cdi,

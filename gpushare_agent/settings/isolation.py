@@ -113,6 +113,19 @@ class HamiCoreSettings(Section):
     )
 
 
+class LibgpushareSettings(Section):
+    """The project's own library (isolation gpushare, experimental)."""
+
+    library: GivenPath = Field(
+        default=Path("/usr/local/gpushare/libgpushare.so"),
+        description="libgpushare.so as this process sees it; it is copied to libgpushare.directory.",
+    )
+    directory: GivenPath = Field(
+        default=Path("/etc/gpu-manager/gpushare"),
+        description="Directory on the host for the library and the containers' files, not mounted noexec.",
+    )
+
+
 class DriverLimitsSettings(Section):
     """The driver's own memory limits (isolation driver, also in hami-core+driver and mps+driver)."""
 

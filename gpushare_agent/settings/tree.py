@@ -33,6 +33,7 @@ from gpushare_agent.settings.isolation import (
     DriverLimitsSettings,
     DriverVolumeSettings,
     HamiCoreSettings,
+    LibgpushareSettings,
     MpsSettings,
     NodeIsolation,
     VirtualManagerSettings,
@@ -156,6 +157,7 @@ class Settings(BaseSettings):
     driver_volume: DriverVolumeSettings = _DEFAULTS
     mps: MpsSettings = _DEFAULTS
     hami_core: HamiCoreSettings = _DEFAULTS
+    libgpushare: LibgpushareSettings = _DEFAULTS
     driver_limits: DriverLimitsSettings = _DEFAULTS
     cdi: CdiSettings = _DEFAULTS
     gpushare: GpushareSettings = _DEFAULTS

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession
 
+from gpushare_agent.isolation.gpushare.files import LIBRARY
+from gpushare_agent.isolation.gpushare.format import CONFIG_NAME
 from gpushare_agent.isolation.vcuda.format import VDeviceConfig, decode_config
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.sandbox.node import EmbeddedNode
@@ -22,6 +26,7 @@ from tests.support_agent import (
     wait_until,
 )
 from tests.support_core import used_blocks, used_cores
+from tests.support_hami_core import fake_library
 from tests.support_sandbox import CORE, MEMORY, container, open_test_node, pod
 
 RESIZE, STATUS = "gpushare-agent/resize", "gpushare-agent/resize-status"
@@ -100,6 +105,35 @@ async def test_a_running_share_grows_and_the_kubelet_offers_no_more_than_is_left
         node.api.create_pod(share("late", 1, 1))
         await wait_until(node, lambda: node.api.pod("default", "late")["status"].get("conditions"), "no room for it")
         assert node.api.pod("default", "late")["status"]["phase"] == "Pending"
+
+
+async def test_under_gpushare_a_running_program_finds_the_new_size_in_its_file(short_dir: Path) -> None:
+    """Made before the container starts, changed in place, and gone with the pod; what the tenant has more is waited for."""
+    library = fake_library(short_dir / "libgpushare.so")
+    library.write_bytes(library.read_bytes() + LIBRARY.mark)
+    flags = ("--cards=1", "--isolation=gpushare", f"--libgpushare.library={library}", "--resize.mode=free-capacity")
+    async with open_world(*flags) as (node, agent):
+        node.api.create_pod(share("web"))
+        await wait_running(node, "web")
+        uid = node.api.pod("default", "web")["metadata"]["uid"]
+        directory = node.paths.libgpushare / "containers" / uid / "main"
+        config = directory / CONFIG_NAME
+
+        def told() -> tuple[int, int]:
+            """Cores and memory blocks."""
+            memory, cores = struct.unpack_from("=QI", config.read_bytes(), 512 + 56)
+            return cores // 100, memory // (256 * MIB)
+
+        assert told() == (30, 8)
+        inode = config.stat().st_ino
+        await annotate(node, "web", "main:cores=50,memory=24")
+        await poll_until(lambda: told() == (50, 24), "the library is told")
+        await wait_until(node, lambda: status_of(node, "web") == "main:cores=50,memory=24,in-force", "status")
+        assert config.stat().st_ino == inode
+        (kept,) = (agent.parts.isolation.kept(one) for one in agent.parts.cache)
+        assert kept is not None and (kept.memory_by, kept.compute_by) == ("gpushare", "gpushare")
+        node.api.delete_pod("default", "web")
+        await poll_until(lambda: not directory.exists(), "its files are removed")
 
 
 async def test_a_share_shrinks_and_what_a_running_process_may_use_stays_booked() -> None:

@@ -138,7 +138,9 @@ def test_every_image_has_the_projects_own_library() -> None:
     """Built as the tests build it."""
     text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
     assert "python -m native.build_gpushare" in text
-    assert "COPY --from=gpushare /gpushare/ /parts/usr/local/gpushare/\n" in text
+    library = deployed().libgpushare.library
+    assert f"COPY --from=gpushare /gpushare/ /parts{library.parent}/\n" in text
+    assert f"--output /gpushare/{library.name}" in text
 
 
 def test_every_package_of_the_image_is_installed_by_its_hash() -> None:

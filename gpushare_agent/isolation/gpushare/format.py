@@ -32,6 +32,8 @@ _OBSERVED = ((72, "Q"), (80, "Q"), (88, "I"), (92, "I"), (96, "Q"), (104, "Q"))
 """Observed at, bytes, busy, busy of others, samples, bytes of a context."""
 _LIMITS_MEMORY, _LIMITS_CORES, _HAS_CEILING = 1, 2, 4
 _USAGE_GPU_BYTES, _FIRST_SLOT, _SLOT_BYTES = 256, 512 + 16 * 256, 448
+LAUNCHES_OFFSET = 512 + 56
+"""In `usage`, of the first GPU."""
 _USAGE_GPU = struct.Struct("@QqQqQQQQQ")
 """changed at, unattributed, refused, tokens, earned, refilled at, launched, launches, throttled."""
 KINDS = ("linear", "managed", "virtual", "array", "pool", "graph", "context")

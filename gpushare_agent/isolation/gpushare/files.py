@@ -1,0 +1,145 @@
+"""A container's files under isolation gpushare (isolation/tenant_files.py has the directory): gpushare.config, which the
+agent writes through a map, for it stays the same file while programs have it mapped, and `usage`, which the tenant writes.
+
+Both are made anew before each start that the kubelet announces; to a claim's container that starts again `usage` shows
+processes that have ended, which the library finds by their locks. State owned: none but the files.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from gpushare_agent.isolation.directories import opened_container
+from gpushare_agent.isolation.gpushare.edits import LIBRARY_NAME, LIBRARY_PATH
+from gpushare_agent.isolation.gpushare.format import (
+    CONFIG_BYTES,
+    CONFIG_NAME,
+    LAUNCHES_OFFSET,
+    USAGE_BYTES,
+    USAGE_NAME,
+    GpuLimits,
+    Observed,
+    encode_config,
+    encode_usage,
+    read_usage,
+    write_limits,
+    write_observed,
+)
+from gpushare_agent.isolation.tenant_files import TENANT_FILE, PreloadedLibrary, TenantFiles, make_tenant_file, renamed
+from gpushare_agent.kit.directories import opened, replace_file
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.errors import Corrupt, NotFound, Unavailable
+
+LIBRARY = PreloadedLibrary(
+    isolation="gpushare",
+    owner="libgpushare's",
+    name=LIBRARY_NAME,
+    path_in_container=LIBRARY_PATH,
+    mark=b"/etc/vcuda/gpushare.config\0",
+    file_bytes=USAGE_BYTES,
+    setting="libgpushare.directory",
+    cure="Build it with `python -m native.build_gpushare`, put it at the path that --libgpushare.library names, or choose"
+    " another isolation",
+)
+
+
+class GpushareFiles(TenantFiles):
+    """`limits` are those of a container's GPU as they are to be now, None where they are not known; `is_claims` is whether
+    the share is a claim's."""
+
+    kind = LIBRARY
+
+    def __init__(
+        self,
+        library: Path,
+        directory: Path,
+        limits: Callable[[ContainerKey], GpuLimits | None] = lambda _: None,
+        is_claims: Callable[[ContainerKey], bool] = lambda _: False,
+    ) -> None:
+        super().__init__(library, directory)
+        self._limits = limits
+        self._is_claims = is_claims
+
+    def prepare(self, key: ContainerKey) -> None:
+        """As the others', but what a claim has stays: containers of several pods may run with it."""
+        if self._is_claims(key):
+            with suppress(NotFound, Corrupt):
+                self.launches(key)
+                if not self._is_from_before_boot(key):
+                    self.write_limits(key, self._known_limits(key))
+                    return
+        super().prepare(key)
+
+    def _known_limits(self, key: ContainerKey) -> GpuLimits:
+        if (limits := self._limits(key)) is None:
+            raise Unavailable(
+                f"the GPU of container {key.container} is not in the inventory, or its memory is not known"
+            )
+        return limits
+
+    def _is_from_before_boot(self, key: ContainerKey) -> bool:
+        """Times in the files are of the monotonic clock: after a reboot the library would wait for those to come."""
+        booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        with self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file:
+            return os.fstat(file).st_mtime < booted_at
+
+    def _fill(self, key: ContainerKey, directory: int) -> None:
+        replace_file(directory, CONFIG_NAME, encode_config(key.pod_uid, key.container, [self._known_limits(key)]))
+        make_tenant_file(directory, USAGE_NAME, encode_usage())
+
+    def write_limits(self, key: ContainerKey, limits: GpuLimits) -> None:
+        """For processes that run, too. Raises NotFound where the container was not prepared, Corrupt, Unavailable."""
+        with self._opened_config(key) as config:
+            write_limits(config, 0, limits)
+
+    def write_observed(self, key: ContainerKey, seen: Observed) -> None:
+        """Raises as `write_limits`."""
+        with self._opened_config(key) as config:
+            write_observed(config, 0, seen)
+
+    def launches(self, key: ContainerKey) -> int:
+        """How many its processes say that they have made. Raises as `write_limits`."""
+        with self._opened(key, USAGE_NAME, USAGE_BYTES) as file:
+            content = os.pread(file, 8, LAUNCHES_OFFSET)
+            if len(content) != 8:
+                raise Corrupt(f"{USAGE_NAME} became shorter while it was read")
+            return int(struct.unpack("Q", content)[0])
+
+    def held_bytes(self, key: ContainerKey) -> int:
+        """What its processes say that they have. Raises as `write_limits`."""
+        with self._opened(key, USAGE_NAME, USAGE_BYTES) as file:
+            content = os.pread(file, USAGE_BYTES, 0)
+            if len(content) != USAGE_BYTES:
+                raise Corrupt(f"{USAGE_NAME} became shorter while it was read")
+        return read_usage(content, 1)[0][0].held_bytes
+
+    @contextmanager
+    def _opened_config(self, key: ContainerKey) -> Iterator[memoryview]:
+        with self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file, mmap.mmap(file, CONFIG_BYTES) as mapped:
+            view = memoryview(mapped)
+            try:
+                yield view
+            finally:
+                view.release()
+
+    @contextmanager
+    def _opened(self, key: ContainerKey, name: str, size: int) -> Iterator[int]:
+        path = self.container_directory(key)
+        with (
+            self._step("opening", path),
+            self._open_containers(make=False) as containers,
+            opened_container(containers, key) as directory,
+            renamed(name),
+            opened(name, directory, TENANT_FILE) as file,
+        ):
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+                raise Corrupt(f"{path / name} is no regular file of {size} bytes")
+            yield file

@@ -1,0 +1,96 @@
+"""libgpushare with the files that isolation gpushare makes and changes, as the agent does: memory, cores, a live resize."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.isolation.gpushare.check import check_gpushare
+from gpushare_agent.isolation.gpushare.files import GpushareFiles
+from gpushare_agent.isolation.gpushare.format import GpuLimits
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.finding import Level
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.settings.isolation import LibgpushareSettings
+from gpushare_agent.settings.settings import Settings
+from native.build_gpushare import build_gpushare
+from tests.gpushare.conftest import MachineWith
+from tests.native.build import cuda_include
+from tests.support_gpushare import BLOCK_MIB, CONTEXT_MIB, MIB, POD, Container, Machine, finish
+
+pytestmark = pytest.mark.isolation
+
+KEY = ContainerKey(PodUid(POD), "main")
+TAKE = f"alloc:alloc:{BLOCK_MIB}:20"
+
+
+def limits(memory_mib: int = 2560, cores: int = 3000) -> GpuLimits:
+    return GpuLimits(uuid=f"GPU-00000000-0000-4000-8000-{0:012x}", memory_bytes=memory_mib * MIB, cores=cores)
+
+
+def prepared(machine: Machine) -> tuple[GpushareFiles, Container]:
+    """A container whose directory the package has made: the program runs in it."""
+    files = GpushareFiles(machine.built.library, machine.directory / "own", lambda _: limits())
+    with files._open_containers(make=True):  # without the library, which is preloaded from where it was built
+        pass
+    (files.directory / files.kind.name).write_bytes(b"installed")
+    files.prepare(KEY)
+    return files, Container(machine, files.container_directory(KEY))
+
+
+@pytest.mark.smoke
+def test_memory_ends_at_the_limit_and_follows_a_resize_while_the_program_runs(machine_with: MachineWith) -> None:
+    """8 blocks of 256 MiB and a context of 300 MiB in 2,560 MiB; then 10 more; then nothing until as much has been freed."""
+    files, share = prepared(machine_with())
+    program = share.start(TAKE, "sleep:1", TAKE, "sleep:1", TAKE, "free", TAKE)
+    wait_refused(share, 1)
+    assert files.held_bytes(KEY) == (CONTEXT_MIB + 8 * BLOCK_MIB) * MIB
+    files.write_limits(KEY, limits(20 * BLOCK_MIB))
+    wait_refused(share, 2)
+    files.write_limits(KEY, limits(6 * BLOCK_MIB))
+    ended = finish(program)
+    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [8, 10, 0, 4], ended.error
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("cores", [3000, 7000])
+def test_cores_are_held_and_counted_where_the_agent_looks(machine_with: MachineWith, cores: int) -> None:
+    """In virtual time; one wave of blocks of a millisecond is 1,000 launches a second."""
+    files, share = prepared(machine_with(sm_count=132, block_us=1000, lag_ms=200))
+    files.write_limits(KEY, limits(cores=cores))
+    [ended] = share.machine.run_virtual((share, ["launch:kernel:6:1056"]))
+    assert (ended.code, ended.error) == (0, "")
+    assert ended.rates()[0] / 10 == pytest.approx(cores / 100, abs=5)
+    assert files.launches(KEY) > 1000
+
+
+def test_more_cores_are_followed_by_a_launch_that_waits(machine_with: MachineWith) -> None:
+    """In real time: it would wait for minutes at the old share."""
+    files, share = prepared(machine_with(sm_count=132, block_us=100000))
+    files.write_limits(KEY, limits(cores=10))
+    program = share.start("launch:sync:0.3:1056", "launch:kernel:0.1:1056")
+    while share.usage()[0].launched_ns < 150_000_000:
+        assert program.poll() is None, program.communicate()
+        time.sleep(0.01)
+    files.write_limits(KEY, limits(cores=10000))
+    began = time.monotonic()
+    assert finish(program).code == 0 and time.monotonic() - began < 20
+
+
+async def test_the_library_as_the_image_would_have_it_is_found_by_check(tmp_path: Path) -> None:
+    built = tmp_path / "libgpushare.so"
+    build_gpushare(cuda_include(), built)
+    own = LibgpushareSettings(library=built, directory=tmp_path / "own")
+    found = await check_gpushare(Settings(libgpushare=own))
+    assert found[0].level is Level.OK and found[1].level is not Level.ERROR, found
+
+
+def wait_refused(share: Container, count: int) -> None:
+    """Each refusal is counted twice: before and after what is unused was looked for."""
+    for _ in range(2000):
+        if share.usage()[0].refused >= 2 * count:
+            return
+        time.sleep(0.01)
+    raise AssertionError("the program does not come so far")

@@ -1,0 +1,333 @@
+"""Isolation gpushare: a container's edits, its files while it is prepared, resized and removed, and what it is told."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from structlog.testing import capture_logs
+
+from gpushare_agent.isolation import GpuShare, IsolationRequest
+from gpushare_agent.isolation.gpushare.check import check_gpushare
+from gpushare_agent.isolation.gpushare.edits import ISOLATION, LIBRARY_PATH, edit_gpushare, live_limits
+from gpushare_agent.isolation.gpushare.files import LIBRARY, GpushareFiles
+from gpushare_agent.isolation.gpushare.format import (
+    CONFIG_NAME,
+    LAUNCHES_OFFSET,
+    USAGE_BYTES,
+    USAGE_NAME,
+    GpuLimits,
+    encode_config,
+)
+from gpushare_agent.isolation.gpushare.observed import ObservedContainers, observed
+from gpushare_agent.isolation.private_caches import PrivateCaches
+from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
+from gpushare_agent.model.errors import Corrupt, NotFound, Refused, StartupError, Unavailable
+from gpushare_agent.model.finding import Level
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, MIB, GpuUuid, PodUid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
+from gpushare_agent.settings.isolation import LibgpushareSettings
+from gpushare_agent.settings.settings import Settings
+from tests.support_core import NAMES, allocation, container, ids, inventory, isolation_config, mig_instance, pod
+from tests.support_hami_core import fake_library
+
+UID = PodUid("11111111-2222-3333-4444-555555555555")
+KEY = ContainerKey(UID, "cuda")
+OTHER = ContainerKey(PodUid("22222222-2222-3333-4444-555555555555"), "cuda")
+GPUS = inventory(memory_mib=24 * 1024).gpus
+UUID = GPUS[0].uuid
+LIMITS = GpuLimits(uuid=UUID, memory_bytes=2048 * MIB, cores=3000)
+
+
+def request(cores: int = 30, memory_mib: int = 6144, gpus: int = 1, **env: str) -> IsolationRequest:
+    return IsolationRequest(
+        pod_uid=UID,
+        container=replace(container("cuda"), env=env),
+        shares=tuple(
+            GpuShare(gpu=gpu, cores=cores, memory_mib=memory_mib, is_whole=cores >= 100) for gpu in GPUS[:gpus]
+        ),
+        config=isolation_config(libgpushare=LibgpushareSettings(directory=Path("/own"))),
+    )
+
+
+def test_whole_gpus_get_nothing() -> None:
+    assert edit_gpushare(request(cores=100, gpus=2)) == ContainerEdits()
+
+
+def test_a_share_gets_the_library_and_its_own_directory_of_which_one_file_is_writable() -> None:
+    edits = edit_gpushare(request())
+    assert isinstance(edits, ContainerEdits) and edits.env == ()
+    own = f"/own/containers/{UID}/cuda"
+    assert [(mount.host_path, mount.container_path, mount.read_only) for mount in edits.mounts] == [
+        ("/own/libgpushare.so", LIBRARY_PATH, True),
+        ("/own/ld.so.preload", "/etc/ld.so.preload", True),
+        (own, "/etc/vcuda", True),
+        (f"{own}/usage", "/etc/vcuda/usage", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        (request(NVIDIA_VISIBLE_DEVICES="all"), "sets NVIDIA_VISIBLE_DEVICES in its spec"),
+        (request(cores=0), "which makes a limit of 0 under isolation gpushare. "),
+        (request(memory_mib=0), "which makes a limit of 0 under isolation gpushare. "),
+        (request(gpus=2), "the library of isolation gpushare limits one"),
+    ],
+)
+def test_a_share_that_could_not_be_kept_is_refused(wanted: IsolationRequest, text: str) -> None:
+    refused = edit_gpushare(wanted)
+    assert isinstance(refused, Refused) and text in refused.detail
+
+
+def test_a_share_of_a_mig_instance_is_refused() -> None:
+    instance = GpuShare(gpu=mig_instance(1, 0, 0), cores=30, memory_mib=1024)
+    assert isinstance(ISOLATION.edits(replace(request(), shares=(instance,))), Refused)
+
+
+def test_gpus_that_come_by_cdi_may_be_hidden_from_nvidias_runtime() -> None:
+    assert isinstance(edit_gpushare(request(NVIDIA_VISIBLE_DEVICES="void")), ContainerEdits)
+
+
+@pytest.mark.parametrize(("ceiling", "expected"), [("60", 6000), ("30", None), ("0", None), ("10", None)])
+def test_the_limits_are_those_of_the_share_and_its_elastic_ceiling(ceiling: str, expected: int | None) -> None:
+    owner = pod("share", container("cuda", cores=30, blocks=8), uid=UID, annotations={CORE_LIMIT_ANNOTATION: ceiling})
+    own = allocation(owner, "cuda", ids(0, range(30)), ids(0, range(8)))
+    gpus = {gpu.uuid: gpu for gpu in GPUS}
+    assert live_limits(own, owner, gpus, NAMES) == replace(LIMITS, ceiling=expected)
+    assert live_limits(own, owner, {}, NAMES) is None
+
+
+# ---- files ----
+
+
+def library(path: Path) -> Path:
+    fake_library(path)
+    path.write_bytes(path.read_bytes() + LIBRARY.mark)
+    return path
+
+
+class World:
+    """One share of which the test changes the limits."""
+
+    def __init__(self, directory: Path) -> None:
+        self.limits: GpuLimits | None = LIMITS
+        self.is_claims = False
+        source = library(directory / "libgpushare.so")
+        self.files = GpushareFiles(source, directory / "own", lambda _: self.limits, lambda _: self.is_claims)
+        self.path = self.files.container_directory(KEY)
+        share = pod("share", container("cuda", cores=30, blocks=8), uid=UID)
+        self.pods: dict[PodUid, Pod] = {UID: share}
+        own = allocation(share, "cuda", ids(0, range(30)), ids(0, range(8)))
+        self.allocations: dict[ContainerKey, Allocation] = {KEY: own}
+        self.is_synced = True
+
+    def get(self, uid: PodUid) -> Pod | None:
+        return self.pods.get(uid)
+
+    def config(self) -> bytes:
+        return (self.path / CONFIG_NAME).read_bytes()
+
+    def launch(self, count: int) -> None:
+        with (self.path / USAGE_NAME).open("r+b") as file:
+            file.seek(LAUNCHES_OFFSET)
+            file.write(struct.pack("Q", count))
+
+
+@pytest.fixture
+def world(short_dir: Path) -> World:
+    made = World(short_dir)
+    made.files.install()
+    return made
+
+
+def test_a_prepared_container_finds_its_limits_and_an_empty_region(world: World) -> None:
+    world.files.prepare(KEY)
+    assert world.config() == encode_config(UID, "cuda", [LIMITS])
+    modes = {path.name: path.stat().st_mode & 0o777 for path in world.path.iterdir()}
+    assert modes == {CONFIG_NAME: 0o644, USAGE_NAME: 0o666}
+    assert (world.path / USAGE_NAME).stat().st_size == USAGE_BYTES
+    assert (world.files.launches(KEY), world.files.held_bytes(KEY)) == (0, 0)
+    installed = world.files.directory
+    assert (installed / "ld.so.preload").read_text() == f"{LIBRARY_PATH}\n"
+    assert (installed / "libgpushare.so").read_bytes() == world.files.library.read_bytes()
+
+
+def test_a_container_that_starts_again_finds_new_files_and_a_claims_the_same(world: World) -> None:
+    world.files.prepare(KEY)
+    world.launch(7)
+    first = (world.path / CONFIG_NAME).stat().st_ino
+    world.is_claims, world.limits = True, replace(LIMITS, cores=5000)
+    world.files.prepare(KEY)
+    assert (world.files.launches(KEY), (world.path / CONFIG_NAME).stat().st_ino) == (7, first)
+    assert struct.unpack_from("I", world.config(), 512 + 64) == (5000,)
+    os.utime(world.path / CONFIG_NAME, (1, 1))  # the node was restarted since
+    world.files.prepare(KEY)
+    assert world.files.launches(KEY) == 0
+    world.launch(7)
+    world.is_claims = False
+    world.files.prepare(KEY)
+    assert world.files.launches(KEY) == 0
+
+
+def test_a_container_whose_limits_are_not_known_is_not_prepared(world: World) -> None:
+    world.limits = None
+    with pytest.raises(Unavailable, match="not in the inventory"):
+        world.files.prepare(KEY)
+
+
+def test_a_resize_is_written_into_the_file_that_programs_have_mapped(world: World) -> None:
+    world.files.prepare(KEY)
+    before = (world.path / CONFIG_NAME).stat().st_ino
+    world.files.write_limits(KEY, replace(LIMITS, memory_bytes=1024 * MIB, cores=5000))
+    flags, memory, cores = struct.unpack_from("=I48xQI", world.config(), 512 + 4)
+    assert (flags, memory, cores, (world.path / CONFIG_NAME).stat().st_ino) == (3, 1024 * MIB, 5000, before)
+    assert struct.unpack_from("I", world.config(), 512)[0] % 2 == 0
+
+
+def shorten(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def grow(path: Path) -> None:
+    os.truncate(path, 1 << 30)
+
+
+def link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/etc/hostname")
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("attack", [shorten, grow, link, pipe])
+def test_what_a_tenant_makes_of_its_region_harms_nobody(world: World, attack: Callable[[Path], None]) -> None:
+    world.files.prepare(KEY)
+    attack(world.path / USAGE_NAME)
+    with pytest.raises(Corrupt):
+        world.files.launches(KEY)
+    with pytest.raises(Corrupt):
+        world.files.held_bytes(KEY)
+    world.files.write_limits(KEY, LIMITS)
+
+
+async def test_the_files_are_cut_and_go_with_their_pod(world: World) -> None:
+    caches = PrivateCaches(files=world.files, allocations=lambda: world.allocations, pods=world)
+    await caches.check()
+    assert await caches.prepare([KEY]) is None
+    grow(world.path / USAGE_NAME)
+    await caches.cut_oversized()
+    assert world.files.launches(KEY) == 0 and (world.path / USAGE_NAME).stat().st_size == USAGE_BYTES
+    world.pods.clear()
+    world.allocations.clear()
+    await caches.remove_stale()
+    await caches.remove_aside()
+    assert world.files.list_pods() == () and world.files.list_aside() == ()
+    with pytest.raises(NotFound):
+        world.files.write_limits(KEY, LIMITS)
+
+
+def test_another_library_is_refused_with_the_cure(short_dir: Path) -> None:
+    files = GpushareFiles(fake_library(short_dir / "other.so"), short_dir / "own")
+    with pytest.raises(Unavailable, match=r"is not libgpushare's: it would limit nobody.*native\.build_gpushare"):
+        files.look()
+    with pytest.raises(StartupError, match="isolation gpushare has no library"):
+        GpushareFiles(short_dir / "none.so", short_dir / "own").check_library()
+
+
+async def test_check_says_what_is_missing(short_dir: Path) -> None:
+    own = LibgpushareSettings(library=short_dir / "none.so", directory=short_dir / "own")
+    (found,) = await check_gpushare(Settings(libgpushare=own))
+    assert found.level is Level.ERROR and "none.so cannot be used" in found.detail
+    own = LibgpushareSettings(library=library(short_dir / "fake.so"), directory=short_dir / "own")
+    first, second = await check_gpushare(Settings(libgpushare=own))
+    assert (first.level, second.level) == (Level.OK, Level.ERROR)
+    assert "is not libgpushare's" in second.detail  # it has no symbols
+
+
+# ---- what the driver shows ----
+
+
+def usage(own: float | None = 0.2, other: float | None = 0.5, pids: tuple[int, ...] = (7,)) -> UsageRound:
+    uses = [
+        ContainerUse(key=KEY, uuid=UUID, pids=pids, memory_bytes=700 * MIB if pids else 0, sm_ratio=own),
+        ContainerUse(key=OTHER, uuid=UUID, pids=(8,), memory_bytes=900 * MIB, sm_ratio=other),
+        ContainerUse(key=OTHER, uuid=GPUS[1].uuid, pids=(8,), memory_bytes=1, sm_ratio=0.9),
+    ]
+    return UsageRound(
+        sampled_at=time.time(),
+        gpus={},
+        containers={(one.key, one.uuid): one for one in uses},
+        unattributed={UUID: (ProcessSample(pid=9, sm_ratio=0.1),)},
+    )
+
+
+def test_a_container_is_told_of_itself_and_one_number_of_all_others() -> None:
+    seen = observed(usage(), KEY, UUID, 5, 3)
+    assert seen is not None
+    assert (seen.at_ns, seen.used_bytes, seen.busy, seen.busy_others, seen.samples) == (5, 700 * MIB, 200, 600, 3)
+    seen = observed(usage(own=None, other=2.0), KEY, UUID, 5, 3)
+    assert seen is not None and (seen.busy, seen.busy_others) == (0, 1000)
+
+
+def test_a_container_without_a_known_process_is_told_nothing() -> None:
+    """It would seem to have no memory, and its library would let it take more."""
+    assert observed(usage(pids=()), KEY, UUID, 5, 3) is None
+    assert observed(usage(), KEY, GpuUuid("GPU-9"), 5, 3) is None
+
+
+async def test_only_who_computes_is_told_and_only_then_the_driver_is_asked(world: World) -> None:
+    now, requests = [0.0], [0]
+
+    def ask() -> None:
+        requests[0] += 1
+
+    def sample_number() -> int:
+        return int(struct.unpack_from("Q", world.config(), 512 + 96)[0])
+
+    world.files.prepare(KEY)
+    service = ObservedContainers(files=world.files, shares=lambda: {KEY: LIMITS}, clock=lambda: now[0])
+    service.request_usage_by(ask)
+    await service.look()
+    service.usage_sampled(usage())
+    await service.write_round()
+    assert (requests[0], sample_number()) == (0, 0)
+    world.launch(3)
+    await service.look()
+    service.usage_sampled(usage())
+    service.usage_sampled(None)
+    await service.write_round()
+    assert (requests[0], sample_number()) == (1, 1)
+    assert struct.unpack_from("QII", world.config(), 512 + 80) == (700 * MIB, 200, 600)
+    now[0] = 6.0
+    await service.look()
+    await service.write_round()
+    assert (requests[0], sample_number()) == (1, 1)
+
+
+async def test_limits_that_changed_without_a_resize_are_put_right_and_trouble_is_logged_once(world: World) -> None:
+    """An elastic ceiling; a region that a tenant has broken; files that are about to be made."""
+    world.files.prepare(KEY)
+    wanted = [LIMITS]
+    service = ObservedContainers(files=world.files, shares=lambda: {KEY: wanted[0]})
+    await service.look()
+    wanted[0] = replace(LIMITS, ceiling=6000)
+    await service.look()
+    assert struct.unpack_from("I", world.config(), 512 + 68) == (6000,)
+    shorten(world.path / USAGE_NAME)
+    with capture_logs() as logs:
+        await service.look()
+        await service.look()
+        shutil.rmtree(world.path)
+        await service.look()
+    assert [entry["event"] for entry in logs] == ["gpushare_files_not_used"]
