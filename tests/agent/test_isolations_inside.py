@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gpushare_agent.isolation.gpushare.files import LIBRARY
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
@@ -68,6 +69,8 @@ class Host:
     def __init__(self, node: EmbeddedNode) -> None:
         self.hami = node.paths.state / "hami"
         self.library = fake_library(node.paths.state / "lib/libvgpu.so")
+        own_library = fake_library(node.paths.state / "lib/libgpushare.so")
+        own_library.write_bytes(own_library.read_bytes() + LIBRARY.mark)
         self.drivers = node.paths.state / "vdriver"
         self.virtual_manager = node.paths.virtual_manager
         config = node.paths.state / "volume.conf"
@@ -79,6 +82,7 @@ class Host:
         self.flags = [
             f"--hami-core.directory={self.hami}",
             f"--hami-core.library={self.library}",
+            f"--libgpushare.library={own_library}",
             f"--volume-config={config}",
             "--simulated.cards=4",
         ]
@@ -104,6 +108,7 @@ class Host:
             "/etc/gpu-manager/vm": str(self.virtual_manager),
             "/etc/gpu-manager/vdriver": str(self.drivers),
             "/etc/gpu-manager/hami-core": str(self.hami),
+            "/etc/gpu-manager/gpushare": str(node.paths.libgpushare),
         }
         text = json.dumps(json.loads((EDITS / isolation / f"{strategies}.json").read_text())[case])
         return json.loads(re.sub("|".join(map(re.escape, places)), lambda found: places[found[0]], text))
@@ -148,7 +153,7 @@ async def environment_of(node: EmbeddedNode, name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("strategies", LISTS)
-@pytest.mark.parametrize("isolation", ["vcuda", "hami-core", "none"])
+@pytest.mark.parametrize("isolation", ["vcuda", "hami-core", "gpushare", "none"])
 async def test_the_running_process_has_what_the_golden_files_say(isolation: str, strategies: str) -> None:
     """Its environment is theirs and no variable more; so are the mounts, nodes and annotations at the runtime."""
     async with open_test_node() as node:

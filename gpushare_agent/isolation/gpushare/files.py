@@ -32,7 +32,15 @@ from gpushare_agent.isolation.gpushare.format import (
     write_limits,
     write_observed,
 )
-from gpushare_agent.isolation.tenant_files import TENANT_FILE, PreloadedLibrary, TenantFiles, make_tenant_file, renamed
+from gpushare_agent.isolation.names import require_nameable
+from gpushare_agent.isolation.tenant_files import (
+    CONTAINERS_NAME,
+    TENANT_FILE,
+    PreloadedLibrary,
+    TenantFiles,
+    make_tenant_file,
+    renamed,
+)
 from gpushare_agent.kit.directories import opened, replace_file
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Corrupt, NotFound, Unavailable
@@ -64,6 +72,7 @@ class GpushareFiles(TenantFiles):
         is_claims: Callable[[ContainerKey], bool] = lambda _: False,
     ) -> None:
         super().__init__(library, directory)
+        self._containers = str(directory / CONTAINERS_NAME)
         self._limits = limits
         self._is_claims = is_claims
 
@@ -105,20 +114,20 @@ class GpushareFiles(TenantFiles):
             write_observed(config, 0, seen)
 
     def launches(self, key: ContainerKey) -> int:
-        """How many its processes say that they have made. Raises as `write_limits`."""
-        with self._opened(key, USAGE_NAME, USAGE_BYTES) as file:
-            content = os.pread(file, 8, LAUNCHES_OFFSET)
-            if len(content) != 8:
-                raise Corrupt(f"{USAGE_NAME} became shorter while it was read")
-            return int(struct.unpack("Q", content)[0])
+        """How many its processes say that they have made. Raises as `write_limits`.
+
+        Asked of every container each second, so by its path: of that the last part alone is the tenant's.
+        """
+        require_nameable(key)
+        path = f"{self._containers}/{key.pod_uid}/{key.container}/{USAGE_NAME}"
+        with renamed(path), opened(path, None, TENANT_FILE) as file:
+            _require_file(file, path, USAGE_BYTES)
+            return int(struct.unpack("Q", _read(file, 8, LAUNCHES_OFFSET))[0])
 
     def held_bytes(self, key: ContainerKey) -> int:
         """What its processes say that they have. Raises as `write_limits`."""
         with self._opened(key, USAGE_NAME, USAGE_BYTES) as file:
-            content = os.pread(file, USAGE_BYTES, 0)
-            if len(content) != USAGE_BYTES:
-                raise Corrupt(f"{USAGE_NAME} became shorter while it was read")
-        return read_usage(content, 1)[0][0].held_bytes
+            return read_usage(_read(file, USAGE_BYTES, 0), 1)[0][0].held_bytes
 
     @contextmanager
     def _opened_config(self, key: ContainerKey) -> Iterator[memoryview]:
@@ -139,7 +148,18 @@ class GpushareFiles(TenantFiles):
             renamed(name),
             opened(name, directory, TENANT_FILE) as file,
         ):
-            status = os.fstat(file)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-                raise Corrupt(f"{path / name} is no regular file of {size} bytes")
+            _require_file(file, str(path / name), size)
             yield file
+
+
+def _require_file(file: int, path: str, size: int) -> None:
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        raise Corrupt(f"{path} is no regular file of {size} bytes")
+
+
+def _read(file: int, size: int, offset: int) -> bytes:
+    content = os.pread(file, size, offset)
+    if len(content) != size:
+        raise Corrupt(f"{USAGE_NAME} became shorter while it was read")
+    return content

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gpushare_agent.isolation.gpushare.edits import live_limits
 from gpushare_agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.isolation.gpushare.format import GpuLimits
@@ -10,7 +12,8 @@ from gpushare_agent.isolation.part import IsolationHost, IsolationPart
 from gpushare_agent.isolation.private_caches import PrivateCaches
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.names import MIB
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.settings.settings import Settings
 
@@ -19,8 +22,10 @@ def build(host: IsolationHost) -> IsolationPart:
     """Joined, not started."""
     node = host.node
 
-    def limits_of(allocation: Allocation, pod: Pod | None) -> GpuLimits | None:
-        return live_limits(allocation, pod, node.gpus().by_uuid(), node.names)
+    def limits_of(
+        allocation: Allocation, pod: Pod | None, gpus: Mapping[GpuUuid, Gpu] | None = None
+    ) -> GpuLimits | None:
+        return live_limits(allocation, pod, node.gpus().by_uuid() if gpus is None else gpus, node.names)
 
     def limits(key: ContainerKey) -> GpuLimits | None:
         allocation = node.cache.get(key)
@@ -31,12 +36,12 @@ def build(host: IsolationHost) -> IsolationPart:
         return allocation is not None and allocation.claim is not None
 
     def shares() -> dict[ContainerKey, GpuLimits]:
-        found = {}
+        found, gpus = {}, node.gpus().by_uuid()
         for key, allocation in node.cache.view().items():
             pod = node.claim_pods.get(key.pod_uid)
             if pod is None or not allocation.is_limited or not host.uses(pod, "gpushare"):
                 continue
-            if (wanted := limits_of(allocation, pod)) is not None:
+            if (wanted := limits_of(allocation, pod, gpus)) is not None:
                 found[key] = wanted
         return found
 
