@@ -1,7 +1,7 @@
 """The node agent: its parts joined, started in order, and ended together.
 
 Open composition.py first: `build` makes the Node (node.py) and joins the parts, which their own folders build, and
-`_Subscriptions` lists who hears of what. agent.py has the order of start, the signals (SIGHUP starts a new life with new
+`_Subscriptions` lists who hears of what. agent.py has the order of start, the signals (SIGHUP reloads the
 settings) and the end. Called by `gpushare-agent run` alone.
 
 Others import: agent, auto_isolation.

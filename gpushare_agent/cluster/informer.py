@@ -1,6 +1,6 @@
 """Keeps a handler's objects of one kind equal to the API server's: list, then watch, until cancelled.
 
-The agent has one for the pods of its node (handler: node_pods.py), the extender three: nodes, pods and its ConfigMap. The
+The agent has one for the pods of its node (handler: pod_store.py), the extender three: nodes, pods and its ConfigMap. The
 handler gets the objects one by one, while pages come in, so that a list of fifty thousand never stands still; what a list
 lacks is removed at its end. Whatever the server does (gone for minutes, half-open, cut or garbage streams, 410), the last
 state stays and the loop comes back with a jittered back-off. An object that cannot be read never stops the others.

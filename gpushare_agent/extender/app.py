@@ -1,7 +1,7 @@
 """The scheduler extender: its parts, how they start, how they end.
 
-It listens at once and answers 503 until it leads and has listed the cluster since then (leadership.py). On SIGTERM it stops
-listening, lets binds end, and releases lease and label: another replica leads within seconds.
+It listens at once and answers 503 until it leads and has listed the cluster since then (leader_election.py). On SIGTERM it
+stops listening, lets binds end, and releases lease and label: another replica leads within seconds.
 """
 
 from __future__ import annotations

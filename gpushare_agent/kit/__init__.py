@@ -1,11 +1,13 @@
 """What any asyncio service could use. Knows nothing of GPUs, pods or settings; everybody imports it.
 
-Tasks: supervision (rules for tasks in a TaskGroup), daemon_thread (blocking calls that may hang), process (this process and
+Tasks: supervision (rules for tasks in a TaskGroup; Reconciler, the loop of a level-triggered service),
+daemon_thread (blocking calls that may hang), process (this process and
 the operating system).
 Times: backoff (delays between tries), rate (a token bucket), fair_queue (a bounded queue for many tenants).
 Logs: logs (the set-up), log_writer (the thread that writes them), report_once (a repeated condition is logged once),
 tenant_lines (what tenants cause has a limit).
-Files: directories (by descriptors, no links followed), regular_file (whole files, never a pipe), watch_path (changes of one
+Files: state_file (one JSON file that outlives the process), directories (by descriptors, no links
+followed), regular_file (whole files, never a pipe), watch_path (changes of one
 directory), sockets (unix sockets in the file system).
 Servers: grpc_server (corrected grpclib), bounded_grpc (the same for hostile peers), http_server (bounded aiohttp),
 tcp_listeners, peer_credentials and pid_namespaces (who connects).

@@ -1,8 +1,8 @@
 """Two agents on one node, as during an upgrade: which of them serves, and how it hands over to the other without a gap.
 
 The one that holds the lock of the device-plugin directory (flock: the kernel frees it when the process ends) serves; the
-other has prepared everything and waits. A newcomer asks the one that serves to hand over (`Take`); one that has handed over
-waits until the other leaves or dies (`Wait`). Both are gRPC methods beside the device plugin's, on its sockets.
+other has prepared everything and waits. An incoming instance asks the one that serves to hand over (`Take`); one that has
+handed over waits until the other leaves or dies (`Wait`). Both are gRPC methods beside the device plugin's, on its sockets.
 
 | step | the agent that serves | its successor |
 |---|---|---|
@@ -134,7 +134,7 @@ class Handover:
         self._successors: list[tuple[bool, asyncio.Future[None]]] = []
 
     def subscribe(self, on_requested: Callable[[], None]) -> None:
-        """Called when a newcomer asks; must not block."""
+        """Called when an incoming instance asks; must not block."""
         self._on_requested = on_requested
 
     @property
@@ -149,8 +149,8 @@ class Handover:
         }
 
     async def answer(self) -> None:
-        """Answers one successor, once the kubelet has disconnected: a newcomer before one that only waits. The others ask
-        the successor, once this agent's sockets are closed."""
+        """Answers one successor, once the kubelet has disconnected: an incoming instance before one that only waits. The
+        others ask the successor, once this agent's sockets are closed."""
         if not self._successors:
             return
         successor = max(self._successors, key=lambda one: one[0])

@@ -113,6 +113,29 @@ def test_every_page_that_the_code_names_exists() -> None:
     assert len(pages) > 20
 
 
+def test_every_module_that_a_document_or_the_code_names_exists() -> None:
+    """By its name alone, or by as much of its path as is given; another project's stand behind a version or a URL."""
+    files = {str(path.relative_to(ROOT)) for top in TOPS for path in ROOT.glob(f"{top}/**/*.py")} | {"noxfile.py"}
+    known = {end for file in files for end in _ends(file)}
+    code = [path for path in ROOT.glob("gpushare_agent/**/*.py") if "wire" not in path.parts]
+    lost = {
+        (str(path.relative_to(ROOT)), name)
+        for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *code]
+        for name in re.findall(r"(?<![\w/.<{*-])((?:\w+/)*\w+\.py)\b", path.read_text(encoding="utf-8"))
+        if name not in known
+    }
+    assert lost == set()
+
+
+TOPS = ("gpushare_agent", "tests", "bench", "native", "manifests", "charts")
+
+
+def _ends(file: str) -> Iterator[str]:
+    """Each way to name it: `a/b/c.py`, `b/c.py`, `c.py`."""
+    parts = file.split("/")
+    yield from ("/".join(parts[start:]) for start in range(len(parts)))
+
+
 @pytest.mark.parametrize(
     "document",
     [
