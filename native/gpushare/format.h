@@ -47,7 +47,8 @@ struct config {
 
 static_assert(sizeof(struct config_gpu) == 128, "a GPU's entry");
 static_assert(offsetof(struct config_gpu, observed_at) == 72, "aligned");
-static_assert(offsetof(struct config, pod_uid) == 128 && offsetof(struct config, gpu) == 512, "the fixed part of gpushare.config ends before the GPUs");
+static_assert(offsetof(struct config, pod_uid) == 128 && offsetof(struct config, gpu) == 512,
+              "the fixed part of gpushare.config ends before the GPUs");
 static_assert(sizeof(struct config) == CONFIG_BYTES, "one page");
 
 /* ---- usage ---- */
