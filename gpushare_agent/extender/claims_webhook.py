@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 import structlog
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 from msgspec.json import Decoder
 
 from gpushare_agent.cluster.kube.pods import mapping_or_empty
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
-from gpushare_agent.extender.messages import MAX_NAME_CHARS, Name, request_of
+from gpushare_agent.extender.messages import MAX_NAME_CHARS, Name, pod_json, request_of
 from gpushare_agent.extender.pods import PodJson
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Refused, Unavailable
 from gpushare_agent.model.resources import ResourceNames
@@ -142,7 +142,7 @@ class _Resource(Struct):
 class _Request(Struct, rename="camel"):
     uid: Name
     namespace: Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
-    object: PodJson | None = None
+    object: Raw = Raw(b"null")
     operation: str = ""
     resource: _Resource | None = None
     sub_resource: str | None = None
@@ -167,11 +167,10 @@ def parse_review(content: bytes) -> Review:
     asked = request.resource.resource if request.resource is not None else ""
     if asked != "pods" or request.sub_resource or request.operation != "CREATE":
         raise Corrupt(f"{what}: is not for the creation of a pod; the webhook's rules are wrong")
-    if request.object is None:
+    if bytes(request.object) == b"null":
         raise Corrupt(f"{what}.request.object: is not an object")
-    return Review(
-        uid=request.uid, namespace=request.namespace, is_dry_run=request.dry_run is True, raw_pod=request.object
-    )
+    raw_pod = pod_json(request.object, f"{what}.request.object")
+    return Review(uid=request.uid, namespace=request.namespace, is_dry_run=request.dry_run is True, raw_pod=raw_pod)
 
 
 def _answer(review: Review, found: Conversion | None = None, *, denied: str = "", code: int = 0) -> bytes:
