@@ -21,7 +21,6 @@ from msgspec.json import Decoder
 from gpushare_agent.cluster.kube.pods import mapping_or_empty
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
 from gpushare_agent.extender.messages import MAX_NAME_CHARS, Name, pod_json, request_of
-from gpushare_agent.extender.pods import PodJson
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Refused, Unavailable
 from gpushare_agent.model.resources import ResourceNames
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from gpushare_agent.dra.decisions.claim import ShareConfig, read_config
 from gpushare_agent.extender.claims_webhook import MOST_NEW, ClaimsWebhook
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
+from gpushare_agent.extender.messages import MAX_POD_BYTES
 from gpushare_agent.model.errors import Corrupt, Refused
 from gpushare_agent.model.names import (
     CORE_LIMIT_ANNOTATION,
@@ -331,6 +332,7 @@ async def test_templates_are_created_at_a_bounded_rate() -> None:
         json.dumps(review(SHARE, object=None)).encode(),
         json.dumps(review(SHARE, uid=None)).encode(),
         json.dumps(review(pod_of(*(container(f"c{n}", 1, 1) for n in range(300))))).encode(),
+        json.dumps(review({**SHARE, "metadata": {"annotations": {"a": "x" * MAX_POD_BYTES}}})).encode(),
     ],
 )
 async def test_what_is_no_review_of_a_new_pod_is_refused(body: bytes) -> None:
