@@ -131,11 +131,18 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         self.report_transition()
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                await self.api.replace_lease(
-                    self.terms.namespace, self.terms.name, self._record("", duration_s=RELEASED_S)
-                )
+                try:
+                    await self._empty()
+                except Conflict:
+                    # The renewal that ended with the process was written after all: the lease is ours in a version unread.
+                    await self._read()
+                    if self.holder == self.identity:
+                        await self._empty()
         except (AgentError, TimeoutError) as e:
             log.info("lease_not_released", error=str(e), then="it ends by itself")
+
+    async def _empty(self) -> None:
+        await self.api.replace_lease(self.terms.namespace, self.terms.name, self._record("", duration_s=RELEASED_S))
 
     async def _pause(self) -> None:
         """Until the next read, or until the time to lead, or to wait for an absent lease, is over."""

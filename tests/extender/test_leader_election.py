@@ -147,6 +147,20 @@ async def test_two_that_run_have_one_leader_and_the_other_follows_a_release() ->
             tasks[1 - leader].cancel()
 
 
+async def test_a_lease_is_released_though_a_renewal_was_cut_off() -> None:
+    """The API server has written it, and the leader, which ends, has not read the answer."""
+    async with elections(2) as (cluster, clock, (first, second)):
+        await first_to_lead(first, clock)
+        cluster.change("leases", "ns/lease", lambda raw: raw["spec"].update(renewTime="later"))
+        await first.release()
+        await second.try_acquire_or_renew()
+        assert (first.leads(), second.leads()) == (False, True)
+        cluster.change("leases", "ns/lease", lambda raw: raw["spec"].update(renewTime="later"))
+        cluster.change("leases", "ns/lease", lambda raw: raw["spec"].update(holderIdentity="another"))
+        await second.release()
+        assert lease(cluster)["holderIdentity"] == "another"
+
+
 async def test_of_two_that_take_an_ended_lease_one_gets_it() -> None:
     """The lease's version decides: the slower one gets a conflict and follows."""
     clock = FakeClock(1000.0)
