@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -190,6 +192,21 @@ def test_a_resize_is_written_into_the_file_that_programs_have_mapped(world: Worl
     flags, memory, cores = struct.unpack_from("=I48xQI", world.config(), 512 + 4)
     assert (flags, memory, cores, (world.path / CONFIG_NAME).stat().st_ino) == (3, 1024 * MIB, 5000, before)
     assert struct.unpack_from("I", world.config(), 512)[0] % 2 == 0
+
+
+def test_threads_that_write_at_once_leave_the_sequence_even(world: World) -> None:
+    """A resize and a round of usage: each write counts two, and none is lost."""
+    world.files.prepare(KEY)
+    [before] = struct.unpack_from("I", world.config(), 512)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for written in [pool.submit(world.files.write_limits, KEY, LIMITS) for _ in range(2000)]:
+                written.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert struct.unpack_from("I", world.config(), 512)[0] == before + 4000
 
 
 def shorten(path: Path) -> None:

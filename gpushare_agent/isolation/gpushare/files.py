@@ -11,6 +11,7 @@ import mmap
 import os
 import stat
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -72,6 +73,7 @@ class GpushareFiles(TenantFiles):
         is_claims: Callable[[ContainerKey], bool] = lambda _: False,
     ) -> None:
         super().__init__(library, directory)
+        self._writing = threading.Lock()
         self._containers = str(directory / CONTAINERS_NAME)
         self._limits = limits
         self._is_claims = is_claims
@@ -131,7 +133,13 @@ class GpushareFiles(TenantFiles):
 
     @contextmanager
     def _opened_config(self, key: ContainerKey) -> Iterator[memoryview]:
-        with self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file, mmap.mmap(file, CONFIG_BYTES) as mapped:
+        # A resize and a round of usage write in threads of their own, and a sequence lock is for one writer: two at once
+        # would leave the sequence odd, which the library takes for a write that does not end.
+        with (
+            self._writing,
+            self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file,
+            mmap.mmap(file, CONFIG_BYTES) as mapped,
+        ):
             view = memoryview(mapped)
             try:
                 yield view
