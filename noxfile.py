@@ -34,6 +34,7 @@ IMPORT_LINTER = "import-linter>=2.16,<3"
 MYPY = "mypy>=2.4,<3"
 CHECK_JSONSCHEMA = "check-jsonschema>=0.39,<0.40"  # has the schemas of GitHub's files with it
 ZIZMOR = "zizmor==1.32.0"  # rights, pins and injections in workflows; another version has other rules
+CLANG_FORMAT = "clang-format==23.1.5"  # another version breaks lines elsewhere
 YAML_TYPES = "types-PyYAML>=6.0.12,<7"
 GRPC_TOOLS = "grpcio-tools==1.85.1"
 UV = "uv>=0.13,<0.14"
@@ -156,9 +157,10 @@ def pages(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, formatting, the direction of imports, and GitHub's files."""
-    session.install(RUFF, IMPORT_LINTER, CHECK_JSONSCHEMA, ZIZMOR, ".")
+    session.install(RUFF, IMPORT_LINTER, CHECK_JSONSCHEMA, ZIZMOR, CLANG_FORMAT, ".")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("clang-format", "--dry-run", "--Werror", *sorted(map(str, (ROOT / "native/gpushare").glob("*.[ch]"))))
     session.run("lint-imports")
     of_schema = {
         "workflows": "workflows/*",

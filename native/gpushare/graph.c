@@ -79,27 +79,21 @@ static uint64_t bytes_of_graph(CUgraph graph, unsigned depth)
 static CUresult remember_graph(CUresult result, const CUgraphExec *made, CUgraph from)
 {
     if (result == CUDA_SUCCESS)
-        remember(&(struct allocation){.value = (uintptr_t)*made, .class = EXECUTABLE, .references = 1,
-                                      .bytes = bytes_of_graph(from, 0)});
+        remember(&(struct allocation){
+            .value = (uintptr_t)*made, .class = EXECUTABLE, .references = 1, .bytes = bytes_of_graph(from, 0)});
     return result;
 }
 
 HOOK(cuGraphInstantiate, (CUgraphExec *made, CUgraph from, CUgraphNode *failed, char *log, size_t size),
      (made, from, failed, log, size))
-{
-    return remember_graph(real(made, from, failed, log, size), made, from);
-}
+{ return remember_graph(real(made, from, failed, log, size), made, from); }
 HOOK_ALSO(cuGraphInstantiate_v2, cuGraphInstantiate, (CUgraphExec *made, CUgraph from, CUgraphNode *failed, char *log, size_t size),
           (made, from, failed, log, size));
 HOOK(cuGraphInstantiateWithFlags, (CUgraphExec *made, CUgraph from, unsigned long long flags), (made, from, flags))
-{
-    return remember_graph(real(made, from, flags), made, from);
-}
+{ return remember_graph(real(made, from, flags), made, from); }
 HOOK(cuGraphInstantiateWithParams, (CUgraphExec *made, CUgraph from, CUDA_GRAPH_INSTANTIATE_PARAMS *parameters),
      (made, from, parameters))
-{
-    return remember_graph(real(made, from, parameters), made, from);
-}
+{ return remember_graph(real(made, from, parameters), made, from); }
 HOOK_ALSO(cuGraphInstantiateWithParams_ptsz, cuGraphInstantiateWithParams,
           (CUgraphExec *made, CUgraph from, CUDA_GRAPH_INSTANTIATE_PARAMS *parameters), (made, from, parameters));
 
@@ -117,13 +111,9 @@ static CUresult forget_graph(CUresult result, CUgraphExec executable)
 
 HOOK(cuGraphExecUpdate, (CUgraphExec executable, CUgraph graph, CUgraphNode *failed, CUgraphExecUpdateResult *why),
      (executable, graph, failed, why))
-{
-    return forget_graph(real(executable, graph, failed, why), executable);
-}
+{ return forget_graph(real(executable, graph, failed, why), executable); }
 HOOK(cuGraphExecUpdate_v2, (CUgraphExec executable, CUgraph graph, CUgraphExecUpdateResultInfo *why), (executable, graph, why))
-{
-    return forget_graph(real(executable, graph, why), executable);
-}
+{ return forget_graph(real(executable, graph, why), executable); }
 
 HOOK(cuGraphExecDestroy, (CUgraphExec executable), (executable))
 {
@@ -193,21 +183,13 @@ static CUresult launch_graph(CUresult (*real)(CUgraphExec, CUstream), CUgraphExe
 }
 
 HOOK(cuGraphLaunch, (CUgraphExec executable, CUstream stream), (executable, stream))
-{
-    return launch_graph(real, executable, stream, false, true);
-}
+{ return launch_graph(real, executable, stream, false, true); }
 HOOK(cuGraphLaunch_ptsz, (CUgraphExec executable, CUstream stream), (executable, stream))
-{
-    return launch_graph(real, executable, stream, true, true);
-}
+{ return launch_graph(real, executable, stream, true, true); }
 HOOK(cuGraphUpload, (CUgraphExec executable, CUstream stream), (executable, stream))
-{
-    return launch_graph(real, executable, stream, false, false);
-}
+{ return launch_graph(real, executable, stream, false, false); }
 HOOK(cuGraphUpload_ptsz, (CUgraphExec executable, CUstream stream), (executable, stream))
-{
-    return launch_graph(real, executable, stream, true, false);
-}
+{ return launch_graph(real, executable, stream, true, false); }
 
 void forget_graphs(void)
 {

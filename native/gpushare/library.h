@@ -45,26 +45,31 @@ bool enter_nvml_hook(void);
 #define UNPACK(...) __VA_ARGS__
 /* HOOK(cuMemFree_v2, (CUdeviceptr address), (address)) { … } defines the hook of that name. In its body `real` is the driver's
    function. HOOK_ALSO gives the same body to another name, such as the …_ptsz of one. */
-#define HOOK_EXPORT(name, body, enter, result_type, parameters, arguments)                                                      \
-    EXPORTED result_type name parameters                                                                                        \
-    {                                                                                                                           \
-        if (!enter())                                                                                                           \
-            return REAL(name) arguments;                                                                                        \
-        result_type result = body(REAL(name), UNPACK arguments);                                                                \
-        leave_hook();                                                                                                           \
-        return result;                                                                                                          \
-    }                                                                                                                           \
+#define HOOK_EXPORT(name, body, enter, result_type, parameters, arguments)                      \
+    EXPORTED result_type name parameters                                                        \
+    {                                                                                           \
+        if (!enter())                                                                           \
+            return REAL(name) arguments;                                                        \
+        result_type result = body(REAL(name), UNPACK arguments);                                \
+        leave_hook();                                                                           \
+        return result;                                                                          \
+    }                                                                                           \
     extern __typeof__(name) gpushare_##name __attribute__((alias(#name), visibility("hidden")))
-#define HOOK(name, parameters, arguments)                                                                                       \
-    static CUresult body_##name(__typeof__(name) *real, UNPACK parameters);                                                     \
-    HOOK_EXPORT(name, body_##name, enter_hook, CUresult, parameters, arguments);                                                \
+#define HOOK(name, parameters, arguments)                                        \
+    static CUresult body_##name(__typeof__(name) *real, UNPACK parameters);      \
+    HOOK_EXPORT(name, body_##name, enter_hook, CUresult, parameters, arguments); \
     static CUresult body_##name(__typeof__(name) *real, UNPACK parameters)
 #define HOOK_ALSO(other, name, parameters, arguments) HOOK_EXPORT(other, body_##name, enter_hook, CUresult, parameters, arguments)
 
 /* ---- region.c: limits and use ---- */
 
 /* A GPU's limits as they are now. */
-struct limits { bool limits_memory, limits_cores, has_ceiling; uint64_t memory; double cores, ceiling; struct config_gpu seen; };
+struct limits {
+    bool limits_memory, limits_cores, has_ceiling;
+    uint64_t memory;
+    double cores, ceiling;
+    struct config_gpu seen;
+};
 
 /* Opens both files, once in a process. Where one is missing or of another layout all memory is refused; false then. */
 bool open_region(void);
@@ -125,8 +130,19 @@ void forget_graphs(void);
 /* ---- limit.c ---- */
 
 /* What is launched, for the table of costs: the same function with the same blocks costs the same. */
-struct launch { const void *what; uint64_t blocks, threads; CUstream stream; bool is_per_thread; };
-struct measurement { struct cost *cost; int gpu; CUevent before; uint64_t paid; bool is_guessed; };
+struct launch {
+    const void *what;
+    uint64_t blocks, threads;
+    CUstream stream;
+    bool is_per_thread;
+};
+struct measurement {
+    struct cost *cost;
+    int gpu;
+    CUevent before;
+    uint64_t paid;
+    bool is_guessed;
+};
 /* Before it: pays what it costs, and waits until the container's share of the GPU allows it. After it: measures it now and then. */
 void begin_launch(const struct launch *launch, struct measurement *measurement);
 void end_launch(const struct launch *launch, const struct measurement *measurement, bool is_launched);

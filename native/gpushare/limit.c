@@ -36,8 +36,7 @@ enum { COSTS = 4096, PROBES = 16, FIRST_MEASURED = 3, MEASURE_EVERY = 256, OUTST
 #define LOAD(field) atomic_load_explicit((_Atomic __typeof__(field) *)&(field), memory_order_relaxed)
 #define STORE(field, value) atomic_store_explicit((_Atomic __typeof__(field) *)&(field), value, memory_order_relaxed)
 #define ADD(field, value) atomic_fetch_add_explicit((_Atomic __typeof__(field) *)&(field), value, memory_order_relaxed)
-#define EXCHANGE_IF(field, old, new) \
-    atomic_compare_exchange_strong((_Atomic __typeof__(field) *)&(field), old, new)
+#define EXCHANGE_IF(field, old, new) atomic_compare_exchange_strong((_Atomic __typeof__(field) *)&(field), old, new)
 
 /* ---- costs ---- */
 
@@ -50,7 +49,12 @@ struct cost {
 };
 static struct cost costs[COSTS], cost_of_the_rest;
 static _Atomic bool has_costs;
-static struct outstanding { struct cost *cost; CUevent before, after; uint64_t blocks; int gpu; } outstanding[OUTSTANDING];
+static struct outstanding {
+    struct cost *cost;
+    CUevent before, after;
+    uint64_t blocks;
+    int gpu;
+} outstanding[OUTSTANDING];
 static unsigned outstanding_count;
 static double rates[KNOWN_RATES]; /* nanoseconds a block, of what was measured last */
 static unsigned rates_count;
@@ -287,8 +291,8 @@ static bool is_to_be_measured(struct cost *cost)
 {
     uint64_t launches = atomic_fetch_add_explicit(&cost->launches, 1, memory_order_relaxed);
     bool is_due = atomic_load(&cost->measured) < FIRST_MEASURED || launches % MEASURE_EVERY == 0;
-    return is_due && cost != &cost_of_the_rest && atomic_load(&has_outstanding) < OUTSTANDING && has_real(SLOT_cuEventElapsedTime) &&
-           !atomic_exchange(&cost->is_outstanding, true);
+    return is_due && cost != &cost_of_the_rest && atomic_load(&has_outstanding) < OUTSTANDING &&
+           has_real(SLOT_cuEventElapsedTime) && !atomic_exchange(&cost->is_outstanding, true);
 }
 
 static CUresult record(CUevent event, const struct launch *launch)
@@ -343,8 +347,11 @@ static void end_measurement(const struct launch *launch, const struct measuremen
     pthread_mutex_lock(&guard);
     is_kept = is_kept && outstanding_count < OUTSTANDING;
     if (is_kept)
-        outstanding[outstanding_count++] = (struct outstanding){
-            .cost = measurement->cost, .before = measurement->before, .after = after, .blocks = launch->blocks, .gpu = measurement->gpu};
+        outstanding[outstanding_count++] = (struct outstanding){.cost = measurement->cost,
+                                                                .before = measurement->before,
+                                                                .after = after,
+                                                                .blocks = launch->blocks,
+                                                                .gpu = measurement->gpu};
     atomic_store(&has_outstanding, outstanding_count);
     pthread_mutex_unlock(&guard);
     if (!is_kept)
@@ -371,19 +378,19 @@ void end_launch(const struct launch *launch, const struct measurement *measureme
         end_measurement(launch, measurement);
 }
 
-#define LAUNCH(function, all_blocks, all_threads, on_stream, per_thread, call)                                                  \
-    struct launch launch = {.what = function, .blocks = all_blocks, .threads = all_threads, .stream = on_stream,                \
-                            .is_per_thread = per_thread};                                                                       \
-    struct measurement measurement;                                                                                             \
-    begin_launch(&launch, &measurement);                                                                                        \
-    CUresult result = call;                                                                                                     \
-    end_launch(&launch, &measurement, result == CUDA_SUCCESS);                                                                  \
+#define LAUNCH(function, all_blocks, all_threads, on_stream, per_thread, call)                                             \
+    struct launch launch = {                                                                                               \
+        .what = function, .blocks = all_blocks, .threads = all_threads, .stream = on_stream, .is_per_thread = per_thread}; \
+    struct measurement measurement;                                                                                        \
+    begin_launch(&launch, &measurement);                                                                                   \
+    CUresult result = call;                                                                                                \
+    end_launch(&launch, &measurement, result == CUDA_SUCCESS);                                                             \
     return result
 
 static uint64_t product(unsigned x, unsigned y, unsigned z) { return (uint64_t)x * y * z; }
 
-#define KERNEL_PARAMETERS                                                                                                       \
-    CUfunction function, unsigned int x, unsigned int y, unsigned int z, unsigned int u, unsigned int v, unsigned int w,        \
+#define KERNEL_PARAMETERS                                                                                                \
+    CUfunction function, unsigned int x, unsigned int y, unsigned int z, unsigned int u, unsigned int v, unsigned int w, \
         unsigned int shared, CUstream stream, void **parameters
 
 HOOK(cuLaunchKernel, (KERNEL_PARAMETERS, void **extra), (function, x, y, z, u, v, w, shared, stream, parameters, extra))
@@ -398,17 +405,20 @@ HOOK(cuLaunchKernel_ptsz, (KERNEL_PARAMETERS, void **extra), (function, x, y, z,
 }
 HOOK(cuLaunchCooperativeKernel, (KERNEL_PARAMETERS), (function, x, y, z, u, v, w, shared, stream, parameters))
 {
-    LAUNCH(function, product(x, y, z), product(u, v, w), stream, false, real(function, x, y, z, u, v, w, shared, stream, parameters));
+    LAUNCH(function, product(x, y, z), product(u, v, w), stream, false,
+           real(function, x, y, z, u, v, w, shared, stream, parameters));
 }
 HOOK(cuLaunchCooperativeKernel_ptsz, (KERNEL_PARAMETERS), (function, x, y, z, u, v, w, shared, stream, parameters))
 {
-    LAUNCH(function, product(x, y, z), product(u, v, w), stream, true, real(function, x, y, z, u, v, w, shared, stream, parameters));
+    LAUNCH(function, product(x, y, z), product(u, v, w), stream, true,
+           real(function, x, y, z, u, v, w, shared, stream, parameters));
 }
 
 static uint64_t blocks_of(const CUlaunchConfig *how) { return product(how->gridDimX, how->gridDimY, how->gridDimZ); }
 static uint64_t threads_of(const CUlaunchConfig *how) { return product(how->blockDimX, how->blockDimY, how->blockDimZ); }
 
-HOOK(cuLaunchKernelEx, (const CUlaunchConfig *how, CUfunction function, void **parameters, void **extra), (how, function, parameters, extra))
+HOOK(cuLaunchKernelEx, (const CUlaunchConfig *how, CUfunction function, void **parameters, void **extra),
+     (how, function, parameters, extra))
 {
     if (!how)
         return real(how, function, parameters, extra);
@@ -427,20 +437,16 @@ HOOK(cuLaunchCooperativeKernelMultiDevice, (CUDA_LAUNCH_PARAMS *all, unsigned in
 {
     if (!all || !count)
         return real(all, count, flags);
-    LAUNCH(all->function, product(all->gridDimX, all->gridDimY, all->gridDimZ), product(all->blockDimX, all->blockDimY, all->blockDimZ),
-           all->hStream, false, real(all, count, flags));
+    LAUNCH(all->function, product(all->gridDimX, all->gridDimY, all->gridDimZ),
+           product(all->blockDimX, all->blockDimY, all->blockDimZ), all->hStream, false, real(all, count, flags));
 }
 
 /* Of CUDA 3: the block's size was set before. */
 HOOK(cuLaunch, (CUfunction function), (function)) { LAUNCH(function, 1, 0, NULL, false, real(function)); }
 HOOK(cuLaunchGrid, (CUfunction function, int width, int height), (function, width, height))
-{
-    LAUNCH(function, product((unsigned)width, (unsigned)height, 1), 0, NULL, false, real(function, width, height));
-}
+{ LAUNCH(function, product((unsigned)width, (unsigned)height, 1), 0, NULL, false, real(function, width, height)); }
 HOOK(cuLaunchGridAsync, (CUfunction function, int width, int height, CUstream stream), (function, width, height, stream))
-{
-    LAUNCH(function, product((unsigned)width, (unsigned)height, 1), 0, stream, false, real(function, width, height, stream));
-}
+{ LAUNCH(function, product((unsigned)width, (unsigned)height, 1), 0, stream, false, real(function, width, height, stream)); }
 
 void forget_launches(void)
 {

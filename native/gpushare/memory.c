@@ -15,7 +15,10 @@
 /* ---- the table of what this process has ---- */
 
 enum { SHARDS = 16, BUCKETS = 1024 };
-static struct shard { pthread_mutex_t guard; struct allocation *bucket[BUCKETS]; } shards[SHARDS] = {
+static struct shard {
+    pthread_mutex_t guard;
+    struct allocation *bucket[BUCKETS];
+} shards[SHARDS] = {
     [0 ... SHARDS - 1] = {.guard = PTHREAD_MUTEX_INITIALIZER},
 };
 static _Atomic bool has_allocations;
@@ -71,9 +74,7 @@ static bool refer(enum class class, uint64_t value, int by, struct allocation *f
 bool look_up(enum class class, uint64_t value, struct allocation *found) { return refer(class, value, 0, found); }
 
 bool take_out(enum class class, uint64_t value, struct allocation *found)
-{
-    return refer(class, value, -1, found) && found->references == 0;
-}
+{ return refer(class, value, -1, found) && found->references == 0; }
 
 static void give_all_of(CUcontext context)
 {
@@ -137,18 +138,24 @@ static void settle_freed(bool is_taken_out, const struct allocation *freed, CUre
     if (is_taken_out && result == CUDA_SUCCESS)
         give_bytes(freed->gpu, freed->kind, freed->bytes);
     else if (is_taken_out)
-        remember(&(struct allocation){.value = freed->value, .class = freed->class, .kind = freed->kind, .gpu = freed->gpu,
-                                      .references = 1, .bytes = freed->bytes, .context = freed->context});
+        remember(&(struct allocation){.value = freed->value,
+                                      .class = freed->class,
+                                      .kind = freed->kind,
+                                      .gpu = freed->gpu,
+                                      .references = 1,
+                                      .bytes = freed->bytes,
+                                      .context = freed->context});
 }
 
 /* ---- linear memory ---- */
 
 /* Without a context the driver has the right error. */
-#define RESERVE_OR_RETURN(kind, bytes)                                                                                          \
-    CUdevice device = current_device();                                                                                         \
-    int gpu = gpu_of_device(device);                                                                                            \
-    if (device >= 0 && !reserve_bytes(gpu, device, kind, bytes))                                                                \
-        return CUDA_ERROR_OUT_OF_MEMORY
+#define RESERVE_OR_RETURN(kind, bytes)                             \
+    CUdevice device = current_device();                            \
+    int gpu = gpu_of_device(device);                               \
+    if (device >= 0 && !reserve_bytes(gpu, device, kind, bytes)) { \
+        return CUDA_ERROR_OUT_OF_MEMORY;                           \
+    }
 
 HOOK(cuMemAlloc_v2, (CUdeviceptr *address, size_t bytes), (address, bytes))
 {
@@ -174,9 +181,7 @@ HOOK(cuMemAllocManaged, (CUdeviceptr *address, size_t bytes, unsigned int flags)
 /* The driver chooses the pitch: rows of a multiple of 512 bytes so far. It is asked for what that takes, and charged for what it is. */
 enum { LEAST_PITCH = 512 };
 static uint64_t bytes_of_rows(uint64_t width, uint64_t height)
-{
-    return (width + LEAST_PITCH - 1) / LEAST_PITCH * LEAST_PITCH * height;
-}
+{ return (width + LEAST_PITCH - 1) / LEAST_PITCH * LEAST_PITCH * height; }
 
 static void charge_difference(int gpu, enum kind kind, uint64_t reserved, uint64_t *bytes, uint64_t found)
 {
@@ -236,7 +241,11 @@ HOOK(cuMemFree, (CUdeviceptr_v1 address), (address))
 /* ---- pools: what counts is what they have reserved, for a free gives nothing back ---- */
 
 enum { MOST_POOLS = 1024 };
-static struct known_pool { CUmemoryPool pool; CUdevice device; uint64_t reserved; } pools[MOST_POOLS];
+static struct known_pool {
+    CUmemoryPool pool;
+    CUdevice device;
+    uint64_t reserved;
+} pools[MOST_POOLS];
 static unsigned pools_count;
 /* Held over the driver's call: of two threads that ask at once each would otherwise count on the same reserve. Of pools and graphs
    together, for who is refused by one of them looks into both. */
@@ -300,7 +309,10 @@ static struct known_pool *known_pool(CUmemoryPool pool, CUdevice device)
     return &pools[pools_count++];
 }
 
-struct pool_use { struct known_pool *pool; uint64_t lacking; };
+struct pool_use {
+    struct known_pool *pool;
+    uint64_t lacking;
+};
 
 static uint64_t lacking_in(const struct known_pool *known, uint64_t bytes)
 {
@@ -348,17 +360,17 @@ static void end_pool(const struct pool_use *use)
     pthread_mutex_unlock(&reserves_guard);
 }
 
-#define ALLOCATE_ASYNC(per_thread, pool_of, call)                                                                               \
-    struct pool_use use;                                                                                                        \
-    CUdevice device = current_device();                                                                                         \
-    /* Captured, it is a node of a graph, which is counted when that is launched. */                                            \
-    if (device < 0 || is_capturing(stream, per_thread))                                                                         \
-        return call;                                                                                                            \
-    CUmemoryPool pool = pool_of;                                                                                                \
-    if (!begin_pool(pool, device, bytes, &use))                                                                                 \
-        return CUDA_ERROR_OUT_OF_MEMORY;                                                                                        \
-    CUresult result = call;                                                                                                     \
-    end_pool(&use);                                                                                                             \
+#define ALLOCATE_ASYNC(per_thread, pool_of, call)                                    \
+    struct pool_use use;                                                             \
+    CUdevice device = current_device();                                              \
+    /* Captured, it is a node of a graph, which is counted when that is launched. */ \
+    if (device < 0 || is_capturing(stream, per_thread))                              \
+        return call;                                                                 \
+    CUmemoryPool pool = pool_of;                                                     \
+    if (!begin_pool(pool, device, bytes, &use))                                      \
+        return CUDA_ERROR_OUT_OF_MEMORY;                                             \
+    CUresult result = call;                                                          \
+    end_pool(&use);                                                                  \
     return result
 
 static CUmemoryPool pool_of_device(CUdevice device)
@@ -369,22 +381,15 @@ static CUmemoryPool pool_of_device(CUdevice device)
 }
 
 HOOK(cuMemAllocAsync, (CUdeviceptr *address, size_t bytes, CUstream stream), (address, bytes, stream))
-{
-    ALLOCATE_ASYNC(false, pool_of_device(device), real(address, bytes, stream));
-}
+{ ALLOCATE_ASYNC(false, pool_of_device(device), real(address, bytes, stream)); }
 HOOK(cuMemAllocAsync_ptsz, (CUdeviceptr *address, size_t bytes, CUstream stream), (address, bytes, stream))
-{
-    ALLOCATE_ASYNC(true, pool_of_device(device), real(address, bytes, stream));
-}
-HOOK(cuMemAllocFromPoolAsync, (CUdeviceptr *address, size_t bytes, CUmemoryPool from, CUstream stream), (address, bytes, from, stream))
-{
-    ALLOCATE_ASYNC(false, from, real(address, bytes, from, stream));
-}
+{ ALLOCATE_ASYNC(true, pool_of_device(device), real(address, bytes, stream)); }
+HOOK(cuMemAllocFromPoolAsync, (CUdeviceptr *address, size_t bytes, CUmemoryPool from, CUstream stream),
+     (address, bytes, from, stream))
+{ ALLOCATE_ASYNC(false, from, real(address, bytes, from, stream)); }
 HOOK(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr *address, size_t bytes, CUmemoryPool from, CUstream stream),
      (address, bytes, from, stream))
-{
-    ALLOCATE_ASYNC(true, from, real(address, bytes, from, stream));
-}
+{ ALLOCATE_ASYNC(true, from, real(address, bytes, from, stream)); }
 
 /* It may free what cuMemAlloc gave, too. What a pool gives back it does when the stream has come so far; that is read later. */
 static CUresult settle_async(CUresult result, bool is_known, const struct allocation *freed)
@@ -438,7 +443,8 @@ static bool is_on_gpu(const CUmemAllocationProp *properties)
                           properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN);
 }
 
-HOOK(cuMemCreate, (CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *properties, unsigned long long flags),
+HOOK(cuMemCreate,
+     (CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *properties, unsigned long long flags),
      (handle, bytes, properties, flags))
 {
     if (!is_on_gpu(properties))
@@ -596,32 +602,22 @@ static uint64_t bytes_of_array(const CUDA_ARRAY3D_DESCRIPTOR *of, unsigned level
     return bytes;
 }
 
-#define CREATE_ARRAY(array, bytes, call)                                                                                        \
-    uint64_t all_bytes = bytes;                                                                                                 \
-    RESERVE_OR_RETURN(ARRAY, all_bytes);                                                                                        \
-    CUresult result = call;                                                                                                     \
+#define CREATE_ARRAY(array, bytes, call)                                                                     \
+    uint64_t all_bytes = bytes;                                                                              \
+    RESERVE_OR_RETURN(ARRAY, all_bytes);                                                                     \
+    CUresult result = call;                                                                                  \
     return device < 0 ? result : keep(result, OBJECT, result ? 0 : (uintptr_t)*array, gpu, ARRAY, all_bytes)
 
 HOOK(cuArrayCreate_v2, (CUarray *array, const CUDA_ARRAY_DESCRIPTOR *of), (array, of))
-{
-    CREATE_ARRAY(array, of ? bytes_of_level(of->Width, of->Height, 1, of->Format, of->NumChannels) : 0, real(array, of));
-}
+{ CREATE_ARRAY(array, of ? bytes_of_level(of->Width, of->Height, 1, of->Format, of->NumChannels) : 0, real(array, of)); }
 HOOK(cuArrayCreate, (CUarray *array, const CUDA_ARRAY_DESCRIPTOR_v1 *of), (array, of))
-{
-    CREATE_ARRAY(array, of ? bytes_of_level(of->Width, of->Height, 1, of->Format, of->NumChannels) : 0, real(array, of));
-}
+{ CREATE_ARRAY(array, of ? bytes_of_level(of->Width, of->Height, 1, of->Format, of->NumChannels) : 0, real(array, of)); }
 HOOK(cuArray3DCreate_v2, (CUarray *array, const CUDA_ARRAY3D_DESCRIPTOR *of), (array, of))
-{
-    CREATE_ARRAY(array, of ? bytes_of_array(of, 1) : 0, real(array, of));
-}
+{ CREATE_ARRAY(array, of ? bytes_of_array(of, 1) : 0, real(array, of)); }
 HOOK(cuArray3DCreate, (CUarray *array, const CUDA_ARRAY3D_DESCRIPTOR_v1 *of), (array, of))
-{
-    CREATE_ARRAY(array, of ? bytes_of_level(of->Width, of->Height, of->Depth, of->Format, of->NumChannels) : 0, real(array, of));
-}
+{ CREATE_ARRAY(array, of ? bytes_of_level(of->Width, of->Height, of->Depth, of->Format, of->NumChannels) : 0, real(array, of)); }
 HOOK(cuMipmappedArrayCreate, (CUmipmappedArray *array, const CUDA_ARRAY3D_DESCRIPTOR *of, unsigned int levels), (array, of, levels))
-{
-    CREATE_ARRAY(array, of ? bytes_of_array(of, levels) : 0, real(array, of, levels));
-}
+{ CREATE_ARRAY(array, of ? bytes_of_array(of, levels) : 0, real(array, of, levels)); }
 
 HOOK(cuArrayDestroy, (CUarray array), (array))
 {
@@ -644,7 +640,11 @@ HOOK(cuMipmappedArrayDestroy, (CUmipmappedArray array), (array))
 
 #define MIB (1024u * 1024u)
 enum { MOST_CONTEXTS = 64, DEFAULT_CONTEXT_MIB = 300, LARGEST_CONTEXT_MIB = 4096 };
-static struct known_context { CUcontext context; CUdevice device; uint64_t bytes; } contexts[MOST_CONTEXTS];
+static struct known_context {
+    CUcontext context;
+    CUdevice device;
+    uint64_t bytes;
+} contexts[MOST_CONTEXTS];
 static unsigned contexts_count;
 static pthread_mutex_t contexts_guard = PTHREAD_MUTEX_INITIALIZER;
 
@@ -744,29 +744,23 @@ HOOK_ALSO(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, (CUdevice dev
 HOOK(cuDevicePrimaryCtxReset_v2, (CUdevice device), (device)) { return settle_primary(real(device), device); }
 HOOK_ALSO(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2, (CUdevice device), (device));
 
-#define CREATE_CONTEXT(call)                                                                                                    \
-    uint64_t used_before = used_before_context(device);                                                                         \
-    CUresult result = call;                                                                                                     \
-    if (result != CUDA_SUCCESS || count_context(*context, device, used_before))                                                 \
-        return result;                                                                                                          \
-    REAL(cuCtxDestroy_v2)(*context);                                                                                            \
+#define CREATE_CONTEXT(call)                                                    \
+    uint64_t used_before = used_before_context(device);                         \
+    CUresult result = call;                                                     \
+    if (result != CUDA_SUCCESS || count_context(*context, device, used_before)) \
+        return result;                                                          \
+    REAL(cuCtxDestroy_v2)(*context);                                            \
     return CUDA_ERROR_OUT_OF_MEMORY
 
 HOOK(cuCtxCreate_v2, (CUcontext *context, unsigned int flags, CUdevice device), (context, flags, device))
-{
-    CREATE_CONTEXT(real(context, flags, device));
-}
+{ CREATE_CONTEXT(real(context, flags, device)); }
 HOOK_ALSO(cuCtxCreate, cuCtxCreate_v2, (CUcontext *context, unsigned int flags, CUdevice device), (context, flags, device));
 HOOK(cuCtxCreate_v3, (CUcontext *context, CUexecAffinityParam *affinity, int count, unsigned int flags, CUdevice device),
      (context, affinity, count, flags, device))
-{
-    CREATE_CONTEXT(real(context, affinity, count, flags, device));
-}
+{ CREATE_CONTEXT(real(context, affinity, count, flags, device)); }
 HOOK(cuCtxCreate_v4, (CUcontext *context, CUctxCreateParams *parameters, unsigned int flags, CUdevice device),
      (context, parameters, flags, device))
-{
-    CREATE_CONTEXT(real(context, parameters, flags, device));
-}
+{ CREATE_CONTEXT(real(context, parameters, flags, device)); }
 
 HOOK(cuCtxDestroy_v2, (CUcontext context), (context))
 {

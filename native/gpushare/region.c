@@ -68,8 +68,8 @@ static void *map_file(const char *path, size_t size, int access, int *kept, cons
 static const struct config *open_config(const char **reason)
 {
     const struct config *opened = map_file(CONFIG_PATH, CONFIG_BYTES, PROT_READ, NULL, reason);
-    if (opened && (memcmp(opened->magic, CONFIG_MAGIC, 4) != 0 || opened->layout != CONFIG_LAYOUT ||
-                   opened->size != CONFIG_BYTES || opened->gpus > MOST_GPUS)) {
+    if (opened && (memcmp(opened->magic, CONFIG_MAGIC, 4) != 0 || opened->layout != CONFIG_LAYOUT || opened->size != CONFIG_BYTES ||
+                   opened->gpus > MOST_GPUS)) {
         *reason = "it is of another version of the agent";
         munmap((void *)(uintptr_t)opened, CONFIG_BYTES);
         return NULL;

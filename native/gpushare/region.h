@@ -4,7 +4,10 @@
 
 #include <stdint.h>
 
-struct slot_use { int32_t pid; uint64_t bytes; };
+struct slot_use {
+    int32_t pid;
+    uint64_t bytes;
+};
 unsigned list_slots(int gpu, struct slot_use *uses, unsigned room); /* of the processes that are alive and have memory there */
 void forget_region(void); /* in a child of fork */
 

@@ -34,7 +34,10 @@ typedef void *dlvsym_function(void *handle, const char *name, const char *versio
 
 /* ---- libc's dlsym and dlvsym ---- */
 
-struct search { const char *name; void *found; };
+struct search {
+    const char *name;
+    void *found;
+};
 
 static size_t count_symbols(const uint32_t *gnu_hash)
 {
@@ -205,9 +208,7 @@ static const struct table_entry *hooked_entry(const char *name)
 
 /* A program that probes for a function must not find one that this driver lacks, only because we have a hook for it. */
 static void *hook_or_nothing(const struct table_entry *entry, void *found)
-{
-    return found && has_real((unsigned)(entry - table)) ? entry->hook : NULL;
-}
+{ return found && has_real((unsigned)(entry - table)) ? entry->hook : NULL; }
 
 EXPORTED void *dlsym(void *restrict handle, const char *restrict name)
 {

@@ -86,9 +86,9 @@ HOOK(cuDeviceTotalMem, (unsigned int *bytes, CUdevice device), (bytes, device))
 
 /* ---- NVML ---- */
 
-#define HOOK_NVML(name, parameters, arguments)                                                                                  \
-    static nvmlReturn_t body_##name(__typeof__(name) *real, UNPACK parameters);                                                 \
-    HOOK_EXPORT(name, body_##name, enter_nvml_hook, nvmlReturn_t, parameters, arguments);                                       \
+#define HOOK_NVML(name, parameters, arguments)                                            \
+    static nvmlReturn_t body_##name(__typeof__(name) *real, UNPACK parameters);           \
+    HOOK_EXPORT(name, body_##name, enter_nvml_hook, nvmlReturn_t, parameters, arguments); \
     static nvmlReturn_t body_##name(__typeof__(name) *real, UNPACK parameters)
 
 static int gpu_of_handle(nvmlDevice_t device)
@@ -140,25 +140,19 @@ static nvmlReturn_t list_own(int gpu, unsigned *count, void *entries, size_t siz
     return found > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
-#define LIST_OWN                                                                                                                \
-    int gpu = count ? gpu_of_handle(device) : -1;                                                                               \
+#define LIST_OWN                                                                                                  \
+    int gpu = count ? gpu_of_handle(device) : -1;                                                                 \
     return gpu < 0 || !own_slot() ? real(device, count, entries) : list_own(gpu, count, entries, sizeof *entries)
 
 HOOK_NVML(nvmlDeviceGetComputeRunningProcesses, (nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_v1_t *entries),
           (device, count, entries))
-{
-    LIST_OWN;
-}
+{ LIST_OWN; }
 HOOK_NVML(nvmlDeviceGetComputeRunningProcesses_v2, (nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_v2_t *entries),
           (device, count, entries))
-{
-    LIST_OWN;
-}
+{ LIST_OWN; }
 HOOK_NVML(nvmlDeviceGetComputeRunningProcesses_v3, (nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_t *entries),
           (device, count, entries))
-{
-    LIST_OWN;
-}
+{ LIST_OWN; }
 
 /* NVML knows a GPU's memory before a program has a context there, as CUDA does not. It is begun once and not ended: another one in
    the program may use it, too. */
