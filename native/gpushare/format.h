@@ -30,8 +30,7 @@ struct config_gpu {
     uint32_t busy;        /* thousandths, over the time since the sample before */
     uint32_t busy_others; /* of all other containers */
     uint64_t samples;     /* how many there have been */
-    uint64_t context_bytes; /* what a process's context takes on this GPU by the agent's experience; 0: not known */
-    uint8_t reserved[16];
+    uint8_t reserved[24];
 };
 
 struct config {

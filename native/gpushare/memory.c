@@ -636,7 +636,7 @@ HOOK(cuMipmappedArrayDestroy, (CUmipmappedArray array), (array))
     return result;
 }
 
-/* ---- contexts: what one takes is known by the agent's experience, or by what the GPU has less afterwards ---- */
+/* ---- contexts: what one takes is what the GPU has less afterwards ---- */
 
 #define MIB (1024u * 1024u)
 enum { MOST_CONTEXTS = 64, DEFAULT_CONTEXT_MIB = 300, LARGEST_CONTEXT_MIB = 4096 };
@@ -648,23 +648,12 @@ static struct known_context {
 static unsigned contexts_count;
 static pthread_mutex_t contexts_guard = PTHREAD_MUTEX_INITIALIZER;
 
-static uint64_t experience_of_contexts(CUdevice device)
-{
-    struct limits limits = {0};
-    if (gpu_of_device(device) >= 0)
-        read_limits(gpu_of_device(device), &limits);
-    return limits.seen.context_bytes;
-}
-
-static uint64_t used_before_context(CUdevice device) { return experience_of_contexts(device) ? 0 : used_on_whole_gpu(device); }
-
 static uint64_t cost_of_context(CUdevice device, uint64_t used_before)
 {
-    uint64_t known = experience_of_contexts(device), used = known ? 0 : used_on_whole_gpu(device);
+    uint64_t used = used_on_whole_gpu(device);
     /* What others take or give at the same time is in the difference, until the agent has observed this process. */
-    if (!known && used_before && used > used_before && used - used_before <= (uint64_t)LARGEST_CONTEXT_MIB * MIB)
-        known = used - used_before;
-    return known ? known : (uint64_t)DEFAULT_CONTEXT_MIB * MIB;
+    bool is_known = used_before && used > used_before && used - used_before <= (uint64_t)LARGEST_CONTEXT_MIB * MIB;
+    return is_known ? used - used_before : (uint64_t)DEFAULT_CONTEXT_MIB * MIB;
 }
 
 /* false: the container has no room for it. Without limits' files a program may still compute, so it gets its context. */
@@ -716,7 +705,7 @@ static bool is_primary_known(CUdevice device) { return device < 0 || device >= M
 HOOK(cuDevicePrimaryCtxRetain, (CUcontext *context, CUdevice device), (context, device))
 {
     bool is_new = !is_primary_known(device);
-    uint64_t used_before = is_new ? used_before_context(device) : 0;
+    uint64_t used_before = is_new ? used_on_whole_gpu(device) : 0;
     CUresult result = real(context, device);
     if (result != CUDA_SUCCESS || !is_new)
         return result;
@@ -745,7 +734,7 @@ HOOK(cuDevicePrimaryCtxReset_v2, (CUdevice device), (device)) { return settle_pr
 HOOK_ALSO(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2, (CUdevice device), (device));
 
 #define CREATE_CONTEXT(call)                                                    \
-    uint64_t used_before = used_before_context(device);                         \
+    uint64_t used_before = used_on_whole_gpu(device);                           \
     CUresult result = call;                                                     \
     if (result != CUDA_SUCCESS || count_context(*context, device, used_before)) \
         return result;                                                          \

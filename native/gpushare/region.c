@@ -148,7 +148,6 @@ void read_limits(int gpu, struct limits *limits)
         to->busy = LOAD(*(uint32_t *)(uintptr_t)&from->busy);
         to->busy_others = LOAD(*(uint32_t *)(uintptr_t)&from->busy_others);
         to->samples = LOAD(*(uint64_t *)(uintptr_t)&from->samples);
-        to->context_bytes = LOAD(*(uint64_t *)(uintptr_t)&from->context_bytes);
         atomic_thread_fence(memory_order_acquire);
         if (!(sequence & 1) && LOAD(*(uint32_t *)(uintptr_t)&from->sequence) == sequence)
             break;

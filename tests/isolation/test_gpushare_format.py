@@ -32,7 +32,7 @@ def test_the_layout_is_that_of_the_librarys_header(tmp_path: Path) -> None:
     assert {name: found[f"config.{name}"] for name in heads} == heads
     limits = [found[f"config.gpu.{name}"] for name in ("flags", "memory", "cores", "ceiling")]
     assert limits == [offset for offset, _ in layout._LIMITS]
-    names = ("observed_at", "observed_bytes", "busy", "busy_others", "samples", "context_bytes")
+    names = ("observed_at", "observed_bytes", "busy", "busy_others", "samples")
     assert [found[f"config.gpu.{name}"] for name in names] == [offset for offset, _ in layout._OBSERVED]
     assert (found["config.gpu.sequence"], found["config.gpu.uuid"]) == (0, layout._UUID_OFFSET)
     usage = [found[f"usage.gpu.{name}"] for name in ("unattributed", "refused", "launched", "launches", "throttled")]

@@ -28,8 +28,8 @@ _FIRST_GPU, _GPU_BYTES = 512, 128
 _UUID_OFFSET, _UUID_BYTES = 8, 48
 _LIMITS = ((4, "I"), (56, "Q"), (64, "I"), (68, "I"))
 """Of a GPU's entry, byte and type: flags, memory, cores, ceiling."""
-_OBSERVED = ((72, "Q"), (80, "Q"), (88, "I"), (92, "I"), (96, "Q"), (104, "Q"))
-"""Observed at, bytes, busy, busy of others, samples, bytes of a context."""
+_OBSERVED = ((72, "Q"), (80, "Q"), (88, "I"), (92, "I"), (96, "Q"))
+"""Observed at, bytes, busy, busy of others, samples."""
 _LIMITS_MEMORY, _LIMITS_CORES, _HAS_CEILING = 1, 2, 4
 _USAGE_GPU_BYTES, _FIRST_SLOT, _SLOT_BYTES = 256, 512 + 16 * 256, 448
 LAUNCHES_OFFSET = 512 + 56
@@ -57,7 +57,6 @@ class Observed(Struct, frozen=True, kw_only=True):
     busy: int
     busy_others: int
     samples: int
-    context_bytes: int = 0
 
 
 class GpuUsage(Struct, frozen=True, kw_only=True):
@@ -117,7 +116,7 @@ def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) 
 
 def write_observed(config: bytearray | memoryview, index: int, seen: Observed) -> None:
     """Into a file that is mapped."""
-    fields = (seen.at_ns, seen.used_bytes, seen.busy, seen.busy_others, seen.samples, seen.context_bytes)
+    fields = (seen.at_ns, seen.used_bytes, seen.busy, seen.busy_others, seen.samples)
     _write(config, index, _OBSERVED, fields)
 
 
