@@ -18,12 +18,12 @@ from bench.node import BLOCK_MIB, BLOCKS_PER_GPU, GPUS, POD_BLOCKS, POD_CORES, R
 from bench.pods import CONTAINER, NAMESPACE, BenchPod, bench_pod
 from bench.results import Row, row
 from gpushare_agent.isolation.container_ids import ContainerIds
-from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
-from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
-from gpushare_agent.isolation.vcuda.files import VDeviceFiles
-from gpushare_agent.isolation.vcuda.format import decode_config, decode_pids
-from gpushare_agent.isolation.vcuda.server import METHOD
-from gpushare_agent.isolation.vcuda.virtual_manager import Intervals, VirtualManager
+from gpushare_agent.isolation.vdevice.configs import VDeviceConfigs
+from gpushare_agent.isolation.vdevice.container_processes import ContainerProcesses
+from gpushare_agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.isolation.vdevice.format import decode_config, decode_pids
+from gpushare_agent.isolation.vdevice.server import METHOD
+from gpushare_agent.isolation.vdevice.virtual_manager import Intervals, VirtualManager
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, DeviceId, GpuUuid, PodUid

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from grpclib.client import Channel
 
-from gpushare_agent.isolation.vcuda.files import VDeviceFiles
-from gpushare_agent.isolation.vcuda.format import VDeviceConfig, encode_config
-from gpushare_agent.isolation.vcuda.server import RunsBlocking, VDeviceLimits, VDeviceServer
+from gpushare_agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.isolation.vdevice.format import VDeviceConfig, encode_config
+from gpushare_agent.isolation.vdevice.server import RunsBlocking, VDeviceLimits, VDeviceServer
 from gpushare_agent.kit.sockets import connectable_path
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from msgspec import Struct, to_builtins
 
-from gpushare_agent.isolation.vcuda.format import (
+from gpushare_agent.isolation.vdevice.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
     MAX_PIDS,

@@ -62,6 +62,11 @@ class IsolationRequest(Struct, frozen=True, kw_only=True):
     """The edits are a CDI spec's: a variable that is set there replaces the spec's, and one that is not is the spec's."""
 
     @property
+    def vdevice_directory(self) -> Path:
+        """The container's own on the host, which isolation/vdevice makes."""
+        return self.config.settings.virtual_manager.path / self.pod_uid / self.container.name
+
+    @property
     def gpus(self) -> tuple[Gpu, ...]:
         return tuple(share.gpu for share in self.shares)
 

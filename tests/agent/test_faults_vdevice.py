@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from grpclib import GRPCError
 
-from gpushare_agent.isolation.vcuda.format import VDeviceConfig, decode_config, decode_pids
+from gpushare_agent.isolation.vdevice.format import VDeviceConfig, decode_config, decode_pids
 from gpushare_agent.sandbox.kubelet.container_config import HOST_IMAGE
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import poll_until, wait_registered, wait_running, wait_until

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.vcuda.format import decode_config
+from gpushare_agent.isolation.vdevice.format import decode_config
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse

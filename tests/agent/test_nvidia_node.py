@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.vcuda.format import decode_config
+from gpushare_agent.isolation.vdevice.format import decode_config
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.units import terms_of
 from gpushare_agent.sandbox.node import EmbeddedNode

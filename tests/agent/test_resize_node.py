@@ -14,7 +14,7 @@ from aiohttp import ClientSession
 
 from gpushare_agent.isolation.gpushare.files import LIBRARY
 from gpushare_agent.isolation.gpushare.format import CONFIG_NAME
-from gpushare_agent.isolation.vcuda.format import VDeviceConfig, decode_config
+from gpushare_agent.isolation.vdevice.format import VDeviceConfig, decode_config
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (

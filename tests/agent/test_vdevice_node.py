@@ -6,7 +6,7 @@ from pathlib import Path
 
 from aiohttp import ClientSession
 
-from gpushare_agent.isolation.vcuda.format import decode_config, decode_pids
+from gpushare_agent.isolation.vdevice.format import decode_config, decode_pids
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import calls_of, open_agent, poll_until, wait_running, wait_until
 from tests.support_containers import needs_processes

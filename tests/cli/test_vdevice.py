@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.cli import vdevice as vdevice_client
-from gpushare_agent.isolation.vcuda.files import VDeviceFiles
-from gpushare_agent.isolation.vcuda.format import VDeviceConfig, encode_config
+from gpushare_agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.isolation.vdevice.format import VDeviceConfig, encode_config
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import NotFound, Unavailable
 from tests.support_settings import DEADLINE_S, ROOT, clean_environment, run_program

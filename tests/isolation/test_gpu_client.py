@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpushare_agent.isolation.vcuda.files import VDeviceFiles
-from gpushare_agent.isolation.vcuda.server import METHOD, VDeviceLimits
+from gpushare_agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.isolation.vdevice.server import METHOD, VDeviceLimits
 from gpushare_agent.kit.bounded_grpc import ServerLimits
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.wire.vcuda import VDeviceRequest

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.isolation.shares import core_limit, share_cores
-from gpushare_agent.isolation.vcuda.container_processes import reported_pids
+from gpushare_agent.isolation.vdevice.container_processes import reported_pids
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
 from gpushare_agent.model.resources import ResourceKind

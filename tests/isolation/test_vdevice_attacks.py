@@ -19,7 +19,7 @@ from grpclib import GRPCError
 from grpclib.client import Channel
 from h2.events import PingAckReceived
 
-from gpushare_agent.isolation.vcuda.server import HANDLING_COST_S, VDeviceLimits
+from gpushare_agent.isolation.vdevice.server import HANDLING_COST_S, VDeviceLimits
 from gpushare_agent.kit.bounded_grpc import ServerLimits
 from gpushare_agent.wire.vcuda import VcudaServiceStub, VDeviceRequest
 from tests.support_vdevice import ID, KEY, OTHER, OTHER_ID, OTHER_POD, POD

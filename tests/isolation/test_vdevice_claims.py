@@ -11,7 +11,7 @@ import pytest
 from grpclib import GRPCError, Status
 from msgspec.structs import replace
 
-from gpushare_agent.isolation.vcuda.format import VDeviceConfig, decode_config, decode_pids
+from gpushare_agent.isolation.vdevice.format import VDeviceConfig, decode_config, decode_pids
 from gpushare_agent.model.allocations import ClaimShare, ContainerKey
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.resources import ResourceKind

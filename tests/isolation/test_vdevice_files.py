@@ -1,4 +1,4 @@
-"""isolation/vcuda/format.py and isolation/vcuda/files.py: what a C program reads, and what lies where."""
+"""isolation/vdevice/format.py and isolation/vdevice/files.py: what a C program reads, and what lies where."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare_agent.isolation.names import is_container_name, is_pod_uid
-from gpushare_agent.isolation.vcuda.files import VDeviceFiles
-from gpushare_agent.isolation.vcuda.format import (
+from gpushare_agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.isolation.vdevice.format import (
     CONFIG_BYTES,
     VDeviceConfig,
     decode_config,

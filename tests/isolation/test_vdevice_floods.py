@@ -16,7 +16,7 @@ from grpclib.exceptions import StreamTerminatedError
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 
-from gpushare_agent.isolation.vcuda.server import HANDLING_COST_S, VDeviceLimits
+from gpushare_agent.isolation.vdevice.server import HANDLING_COST_S, VDeviceLimits
 from gpushare_agent.kit.bounded_grpc import ServerLimits
 from tests.support_vdevice import POD, register
 from tests.support_vdevice_raw import (

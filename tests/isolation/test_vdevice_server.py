@@ -1,4 +1,4 @@
-"""isolation/vcuda/server.py over real sockets, with grpclib's client and grpcio's."""
+"""isolation/vdevice/server.py over real sockets, with grpclib's client and grpcio's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import structlog
 from grpclib import GRPCError, Status
 
-from gpushare_agent.isolation.vcuda.files import VDeviceFiles
-from gpushare_agent.isolation.vcuda.server import METHOD, VDeviceLimits, VDeviceServer
+from gpushare_agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.isolation.vdevice.server import METHOD, VDeviceLimits, VDeviceServer
 from gpushare_agent.kit.peer_credentials import PeerCredentials, peer_credentials
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import NotFound, Unavailable

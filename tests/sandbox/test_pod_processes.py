@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.vcuda.format import decode_pids
+from gpushare_agent.isolation.vdevice.format import decode_pids
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse, Mount
 from tests.support_agent import open_agent, wait_running

@@ -1,3 +1,2 @@
-"""Isolation vcuda: `edits` is what a container gets, its vDevice directory; `virtual_manager` prepares, refreshes and
-removes them, `reconcile` compares and writes, `server` answers RegisterVDevice (its other side: cli/vdevice.py).
-Format: docs/reference/vdevice.md."""
+"""Isolation vcuda, TKEStack's control library in the container: `edits` is what a container gets, `part` what runs on the
+node, `check` its probes. Its files and its socket are those of isolation/vdevice."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from gpushare_agent.isolation.kept import Circumstances, Kept, NotKept
 from gpushare_agent.isolation.request import ClaimUse, Follows, Isolation, IsolationRequest, refused_several
+from gpushare_agent.isolation.vdevice.format import VDEVICE_DIRECTORY
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import (
@@ -16,16 +17,13 @@ from gpushare_agent.model.names import (
     LIBRARY_DIRECTORY,
 )
 
-VDEVICE_DIRECTORY = "/etc/vcuda"
-
 
 def edit_vcuda(request: IsolationRequest) -> ContainerEdits | Refused:
     """The container's own vDevice directory; the driver directory, where one is configured, and the search path to it: by it
     the control library is found before a libcuda of the image or of NVIDIA's runtime."""
     if (refused := refused_several(request, "vcuda")) is not None:
         return refused
-    own = request.config.settings.virtual_manager.path / request.pod_uid / request.container.name
-    vdevice = ContainerMount(host_path=str(own), container_path=VDEVICE_DIRECTORY)
+    vdevice = ContainerMount(host_path=str(request.vdevice_directory), container_path=VDEVICE_DIRECTORY)
     driver = request.config.whole_driver if request.is_whole else request.config.shared_driver
     if driver is None:
         return ContainerEdits(mounts=(vdevice,))

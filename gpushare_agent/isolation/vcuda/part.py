@@ -14,10 +14,10 @@ from gpushare_agent.isolation.driver_volume.config import driver_volumes
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
 from gpushare_agent.isolation.driver_volume.values import VolumeName
 from gpushare_agent.isolation.part import Check, IsolationHost, IsolationPart, NodeProbe
-from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
-from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses
-from gpushare_agent.isolation.vcuda.files import VDeviceFiles
-from gpushare_agent.isolation.vcuda.virtual_manager import VirtualManager
+from gpushare_agent.isolation.vdevice.configs import VDeviceConfigs
+from gpushare_agent.isolation.vdevice.container_processes import ContainerProcesses
+from gpushare_agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.isolation.vdevice.virtual_manager import VirtualManager
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.memory_limits import MemoryLimiter

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from gpushare_agent.isolation.vcuda.edits import VDEVICE_DIRECTORY
+from gpushare_agent.isolation.vdevice.format import VDEVICE_DIRECTORY
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid, split_device_id

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.isolation.vcuda.format import (
+from gpushare_agent.isolation.vdevice.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
     MAX_PIDS,

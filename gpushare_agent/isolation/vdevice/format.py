@@ -1,6 +1,6 @@
 """The files that the in-container library reads, and the forms of the names in a request. Pure.
 
-The files themselves: isolation/vcuda/files.py. Source of the formats: docs/reference/formats.md, section 5 (they
+The files themselves: isolation/vdevice/files.py. Source of the formats: docs/reference/formats.md, section 5 (they
 are the library's own C structs: native, little-endian, fixed sizes).
 
 | offset | size | vcuda.config |
@@ -28,6 +28,8 @@ from gpushare_agent.isolation.names import is_container_name, is_pod_uid
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 
+VDEVICE_DIRECTORY = "/etc/vcuda"
+"""In the container."""
 SOCKET_NAME = "vcuda.sock"
 CONFIG_NAME = "vcuda.config"
 PIDS_NAME = "pids.config"

@@ -4,7 +4,7 @@ A ResourceClaim's is mounted in all containers that use it, and its key has the 
 
 The socket is the identity: its callers are processes of that container. The kernel's peer credentials confirm it, and
 the message's claims must agree; nothing of a message becomes part of a path unless it is this container's own name. The
-directory and the files are made by isolation/vcuda/files.py; cgroups and the runtime are read through `IdentifyPeer` and
+directory and the files are made by isolation/vdevice/files.py; cgroups and the runtime are read through `IdentifyPeer` and
 `FindContainer`. State owned: the server, which containers are its own, what the runtime answered last, and which refusals
 were logged.
 
@@ -35,8 +35,8 @@ from msgspec import Struct, field
 
 from gpushare_agent.isolation.names import is_pod_uid
 from gpushare_agent.isolation.part import CountsRegistrations
-from gpushare_agent.isolation.vcuda.files import VDeviceFiles
-from gpushare_agent.isolation.vcuda.format import is_bus_id, split_container_name
+from gpushare_agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.isolation.vdevice.format import is_bus_id, split_container_name
 from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits, SharedBudget
 from gpushare_agent.kit.peer_credentials import peer_credentials
 from gpushare_agent.kit.report_once import ReportOnce

@@ -19,11 +19,11 @@ import structlog
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
-from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses, Processes
-from gpushare_agent.isolation.vcuda.files import VDeviceFiles
-from gpushare_agent.isolation.vcuda.format import decode_config
-from gpushare_agent.isolation.vcuda.server import RunsBlocking, VDeviceServer
+from gpushare_agent.isolation.vdevice.configs import VDeviceConfigs
+from gpushare_agent.isolation.vdevice.container_processes import ContainerProcesses, Processes
+from gpushare_agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.isolation.vdevice.format import decode_config
+from gpushare_agent.isolation.vdevice.server import RunsBlocking, VDeviceServer
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity
 from gpushare_agent.model.allocations import Allocation, ContainerKey

@@ -23,11 +23,11 @@ from msgspec import Struct, field
 from gpushare_agent.isolation.ahead import PreparedAhead
 from gpushare_agent.isolation.names import is_nameable
 from gpushare_agent.isolation.part import CountsRegistrations
-from gpushare_agent.isolation.vcuda.configs import VDeviceConfigs
-from gpushare_agent.isolation.vcuda.container_processes import ContainerProcesses, Instance
-from gpushare_agent.isolation.vcuda.files import VDeviceFiles
-from gpushare_agent.isolation.vcuda.reconcile import DirectoryReconciler, Pods
-from gpushare_agent.isolation.vcuda.server import IdentifyPeer, VDeviceServer
+from gpushare_agent.isolation.vdevice.configs import VDeviceConfigs
+from gpushare_agent.isolation.vdevice.container_processes import ContainerProcesses, Instance
+from gpushare_agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.isolation.vdevice.reconcile import DirectoryReconciler, Pods
+from gpushare_agent.isolation.vdevice.server import IdentifyPeer, VDeviceServer
 from gpushare_agent.kit.bounded_grpc import SharedBudget
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.report_once import ReportOnce

@@ -2,7 +2,7 @@
 
 Every step is one of kit/directories.py, relative to a descriptor and following no symbolic link: nothing is written or
 removed outside the root, whatever a tenant placed below it. An entry of the wrong kind is replaced, with a warning.
-Only names that isolation/vcuda/format.py accepts reach a path. The files are written under another name and
+Only names that isolation/vdevice/format.py accepts reach a path. The files are written under another name and
 renamed: a reader sees the old content or the new, never a part. No fsync: after a reboot the PIDs are void, and both
 files are compared with their content before the container starts again, so a torn file is rewritten, and the
 disk is written less.
@@ -32,7 +32,7 @@ from gpushare_agent.isolation.directories import (
     step_failed,
 )
 from gpushare_agent.isolation.names import is_container_name, require_nameable
-from gpushare_agent.isolation.vcuda.format import (
+from gpushare_agent.isolation.vdevice.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
     MAX_PIDS,

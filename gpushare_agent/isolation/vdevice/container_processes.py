@@ -19,7 +19,7 @@ import structlog
 from msgspec import Struct, field
 
 from gpushare_agent.isolation.container_ids import ContainerIds
-from gpushare_agent.isolation.vcuda.format import MAX_PIDS
+from gpushare_agent.isolation.vdevice.format import MAX_PIDS
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import KernelModule

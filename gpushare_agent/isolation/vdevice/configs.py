@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from msgspec import Struct, field
 
 from gpushare_agent.isolation.shares import core_limit, limit_annotations, share_limits
-from gpushare_agent.isolation.vcuda.format import VDeviceConfig, encode_config
+from gpushare_agent.isolation.vdevice.format import VDeviceConfig, encode_config
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.pods import Pod
