@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.hints import predicted_gpus
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, offer_accounts
 from gpushare_agent.admission.decisions.plan import Decision, check, plan
@@ -105,9 +104,9 @@ class Node:
             available += chosen  # as the kubelet does
             offer = Offer(kind=kind, available=available, must_include=chosen, size=count)
             free = free_ids(target, kind, available, ledger)
-            hint = predicted_gpus(target.pod.annotations, target.container, "node")
             gpus = offer_accounts(target, offer, free, ledger, self.policy)
-            outcome = plan(target, offer, free=free, ledger=ledger, policy=self.policy, hint=hint, gpus=gpus)
+            policy = replace(self.policy, node_name="node")
+            outcome = plan(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
             if isinstance(outcome, Refused):
                 return outcome
             assert isinstance(outcome, Decision)

@@ -7,6 +7,6 @@ between the kubelet's calls), `GarbageCollection` (deleted pods whose processes 
 when the pod is unknown: identification.py asks the kubelet (when a List may be sent: kubelet/pod_resources_gate.py) and the
 API server, and refuses in doubt. decisions/ is pure.
 
-Others import: allocation_cache, claim_pods, decision_log, decisions.container_edits, decisions.ledger, decisions.reuse,
+Others import: allocation_cache, claim_pods, decision_log, decisions.container_edits, decisions.ledger, decisions.plan,
 part, pod_processes.
 """

@@ -21,7 +21,6 @@ from msgspec.structs import replace
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.decide import decide, edits_for_ids
-from gpushare_agent.admission.decisions.hints import hinted_gpus
 from gpushare_agent.admission.decisions.identity import Call, Target
 from gpushare_agent.admission.decisions.ledger import Offer, Policy
 from gpushare_agent.admission.decisions.plan import Decision, check
@@ -68,7 +67,6 @@ class Admission(Struct, kw_only=True, eq=False):
     inventory: Callable[[], GpuInventory]
     policy: Policy
     edits: Callable[[], EditPolicy]
-    node_name: str
     refused_pods: RefusedPods
     observer: OutcomeReporter
     wait_for_release: Callable[[], Awaitable[bool]]
@@ -160,9 +158,7 @@ class Admission(Struct, kw_only=True, eq=False):
         """Choose GPU, IDs and edits, and keep the decision for the Allocate."""
         self._pending.begin(target.pod.uid)
         ledger = self.cache.ledger(self.inventory(), without=target.key)
-        is_gpu_mem = request_of(target.container, self.policy.names).units > 0
-        hint = hinted_gpus(target.pod.annotations, target.container, self.node_name, is_gpu_mem=is_gpu_mem)
-        decision = decide(target, offer, ledger, self.policy, hint, self.edits(), self.isolation_unavailable_reason)
+        decision = decide(target, offer, ledger, self.policy, self.edits(), self.isolation_unavailable_reason)
         decision = replace(decision, resource=resource, at=self.clock())
         if decision.taken_ids:
             self.observer.taken_ids_offered(resource, decision.taken_ids)

@@ -272,7 +272,6 @@ def build(
             inventory=node.plugins_gpus,
             policy=_policy(node, isolation.max_shares_of_gpu()),
             edits=edit_policy(node.settings, node.names, isolation.volumes),
-            node_name=node.settings.node_name,
             refused_pods=refused_pods,
             observer=outcomes,
             wait_for_release=garbage.wait_for_release,
@@ -334,6 +333,7 @@ def _policy(node: Node, max_shares_of_gpu: int | None) -> Policy:
         share_policy=node.settings.placement.share_policy,
         share_mode=node.settings.share_mode,
         max_shares_of_gpu=max_shares_of_gpu,
+        node_name=node.settings.node_name,
     )
 
 

@@ -12,7 +12,7 @@ from gpushare_agent.admission.decisions.plan import Decision, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory, Health
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, GpuUuid
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind
 from gpushare_agent.placement.topology_tree import build_topology
@@ -35,7 +35,8 @@ def decide(
     wanted = container(cores=cores, blocks=blocks)
     if gpu_mem:
         wanted = replace(wanted, requests={policy.names.gpu_mem: gpu_mem})
-    target = Target(pod=pod("p", wanted), container=wanted)
+    annotations = {PREDICATE_GPU_INDEX_PREFIX + "0": ",".join(map(str, hint))}
+    target = Target(pod=pod("p", wanted, annotations=annotations), container=wanted)
     cache = AllocationCache()
     for one in held:
         cache.put(one)
@@ -46,8 +47,8 @@ def decide(
     offer = Offer(kind=kind, available=offered, must_include=(), size=gpu_mem or cores)
     free = free_ids(target, kind, offered, ledger)
     gpus = offer_accounts(target, offer, free, ledger, policy)
-    outcome = plan(target, offer, free=free, ledger=ledger, policy=policy, hint=hint, gpus=gpus)
-    return outcome, explain(target, offer, ledger, policy, hint, gpus, outcome)
+    outcome = plan(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
+    return outcome, explain(target, offer, ledger, policy, gpus, outcome)
 
 
 def share(name: str, gpu: int, cores: range, blocks: range) -> Allocation:

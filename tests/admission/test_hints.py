@@ -5,19 +5,26 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.hints import hinted_gpus, predicted_gpus
+from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.admission.decisions.plan import hinted_gpus
 from gpushare_agent.model.names import GPUSHARE_INDEX_ANNOTATION, PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION
 from gpushare_agent.model.pods import ContainerKind
+from gpushare_agent.model.resources import ResourceNames
 from tests.support_core import container
 
+GPU_MEM = "aliyun.com/gpu-mem"
+HERE_POLICY, ELSEWHERE_POLICY = (
+    Policy(names=ResourceNames(gpu_mem=GPU_MEM), node_name=name) for name in ("node", "elsewhere")
+)
 FIRST = PREDICATE_GPU_INDEX_PREFIX + "0"
 
 
 @pytest.mark.parametrize(("text", "gpus"), [("0", (0,)), ("1,3", (1, 3)), (" 2 , 0 ", (2, 0))])
 def test_indexes_are_read(text: str, gpus: tuple[int, ...]) -> None:
     """In the order given."""
-    assert predicted_gpus({FIRST: text}, container(), "node") == gpus
+    assert hinted_gpus({FIRST: text}, container(), HERE_POLICY) == gpus
 
 
 @pytest.mark.parametrize(
@@ -25,21 +32,21 @@ def test_indexes_are_read(text: str, gpus: tuple[int, ...]) -> None:
 )
 def test_garbage_is_no_hint(text: str) -> None:
     """Negative, doubled, huge, foreign digits, nonsense."""
-    assert predicted_gpus({FIRST: text}, container(), "node") == ()
+    assert hinted_gpus({FIRST: text}, container(), HERE_POLICY) == ()
 
 
 def test_another_nodes_choice_is_no_hint() -> None:
     """The pod was moved by hand, or the annotation copied."""
     annotations = {FIRST: "1", PREDICATE_NODE_ANNOTATION: "elsewhere"}
-    assert predicted_gpus(annotations, container(), "node") == ()
-    assert predicted_gpus(annotations, container(), "elsewhere") == (1,)
+    assert hinted_gpus(annotations, container(), HERE_POLICY) == ()
+    assert hinted_gpus(annotations, container(), ELSEWHERE_POLICY) == (1,)
 
 
 def test_each_container_has_its_own_hint() -> None:
     """By position among spec.containers; init containers have none."""
     annotations = {FIRST: "1", PREDICATE_GPU_INDEX_PREFIX + "1": "2"}
-    assert predicted_gpus(annotations, container(position=1), "node") == (2,)
-    assert predicted_gpus(annotations, container(kind=ContainerKind.INIT), "node") == ()
+    assert hinted_gpus(annotations, container(position=1), HERE_POLICY) == (2,)
+    assert hinted_gpus(annotations, container(kind=ContainerKind.INIT), HERE_POLICY) == ()
 
 
 FORGED = {GPUSHARE_INDEX_ANNOTATION: "1"}
@@ -65,23 +72,25 @@ def test_gpushares_index_counts_only_where_no_extender_named_this_node(
     annotations: dict[str, str], gpus: tuple[int, ...]
 ) -> None:
     """Our extender's plan is by container; an index left on the pod by somebody else does not change it."""
-    assert hinted_gpus(annotations, container(), "node", is_gpu_mem=True) == gpus
+    assert hinted_gpus(annotations, replace(container(), requests={GPU_MEM: 1}), HERE_POLICY) == gpus
 
 
 def test_gpushares_index_is_no_hint_for_other_resources() -> None:
     """It says where memory units are."""
-    assert hinted_gpus(FORGED, container(), "node", is_gpu_mem=False) == ()
-    assert hinted_gpus({**FORGED, FIRST: "2"}, container(), "node", is_gpu_mem=False) == (2,)
+    assert hinted_gpus(FORGED, container(), HERE_POLICY) == ()
+    assert hinted_gpus({**FORGED, FIRST: "2"}, container(), HERE_POLICY) == (2,)
 
 
 def test_an_init_containers_units_have_their_own_hint() -> None:
     """Also where GPUShare's index names another GPU."""
     annotations = {**FORGED, **HERE, FIRST: "2", PREDICATE_GPU_INDEX_PREFIX + "init-0": "3"}
-    assert hinted_gpus(annotations, container(kind=ContainerKind.INIT), "node", is_gpu_mem=True) == (3,)
+    assert hinted_gpus(
+        annotations, replace(container(kind=ContainerKind.INIT), requests={GPU_MEM: 1}), HERE_POLICY
+    ) == (3,)
 
 
 @given(st.text(max_size=300))
 def test_any_text_gives_distinct_small_indexes_or_nothing(text: str) -> None:
     """Whatever a tenant writes."""
-    gpus = predicted_gpus({FIRST: text}, container(), "node")
+    gpus = hinted_gpus({FIRST: text}, container(), HERE_POLICY)
     assert len(set(gpus)) == len(gpus) <= 64 and all(0 <= gpu < 1000 for gpu in gpus)

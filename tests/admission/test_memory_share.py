@@ -14,7 +14,7 @@ from gpushare_agent.admission.decisions.plan import Decision, check, plan
 from gpushare_agent.admission.device_tables import offered_ids, withheld
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import DeviceId, GpuUuid, device_id
+from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, DeviceId, GpuUuid, device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.placement.gpu_account import account_of
@@ -65,12 +65,13 @@ def planned(
 ) -> Decision | Refused:
     spec = owner.container(name)
     assert spec is not None
-    target = Target(pod=owner, container=spec)
+    annotations = {PREDICATE_GPU_INDEX_PREFIX + "0": ",".join(map(str, hint))}
+    target = Target(pod=replace(owner, annotations=annotations), container=spec)
     everything = sorted(units_of(0, range(24)) | units_of(1, range(24)))
     offer = Offer(kind=ResourceKind.GPU_MEM, available=everything, must_include=must, size=spec.requests[GPU_MEM])
     free = free_ids(target, offer.kind, everything, ledger)
     gpus = offer_accounts(target, offer, free, ledger, policy)
-    return plan(target, offer, free=free, ledger=ledger, policy=policy, hint=hint, gpus=gpus)
+    return plan(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
 
 
 def test_the_fullest_gpu_that_fits_is_taken_and_its_ids_are_preferred() -> None:
@@ -115,14 +116,14 @@ def test_vcuda_shares_and_whole_gpus_see_what_gpu_mem_has_taken() -> None:
         free = [DeviceId(d) for d in ids(0, range(100)) + ids(1, range(100))]
         offer = Offer(kind=ResourceKind.VCORE, available=free, must_include=(), size=len(free))
         gpus = offer_accounts(target, offer, free, ledger, POLICY)
-        outcome = plan(target, offer, free=free, ledger=ledger, policy=POLICY, hint=(), gpus=gpus)
+        outcome = plan(target, offer, free=free, ledger=ledger, policy=POLICY, gpus=gpus)
         assert isinstance(outcome, Refused), (spec, reason)
     fits = container(cores=30, blocks=16)
     target = Target(pod=pod("v", fits), container=fits)
     offer = Offer(kind=ResourceKind.VCORE, available=ids(0, range(100)), must_include=(), size=30)
     free = [DeviceId(d) for d in ids(0, range(100))]
     gpus = offer_accounts(target, offer, free, ledger, POLICY)
-    assert isinstance(plan(target, offer, free=free, ledger=ledger, policy=POLICY, hint=(), gpus=gpus), Decision)
+    assert isinstance(plan(target, offer, free=free, ledger=ledger, policy=POLICY, gpus=gpus), Decision)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def planned(
     offer = Offer(kind=kind, available=available, must_include=must, size=size)
     free = free_ids(target, kind, available, facts)
     gpus = offer_accounts(target, offer, free, facts, POLICY)
-    return plan(target, offer, free=free, ledger=facts, policy=POLICY, hint=(), gpus=gpus)
+    return plan(target, offer, free=free, ledger=facts, policy=POLICY, gpus=gpus)
 
 
 def all_ids(gpus: int = 2, count: int = 100) -> list[str]:
@@ -234,7 +234,7 @@ def test_a_gpu_with_as_many_shares_as_one_can_serve_takes_no_more() -> None:
         offer = Offer(kind=CORES, available=all_ids(), must_include=(), size=size)
         free = free_ids(which, CORES, all_ids(), facts)
         gpus = offer_accounts(which, offer, free, facts, policy)
-        return plan(which, offer, free=free, ledger=facts, policy=policy, hint=(), gpus=gpus)
+        return plan(which, offer, free=free, ledger=facts, policy=policy, gpus=gpus)
 
     found = place(ledger(target, *held, init))
     assert isinstance(found, Decision) and found.gpus == (GpuUuid("GPU-1"),)

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.hints import hinted_gpus
+from gpushare_agent.admission.decisions.ledger import Policy
+from gpushare_agent.admission.decisions.plan import hinted_gpus
 from gpushare_agent.cluster.kube.pods import parse_pod
 from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
 from gpushare_agent.extender.cluster_state import REPORT_WAIT_S, ClusterState
@@ -304,7 +305,8 @@ async def test_units_on_two_gpus_leave_no_index_of_gpushares() -> None:
         assert await writes.bind_once(Bind(reservation)) is None
         reported = parse_pod(cluster.pod("a"))
         assert GPUSHARE_INDEX_ANNOTATION not in reported.annotations
-        assert [hinted_gpus(reported.annotations, one, "n1", is_gpu_mem=True) for one in reported.containers] == [
+        policy = Policy(names=names, node_name="n1")
+        assert [hinted_gpus(reported.annotations, one, policy) for one in reported.containers] == [
             one.gpus for one in reservation.plan.containers
         ]
 

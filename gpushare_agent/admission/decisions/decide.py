@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for, isolation_of, units_asked
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, must_gpus, offer_accounts
-from gpushare_agent.admission.decisions.plan import Decision, plan, plan_request
-from gpushare_agent.admission.decisions.units import served_units
+from gpushare_agent.admission.decisions.plan import Decision, hinted_gpus, plan, plan_request, served_units
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -37,7 +36,6 @@ def decide(
     offer: Offer,
     ledger: Ledger,
     policy: Policy,
-    hint: tuple[int, ...],
     edits: EditPolicy,
     unavailable_reason: Callable[[str], str],
 ) -> Decision:
@@ -46,13 +44,13 @@ def decide(
     empty where it can."""
     free = free_ids(target, offer.kind, offer.available, ledger)
     gpus = offer_accounts(target, offer, free, ledger, policy)
-    outcome = plan(target, offer, free=free, ledger=ledger, policy=policy, hint=hint, gpus=gpus)
+    outcome = plan(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
     if isinstance(outcome, Decision):
         made = edits_for_ids(target, outcome.gpus, outcome.ids, ledger, edits)
         if not isinstance(made, Refused):
             made = _unavailable(target, outcome, policy, edits, unavailable_reason) or made
         outcome = made if isinstance(made, Refused) else replace(outcome, edits=made)
-    decision = explain(target, offer, ledger, policy, hint, gpus, outcome)
+    decision = explain(target, offer, ledger, policy, gpus, outcome)
     return replace(decision, target=target, size=offer.size, taken_ids=len(offer.available) - len(free))
 
 
@@ -89,7 +87,6 @@ def explain(
     offer: Offer,
     ledger: Ledger,
     policy: Policy,
-    hint: tuple[int, ...],
     gpus: Sequence[GpuAccount],
     outcome: Decision | Refused,
 ) -> Decision:
@@ -100,12 +97,12 @@ def explain(
     asked = Asked(
         cores=names.wanted(target.container, ResourceKind.VCORE),
         memory_bytes=names.memory_mib(target.container) * MIB,
-        hint=hint,
+        hint=hinted_gpus(target.pod.annotations, target.container, policy),
         must_gpus=must_gpus(target, offer, ledger, names),
     )
     request: Request | Refused
     if kind is None:
-        request = plan_request(target, offer, ledger, names, hint)
+        request = plan_request(target, offer, ledger, policy)
     else:
         request = Request(cores=CORES_PER_GPU * names.wanted(target.container, kind), must_gpus=asked.must_gpus)
     if isinstance(request, Refused) or (isinstance(outcome, Refused) and outcome.reason in _NEVER):

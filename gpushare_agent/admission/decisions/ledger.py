@@ -31,6 +31,8 @@ class Policy(Struct, frozen=True, kw_only=True):
     share_mode: bool = True
     max_shares_of_gpu: int | None = None
     """Sharing containers that one GPU can serve: MPS has a bound on its clients."""
+    node_name: str = ""
+    """Where an extender has chosen this node for a pod, its choice of GPUs counts."""
 
 
 class Ledger(Struct, frozen=True, kw_only=True):

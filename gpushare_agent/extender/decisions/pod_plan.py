@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpushare_agent.admission.decisions.reuse import effective_request
+from gpushare_agent.admission.decisions.plan import effective_request
 from gpushare_agent.extender.values import ClusterPolicy, PlannedContainer, PodPlan
 from gpushare_agent.model.charges import Charge
 from gpushare_agent.model.errors import Refused
