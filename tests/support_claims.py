@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.claims import Claims

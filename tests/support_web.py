@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.sample_node import SampleNode
-from gpushare_agent.admission.decision_log import DecisionLog
+from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.observability.http.answers import encode
 from gpushare_agent.observability.http.node_api import NodeApi
 from gpushare_agent.observability.http.server import WebServer

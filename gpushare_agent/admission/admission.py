@@ -3,14 +3,14 @@
 Decides and commits without an await between, so two Allocates can never allocate the same share. The allocation cache
 has two writers, never at once: this service during calls, garbage collection between them.
 
-State owned, by admission/pending.py: the plans whose Allocate has not come yet, the containers that the pod under
-admission has got so far, and the pods that were refused. PreStartContainer is served by admission/container_starts.py.
+State owned, between the kubelet's calls: the plans whose Allocate has not come yet, the containers that the pod under
+admission has got so far (`PendingAdmissions`), and the pods that were refused (`RefusedPods`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
 
@@ -24,22 +24,26 @@ from gpushare_agent.admission.decisions.decide import decide, edits_for_ids
 from gpushare_agent.admission.decisions.identity import Call, Target
 from gpushare_agent.admission.decisions.ledger import Offer, Policy
 from gpushare_agent.admission.decisions.plan import Decision, check
+from gpushare_agent.admission.decisions.recovery import adopt
 from gpushare_agent.admission.identification import Identification, InsideLister
 from gpushare_agent.admission.outcomes import OutcomeReporter
-from gpushare_agent.admission.pending import PendingAdmissions, RefusedPods
+from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
-from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.requests import request_of
-from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.units import terms_of
 from gpushare_agent.node import Pods
 
+log = structlog.get_logger(__name__)
+
 RELEASE_WAIT_S = 0.5
 """How long a GetPreferredAllocation waits in all for allocations of pods that are ending."""
-
+PLAN_LIFETIME_S = 15.0
+"""An Allocate follows its GetPreferredAllocation within milliseconds; an older plan is of a kubelet that stopped."""
 _CURED_BY_A_RELEASE = frozenset(
     {
         RefusalReason.DEVICE_IN_USE,
@@ -55,6 +59,109 @@ class AdmissionGate(Protocol):
 
     def preferring(self) -> AbstractAsyncContextManager[InsideLister]: ...
     def allocating(self) -> AbstractContextManager[None]: ...
+
+
+class PendingAdmissions:
+    """State owned: the pending plans, oldest first; the pod under admission and its containers that have an allocation."""
+
+    def __init__(self) -> None:
+        self._plans: list[Decision] = []
+        self._pod: PodUid | None = None
+        self._allocated: list[ContainerKey] = []
+
+    def add(self, plan: Decision) -> None:
+        """In place of an earlier plan for the same container and resource; plans whose Allocate never came are dropped."""
+        oldest_at = plan.at - PLAN_LIFETIME_S
+        self._plans = [
+            p for p in self._plans if p.at > oldest_at and (p.resource, _key(p)) != (plan.resource, _key(plan))
+        ]
+        self._plans.append(plan)
+
+    def take_exact(self, resource: str, ids: Sequence[str]) -> Decision | None:
+        """The newest plan for exactly these IDs. It is pending no more."""
+        wanted = set(ids)
+        return self._take([p for p in self._plans if p.resource == resource and _planned_ids(p) == wanted])
+
+    def take_of_size(self, resource: str, size: int) -> Decision | None:
+        """The newest plan for so many IDs, for a kubelet that chose others. It is pending no more.
+
+        Admissions are serial: several plans are pending only while a container restarts beside an admission.
+        """
+        return self._take([p for p in self._plans if p.resource == resource and p.size == size])
+
+    def is_due(self, now: float) -> bool:
+        """An Allocate is still to come for a plan."""
+        return any(plan.at > now - PLAN_LIFETIME_S for plan in self._plans)
+
+    @property
+    def pod(self) -> PodUid | None:
+        """The pod that was under admission last."""
+        return self._pod
+
+    def begin(self, uid: PodUid) -> None:
+        """A call for this pod: the admission of any other pod is over."""
+        if self._pod != uid:
+            self._pod = uid
+            self._allocated.clear()
+
+    def add_allocated(self, key: ContainerKey) -> None:
+        self.begin(key.pod_uid)
+        self._allocated.append(key)
+
+    def take_allocated(self, uid: PodUid) -> tuple[ContainerKey, ...]:
+        """The containers to which the pod's present admission has allocated, forgotten here; none for another pod."""
+        if self._pod != uid:
+            return ()
+        allocated = tuple(self._allocated)
+        self._allocated.clear()
+        return allocated
+
+    def clear(self) -> None:
+        self._plans.clear()
+        self._pod = None
+        self._allocated.clear()
+
+    def _take(self, matches: Sequence[Decision]) -> Decision | None:
+        if not matches:
+            return None
+        self._plans.remove(matches[-1])
+        return matches[-1]
+
+
+def _planned_ids(plan: Decision) -> set[str] | None:
+    return set(plan.ids) if plan.refused is None else None
+
+
+def _key(plan: Decision) -> ContainerKey | None:
+    return plan.target.key if plan.target is not None else None
+
+
+class RefusedPods:
+    """Pods whose admission was refused: kubelets up to 1.33 go on listing them, so a call is never for one of these.
+
+    State owned: their UIDs, until the pod is deleted or the kubelet restarts. The admission adds, identification reads.
+    """
+
+    def __init__(self) -> None:
+        self._uids: set[PodUid] = set()
+
+    def __contains__(self, uid: object) -> bool:
+        return uid in self._uids
+
+    def add(self, uid: PodUid) -> None:
+        self._uids.add(uid)
+
+    def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        """For PodStore.subscribe."""
+        if new is None and old is not None:
+            self._uids.discard(old.uid)
+
+    def clear(self) -> None:
+        self._uids.clear()
+
+    def take_over(self, earlier: RefusedPods) -> None:
+        """What an earlier life of the agent refused."""
+        self._uids |= earlier._uids
 
 
 class Admission(Struct, kw_only=True, eq=False):
@@ -109,7 +216,7 @@ class Admission(Struct, kw_only=True, eq=False):
 
         | the IDs are | container | done |
         |---|---|---|
-        | 1. those of a pending plan | the plan's | allocated (`_carry_out`) |
+        | 1. those of a pending plan | the plan's | allocated, or its refusal returned |
         | 2. an init container's; the kubelet passes them on unasked | the next one of its pod | allocated |
         | 3. as many as in a pending plan; the kubelet chose others | the plan's | allocated if they pass the check |
         | 4. already one container's, which does not run yet | that one | the same answer again, no change |
@@ -122,10 +229,16 @@ class Admission(Struct, kw_only=True, eq=False):
                 successor = self.identification.successor(resource, ids)
                 if successor is not None:
                     passed_on = Decision(target=successor, resource=resource)
-                    return self._allocate(successor, passed_on, kind, ids, self._initial_gpus(successor.pod.uid))
+                    pod_has = self.cache.of_pod(successor.pod.uid)
+                    planned = next((a.gpus for a in pod_has if a.kind is ContainerKind.INIT and a.gpus), ())
+                    return self._allocate(successor, passed_on, kind, ids, planned)
                 pending = self._pending.take_of_size(resource, len(set(ids)))
             if pending is not None:
-                return self._carry_out(pending, kind, ids)
+                # Without a target GetPreferredAllocation could not say whose call it was: the refusal says why, and nothing
+                # is allocated on the guess that this Allocate is the same container's.
+                if pending.target is None or pending.refused is not None:
+                    return self._refuse(pending, pending.refused or _without_plan(resource, ids))
+                return self._allocate(pending.target, pending, kind, ids, pending.gpus)
             repeated = self._answer_again(kind, ids)
             if repeated is not None:
                 return repeated
@@ -165,11 +278,6 @@ class Admission(Struct, kw_only=True, eq=False):
         self._pending.add(decision)
         return decision
 
-    def _carry_out(self, decision: Decision, kind: ResourceKind, ids: Sequence[str]) -> ContainerEdits | Refused:
-        if decision.target is None or decision.refused is not None:
-            return self._refuse(decision, decision.refused or _without_plan(decision.resource, ids))
-        return self._allocate(decision.target, decision, kind, ids, decision.gpus)
-
     def _allocate(
         self,
         target: Target,
@@ -189,13 +297,18 @@ class Admission(Struct, kw_only=True, eq=False):
         _bind_to_log(target)
         pod = self.pods.get(target.pod.uid)
         if pod is None or pod.is_terminal:
-            return self._refuse(Decision(target=target, resource=decision.resource), _deleted(target))
+            deleted = Refused(
+                reason=RefusalReason.POD_UNKNOWN,
+                detail=f"pod {target.pod.namespace}/{target.pod.name} was deleted during its admission. Nothing was "
+                "allocated.",
+            )
+            return self._refuse(Decision(target=target, resource=decision.resource), deleted)
         ledger = self.cache.ledger(self.inventory(), without=target.key)
         gpus = check(target, kind, ids, ledger, self.policy, planned)
         if isinstance(gpus, Refused):
             return self._refuse(decision, gpus)
         edits: ContainerEdits | Refused = decision.edits
-        if gpus != decision.gpus or set(ids) != set(decision.ids):
+        if gpus != decision.gpus or set(ids) != set(decision.ids):  # the kubelet did not follow the preference
             edits = edits_for_ids(target, gpus, ids, ledger, self.edits())
         if isinstance(edits, Refused):
             return self._refuse(decision, edits)
@@ -233,6 +346,7 @@ class Admission(Struct, kw_only=True, eq=False):
             _bind_to_log(target)
             for key in self._pending.take_allocated(target.pod.uid):
                 self.cache.release(key)
+            # A pod that has started is not at its admission: one of its containers restarts, and will be asked for again.
             if not target.pod.has_started and self.pods.get(target.pod.uid) is not None:
                 self.refused_pods.add(target.pod.uid)
         self.observer.refused(decision, refused)
@@ -254,21 +368,11 @@ class Admission(Struct, kw_only=True, eq=False):
         target, ledger = Target(pod=pod, container=container), self.cache.ledger(self.inventory())
         return edits_for_ids(target, allocation.gpus, ids, ledger, self.edits())
 
-    def _initial_gpus(self, uid: PodUid) -> tuple[GpuUuid, ...]:
-        return next((a.gpus for a in self.cache.of_pod(uid) if a.kind is ContainerKind.INIT and a.gpus), ())
-
 
 def _bind_to_log(target: Target) -> None:
     """The log line of the device plugin for this call then names the container."""
     structlog.contextvars.bind_contextvars(
         namespace=target.pod.namespace, pod=target.pod.name, pod_uid=target.pod.uid, container=target.container.name
-    )
-
-
-def _deleted(target: Target) -> Refused:
-    return Refused(
-        reason=RefusalReason.POD_UNKNOWN,
-        detail=f"pod {target.pod.namespace}/{target.pod.name} was deleted during its admission. Nothing was allocated.",
     )
 
 
@@ -279,3 +383,61 @@ def _without_plan(resource: str, ids: Sequence[str]) -> Refused:
         "container's of a known pod. This happens when the agent restarts during a pod's admission. Nothing was "
         "allocated. Create the pod again.",
     )
+
+
+class ContainerStarts(Struct, kw_only=True, eq=False):
+    """Serves PreStartContainer: a container may start once its allocation is known and its isolation prepared on the host.
+
+    The kubelet calls it at each start of a container, also long after the admission. `prepare` makes on the host what the
+    isolation of these containers needs, and returns a refusal where it cannot.
+    """
+
+    cache: AllocationCache
+    pods: Pods
+    names: ResourceNames
+    inventory: Callable[[], GpuInventory]
+    records: KubeletCheckpoint
+    prepare: Callable[[Collection[ContainerKey]], Awaitable[Refused | None]]
+    observer: OutcomeReporter
+    clock: Callable[[], float] = time.monotonic
+
+    async def pre_start(self, resource: str, ids: Sequence[str]) -> Refused | None:
+        """Check that the container about to start holds these IDs, and prepare its isolation. An allocation that the cache
+        has lost is read from the kubelet's checkpoint."""
+        kind = self.names.kind_of(resource)
+        wanted = frozenset(DeviceId(device) for device in ids)
+        refused = await self._adopt(kind, wanted) if not self._containers_with(kind, wanted) else None
+        if refused is None:
+            refused = await self.prepare(self._containers_with(kind, wanted))
+        if refused is not None:
+            self.observer.start_refused(self._last_target(self._containers_with(kind, wanted)), resource, refused)
+        return refused
+
+    async def _adopt(self, kind: ResourceKind, wanted: frozenset[DeviceId]) -> Refused | None:
+        try:
+            entries = await self.records.read()
+        except AgentError as e:
+            log.warning("kubelet_checkpoint_unreadable", error=str(e))
+            entries = ()
+        if self._containers_with(kind, wanted):
+            return None  # allocated during the read
+        adopted = adopt(entries, kind, wanted, self.cache.view(), self.names, self.inventory(), self.clock())
+        if isinstance(adopted, Refused):
+            log.warning("pre_start_refused", reason=adopted.reason.value, detail=adopted.detail)
+            return adopted
+        for allocation in adopted:
+            self.cache.put(allocation)
+        log.info("allocation_adopted", pod_uid=adopted[0].key.pod_uid, container=adopted[0].key.container)
+        return None
+
+    def _containers_with(self, kind: ResourceKind, ids: frozenset[DeviceId]) -> list[ContainerKey]:
+        """Those that have exactly these IDs: several where an init container's IDs were passed on."""
+        if not ids:
+            return []
+        keys = self.cache.holders(kind).get(next(iter(ids)), frozenset())
+        return sorted(key for key in keys if (found := self.cache.get(key)) is not None and found.ids_of(kind) == ids)
+
+    def _last_target(self, keys: Sequence[ContainerKey]) -> Target | None:
+        pod = self.pods.get(keys[-1].pod_uid) if keys else None
+        container = pod.container(keys[-1].container) if pod is not None else None
+        return Target(pod=pod, container=container) if pod is not None and container is not None else None

@@ -1,18 +1,19 @@
 """Reports the outcome of each admission call: metrics, decision log and the pod's Events. The pod's annotations follow from
 the ledger (cluster/pod_annotations.py).
 
-The observer of admission/admission.py and admission/container_starts.py. Never blocks, decides nothing, has no state.
+The observer of admission/admission.py. Never blocks, decides nothing. State owned: the last decisions (`DecisionLog`), which
+dra/outcomes.py writes too; readers copy.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.decide import in_short, with_gpus
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.plan import Decision
@@ -88,3 +89,40 @@ def _with_verdicts(refused: Refused, decision: Decision) -> Refused:
     left = MAX_MESSAGE_CHARS - len(refused.detail) - len(_GPU_BY_GPU) - 8
     verdicts = in_short(decision.candidates, left) if left > 0 else ""
     return replace(refused, detail=f"{refused.detail}{_GPU_BY_GPU}{verdicts}.") if verdicts else refused
+
+
+class DecisionLog:
+    """Keeps the last `kept` records, newest last. In memory only: those from before a restart are in the agent's log and the
+    Events. After new settings (SIGHUP) the records and their numbers continue."""
+
+    def __init__(self, kept: int) -> None:
+        self._records: deque[DecisionRecord] = deque(maxlen=kept)
+        self._number = 0
+
+    @property
+    def number(self) -> int:
+        """Of the newest record, 0 before the first."""
+        return self._number
+
+    def add(self, record: DecisionRecord) -> DecisionRecord:
+        """Numbers the record and keeps it."""
+        self._number += 1
+        numbered = replace(record, number=self._number)
+        self._records.append(numbered)
+        return numbered
+
+    def take_over(self, earlier: DecisionLog) -> None:
+        """Continue the log of the agent before it read its settings again; call it before the first `add`."""
+        self._number = earlier._number
+        self._records.extend(earlier._records)
+
+    def newest(self, limit: int, *, namespace: str = "", pod: str = "", after: int = 0) -> tuple[DecisionRecord, ...]:
+        """At most `limit`, newest first: of one pod where it is named, and only those numbered above `after`."""
+        found = (
+            record
+            for record in reversed(self._records)
+            if record.number > after
+            and (not pod or record.pod == pod)
+            and (not namespace or record.namespace == namespace)
+        )
+        return tuple(record for record, _ in zip(found, range(limit), strict=False))

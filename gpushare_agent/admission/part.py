@@ -10,22 +10,18 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.admission.admission import Admission
+from gpushare_agent.admission.admission import Admission, ContainerStarts, RefusedPods
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.container_starts import ContainerStarts
-from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.decisions.resize import ResizePolicy
 from gpushare_agent.admission.device_tables import DeviceTables
 from gpushare_agent.admission.garbage_collection import GarbageCollection
 from gpushare_agent.admission.identification import Identification, Timeouts
-from gpushare_agent.admission.outcomes import OutcomeReporter
-from gpushare_agent.admission.pending import RefusedPods
+from gpushare_agent.admission.outcomes import DecisionLog, OutcomeReporter
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.admission.resize_file import ResizeFile
-from gpushare_agent.admission.resize_reports import ResizeReporter, ResizeReports
-from gpushare_agent.admission.resizing import ShareResizing
+from gpushare_agent.admission.resizing import ResizeReporter, ResizeReports, ShareResizing
 from gpushare_agent.cluster.part import ClusterPart
 from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.isolation.device_lists import CONTROL_NODES, NodeDevices

@@ -9,15 +9,15 @@ starts one. In a round, in this order:
 4. Let the isolations enforce it, again in each new container: it begins with what Allocate answered.
 5. Book less where what was given back is neither in use nor can be used. Then once more from 1: others may grow into it.
 
-State owned: what is in the file, and what is enforced since when. The sizes themselves belong to the allocation cache, what
-was reported to resize_reports.py. The annotation's grammar and every decision: decisions/resize.py. Who may write it:
-docs/explanation/resize.md.
+State owned: what is in the file, and what is enforced since when; what the pods' Events and the annotation with the status
+say of it (`ResizeReports`). The sizes themselves belong to the allocation cache. The annotation's grammar and every
+decision: decisions/resize.py. Who may write it: docs/explanation/resize.md.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 import structlog
@@ -29,18 +29,23 @@ from gpushare_agent.admission.decisions.resize import (
     ResizeReason,
     ResizeRefused,
     WantedSize,
+    bounded_status,
     claim_refusal,
     decide_resize,
+    describe,
     enforced,
     is_resizable,
     kept_size,
     mode_refusal,
     parse_resize,
+    shown_name,
+    status_text,
     target_of,
     unknown_containers,
 )
 from gpushare_agent.admission.resize_file import MAX_SHARES, ResizeFile
-from gpushare_agent.admission.resize_reports import FindsPods, ResizeReports, ResizeRound
+from gpushare_agent.cluster.events import PodEvents
+from gpushare_agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.isolation import Isolation
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import Reconciler
@@ -48,7 +53,7 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedSh
 from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import RESIZE_ANNOTATION, GpuUuid
+from gpushare_agent.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION, GpuUuid, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.usage import UsageRound
@@ -63,11 +68,17 @@ PAUSE_S = 0.5
 """Between two rounds in any case: each may write the file."""
 SETTLED_S = 1.0
 """An allocation that a library allowed a moment before its limit was lowered is in the driver's numbers after that."""
+EVENT_PAUSE_S = 5.0
+"""Between two Events of one pod: who may write an annotation may write it often."""
+MAX_REPORTED = 1024
+RESIZED = "ShareResized"
+RESIZE_REFUSED = "ShareResizeRefused"
 
 
-class Pods(FindsPods, Protocol):
+class Pods(Protocol):
     @property
     def is_synced(self) -> bool: ...
+    def get(self, uid: PodUid) -> Pod | None: ...
 
 
 class Enforcement(Protocol):
@@ -84,6 +95,15 @@ class _Enforced(Struct, frozen=True, kw_only=True):
     target: ShareSize
     instance: str
     since: float
+
+
+class ResizeRound(Struct):
+    """What one round found: why shares keep their sizes, which are not enforced yet, and containers that annotations name
+    and their pods do not have."""
+
+    refused: dict[ContainerKey, ResizeRefused] = field(default_factory=dict)
+    unknown: dict[PodUid, str] = field(default_factory=dict)
+    unenforced: dict[ContainerKey, str] = field(default_factory=dict)
 
 
 class BookedAccounts:
@@ -336,3 +356,107 @@ class ShareResizing(Struct, kw_only=True, eq=False):
 def _grows(candidate: tuple[Allocation, Pod, WantedSize]) -> tuple[bool, ContainerKey]:
     allocation, _, wanted = candidate
     return target_of(allocation, wanted).at_least(allocation.size) != allocation.size, allocation.key
+
+
+# --- what the pods are told ---
+
+
+class Observer(Protocol):
+    def resized(self, pod: Pod, detail: str) -> None: ...
+    def resize_refused(self, pod: Pod, detail: str) -> None: ...
+    def resize_status(self, pod: Pod, status: str | None) -> None: ...
+
+
+class ResizeReporter(Struct, eq=False):
+    """To the pod's Events and annotations; of a claim, which comes as a pod, to those of the pods that use it. State owned:
+    of each pod its own status and its claims'."""
+
+    annotations: PodAnnotations
+    events: PodEvents
+    using: Callable[[PodUid], Sequence[Pod]]
+    _parts: dict[PodUid, dict[PodUid, str]] = field(default_factory=dict)
+
+    def resized(self, pod: Pod, detail: str) -> None:
+        for user in self.using(pod.uid):
+            self.events.noted(user, RESIZED, detail)
+
+    def resize_refused(self, pod: Pod, detail: str) -> None:
+        for user in self.using(pod.uid):
+            self.events.warned(user, RESIZE_REFUSED, detail)
+
+    def resize_status(self, pod: Pod, status: str | None) -> None:
+        for uid in [uid for uid in self._parts if not self.using(uid)]:
+            del self._parts[uid]
+        for user in self.using(pod.uid):
+            parts = self._parts.setdefault(user.uid, {})
+            parts.pop(pod.uid, None)
+            if status is not None:
+                parts[pod.uid] = status
+            entries = [entry for uid in sorted(parts) for entry in parts[uid].split(";")]
+            self.annotations.resize_status(user, bounded_status(entries))
+
+
+class ResizeReports(Struct, kw_only=True, eq=False):
+    """`report` after each round, while the pods are known."""
+
+    cache: AllocationCache
+    pods: Pods
+    policy: ResizePolicy
+    observer: Observer
+    clock: Callable[[], float] = time.monotonic
+    _reported_refusals: ReportOnce = field(default_factory=lambda: ReportOnce(MAX_REPORTED))
+    _reported_sizes: ReportOnce = field(default_factory=lambda: ReportOnce(MAX_REPORTED))
+    _reported_at: dict[PodUid, float] = field(default_factory=dict)
+
+    def report(self, found: ResizeRound) -> None:
+        uids = {key.pod_uid for key in (*self.cache.resized, *found.refused)} | found.unknown.keys()
+        for uid in [uid for uid in self._reported_at if self.pods.get(uid) is None]:
+            del self._reported_at[uid]
+        reasons = {key: one.reason for key, one in found.refused.items()}
+        for uid in sorted(uids):
+            if (pod := self.pods.get(uid)) is not None:
+                self._report_pod(pod, found, reasons)
+        self._remove_status(uids)
+
+    def _report_pod(self, pod: Pod, found: ResizeRound, reasons: Mapping[ContainerKey, ResizeReason]) -> None:
+        """The status always; an Event for each refusal and each size, once, and not too often."""
+        names = self.policy.names
+        text = pod.annotations.get(RESIZE_ANNOTATION, "")
+        allocations = self.cache.of_pod(pod.uid)
+        status = status_text(allocations, self.cache.resized, reasons, found.unenforced)
+        if pod.annotations.get(RESIZE_STATUS_ANNOTATION) != status:
+            self.observer.resize_status(pod, status)
+        if self.clock() - self._reported_at.get(pod.uid, float("-inf")) < EVENT_PAUSE_S:
+            return
+        if (unknown := found.unknown.get(pod.uid)) is not None:
+            detail = f"{RESIZE_ANNOTATION} names a container {unknown}, which the pod does not have."
+            self._event_once(self._reported_refusals, f"{pod.uid}/", text, pod, detail, is_refusal=True)
+        for allocation in allocations:
+            key, subject = allocation.key, f"{pod.uid}/{allocation.key.container}"
+            share = self.cache.resized.get(key)
+            name = f"{'Container' if allocation.claim is None else 'Claim'} {shown_name(allocation, allocations)}"
+            if (refused := found.refused.get(key)) is not None:
+                detail = f"{name} keeps its share: {refused.detail}"
+                self._event_once(
+                    self._reported_refusals, subject, f"{text} {refused.reason}", pod, detail, is_refusal=True
+                )
+            elif key not in found.unenforced and share is not None:
+                self._reported_refusals.is_over(subject)
+                detail = f"{name} has {describe(allocation.size, share.kind, names)} now; allocated were"
+                detail = f"{detail} {describe(allocation.allocated_size, share.kind, names)}."
+                self._event_once(self._reported_sizes, subject, detail, pod, detail, is_refusal=False)
+
+    def _event_once(
+        self, reported: ReportOnce, subject: str, what: str, pod: Pod, detail: str, *, is_refusal: bool
+    ) -> None:
+        if not reported.is_new(what, subject):
+            return
+        self._reported_at[pod.uid] = self.clock()
+        (self.observer.resize_refused if is_refusal else self.observer.resized)(pod, detail)
+
+    def _remove_status(self, present: set[PodUid]) -> None:
+        for allocation in self.cache:
+            uid = allocation.key.pod_uid
+            pod = self.pods.get(uid) if uid not in present else None
+            if pod is not None and RESIZE_STATUS_ANNOTATION in pod.annotations:
+                self.observer.resize_status(pod, None)

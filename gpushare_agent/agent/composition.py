@@ -17,7 +17,7 @@ from msgspec import Struct
 from gpushare_agent.admission import part as admission_part
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.claim_pods import ClaimPods
-from gpushare_agent.admission.decision_log import DecisionLog
+from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.admission.part import AdmissionPart
 from gpushare_agent.agent.node_configuration import ConfigurationWatch, NodeConfiguration
 from gpushare_agent.agent.share_readiness import ShareReadiness

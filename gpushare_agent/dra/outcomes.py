@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
-from gpushare_agent.admission.decision_log import DecisionLog
+from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.dra.decisions.edits import PreparedClaim
 from gpushare_agent.model.allocations import ClaimRef
 from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome

@@ -13,7 +13,7 @@ import structlog
 from msgspec import Struct
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decision_log import DecisionLog
+from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.admission.part import edit_policy
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.cluster.informer import Informer

@@ -1,6 +1,6 @@
 """What was decided about a container and why, for `explain`, the dashboard and an Event's text.
 
-A record is a value; admission/decision_log.py keeps the last ones. Sizes are bytes, `at` is seconds since the epoch.
+A record is a value; admission/outcomes.py keeps the last ones. Sizes are bytes, `at` is seconds since the epoch.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from gpushare_agent.admission.decision_log import DecisionLog
+from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.isolations import Isolations

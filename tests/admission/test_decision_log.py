@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpushare_agent.admission.decision_log import DecisionLog
+from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.model.decision_records import DecisionRecord, Outcome
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from gpushare_agent.admission.decision_log import DecisionLog
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.plan import Decision
-from gpushare_agent.admission.outcomes import OutcomeReporter
+from gpushare_agent.admission.outcomes import DecisionLog, OutcomeReporter
 from gpushare_agent.cluster.events import MAX_MESSAGE_CHARS
 from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused

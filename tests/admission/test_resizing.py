@@ -9,8 +9,7 @@ from typing import Any
 import gpushare_agent
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.resize import ResizePolicy
-from gpushare_agent.admission.resize_reports import ResizeReports
-from gpushare_agent.admission.resizing import ShareResizing
+from gpushare_agent.admission.resizing import ResizeReports, ShareResizing
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.isolation import ISOLATIONS, Isolation
 from gpushare_agent.model.allocations import Allocation, ShareSize

@@ -18,15 +18,13 @@ from grpclib.const import Cardinality, Handler
 from grpclib.server import Server, Stream
 from msgspec.structs import replace
 
-from gpushare_agent.admission.admission import Admission
+from gpushare_agent.admission.admission import Admission, ContainerStarts, RefusedPods
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.container_starts import ContainerStarts
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.admission.identification import Identification, Timeouts
-from gpushare_agent.admission.pending import RefusedPods
 from gpushare_agent.cluster.kube.pods import parse_pod
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.grpc_server import GrpcServer

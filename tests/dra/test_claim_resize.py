@@ -9,8 +9,7 @@ from msgspec.structs import replace
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.claim_pods import ClaimPods
 from gpushare_agent.admission.decisions.resize import ResizePolicy
-from gpushare_agent.admission.resize_reports import ResizeReporter, ResizeReports
-from gpushare_agent.admission.resizing import ShareResizing
+from gpushare_agent.admission.resizing import ResizeReporter, ResizeReports, ShareResizing
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.dra.claims import allocations_of
 from gpushare_agent.dra.decisions.claim import read_claim
