@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.claim_users import by_view, claim_as_pod, claim_users
+from gpushare_agent.admission.decisions.claim_users import by_view, claim_as_pod, claim_users, parts_of_views
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import PodUid
@@ -25,6 +25,7 @@ class ClaimPods:
         self._users: Users = {}
         self._pods: dict[PodUid, Pod] = {}
         self._shares: Mapping[ContainerKey, Allocation] = {}
+        self._parts: Mapping[ContainerKey, Sequence[Allocation]] = {}
 
     @property
     def is_synced(self) -> bool:
@@ -59,6 +60,14 @@ class ClaimPods:
         change."""
         self._refresh()
         return self._shares or self._cache.view()
+
+    def parts(self, key: ContainerKey) -> Sequence[Allocation]:
+        """What stands behind one of `shares`: of a claim each result that a container uses together with the others."""
+        self._refresh()
+        if (parts := self._parts.get(key)) is not None:
+            return parts
+        allocation = self._cache.get(key)
+        return (allocation,) if allocation is not None else ()
 
     def sharers(self, key: ContainerKey) -> Mapping[ContainerKey, str] | None:
         """The containers that use a claim's allocation, with the runtime's ID, empty where one does not run; None where
@@ -98,7 +107,8 @@ class ClaimPods:
                 by_claim.setdefault(allocation.key.pod_uid, []).append(allocation)
         shares = [one for allocations in by_claim.values() for one in allocations]
         self._users = claim_users(shares, self._store.pods()) if shares else {}
-        self._shares = by_view(self._cache.view()) if shares else {}
+        self._parts = parts_of_views(shares)
+        self._shares = by_view(self._cache.view(), self._parts) if shares else {}
         self._pods = {}
         for uid, allocations in by_claim.items():
             users = [pair for one in allocations for pair in self._users.get(one.key, ())]

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from functools import cache, partial
 
 import structlog
 from msgspec import Struct
@@ -19,8 +19,10 @@ from gpushare_agent.isolation.device_lists import strategy_warnings
 from gpushare_agent.isolation.driver_volume.config import driver_volumes
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.kept import Circumstances, IsolationFacts, Kept
-from gpushare_agent.isolation.part import Check, IsolationHost, IsolationPart, build_part
+from gpushare_agent.isolation.part import Check, IsolationHost, IsolationPart, Prepare, build_part
 from gpushare_agent.isolation.request import Follows
+from gpushare_agent.isolation.vdevice.part import build_virtual_manager
+from gpushare_agent.isolation.vdevice.virtual_manager import VirtualManager
 from gpushare_agent.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Refused
@@ -91,23 +93,26 @@ class Isolations(Struct, frozen=True, kw_only=True):
         """Everything that containers about to start need on the host. Every share is prepared for every isolation in use,
         for a pod's annotation may change; but what a pod's own isolation does not need keeps it from nothing."""
         first: Refused | None = None
+        answers: dict[Prepare, Refused | None] = {}
         for name, part in self.parts.items():
-            if part.prepare is None or (refused := await part.prepare(keys)) is None:
-                continue
-            if first is None and any(self._needs(key, name) for key in keys):
-                first = refused
+            for prepare in part.prepare:
+                if prepare not in answers:
+                    answers[prepare] = await prepare(keys)
+                if (refused := answers[prepare]) is None:
+                    continue
+                if first is None and any(self._needs(key, name) for key in keys):
+                    first = refused
         return first
 
     def prepare_ahead(self, key: ContainerKey) -> None:
         """The container was allocated a moment ago and starts soon: what takes time on the disk begins now."""
-        for part in self.parts.values():
-            if part.prepare_ahead is not None:
-                part.prepare_ahead(key)
+        for prepare_ahead in dict.fromkeys(one for part in self.parts.values() for one in part.prepare_ahead):
+            prepare_ahead(key)
 
     def prepares(self, isolation: str) -> bool:
         """Whether a container under it needs something on the host before it starts."""
         found = [self.parts.get(part) for part in isolation_parts(isolation)]
-        return any(part is not None and part.prepare is not None for part in found)
+        return any(part is not None and part.prepare for part in found)
 
     def _needs(self, key: ContainerKey, part: str) -> bool:
         pod = self.node.claim_pods.get(key.pod_uid)
@@ -212,15 +217,22 @@ def build(node: Node, warn: Callable[[Pod, str, str], None], driver: MemoryLimit
     settings = node.settings
     runtime, volumes = runtime_client(settings), driver_volumes(settings)
     module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
+    cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
+
+    @cache
+    def vdevices() -> VirtualManager:
+        return build_virtual_manager(node, runtime, cgroups, module, volumes, warn)
+
     host = IsolationHost(
         node=node,
         uses=partial(_uses, settings),
         warn=warn,
         driver=driver,
         runtime=runtime,
-        cgroups=Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root),
+        cgroups=cgroups,
         module=module,
         volumes=volumes,
+        vdevices=vdevices,
     )
     parts = {name: build_part(name, host) for name in ISOLATIONS if name in settings.isolation_parts_in_use}
     watches = {

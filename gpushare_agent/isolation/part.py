@@ -8,7 +8,6 @@ does not bring, has there `probe(settings, driver) -> NodeProbe` too.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Protocol
 
 from msgspec import Struct, field
 
@@ -16,6 +15,7 @@ from gpushare_agent.isolation import ISOLATIONS, module_of
 from gpushare_agent.isolation.availability import PERIOD_S
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.kept import Circumstances
+from gpushare_agent.isolation.vdevice.virtual_manager import VirtualManager
 from gpushare_agent.kit.supervision import Runs
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Refused
@@ -31,16 +31,14 @@ from gpushare_agent.runtime.cri import RuntimeClient
 from gpushare_agent.settings.settings import Settings
 
 Check = Callable[[], Awaitable[object]]
-
-
-class CountsRegistrations(Protocol):
-    def vdevice_registered(self, code: str) -> None: ...
+Prepare = Callable[[Collection[ContainerKey]], Awaitable[Refused | None]]
 
 
 class IsolationHost(Struct, frozen=True, kw_only=True):
     """The node, for the services of isolations. `uses` is whether a pod's isolation is the one of this name, or has it
     as a part; `warn` records an Event of a pod: its reason and its text. `module` is the driver's as it was at the agent's
-    start: after an update of the driver the agent is restarted."""
+    start: after an update of the driver the agent is restarted. `vdevices` makes the vDevice directories, one service for
+    all isolations whose containers mount them."""
 
     node: Node
     uses: Callable[[Pod, str], bool]
@@ -50,6 +48,7 @@ class IsolationHost(Struct, frozen=True, kw_only=True):
     cgroups: Cgroups
     module: KernelModule | None
     volumes: Mapping[VolumeName, DriverVolume]
+    vdevices: Callable[[], VirtualManager]
 
 
 async def _nothing_to_enforce(allocation: Allocation, pod: Pod) -> str:
@@ -62,7 +61,8 @@ class IsolationPart(Struct, frozen=True, kw_only=True):
 
     `check` is bounded, and raises AgentError with what is missing on the node and the cure; `look` does the same without
     putting anything in its place, for an agent beside the one that serves, and is `check` where that is None. `prepare`
-    makes what containers that are about to start need; `prepare_ahead` begins with it for one that was allocated now.
+    makes what containers that are about to start need, in this order; `prepare_ahead` begins with it for one that was
+    allocated now. A function that several isolations have there is called once for all of them.
     `enforce` answers why a resized share's limits are not what they are to be (yet), empty where they are, and raises
     AgentError; `is_memory_fixed` where nobody changes the memory of a container that runs. `problem` is why a container
     runs without its limit. `circumstances` adds what is known of one share (None: of any) to what is kept of it.
@@ -72,8 +72,8 @@ class IsolationPart(Struct, frozen=True, kw_only=True):
     check: Check | None = None
     look: Check | None = None
     check_period_s: float = PERIOD_S
-    prepare: Callable[[Collection[ContainerKey]], Awaitable[Refused | None]] | None = None
-    prepare_ahead: Callable[[ContainerKey], None] | None = None
+    prepare: tuple[Prepare, ...] = ()
+    prepare_ahead: tuple[Callable[[ContainerKey], None], ...] = ()
     enforce: Callable[[Allocation, Pod], Awaitable[str]] = _nothing_to_enforce
     is_memory_fixed: bool = False
     max_shares_of_gpu: int | None = None
@@ -98,6 +98,13 @@ def build_part(name: str, host: IsolationHost) -> IsolationPart:
     module = module_of(name, "part")
     found: IsolationPart = module.build(host) if module is not None else IsolationPart()
     return found
+
+
+async def all_of(*checks: Check | None) -> None:
+    """In order; the first that raises ends it."""
+    for check in checks:
+        if check is not None:
+            await check()
 
 
 class NodeProbe(Struct, frozen=True, kw_only=True):

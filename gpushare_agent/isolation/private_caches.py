@@ -23,6 +23,7 @@ from typing import NoReturn, TypeVar
 import structlog
 
 from gpushare_agent.isolation.ahead import PreparedAhead
+from gpushare_agent.isolation.directories import REMOVAL_TIMEOUT_S
 from gpushare_agent.isolation.tenant_files import LibraryStamp, TenantFiles
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.report_once import ReportOnce
@@ -37,8 +38,6 @@ T = TypeVar("T")
 FILES_TIMEOUT_S = 5.0
 """One call; the kubelet waits 30 s for PreStartContainer."""
 CLEANUP_PERIOD_S = 2.0
-TENANT_FILES_TIMEOUT_S = 600.0
-"""To remove or shorten one file: 300,000 pieces of 4 KiB took 25 s on a busy disk."""
 
 
 class PrivateCaches:
@@ -52,12 +51,15 @@ class PrivateCaches:
         pods: Pods,
         running_claims: Callable[[], Mapping[ContainerKey, str]] = dict,
         cleanup_period_s: float = CLEANUP_PERIOD_S,
+        removes: bool = True,
     ) -> None:
-        """`running_claims`: of each claim's share that one container runs with, the runtime's ID of it."""
+        """`running_claims`: of each claim's share that one container runs with, the runtime's ID of it. `removes` is False
+        where the files lie in directories that somebody else removes."""
         self._files = files
         self._allocations = allocations
         self._pods = pods
         self._running_claims = running_claims
+        self._removes = removes
         self._kept: dict[ContainerKey, str] = {}
         self._cleanup_period_s = cleanup_period_s
         advice = f"Check the disk of the setting {files.kind.setting}."
@@ -108,12 +110,15 @@ class PrivateCaches:
         """Until cancelled. A cycle that fails is logged, once for each error, and repeated."""
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("private caches ahead", self.ahead.run), name="private caches ahead")
-            group.create_task(forever("private caches removal", self._remove_aside), name="private caches removal")
+            if self._removes:
+                group.create_task(forever("private caches removal", self._remove_aside), name="private caches removal")
             group.create_task(forever("private caches sizes", self._keep_sizes), name="private caches sizes")
             while True:
+                self.ahead.keep_only(self._allocations().__contains__)
                 if self._pods.is_synced:
                     await self._keep_started()
-                    await self._try(self.remove_stale, "removing caches of pods that have ended")
+                    if self._removes:
+                        await self._try(self.remove_stale, "removing caches of pods that have ended")
                 await asyncio.sleep(self._cleanup_period_s)
 
     async def _remove_aside(self) -> NoReturn:
@@ -158,7 +163,6 @@ class PrivateCaches:
         others; its error is raised at the end. Raises AgentError."""
         present = await self._in_thread(self._files.list_pods, "listing private caches")
         living = {key.pod_uid for key in self._allocations()}
-        self.ahead.keep_only(lambda key: key.pod_uid in living)
         failed: AgentError | None = None
         for uid in present:
             if uid in living or self._pods.get(uid) is not None:
@@ -178,7 +182,7 @@ class PrivateCaches:
         for name in await self._in_thread(self._files.list_aside, "listing what was put aside"):
             try:
                 remove = partial(self._files.remove_aside, name)
-                await self._removal.call(remove, f"removing {name}", TENANT_FILES_TIMEOUT_S)
+                await self._removal.call(remove, f"removing {name}", REMOVAL_TIMEOUT_S)
             except AgentError as e:
                 failed = e
         if failed is not None:
@@ -198,7 +202,7 @@ class PrivateCaches:
                 )  # fmt: skip
             try:
                 await self._cutting.call(
-                    partial(self._files.cut, key), f"shortening the cache of {key.container}", TENANT_FILES_TIMEOUT_S
+                    partial(self._files.cut, key), f"shortening the cache of {key.container}", REMOVAL_TIMEOUT_S
                 )
             except AgentError as e:
                 log.debug("private_cache_not_cut", pod_uid=key.pod_uid, container=key.container, error=str(e))

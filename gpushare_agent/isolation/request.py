@@ -131,6 +131,8 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
     memory_follows: Follows = Follows.NOBODY
     why_not_in_mig: str = ""
     """Why it cannot keep a share of a MIG instance, empty where it can. A whole instance needs nothing kept."""
+    mounts_vdevice: bool = False
+    """Containers get their vDevice directory."""
     mounts_driver: bool = False
     """Containers get the driver's libraries from the driver directory."""
     follows_processes: bool = False
@@ -226,6 +228,7 @@ def combined(name: str, parts: Sequence[Isolation]) -> Isolation:
         not_shared=not_shared,
         cores_follow=parts[0].cores_follow,
         why_not_in_mig=next((part.why_not_in_mig for part in parts if part.why_not_in_mig), ""),
+        mounts_vdevice=any(part.mounts_vdevice for part in parts),
         mounts_driver=any(part.mounts_driver for part in parts),
         follows_processes=any(part.follows_processes for part in parts),
         memory_follows=min((part.memory_follows for part in parts), key=lambda follows: follows.value),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from msgspec import Struct
@@ -83,12 +83,55 @@ def share_limits(
 
 def _replica_share(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> ShareLimits:
     """Of replicas of one GPU; of several GPUs the sum."""
-    parts = [(gpus[uuid], part) for uuid, part in allocation.parts.items() if uuid in gpus]
+    parts = _replica_limits(allocation, gpus).values()
     return ShareLimits(
-        cores=sum(cores_of_part(part) for _, part in parts),
-        memory_bytes=sum(int(part * gpu.memory_mib) for gpu, part in parts) * MIB,
+        cores=sum(part.cores for part in parts),
+        memory_bytes=sum(part.memory_bytes for part in parts),
         core_limit=0,
         is_limited=allocation.is_limited,
+    )
+
+
+def _replica_limits(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> dict[GpuUuid, ShareLimits]:
+    """Who has all replicas of a GPU has it whole."""
+    return {
+        uuid: ShareLimits(
+            cores=cores_of_part(part),
+            memory_bytes=int(part * gpus[uuid].memory_mib) * MIB,
+            core_limit=0,
+            is_limited=allocation.is_limited and part < 1,
+        )
+        for uuid, part in allocation.parts.items()
+        if uuid in gpus
+    }
+
+
+def limits_by_gpu(
+    parts: Sequence[Allocation], pod: Pod | None, gpus: Mapping[GpuUuid, Gpu], names: ResourceNames
+) -> dict[GpuUuid, ShareLimits] | None:
+    """Of all that a container has, in order of the GPUs' index; `parts` are several where it uses several results of a
+    claim. None where a GPU is not in the inventory."""
+    if any(uuid not in gpus for part in parts for uuid in part.gpus):
+        return None
+    found: dict[GpuUuid, ShareLimits] = {}
+    for part in parts:
+        annotations = limit_annotations(part, pod)
+        if part.unit_ids:
+            own = _replica_limits(part, gpus)
+        else:
+            own = {uuid: share_limits(part, annotations, gpus, names) for uuid in part.gpus}
+        for uuid, limits in own.items():
+            found[uuid] = _together(found[uuid], limits, gpus[uuid]) if uuid in found else limits
+    return {uuid: found[uuid] for uuid in sorted(found, key=lambda uuid: gpus[uuid].index)}
+
+
+def _together(one: ShareLimits, other: ShareLimits, gpu: Gpu) -> ShareLimits:
+    """Two results of a claim on one GPU are one share of it, for a program cannot distinguish them."""
+    return ShareLimits(
+        cores=min(CORES_PER_GPU, one.cores + other.cores),
+        memory_bytes=min(gpu.memory_mib * MIB, one.memory_bytes + other.memory_bytes),
+        core_limit=max(one.core_limit, other.core_limit),
+        is_limited=one.is_limited and other.is_limited,
     )
 
 

@@ -10,9 +10,8 @@ The first two are written whole under another name and renamed. A container's mo
 started: running containers keep their library until they end, the kernel keeps the file for them, and one that starts
 again gets the present one, for the kubelet keeps the path.
 
-A tenant can make its file as large as the file system allows, and of so many pieces that the kernel frees it for half a
-minute; the kubelet does not count it. So nothing that a tenant has written is removed where anybody waits: `prepare` and
-`remove_pod` rename it, `remove_aside` removes it, and `cut` shortens a file that is larger than the library makes it.
+A tenant can make its file as large as the file system allows (directories.py): `cut` shortens one that is larger than the
+library makes it.
 The place is below `containers`, which may be a file system of its own.
 
 To rename or link a file the kernel waits for whoever writes or shortens it (ext4: 37 s for a `cut`), and no other rename
@@ -25,7 +24,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,7 +31,17 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gpushare_agent.isolation.directories import container_path, opened_container, opened_root, pods_in, step_failed
+from gpushare_agent.isolation.directories import (
+    CLOSED_MODE,
+    container_path,
+    list_aside,
+    opened_container,
+    opened_root,
+    pods_in,
+    put_aside,
+    remove_aside,
+    step_failed,
+)
 from gpushare_agent.isolation.names import require_nameable
 from gpushare_agent.kit.directories import (
     DIRECTORY,
@@ -41,7 +49,6 @@ from gpushare_agent.kit.directories import (
     made_directory,
     names_in,
     opened,
-    remove_tree,
     replace_file,
     status_of,
 )
@@ -54,9 +61,6 @@ PRELOAD_NAME = "ld.so.preload"
 MAX_LIBRARY_BYTES = 64 * 1024 * 1024
 """The libraries have one MiB; with debugging information several."""
 CONTAINERS_NAME = "containers"
-CONTAINERS_MODE = 0o700
-ASIDE_NAME = "removed"
-"""No pod UID: beside the directories of the pods."""
 TENANT_MODE = 0o666
 """Containers run under any user, also of a user namespace."""
 TENANT_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO in its place
@@ -84,24 +88,31 @@ class PreloadedLibrary(Struct, frozen=True, kw_only=True):
 
 
 class TenantFiles:
-    """`library` is where the library comes from, `directory` what containers get it from (the isolation's settings)."""
+    """`library` is where the library comes from, `directory` what containers get it from (the isolation's settings);
+    `containers` has the containers' directories."""
 
     kind: PreloadedLibrary
 
     def __init__(self, library: Path, directory: Path) -> None:
         self.library = library
         self.directory = directory
+        self.containers = directory / CONTAINERS_NAME
 
     def _fill(self, key: ContainerKey, directory: int) -> None:
         """The files of a container that is about to start, in its empty directory. Raises OSError, AgentError."""
         raise NotImplementedError
+
+    def _put_former_aside(self, containers: int, pod: int, name: str) -> None:
+        """What the tenant of an earlier instance has written in the directory `name`, which may not be there."""
+        if status_of(pod, name) is not None:
+            put_aside(containers, pod, name)
 
     def keep_started(self, key: ContainerKey, container_id: str) -> None:
         """Of a claim's container that has started, where the next start is to find other files."""
 
     def container_directory(self, key: ContainerKey) -> Path:
         """Raises Rejected for a name that cannot be part of a path."""
-        return container_path(self.directory / CONTAINERS_NAME, key)
+        return container_path(self.containers, key)
 
     def check_library(self) -> LibraryStamp:
         """Reads only; differs for another file in its place. Raises StartupError where there is no library, one
@@ -164,10 +175,9 @@ class TenantFiles:
             library = None if self._is_installed() else self.library_content()
             with (
                 self._open_containers(make=True, library=library) as containers,
-                made_directory(containers, key.pod_uid) as pod,
+                made_directory(containers, key.pod_uid, CLOSED_MODE) as pod,
             ):
-                if status_of(pod, key.container) is not None:
-                    put_aside(containers, pod, key.container)
+                self._put_former_aside(containers, pod, key.container)
                 with made_directory(pod, key.container) as directory:
                     self._fill(key, directory)
 
@@ -177,7 +187,7 @@ class TenantFiles:
         require_nameable(ContainerKey(uid, "x"))
         try:
             with (
-                self._step("removing", self.directory / CONTAINERS_NAME / uid),
+                self._step("removing", self.containers / uid),
                 self._open_containers(make=False) as containers,
             ):
                 put_aside(containers, containers, uid)
@@ -187,15 +197,22 @@ class TenantFiles:
 
     def list_aside(self) -> tuple[str, ...]:
         """The names of what is to be removed. Raises Unavailable."""
-        with suppress(NotFound), self._opened_aside("listing") as aside:
-            return tuple(names_in(aside))
+        with (
+            suppress(NotFound),
+            self._step("listing", self.containers),
+            self._open_containers(make=False) as containers,
+        ):
+            return list_aside(containers)
         return ()
 
     def remove_aside(self, name: str) -> None:
-        """Removes one of these, a link and not what it leads to. May take half a minute. Raises Unavailable where the file
-        system refuses: what is left is tried again."""
-        with suppress(NotFound), self._opened_aside("removing") as aside:
-            remove_tree(aside, name)
+        """May take half a minute. Raises Unavailable where the file system refuses: what is left is tried again."""
+        with (
+            suppress(NotFound),
+            self._step("removing", self.containers),
+            self._open_containers(make=False) as containers,
+        ):
+            remove_aside(containers, name)
 
     def oversized(self, keys: Iterable[ContainerKey]) -> list[tuple[ContainerKey, int]]:
         """The containers with a file that is larger than the library makes it, and how large in bytes, the largest
@@ -228,7 +245,7 @@ class TenantFiles:
         """The pods that have an entry, sorted. Raises Unavailable."""
         try:
             with (
-                self._step("listing", self.directory / CONTAINERS_NAME),
+                self._step("listing", self.containers),
                 self._open_containers(make=False) as containers,
             ):
                 return pods_in(containers)
@@ -236,17 +253,8 @@ class TenantFiles:
             return ()
 
     @contextmanager
-    def _opened_aside(self, verb: str) -> Iterator[int]:
-        with (
-            self._step(verb, self.directory / CONTAINERS_NAME / ASIDE_NAME),
-            self._open_containers(make=False) as containers,
-            opened(ASIDE_NAME, containers, DIRECTORY) as aside,
-        ):
-            yield aside
-
-    @contextmanager
     def _open_containers(self, *, make: bool, library: bytes | None = None) -> Iterator[int]:
-        """The directory of all containers; `make` creates it and the preload file beside it, and the library if given."""
+        """The directory of all containers; `make` creates it and the preload file, and the library if given."""
         if make:
             self.directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
         with opened_root(self.directory) as root:
@@ -254,10 +262,17 @@ class TenantFiles:
                 if library is not None:
                     replace_file(root, self.kind.name, library, is_synced=True)
                 replace_file(root, PRELOAD_NAME, f"{self.kind.path_in_container}\n".encode())
-                with made_directory(root, CONTAINERS_NAME, CONTAINERS_MODE):
-                    pass
-            with opened(CONTAINERS_NAME, root, DIRECTORY) as containers:
+            with self._opened_containers(root, make=make) as containers:
                 yield containers
+
+    @contextmanager
+    def _opened_containers(self, root: int, *, make: bool) -> Iterator[int]:
+        """`root` is the directory that containers get the library from."""
+        if make:
+            with made_directory(root, CONTAINERS_NAME, CLOSED_MODE):
+                pass
+        with opened(CONTAINERS_NAME, root, DIRECTORY) as containers:
+            yield containers
 
     def _is_installed(self) -> bool:
         try:
@@ -299,11 +314,6 @@ class TenantFiles:
             raise NotFound(f"{verb} {path} failed: {e.strerror}") from e
         except OSError as e:
             raise step_failed(verb, path, e, self.kind.setting) from e
-
-
-def put_aside(containers: int, directory: int, name: str) -> None:
-    with made_directory(containers, ASIDE_NAME, CONTAINERS_MODE) as aside:
-        os.rename(name, secrets.token_hex(8), src_dir_fd=directory, dst_dir_fd=aside)
 
 
 def make_tenant_file(directory: int, name: str, content: bytes = b"") -> None:

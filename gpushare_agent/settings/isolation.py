@@ -21,7 +21,7 @@ class VirtualManagerSettings(Section):
 
     path: GivenPath = Field(
         default=Path("/etc/gpu-manager/vm"),
-        description="Directory of the containers' vDevice directories (isolation vcuda).",
+        description="Directory of the containers' vDevice directories (isolations gpushare and vcuda).",
     )
 
 
@@ -122,7 +122,7 @@ class LibgpushareSettings(Section):
     )
     directory: GivenPath = Field(
         default=Path("/etc/gpu-manager/gpushare"),
-        description="Directory on the host for the library and the containers' files, not mounted noexec.",
+        description="Directory on the host from which containers get the library, not mounted noexec.",
     )
 
 

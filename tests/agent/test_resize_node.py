@@ -116,7 +116,7 @@ async def test_under_gpushare_a_running_program_finds_the_new_size_in_its_file(s
         node.api.create_pod(share("web"))
         await wait_running(node, "web")
         uid = node.api.pod("default", "web")["metadata"]["uid"]
-        directory = node.paths.libgpushare / "containers" / uid / "main"
+        directory = node.paths.virtual_manager / uid / "main"
         config = directory / CONFIG_NAME
 
         def told() -> tuple[int, int]:

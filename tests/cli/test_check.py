@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.cli.check.check import check_node, run
 from gpushare_agent.cli.check.local import device_paths
-from gpushare_agent.isolation.vcuda import check as vcuda_check
+from gpushare_agent.isolation.vdevice import check as vdevice_check
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.finding import Level
 from gpushare_agent.runtime import node_probes
@@ -24,7 +24,7 @@ from tests.support_settings import clean_environment, listening, run_program
 @pytest.fixture(autouse=True)
 def may_open_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever limit the tests themselves run under."""
-    monkeypatch.setattr(vcuda_check, "read_open_files_limit", lambda: (1024, 65_536))
+    monkeypatch.setattr(vdevice_check, "read_open_files_limit", lambda: (1024, 65_536))
 
 
 async def test_a_complete_node_is_ready(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

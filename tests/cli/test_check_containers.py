@@ -10,6 +10,7 @@ import pytest
 
 from gpushare_agent.cli.check.check import check_node
 from gpushare_agent.isolation.vcuda import check as vcuda_check
+from gpushare_agent.isolation.vdevice import check as vdevice_check
 from gpushare_agent.model.finding import Finding, Level
 from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import load_settings
@@ -21,7 +22,7 @@ from tests.support_settings import listening, run_program
 @pytest.fixture(autouse=True)
 def may_open_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever limit the tests themselves run under."""
-    monkeypatch.setattr(vcuda_check, "read_open_files_limit", lambda: (1024, 65_536))
+    monkeypatch.setattr(vdevice_check, "read_open_files_limit", lambda: (1024, 65_536))
 
 
 async def test_the_runtime_is_asked_for_its_name(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +218,7 @@ async def test_too_few_open_files_are_reported(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch, hard: int, level: Level
 ) -> None:
     """A hundred containers may hold 64 connections each; without vDevice sockets there are none."""
-    monkeypatch.setattr(vcuda_check, "read_open_files_limit", lambda: (1024, hard))
+    monkeypatch.setattr(vdevice_check, "read_open_files_limit", lambda: (1024, hard))
     async with complete_node(short_dir) as node:
         found = await only("open files", node)
         assert not not_ok(await check_node(node.settings("--isolation=none")))

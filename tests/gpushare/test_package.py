@@ -32,7 +32,9 @@ def limits(memory_mib: int = 2560, cores: int = 3000) -> GpuLimits:
 
 def prepared(machine: Machine) -> tuple[GpushareFiles, Container]:
     """A container whose directory the package has made: the program runs in it."""
-    files = GpushareFiles(machine.built.library, machine.directory / "own", lambda _: limits())
+    files = GpushareFiles(
+        machine.built.library, machine.directory / "own", machine.directory / "vm", lambda _: [limits()]
+    )
     with files._open_containers(make=True):  # without the library, which is preloaded from where it was built
         pass
     (files.directory / files.kind.name).write_bytes(b"installed")
@@ -46,10 +48,10 @@ def test_memory_ends_at_the_limit_and_follows_a_resize_while_the_program_runs(ma
     files, share = prepared(machine_with())
     program = share.start(TAKE, "sleep:1", TAKE, "sleep:1", TAKE, "free", TAKE)
     wait_refused(share, 1)
-    assert files.held_bytes(KEY) == (CONTEXT_MIB + 8 * BLOCK_MIB) * MIB
-    files.write_limits(KEY, limits(20 * BLOCK_MIB))
+    assert files.held_bytes(KEY) == {limits().uuid: (CONTEXT_MIB + 8 * BLOCK_MIB) * MIB}
+    files.write_limits(KEY, [limits(20 * BLOCK_MIB)])
     wait_refused(share, 2)
-    files.write_limits(KEY, limits(6 * BLOCK_MIB))
+    files.write_limits(KEY, [limits(6 * BLOCK_MIB)])
     ended = finish(program)
     assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [8, 10, 0, 4], ended.error
 
@@ -59,7 +61,7 @@ def test_memory_ends_at_the_limit_and_follows_a_resize_while_the_program_runs(ma
 def test_cores_are_held_and_counted_where_the_agent_looks(machine_with: MachineWith, cores: int) -> None:
     """In virtual time; one wave of blocks of a millisecond is 1,000 launches a second."""
     files, share = prepared(machine_with(sm_count=132, block_us=1000, lag_ms=200))
-    files.write_limits(KEY, limits(cores=cores))
+    files.write_limits(KEY, [limits(cores=cores)])
     [ended] = share.machine.run_virtual((share, ["launch:kernel:6:1056"]))
     assert (ended.code, ended.error) == (0, "")
     assert ended.rates()[0] / 10 == pytest.approx(cores / 100, abs=5)
@@ -69,12 +71,12 @@ def test_cores_are_held_and_counted_where_the_agent_looks(machine_with: MachineW
 def test_more_cores_are_followed_by_a_launch_that_waits(machine_with: MachineWith) -> None:
     """In real time: it would wait for minutes at the old share."""
     files, share = prepared(machine_with(sm_count=132, block_us=100000))
-    files.write_limits(KEY, limits(cores=10))
+    files.write_limits(KEY, [limits(cores=10)])
     program = share.start("launch:sync:0.3:1056", "launch:kernel:0.1:1056")
     while share.usage()[0].launched_ns < 150_000_000:
         assert program.poll() is None, program.communicate()
         time.sleep(0.01)
-    files.write_limits(KEY, limits(cores=10000))
+    files.write_limits(KEY, [limits(cores=10000)])
     began = time.monotonic()
     assert finish(program).code == 0 and time.monotonic() - began < 20
 

@@ -21,19 +21,23 @@ from gpushare_agent.isolation.gpushare.edits import ISOLATION, LIBRARY_PATH, edi
 from gpushare_agent.isolation.gpushare.files import LIBRARY, GpushareFiles
 from gpushare_agent.isolation.gpushare.format import (
     CONFIG_NAME,
-    LAUNCHES_OFFSET,
+    MOST_GPUS,
     USAGE_BYTES,
     USAGE_NAME,
     GpuLimits,
+    Observed,
     encode_config,
 )
 from gpushare_agent.isolation.gpushare.observed import ObservedContainers, observed
 from gpushare_agent.isolation.private_caches import PrivateCaches
-from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
+from gpushare_agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.model.allocations import Allocation, ClaimRef, ClaimShare, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import Corrupt, NotFound, Refused, StartupError, Unavailable
 from gpushare_agent.model.finding import Level
-from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, MIB, GpuUuid, PodUid
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, MIB, GpuUuid, PodUid, unit_id
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
 from gpushare_agent.settings.isolation import LibgpushareSettings
 from gpushare_agent.settings.settings import Settings
@@ -43,7 +47,7 @@ from tests.support_hami_core import fake_library
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 KEY = ContainerKey(UID, "cuda")
 OTHER = ContainerKey(PodUid("22222222-2222-3333-4444-555555555555"), "cuda")
-GPUS = inventory(memory_mib=24 * 1024).gpus
+GPUS = inventory(3, memory_mib=24 * 1024).gpus
 UUID = GPUS[0].uuid
 LIMITS = GpuLimits(uuid=UUID, memory_bytes=2048 * MIB, cores=3000)
 
@@ -66,7 +70,7 @@ def test_whole_gpus_get_nothing() -> None:
 def test_a_share_gets_the_library_and_its_own_directory_of_which_one_file_is_writable() -> None:
     edits = edit_gpushare(request())
     assert isinstance(edits, ContainerEdits) and edits.env == ()
-    own = f"/own/containers/{UID}/cuda"
+    own = f"/vm/{UID}/cuda"
     assert [(mount.host_path, mount.container_path, mount.read_only) for mount in edits.mounts] == [
         ("/own/libgpushare.so", LIBRARY_PATH, True),
         ("/own/ld.so.preload", "/etc/ld.so.preload", True),
@@ -81,7 +85,6 @@ def test_a_share_gets_the_library_and_its_own_directory_of_which_one_file_is_wri
         (request(NVIDIA_VISIBLE_DEVICES="all"), "sets NVIDIA_VISIBLE_DEVICES in its spec"),
         (request(cores=0), "which makes a limit of 0 under isolation gpushare. "),
         (request(memory_mib=0), "which makes a limit of 0 under isolation gpushare. "),
-        (request(gpus=2), "the library of isolation gpushare limits one"),
     ],
 )
 def test_a_share_that_could_not_be_kept_is_refused(wanted: IsolationRequest, text: str) -> None:
@@ -103,8 +106,61 @@ def test_the_limits_are_those_of_the_share_and_its_elastic_ceiling(ceiling: str,
     owner = pod("share", container("cuda", cores=30, blocks=8), uid=UID, annotations={CORE_LIMIT_ANNOTATION: ceiling})
     own = allocation(owner, "cuda", ids(0, range(30)), ids(0, range(8)))
     gpus = {gpu.uuid: gpu for gpu in GPUS}
-    assert live_limits(own, owner, gpus, NAMES) == replace(LIMITS, ceiling=expected)
-    assert live_limits(own, owner, {}, NAMES) is None
+    assert live_limits([own], owner, gpus, NAMES) == (replace(LIMITS, ceiling=expected),)
+    assert live_limits([own], owner, {}, NAMES) is None
+
+
+def test_shares_of_several_gpus_and_whole_ones_beside_them_get_the_library() -> None:
+    whole = GpuShare(gpu=GPUS[1], cores=100, memory_mib=0, is_whole=True)
+    mixed = replace(request(), shares=(*request().shares, whole))
+    assert edit_gpushare(request(gpus=2)) == edit_gpushare(mixed) == edit_gpushare(request())
+    many = replace(request(), shares=request().shares * (MOST_GPUS + 1))
+    refused = edit_gpushare(many)
+    assert isinstance(refused, Refused) and "shares on 17 GPUs" in refused.detail
+
+
+def gpu_memory(memory_mib: int) -> dict[GpuUuid, Gpu]:
+    return {gpu.uuid: replace(gpu, memory_mib=memory_mib) for gpu in GPUS}
+
+
+def replicas(*units: tuple[int, str]) -> Allocation:
+    """Of `(index, terms)`, such as (0, "4s"): one of four replicas of GPU 0."""
+    owner = pod("replicas", container("cuda"), uid=UID)
+    found = frozenset(unit_id(GPUS[index].uuid, number, terms) for number, (index, terms) in enumerate(units))
+    gpus = tuple(dict.fromkeys(GPUS[index].uuid for index, _ in units))
+    return replace(allocation(owner, "cuda", [], []), ids={ResourceKind.GPU: found}, gpus=gpus)
+
+
+def test_replicas_of_several_gpus_have_the_limits_of_each() -> None:
+    """Two of four of one and one of three of another; who has all of a GPU is not limited there."""
+    found = live_limits([replicas((0, "4s"), (0, "4s"), (1, "3s"))], None, gpu_memory(9000), NAMES)
+    assert found == (
+        GpuLimits(uuid=GPUS[0].uuid, memory_bytes=4500 * MIB, cores=5000),
+        GpuLimits(uuid=GPUS[1].uuid, memory_bytes=3000 * MIB, cores=3300),
+    )
+    found = live_limits([replicas((0, "2s"), (0, "2s"), (1, "3s"))], None, gpu_memory(9000), NAMES)
+    assert found is not None and found[0] == GpuLimits(uuid=GPUS[0].uuid)
+
+
+def claimed(index: int, cores: int, blocks: int, name: str) -> Allocation:
+    owner = pod("claim", container(name), uid=UID)
+    own = allocation(owner, name, ids(index, range(cores)), ids(index, range(blocks)))
+    share = ClaimShare(
+        ref=ClaimRef("default", "gpus", UID), shown_as="gpus", request=name, isolation="gpushare", view="a"
+    )
+    return replace(own, gpus=(GPUS[index].uuid,), claim=share, is_whole=cores >= 100)
+
+
+def test_a_claims_results_have_a_limit_on_each_gpu_and_together_where_it_is_one() -> None:
+    """Memory alone gets compute in proportion; a whole GPU beside shares is not limited."""
+    parts = [claimed(0, 30, 8, "a"), claimed(0, 10, 4, "b"), claimed(1, 0, 16, "c"), claimed(2, 100, 32, "d")]
+    gpus = gpu_memory(8192)
+    assert live_limits(parts, None, gpus, NAMES) == (
+        GpuLimits(uuid=GPUS[0].uuid, memory_bytes=3072 * MIB, cores=4000),
+        GpuLimits(uuid=GPUS[1].uuid, memory_bytes=4096 * MIB, cores=5000),
+        GpuLimits(uuid=GPUS[2].uuid),
+    )
+    assert live_limits(parts[3:], None, gpus, NAMES) is None
 
 
 # ---- files ----
@@ -123,7 +179,13 @@ class World:
         self.limits: GpuLimits | None = LIMITS
         self.is_claims = False
         source = library(directory / "libgpushare.so")
-        self.files = GpushareFiles(source, directory / "own", lambda _: self.limits, lambda _: self.is_claims)
+        self.files = GpushareFiles(
+            source,
+            directory / "own",
+            directory / "vm",
+            lambda _: [self.limits] if self.limits is not None else None,
+            lambda _: self.is_claims,
+        )
         self.path = self.files.container_directory(KEY)
         share = pod("share", container("cuda", cores=30, blocks=8), uid=UID)
         self.pods: dict[PodUid, Pod] = {UID: share}
@@ -139,7 +201,7 @@ class World:
 
     def launch(self, count: int) -> None:
         with (self.path / USAGE_NAME).open("r+b") as file:
-            file.seek(LAUNCHES_OFFSET)
+            file.seek(512 + 56)
             file.write(struct.pack("Q", count))
 
 
@@ -156,7 +218,7 @@ def test_a_prepared_container_finds_its_limits_and_an_empty_region(world: World)
     modes = {path.name: path.stat().st_mode & 0o777 for path in world.path.iterdir()}
     assert modes == {CONFIG_NAME: 0o644, USAGE_NAME: 0o666}
     assert (world.path / USAGE_NAME).stat().st_size == USAGE_BYTES
-    assert (world.files.launches(KEY), world.files.held_bytes(KEY)) == (0, 0)
+    assert (world.files.launches(KEY), world.files.held_bytes(KEY)) == (0, {UUID: 0})
     installed = world.files.directory
     assert (installed / "ld.so.preload").read_text() == f"{LIBRARY_PATH}\n"
     assert (installed / "libgpushare.so").read_bytes() == world.files.library.read_bytes()
@@ -188,7 +250,7 @@ def test_a_container_whose_limits_are_not_known_is_not_prepared(world: World) ->
 def test_a_resize_is_written_into_the_file_that_programs_have_mapped(world: World) -> None:
     world.files.prepare(KEY)
     before = (world.path / CONFIG_NAME).stat().st_ino
-    world.files.write_limits(KEY, replace(LIMITS, memory_bytes=1024 * MIB, cores=5000))
+    world.files.write_limits(KEY, [replace(LIMITS, memory_bytes=1024 * MIB, cores=5000)])
     flags, memory, cores = struct.unpack_from("=I48xQI", world.config(), 512 + 4)
     assert (flags, memory, cores, (world.path / CONFIG_NAME).stat().st_ino) == (3, 1024 * MIB, 5000, before)
     assert struct.unpack_from("I", world.config(), 512)[0] % 2 == 0
@@ -202,11 +264,34 @@ def test_threads_that_write_at_once_leave_the_sequence_even(world: World) -> Non
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as pool:
-            for written in [pool.submit(world.files.write_limits, KEY, LIMITS) for _ in range(2000)]:
+            for written in [pool.submit(world.files.write_limits, KEY, [LIMITS]) for _ in range(2000)]:
                 written.result()
     finally:
         sys.setswitchinterval(interval)
     assert struct.unpack_from("I", world.config(), 512)[0] == before + 4000
+
+
+def test_each_gpu_of_a_container_is_written_by_its_uuid(world: World) -> None:
+    """In any order; what was prepared for other GPUs is not touched."""
+    second = GpuLimits(uuid=GPUS[1].uuid, memory_bytes=1024 * MIB)
+    files = GpushareFiles(
+        world.files.library, world.files.directory, world.files.containers, lambda _: [LIMITS, second]
+    )
+    files.prepare(KEY)
+    files.write_limits(KEY, [replace(second, memory_bytes=512 * MIB)])
+    files.write_observed(KEY, second.uuid, Observed(at_ns=1, used_bytes=7, busy=0, busy_others=0, samples=1))
+    assert [struct.unpack_from("Q", world.config(), 512 + 128 * n + 56)[0] // MIB for n in (0, 1)] == [2048, 512]
+    assert [struct.unpack_from("Q", world.config(), 512 + 128 * n + 80)[0] for n in (0, 1)] == [0, 7]
+    assert files.held_bytes(KEY) == {LIMITS.uuid: 0, second.uuid: 0}
+    before = world.config()
+    with pytest.raises(NotFound, match="prepared for other GPUs"):
+        files.write_limits(KEY, [LIMITS, GpuLimits(uuid="GPU-9")])
+    assert world.config() == before
+    with (world.path / USAGE_NAME).open("r+b") as file:
+        for gpu in (0, 1):
+            file.seek(512 + 256 * gpu + 56)
+            file.write(struct.pack("Q", 5))
+    assert files.launches(KEY) == 10
 
 
 def shorten(path: Path) -> None:
@@ -235,31 +320,44 @@ def test_what_a_tenant_makes_of_its_region_harms_nobody(world: World, attack: Ca
         world.files.launches(KEY)
     with pytest.raises(Corrupt):
         world.files.held_bytes(KEY)
-    world.files.write_limits(KEY, LIMITS)
+    world.files.write_limits(KEY, [LIMITS])
 
 
-async def test_the_files_are_cut_and_go_with_their_pod(world: World) -> None:
-    caches = PrivateCaches(files=world.files, allocations=lambda: world.allocations, pods=world)
+async def test_a_file_that_its_tenant_made_long_is_cut(world: World) -> None:
+    caches = PrivateCaches(files=world.files, allocations=lambda: world.allocations, pods=world, removes=False)
     await caches.check()
     assert await caches.prepare([KEY]) is None
     grow(world.path / USAGE_NAME)
     await caches.cut_oversized()
     assert world.files.launches(KEY) == 0 and (world.path / USAGE_NAME).stat().st_size == USAGE_BYTES
-    world.pods.clear()
-    world.allocations.clear()
-    await caches.remove_stale()
-    await caches.remove_aside()
-    assert world.files.list_pods() == () and world.files.list_aside() == ()
+
+
+def test_a_start_leaves_the_vdevice_files_and_puts_what_the_tenant_wrote_aside(world: World) -> None:
+    """So does the end of the pod: what a tenant has written may take the kernel half a minute to free."""
+    vdevice = VDeviceFiles(world.files.containers)
+    vdevice.prepare(KEY)
+    sock, identity = vdevice.bind_socket(KEY)
+    sock.close()
+    vdevice.write_pids(KEY, [7])
+    world.files.prepare(KEY)
+    world.files.prepare(KEY)
+    assert vdevice.has_socket(KEY, identity) and len(vdevice.list_aside()) == 1
+    assert sorted(path.name for path in world.path.iterdir()) == [CONFIG_NAME, "pids.config", USAGE_NAME, "vcuda.sock"]
+    assert world.path.parent.stat().st_mode & 0o777 == 0o700
+    assert vdevice.remove_pod(UID) and vdevice.pod_names() == () and len(vdevice.list_aside()) == 2
+    for name in vdevice.list_aside():
+        vdevice.remove_aside(name)
+    assert vdevice.list_aside() == ()
     with pytest.raises(NotFound):
-        world.files.write_limits(KEY, LIMITS)
+        world.files.write_limits(KEY, [LIMITS])
 
 
 def test_another_library_is_refused_with_the_cure(short_dir: Path) -> None:
-    files = GpushareFiles(fake_library(short_dir / "other.so"), short_dir / "own")
+    files = GpushareFiles(fake_library(short_dir / "other.so"), short_dir / "own", short_dir / "vm")
     with pytest.raises(Unavailable, match=r"is not libgpushare's: it would limit nobody.*native\.build_gpushare"):
         files.look()
     with pytest.raises(StartupError, match="isolation gpushare has no library"):
-        GpushareFiles(short_dir / "none.so", short_dir / "own").check_library()
+        GpushareFiles(short_dir / "none.so", short_dir / "own", short_dir / "vm").check_library()
 
 
 async def test_check_says_what_is_missing(short_dir: Path) -> None:
@@ -313,7 +411,7 @@ async def test_only_who_computes_is_told_and_only_then_the_driver_is_asked(world
         return int(struct.unpack_from("Q", world.config(), 512 + 96)[0])
 
     world.files.prepare(KEY)
-    service = ObservedContainers(files=world.files, shares=lambda: {KEY: LIMITS}, clock=lambda: now[0])
+    service = ObservedContainers(files=world.files, shares=lambda: {KEY: (LIMITS,)}, clock=lambda: now[0])
     service.request_usage_by(ask)
     await service.look()
     service.usage_sampled(usage())
@@ -336,7 +434,7 @@ async def test_limits_that_changed_without_a_resize_are_put_right_and_trouble_is
     """An elastic ceiling; a region that a tenant has broken; files that are about to be made."""
     world.files.prepare(KEY)
     wanted = [LIMITS]
-    service = ObservedContainers(files=world.files, shares=lambda: {KEY: wanted[0]})
+    service = ObservedContainers(files=world.files, shares=lambda: {KEY: (wanted[0],)})
     await service.look()
     wanted[0] = replace(LIMITS, ceiling=6000)
     await service.look()

@@ -213,7 +213,7 @@ def test_a_container_name_is_plain_or_of_dockershims_form(text: str, split: tupl
 
 
 def test_the_tree_has_the_documented_modes_under_any_umask(files: VDeviceFiles) -> None:
-    """Directories 0755, files 0644, socket 0666, with the strictest umask too; nothing else is left."""
+    """Directories 0755, a pod's 0700, files 0644, socket 0666, with the strictest umask too; nothing else is left."""
     before = os.umask(0o077)
     try:
         files.prepare(KEY)
@@ -226,7 +226,7 @@ def test_the_tree_has_the_documented_modes_under_any_umask(files: VDeviceFiles) 
         os.umask(before)
     at = f"{POD}/cuda"
     assert tree(files.root) == {
-        POD: "drwxr-xr-x",
+        POD: "drwx------",
         at: "drwxr-xr-x",
         f"{at}/vcuda.config": "-rw-r--r--",
         f"{at}/pids.config": "-rw-r--r--",

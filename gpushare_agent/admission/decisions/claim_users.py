@@ -50,17 +50,23 @@ def _uses(
                     yield container, allocation.key
 
 
-def by_view(allocations: Mapping[ContainerKey, Allocation]) -> Mapping[ContainerKey, Allocation]:
+def parts_of_views(allocations: Iterable[Allocation]) -> dict[ContainerKey, list[Allocation]]:
+    """The claims' allocations that a container uses together, by their view's key; its own is the first."""
+    found: dict[ContainerKey, list[Allocation]] = {}
+    for one in allocations:
+        if one.claim is not None:
+            key = ContainerKey(one.key.pod_uid, one.claim.view or one.key.container)
+            parts = found.setdefault(key, [])
+            parts.insert(0 if one.key == key else len(parts), one)
+    return {key: parts for key, parts in found.items() if parts[0].key == key}
+
+
+def by_view(
+    allocations: Mapping[ContainerKey, Allocation], parts_of: Mapping[ContainerKey, Sequence[Allocation]]
+) -> Mapping[ContainerKey, Allocation]:
     """As a container sees its shares: the claims' allocations that one uses together are one, under their view's key."""
-    found = dict(allocations)
-    parts: dict[ContainerKey, list[Allocation]] = {}
-    for key, allocation in allocations.items():
-        if allocation.claim is not None and allocation.claim.view not in ("", key.container):
-            parts.setdefault(ContainerKey(key.pod_uid, allocation.claim.view), []).append(found.pop(key))
-    for key, others in parts.items():
-        if key in found:
-            found[key] = _joined([found[key], *others])
-    return found
+    found = {key: one for key, one in allocations.items() if one.claim is None or one.claim.view in ("", key.container)}
+    return found | {key: _joined(parts) for key, parts in parts_of.items() if len(parts) > 1}
 
 
 def _joined(parts: Sequence[Allocation]) -> Allocation:

@@ -62,7 +62,7 @@ async def check_node(settings: Settings) -> list[Finding]:
         ]
     failed = {part for part, task in tasks if any(one.level is Level.ERROR for one in task.result())} - {""}
     kept = await _bounded(CheckProbe(name="isolation", run=partial(shares.check_kept, failed=failed)), settings)
-    found = (finding for _, task in tasks for finding in task.result())
+    found = dict.fromkeys(finding for _, task in tasks for finding in task.result())  # two isolations may ask the same
     return [*(chosen if node.isolation_reason else ()), *found, *kept]
 
 

@@ -46,7 +46,7 @@ def build(host: IsolationHost) -> IsolationPart:
     return IsolationPart(
         services={"driver limits": limits},
         check=limits.check,
-        prepare=limits.prepare,
+        prepare=(limits.prepare,),
         enforce=enforce,
         is_memory_fixed=not may_set,  # where NVIDIA's toolkit sets the limit, nobody changes it afterwards
         problem=limits.problem,

@@ -6,6 +6,7 @@ import asyncio
 
 from gpushare_agent.isolation.check import CheckProbe, OpenDriver, library_finding
 from gpushare_agent.isolation.gpushare.part import gpushare_files
+from gpushare_agent.isolation.vdevice.check import vdevice_probes
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.finding import Finding, error, ok
 from gpushare_agent.settings.settings import Settings
@@ -27,4 +28,4 @@ async def check_gpushare(settings: Settings) -> list[Finding]:
 
 
 def probes(open_driver: OpenDriver) -> tuple[CheckProbe, ...]:
-    return (CheckProbe(name="gpushare", run=check_gpushare),)
+    return (CheckProbe(name="gpushare", run=check_gpushare), *vdevice_probes())

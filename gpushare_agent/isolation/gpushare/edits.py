@@ -6,14 +6,15 @@
 | `/etc/vcuda`, read-only | the container's directory with gpushare.config, which the agent changes while programs run |
 | `/etc/vcuda/usage`, writable | what the container's processes share of their use |
 
-The library reads no variable, so none of a spec's lifts a limit but NVIDIA_VISIBLE_DEVICES. Whole GPUs get nothing.
+The library finds its limits by a GPU's UUID, so shares of several GPUs, and whole ones beside them, are limited each by its
+own. It reads no variable, so none of a spec's lifts a limit but NVIDIA_VISIBLE_DEVICES. Whole GPUs alone get nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from gpushare_agent.isolation.gpushare.format import CORES_OF_GPU, USAGE_NAME, GpuLimits
+from gpushare_agent.isolation.gpushare.format import CORES_OF_GPU, MOST_GPUS, USAGE_NAME, GpuLimits
 from gpushare_agent.isolation.kept import Circumstances, Kept, NotKept
 from gpushare_agent.isolation.request import (
     Follows,
@@ -21,11 +22,11 @@ from gpushare_agent.isolation.request import (
     IsolationRequest,
     refused_nothing,
     refused_override,
-    refused_several,
 )
-from gpushare_agent.isolation.shares import limit_annotations, share_limits
+from gpushare_agent.isolation.shares import ShareLimits, limits_by_gpu
+from gpushare_agent.isolation.vdevice.format import VDEVICE_DIRECTORY
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
-from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.pods import Pod
@@ -34,47 +35,58 @@ from gpushare_agent.model.resources import ResourceNames
 LIBRARY_NAME = "libgpushare.so"
 LIBRARY_PATH = f"/usr/local/gpushare/{LIBRARY_NAME}"
 PRELOAD_PATH = "/etc/ld.so.preload"
-DIRECTORY = "/etc/vcuda"
-"""In the container; native/gpushare/region.c has it."""
 
 
 def edit_gpushare(request: IsolationRequest) -> ContainerEdits | Refused:
     if request.is_whole:
         return ContainerEdits()
-    if (refused := refused_several(request, "gpushare")) is not None:
-        return refused
-    if not request.shares or min(request.cores, request.memory_mib) < 1:
+    limited = [share for share in request.shares if not share.is_whole]
+    if not limited or min(min(share.cores, share.memory_mib) for share in limited) < 1:
         return refused_nothing(request, "gpushare")
+    if len(request.shares) > MOST_GPUS:
+        return _refused_too_many(request)
     if (refused := refused_override(request.container, "gpushare")) is not None:
         return refused
-    directory = request.config.settings.libgpushare.directory
-    own = directory / "containers" / request.pod_uid / request.container.name
+    directory, own = request.config.settings.libgpushare.directory, request.vdevice_directory
     return ContainerEdits(
         mounts=(
             ContainerMount(host_path=str(directory / LIBRARY_NAME), container_path=LIBRARY_PATH),
             ContainerMount(host_path=str(directory / "ld.so.preload"), container_path=PRELOAD_PATH),
-            ContainerMount(host_path=str(own), container_path=DIRECTORY),
+            ContainerMount(host_path=str(own), container_path=VDEVICE_DIRECTORY),
             # In the read-only directory one file that can be written: its mount comes after the directory's.
             ContainerMount(
-                host_path=str(own / USAGE_NAME), container_path=f"{DIRECTORY}/{USAGE_NAME}", read_only=False
+                host_path=str(own / USAGE_NAME), container_path=f"{VDEVICE_DIRECTORY}/{USAGE_NAME}", read_only=False
             ),
         )
     )
 
 
+def _refused_too_many(request: IsolationRequest) -> Refused:
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"container {request.container.name} has shares on {len(request.shares)} GPUs, and isolation gpushare limits"
+        f" at most {MOST_GPUS} of one container. Nothing was allocated. Ask for fewer, or for whole GPUs.",
+    )
+
+
 def live_limits(
-    allocation: Allocation, pod: Pod | None, gpus: Mapping[GpuUuid, Gpu], names: ResourceNames
-) -> GpuLimits | None:
-    """Of the container's only GPU. None where that is not in the inventory, or its memory is not known."""
-    gpu = gpus.get(allocation.gpus[0]) if allocation.gpus else None
-    if gpu is None:
+    parts: Sequence[Allocation], pod: Pod | None, gpus: Mapping[GpuUuid, Gpu], names: ResourceNames
+) -> tuple[GpuLimits, ...] | None:
+    """Of each GPU of a container, `parts` as limits_by_gpu has them. None where one is not in the inventory, or its memory
+    is not known."""
+    shares = limits_by_gpu(parts, pod, gpus, names)
+    limited = [share for share in shares.values() if share.is_limited] if shares else []
+    if shares is None or not limited or min(min(share.memory_bytes, share.cores) for share in limited) < 1:
         return None
-    share = share_limits(allocation, limit_annotations(allocation, pod), gpus, names)
-    if min(share.memory_bytes, share.cores) < 1:
-        return None
+    return tuple(_limits(uuid, share) for uuid, share in shares.items())
+
+
+def _limits(uuid: GpuUuid, share: ShareLimits) -> GpuLimits:
+    if not share.is_limited:
+        return GpuLimits(uuid=uuid)
     percent = CORES_OF_GPU // CORES_PER_GPU
     return GpuLimits(
-        uuid=gpu.uuid,
+        uuid=uuid,
         memory_bytes=share.memory_bytes,
         cores=min(share.cores, CORES_PER_GPU) * percent,
         ceiling=share.core_limit * percent if share.core_limit > share.cores else None,
@@ -89,6 +101,8 @@ ISOLATION = Isolation(
     name="gpushare",
     edit=edit_gpushare,
     keeps=_keeps,
+    mounts_vdevice=True,
+    follows_processes=True,
     cores_follow=Follows.RUNNING_PROCESSES,
     memory_follows=Follows.RUNNING_PROCESSES,
     why_not_in_mig="its library limits compute by utilisation, and NVML has none where MIG is on",

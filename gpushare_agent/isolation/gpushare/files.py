@@ -1,5 +1,6 @@
-"""A container's files under isolation gpushare (isolation/tenant_files.py has the directory): gpushare.config, which the
-agent writes through a map, for it stays the same file while programs have it mapped, and `usage`, which the tenant writes.
+"""What a container has in its vDevice directory (isolation/vdevice) under isolation gpushare alone: gpushare.config, which
+the agent writes through a map, for it stays the same file while programs have it mapped, and `usage`, which the tenant
+writes.
 
 Both are made anew before each start that the kubelet announces; to a claim's container that starts again `usage` shows
 processes that have ended, which the library finds by their locks. State owned: none but the files.
@@ -10,39 +11,39 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gpushare_agent.isolation.directories import opened_container
+from gpushare_agent.isolation.directories import opened_container, opened_root, put_aside
 from gpushare_agent.isolation.gpushare.edits import LIBRARY_NAME, LIBRARY_PATH
 from gpushare_agent.isolation.gpushare.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
-    LAUNCHES_OFFSET,
     USAGE_BYTES,
+    USAGE_HEAD_BYTES,
     USAGE_NAME,
     GpuLimits,
     Observed,
     encode_config,
     encode_usage,
+    gpu_uuids,
     read_usage,
+    sum_launches,
     write_limits,
     write_observed,
 )
 from gpushare_agent.isolation.names import require_nameable
 from gpushare_agent.isolation.tenant_files import (
-    CONTAINERS_NAME,
     TENANT_FILE,
     PreloadedLibrary,
     TenantFiles,
     make_tenant_file,
     renamed,
 )
-from gpushare_agent.kit.directories import opened, replace_file
+from gpushare_agent.kit.directories import DIRECTORY, DIRECTORY_MODE, opened, replace_file, status_of
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Corrupt, NotFound, Unavailable
 
@@ -60,8 +61,9 @@ LIBRARY = PreloadedLibrary(
 
 
 class GpushareFiles(TenantFiles):
-    """`limits` are those of a container's GPU as they are to be now, None where they are not known; `is_claims` is whether
-    the share is a claim's."""
+    """`containers` are the vDevice directories (setting virtual_manager.path), which isolation/vdevice removes. `limits` are
+    those of a container's GPUs as they are to be now, None where they are not known; `is_claims` is whether the share is a
+    claim's."""
 
     kind = LIBRARY
 
@@ -69,12 +71,14 @@ class GpushareFiles(TenantFiles):
         self,
         library: Path,
         directory: Path,
-        limits: Callable[[ContainerKey], GpuLimits | None] = lambda _: None,
+        containers: Path,
+        limits: Callable[[ContainerKey], Sequence[GpuLimits] | None] = lambda _: None,
         is_claims: Callable[[ContainerKey], bool] = lambda _: False,
     ) -> None:
         super().__init__(library, directory)
         self._writing = threading.Lock()
-        self._containers = str(directory / CONTAINERS_NAME)
+        self.containers = containers
+        self._containers_text = str(containers)
         self._limits = limits
         self._is_claims = is_claims
 
@@ -88,11 +92,9 @@ class GpushareFiles(TenantFiles):
                     return
         super().prepare(key)
 
-    def _known_limits(self, key: ContainerKey) -> GpuLimits:
+    def _known_limits(self, key: ContainerKey) -> Sequence[GpuLimits]:
         if (limits := self._limits(key)) is None:
-            raise Unavailable(
-                f"the GPU of container {key.container} is not in the inventory, or its memory is not known"
-            )
+            raise Unavailable(f"a GPU of container {key.container} is not in the inventory, or its memory is not known")
         return limits
 
     def _is_from_before_boot(self, key: ContainerKey) -> bool:
@@ -101,19 +103,35 @@ class GpushareFiles(TenantFiles):
         with self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file:
             return os.fstat(file).st_mtime < booted_at
 
+    @contextmanager
+    def _opened_containers(self, root: int, *, make: bool) -> Iterator[int]:
+        if make:
+            self.containers.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        with opened_root(self.containers) as containers:
+            yield containers
+
+    def _put_former_aside(self, containers: int, pod: int, name: str) -> None:
+        """The socket and the other files in the directory stay."""
+        with suppress(FileNotFoundError, NotADirectoryError), opened(name, pod, DIRECTORY) as directory:
+            if status_of(directory, USAGE_NAME) is not None:
+                put_aside(containers, directory, USAGE_NAME)
+
     def _fill(self, key: ContainerKey, directory: int) -> None:
-        replace_file(directory, CONFIG_NAME, encode_config(key.pod_uid, key.container, [self._known_limits(key)]))
+        replace_file(directory, CONFIG_NAME, encode_config(key.pod_uid, key.container, self._known_limits(key)))
         make_tenant_file(directory, USAGE_NAME, encode_usage())
 
-    def write_limits(self, key: ContainerKey, limits: GpuLimits) -> None:
-        """For processes that run, too. Raises NotFound where the container was not prepared, Corrupt, Unavailable."""
+    def write_limits(self, key: ContainerKey, limits: Sequence[GpuLimits]) -> None:
+        """For processes that run, too. Raises NotFound where the container was not prepared, or for other GPUs; Corrupt,
+        Unavailable."""
         with self._opened_config(key) as config:
-            write_limits(config, 0, limits)
+            places = [_place(config, one.uuid) for one in limits]
+            for place, one in zip(places, limits, strict=True):
+                write_limits(config, place, one)
 
-    def write_observed(self, key: ContainerKey, seen: Observed) -> None:
+    def write_observed(self, key: ContainerKey, uuid: str, seen: Observed) -> None:
         """Raises as `write_limits`."""
         with self._opened_config(key) as config:
-            write_observed(config, 0, seen)
+            write_observed(config, _place(config, uuid), seen)
 
     def launches(self, key: ContainerKey) -> int:
         """How many its processes say that they have made. Raises as `write_limits`.
@@ -121,15 +139,18 @@ class GpushareFiles(TenantFiles):
         Asked of every container each second, so by its path: of that the last part alone is the tenant's.
         """
         require_nameable(key)
-        path = f"{self._containers}/{key.pod_uid}/{key.container}/{USAGE_NAME}"
+        path = f"{self._containers_text}/{key.pod_uid}/{key.container}/{USAGE_NAME}"
         with renamed(path), opened(path, None, TENANT_FILE) as file:
             _require_file(file, path, USAGE_BYTES)
-            return int(struct.unpack("Q", _read(file, 8, LAUNCHES_OFFSET))[0])
+            return sum_launches(_read(file, USAGE_HEAD_BYTES, 0))
 
-    def held_bytes(self, key: ContainerKey) -> int:
-        """What its processes say that they have. Raises as `write_limits`."""
+    def held_bytes(self, key: ContainerKey) -> dict[str, int]:
+        """What its processes say that they have, by the GPU's UUID. Raises as `write_limits`."""
+        with self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file:
+            uuids = gpu_uuids(_read(file, CONFIG_BYTES, 0))
         with self._opened(key, USAGE_NAME, USAGE_BYTES) as file:
-            return read_usage(_read(file, USAGE_BYTES, 0), 1)[0][0].held_bytes
+            gpus, _ = read_usage(_read(file, USAGE_BYTES, 0), len(uuids))
+        return {uuid: gpu.held_bytes for uuid, gpu in zip(uuids, gpus, strict=True)}
 
     @contextmanager
     def _opened_config(self, key: ContainerKey) -> Iterator[memoryview]:
@@ -158,6 +179,13 @@ class GpushareFiles(TenantFiles):
         ):
             _require_file(file, str(path / name), size)
             yield file
+
+
+def _place(config: memoryview, uuid: str) -> int:
+    try:
+        return gpu_uuids(config).index(uuid)
+    except ValueError as e:
+        raise NotFound(f"{CONFIG_NAME} was prepared for other GPUs than {uuid}") from e
 
 
 def _require_file(file: int, path: str, size: int) -> None:

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from gpushare_agent.isolation.names import is_container_name, is_pod_uid
+from gpushare_agent.isolation.vdevice import format as vdevice
 
-CONFIG_NAME, USAGE_NAME = "gpushare.config", "usage"
+CONFIG_NAME, USAGE_NAME = vdevice.GPUSHARE_CONFIG_NAME, vdevice.USAGE_NAME
 CONFIG_BYTES, USAGE_BYTES = 4096, 131072
 LAYOUT = 1
 MOST_GPUS, MOST_SLOTS = 16, 256
@@ -32,8 +33,10 @@ _OBSERVED = ((72, "Q"), (80, "Q"), (88, "I"), (92, "I"), (96, "Q"))
 """Observed at, bytes, busy, busy of others, samples."""
 _LIMITS_MEMORY, _LIMITS_CORES, _HAS_CEILING = 1, 2, 4
 _USAGE_GPU_BYTES, _FIRST_SLOT, _SLOT_BYTES = 256, 512 + 16 * 256, 448
-LAUNCHES_OFFSET = 512 + 56
-"""In `usage`, of the first GPU."""
+USAGE_HEAD_BYTES = _FIRST_SLOT
+"""Of `usage` what is before the processes."""
+_LAUNCHES_OFFSET = 56
+_LAUNCHES = struct.Struct("@Q")
 _USAGE_GPU = struct.Struct("@QqQqQQQQQ")
 """changed at, unattributed, refused, tokens, earned, refilled at, launched, launches, throttled."""
 KINDS = ("linear", "managed", "virtual", "array", "pool", "graph", "context")
@@ -101,6 +104,15 @@ def encode_usage() -> bytes:
     return bytes(content)
 
 
+def gpu_uuids(config: bytes | memoryview) -> list[str]:
+    """Of a whole file, in the order of its entries, which is that of `usage` too."""
+    count = min(_HEAD.unpack_from(config)[3], MOST_GPUS)
+    starts = [_FIRST_GPU + index * _GPU_BYTES + _UUID_OFFSET for index in range(count)]
+    return [
+        bytes(config[start : start + _UUID_BYTES]).split(b"\0", 1)[0].decode("ascii", "replace") for start in starts
+    ]
+
+
 def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) -> None:
     """Into a file that is mapped. Raises ValueError."""
     flags = (
@@ -130,6 +142,12 @@ def _write(
     for (offset, code), number in zip(places, fields, strict=True):
         entry[offset : offset + struct.calcsize(code)].cast(code)[0] = number  # type: ignore[call-overload]
     sequence[0] = (sequence[0] + 1) & 0xFFFFFFFF
+
+
+def sum_launches(head: bytes) -> int:
+    """How many all processes have made, on all GPUs; `head` are the first USAGE_HEAD_BYTES of `usage`."""
+    starts = range(512 + _LAUNCHES_OFFSET, USAGE_HEAD_BYTES, _USAGE_GPU_BYTES)
+    return sum(_LAUNCHES.unpack_from(head, start)[0] for start in starts)
 
 
 def read_usage(usage: bytes | memoryview, gpus: int) -> tuple[list[GpuUsage], list[ProcessUsage]]:

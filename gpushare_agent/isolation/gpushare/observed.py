@@ -41,7 +41,7 @@ class _Container(Struct):
     launches: int = 0
     launched_at: float = float("-inf")
     samples: int = 0
-    written: GpuLimits | None = None
+    written: tuple[GpuLimits, ...] | None = None
 
 
 def observed(usage: UsageRound, key: ContainerKey, uuid: GpuUuid, at_ns: int, samples: int) -> Observed | None:
@@ -66,10 +66,11 @@ def _per_mille(ratio: float | None) -> int:
 
 
 class ObservedContainers(Struct, kw_only=True, eq=False):
-    """`run` once. `shares` are the containers and claims under this isolation, each with the limits that it is to have."""
+    """`run` once. `shares` are the containers and claims under this isolation, each with the limits that it is to have of
+    its GPUs."""
 
     files: GpushareFiles
-    shares: Callable[[], Mapping[ContainerKey, GpuLimits]]
+    shares: Callable[[], Mapping[ContainerKey, tuple[GpuLimits, ...]]]
     clock: Callable[[], float] = time.monotonic
     period_s: float = PERIOD_S
     _request: Callable[[], None] = lambda: None
@@ -126,7 +127,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         now = self.clock()
         return [key for key, one in self._containers.items() if now - one.launched_at < RUNS_FOR_S]
 
-    def _look(self, shares: Mapping[ContainerKey, GpuLimits]) -> None:
+    def _look(self, shares: Mapping[ContainerKey, tuple[GpuLimits, ...]]) -> None:
         for key, limits in shares.items():
             one = self._containers[key]
             try:
@@ -145,11 +146,11 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             one = self._containers.get(key)
             if one is None or one.written is None:
                 continue
-            seen = observed(usage, key, GpuUuid(one.written.uuid), at_ns, one.samples + 1)
-            if seen is None:
-                continue
             try:
-                self.files.write_observed(key, seen)
+                for limits in one.written:
+                    seen = observed(usage, key, GpuUuid(limits.uuid), at_ns, one.samples + 1)
+                    if seen is not None:
+                        self.files.write_observed(key, limits.uuid, seen)
             except AgentError as e:
                 self._failed(key, e)
             else:

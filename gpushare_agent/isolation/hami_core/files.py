@@ -22,7 +22,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from gpushare_agent.isolation.directories import opened_container
+from gpushare_agent.isolation.directories import opened_container, put_aside
 from gpushare_agent.isolation.hami_core.region import Region, opened_region
 from gpushare_agent.isolation.hami_core.region_format import FILE_BYTES
 from gpushare_agent.isolation.tenant_files import (
@@ -30,7 +30,6 @@ from gpushare_agent.isolation.tenant_files import (
     TenantFiles,
     is_oversized,
     make_tenant_file,
-    put_aside,
 )
 from gpushare_agent.kit.directories import names_in, status_of
 from gpushare_agent.model.allocations import ContainerKey

@@ -174,8 +174,8 @@ def build(host: IsolationHost) -> IsolationPart:
         services={"private caches": caches, "region limits": limits, "region watch": watch},
         check=caches.check,
         look=caches.look,
-        prepare=caches.prepare,
-        prepare_ahead=caches.ahead.add,
+        prepare=(caches.prepare,),
+        prepare_ahead=(caches.ahead.add,),
         enforce=limits.enforce,
         circumstances=circumstances,
     )

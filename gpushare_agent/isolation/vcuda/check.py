@@ -1,5 +1,5 @@
-"""The probes of `gpushare-agent check` for isolation vcuda: the containers' directories and processes, the files that their
-connections need, and the driver they get to see.
+"""The probes of `gpushare-agent check` for isolation vcuda: those of the vDevice directories, and the driver that containers
+get to see.
 
 Without the control library in the place of libcuda everything runs, and nothing limits a container to its share: these
 findings show that before a pod does.
@@ -8,7 +8,6 @@ findings show that before a pod does.
 from __future__ import annotations
 
 import asyncio
-import sys
 
 from gpushare_agent.isolation.check import CheckProbe, OpenDriver
 from gpushare_agent.isolation.driver_volume.check import has_gpu_client, loaded_libcuda
@@ -22,41 +21,17 @@ from gpushare_agent.isolation.driver_volume.values import (
     DriverVolume,
     VolumeName,
 )
-from gpushare_agent.kit.bounded_grpc import ServerLimits
-from gpushare_agent.kit.process import read_open_files_limit
-from gpushare_agent.kubelet.registration import KUBELET_SOCKET
-from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
+from gpushare_agent.isolation.vdevice.check import vdevice_probes
+from gpushare_agent.model.errors import AgentError, StartupError
 from gpushare_agent.model.finding import Finding, error, ok, warning
-from gpushare_agent.model.names import MIB
-from gpushare_agent.runtime import node_probes
 from gpushare_agent.settings.settings import Settings
 
 PLAN_TIMEOUT_S = 15.0
 """A driver that is not installed yet is searched in all of the host's libraries."""
-_CONTAINERS = 100
-"""A full node; with 64 connections each they need more descriptors than the usual limits allow."""
-_CONNECTIONS = ServerLimits().max_connections
-NEEDED_OPEN_FILES = _CONTAINERS * (_CONNECTIONS + 1)
-
 _NOT_ENFORCED = "shares are refused: nothing would limit a container"
 _INSTALL = (
     "run `gpushare-agent driver-volume` on this node (as the agent's init container does) after each driver update"
 )
-
-
-async def check_virtual_manager(settings: Settings) -> list[Finding]:
-    """The tree with a directory for each container, mounted there at /etc/vcuda."""
-    path = settings.virtual_manager.path
-    try:
-        found = await asyncio.to_thread(node_probes.require_writable, path)
-    except Unavailable as failure:
-        cure = (
-            "run the agent as root with the host's directory mounted for writing, in the pod under the same path as on the"
-            " host, or set virtual_manager.path"
-        )
-        return [error("virtual manager", f"{failure}: no share can be given", cure)]
-    where = "writable" if found.directory == path else f"will be made in {found.directory}, which is writable"
-    return [ok("virtual manager", f"{path} {where}, {found.free_bytes // MIB} MiB free")]
 
 
 async def check_driver_directory(settings: Settings) -> list[Finding]:
@@ -119,45 +94,6 @@ def _not_installed(settings: Settings, volume: DriverVolume, name: str) -> Findi
     return warning("driver directory", detail, cure)
 
 
-async def check_processes(settings: Settings) -> list[Finding]:
-    """Whether the containers' processes have PIDs here, and the /proc that shows whose they are."""
-    proc_root = settings.runtime.proc_root
-    if not await node_probes.sees_processes_of_node(settings.kubelet.device_plugin_path / KUBELET_SOCKET):
-        detail = (
-            "this process has a PID namespace of its own, in which containers' processes have no PIDs: who registers on a"
-            " vDevice socket cannot be checked (the socket alone counts), and pids.config stays empty, by which the"
-            " library in a container distinguishes its own use of a GPU from that of others"
-        )
-        cure = "give the agent's pod hostPID: true; isolation none does without"
-        return [warning("host processes", detail, cure)]
-    try:
-        node_probes.require_proc(proc_root)
-    except Unavailable as failure:
-        detail = f"{failure}: who registers on a vDevice socket cannot be checked"
-        return [warning("host processes", detail, "leave --runtime.proc-root at /proc, with hostPID: true")]
-    return [ok("host processes", f"visible, and {proc_root} shows them")]
-
-
-async def check_open_files(settings: Settings) -> list[Finding]:
-    """The hard limit; the agent raises the soft one itself."""
-    _, hard = read_open_files_limit()
-    if hard >= NEEDED_OPEN_FILES:
-        given = "unlimited" if hard == sys.maxsize else str(hard)
-        return [ok("open files", f"{given} allowed, {NEEDED_OPEN_FILES} needed at most by {_CONTAINERS} containers")]
-    detail = (
-        f"the hard limit is {hard}, but {_CONTAINERS} containers with all {_CONNECTIONS} connections to their vDevice"
-        f" sockets need {NEEDED_OPEN_FILES}: a few hostile ones could keep others from registering"
-    )
-    cure = (
-        f"start the agent with a limit of {NEEDED_OPEN_FILES} or more (LimitNOFILE= of its unit, or of the runtime's)"
-    )
-    return [warning("open files", detail, cure)]
-
-
 def probes(open_driver: OpenDriver) -> tuple[CheckProbe, ...]:
-    return (
-        CheckProbe(name="host processes", run=check_processes),
-        CheckProbe(name="virtual manager", run=check_virtual_manager),
-        CheckProbe(name="driver directory", run=check_driver_directory, timeout_s=PLAN_TIMEOUT_S),
-        CheckProbe(name="open files", run=check_open_files),
-    )
+    driver_directory = CheckProbe(name="driver directory", run=check_driver_directory, timeout_s=PLAN_TIMEOUT_S)
+    return (*vdevice_probes(), driver_directory)

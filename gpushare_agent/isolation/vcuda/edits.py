@@ -69,6 +69,7 @@ ISOLATION = Isolation(
     edit=edit_vcuda,
     keeps=_keeps,
     not_shared=_not_shared,
+    mounts_vdevice=True,
     mounts_driver=True,
     follows_processes=True,
     # The library reads vcuda.config at each cuInit, cuDriverGetVersion, cuGetProcAddress and nvmlInit: a running process

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import partial
 
 import structlog
 
-from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
 from gpushare_agent.isolation.driver_volume.config import driver_volumes
-from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
 from gpushare_agent.isolation.driver_volume.values import VolumeName
-from gpushare_agent.isolation.part import Check, IsolationHost, IsolationPart, NodeProbe
-from gpushare_agent.isolation.vdevice.configs import VDeviceConfigs
-from gpushare_agent.isolation.vdevice.container_processes import ContainerProcesses
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, all_of
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.isolation.vdevice.virtual_manager import VirtualManager
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.memory_limits import MemoryLimiter
@@ -30,27 +23,7 @@ log = structlog.get_logger(__name__)
 def build(host: IsolationHost) -> IsolationPart:
     """Joined, not started."""
     settings, cgroups = host.node.settings, host.cgroups
-    manager = VirtualManager(
-        files=VDeviceFiles(settings.virtual_manager.path),
-        allocations=host.node.claim_pods.shares,
-        pods=host.node.claim_pods,
-        configs=VDeviceConfigs(
-            inventory=host.node.gpus,
-            driver_version=_driver_version(host),
-            names=host.node.names,
-            on_problem=lambda pod, text: host.warn(pod, "CoreLimitIgnored", text),
-        ),
-        processes=ContainerProcesses(
-            ContainerIds(host.runtime, host.node.pods),
-            cgroups,
-            clock=time.monotonic,
-            module=host.module,
-            sharers=host.node.claim_pods.sharers,
-        ),
-        identify=cgroups.identify_in_thread,
-        metrics=host.node.metrics,
-        clock=time.monotonic,
-    )
+    manager = host.vdevices()
     # simulated GPUs have no driver to mount
     shared = SharedVolumeCheck(host.volumes.get(VolumeName.SHARED)).check if settings.driver == "nvml" else None
 
@@ -68,10 +41,10 @@ def build(host: IsolationHost) -> IsolationPart:
 
     return IsolationPart(
         services={"virtual manager": manager},
-        check=partial(_both, manager.check, shared),
-        look=partial(_both, manager.look, shared),
-        prepare=manager.prepare,
-        prepare_ahead=manager.ahead.add,
+        check=partial(all_of, manager.check, shared),
+        look=partial(all_of, manager.look, shared),
+        prepare=(manager.prepare,),
+        prepare_ahead=(manager.ahead.add,),
         enforce=enforce,
         changed=manager.changed,
         log_contradictions=log_contradictions,
@@ -81,16 +54,3 @@ def build(host: IsolationHost) -> IsolationPart:
 def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
     shared = SharedVolumeCheck(driver_volumes(settings).get(VolumeName.SHARED))
     return NodeProbe(check=shared.check, pods=VDeviceFiles(settings.virtual_manager.path).pod_names)
-
-
-def _driver_version(host: IsolationHost) -> Callable[[], str]:
-    """Of the libraries that containers get, as they are at the agent's start, else as the driver says."""
-    found = [version for volume in host.volumes.values() if (version := installed_driver_version(volume)) is not None]
-    installed = ".".join(map(str, max(found))) if found else ""
-    return lambda: installed or host.node.gpus().driver_version
-
-
-async def _both(first: Check, second: Check | None) -> None:
-    await first()
-    if second is not None:
-        await second()

@@ -1,4 +1,5 @@
-"""What a container finds at /etc/vcuda: `<root>/<pod uid>/<container>/` with vcuda.sock, vcuda.config and pids.config.
+"""What a container finds at /etc/vcuda: `<root>/<pod uid>/<container>/` with vcuda.sock, vcuda.config and pids.config; under
+isolation gpushare also its gpushare.config and `usage` (isolation/gpushare/files.py), which go with the directory.
 
 Every step is one of kit/directories.py, relative to a descriptor and following no symbolic link: nothing is written or
 removed outside the root, whatever a tenant placed below it. An entry of the wrong kind is replaced, with a warning.
@@ -25,19 +26,24 @@ import structlog
 
 from gpushare_agent.isolation.directories import (
     container_path,
+    list_aside,
     made_container,
     opened_container,
     opened_root,
     pods_in,
+    put_aside,
+    remove_aside,
     step_failed,
 )
 from gpushare_agent.isolation.names import is_container_name, require_nameable
 from gpushare_agent.isolation.vdevice.format import (
     CONFIG_BYTES,
     CONFIG_NAME,
+    GPUSHARE_CONFIG_NAME,
     MAX_PIDS,
     PIDS_NAME,
     SOCKET_NAME,
+    USAGE_NAME,
     encode_pids,
 )
 from gpushare_agent.kit.directories import (
@@ -158,10 +164,25 @@ class VDeviceFiles:
                             f"{self.root / foreign} is nothing that the agent makes, so {uid} is not removed: is the "
                             "setting virtual_manager.path right?"
                         )
+                    _put_usage_aside(root, uid)
                     remove_tree(root, uid)
             except FileNotFoundError:
                 return False
         return True
+
+    def list_aside(self) -> tuple[str, ...]:
+        """What `remove_aside` is to remove."""
+        with self._renamed("listing", self.root):
+            try:
+                with opened_root(self.root) as root:
+                    return list_aside(root)
+            except FileNotFoundError:
+                return ()
+
+    def remove_aside(self, name: str) -> None:
+        """Removes one of these, beside other calls: it may take half a minute."""
+        with self._renamed("removing", self.root), opened_root(self.root) as root:
+            remove_aside(root, name)
 
     def pod_names(self) -> tuple[PodUid, ...]:
         """The pods that have an entry."""
@@ -221,11 +242,15 @@ class VDeviceFiles:
     @contextmanager
     def _step(self, verb: str, path: Path) -> Iterator[None]:
         """One call at a time, its errors renamed."""
-        with self._lock:
-            try:
-                yield
-            except OSError as e:
-                raise step_failed(verb, path, e, "virtual_manager.path") from e
+        with self._lock, self._renamed(verb, path):
+            yield
+
+    @contextmanager
+    def _renamed(self, verb: str, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise step_failed(verb, path, e, "virtual_manager.path") from e
 
 
 def _socket_path(directory: int) -> Path:
@@ -255,9 +280,16 @@ def _copies(directory: int) -> list[str]:
     return sorted(filter(is_container_id, names_in(directory)))
 
 
+def _put_usage_aside(root: int, pod: str) -> None:
+    for container, entry in _entries(root, pod):
+        if entry == USAGE_NAME:
+            with opened(pod, root, DIRECTORY) as directory, opened(container, directory, DIRECTORY) as inner:
+                put_aside(root, inner, USAGE_NAME)
+
+
 def _foreign_entry(root: int, pod: str) -> str | None:
     """The first entry of a pod's directory that the agent never makes, as a path below the root."""
-    own = {SOCKET_NAME, CONFIG_NAME, PIDS_NAME}
+    own = {SOCKET_NAME, CONFIG_NAME, PIDS_NAME, GPUSHARE_CONFIG_NAME, USAGE_NAME}
     for container, entry in _entries(root, pod):
         path = f"{pod}/{container}" + (f"/{entry}" if entry else "")
         if not is_container_name(container):

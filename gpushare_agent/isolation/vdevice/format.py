@@ -33,6 +33,8 @@ VDEVICE_DIRECTORY = "/etc/vcuda"
 SOCKET_NAME = "vcuda.sock"
 CONFIG_NAME = "vcuda.config"
 PIDS_NAME = "pids.config"
+GPUSHARE_CONFIG_NAME, USAGE_NAME = "gpushare.config", "usage"
+"""Of isolation gpushare alone. The tenant writes `usage`."""
 
 CONFIG_BYTES = 8240
 MAX_PIDS = 1024

@@ -34,7 +34,6 @@ from grpclib.server import Stream
 from msgspec import Struct, field
 
 from gpushare_agent.isolation.names import is_pod_uid
-from gpushare_agent.isolation.part import CountsRegistrations
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.isolation.vdevice.format import is_bus_id, split_container_name
 from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits, SharedBudget
@@ -68,6 +67,10 @@ Refresh = Callable[[ContainerKey, str | None, PeerIdentity | None], Awaitable[No
 None where it cannot be known. Raises AgentError."""
 IsUser = Callable[[ContainerKey, ContainerKey], bool]
 """Whether the second, a container, uses the claim that the first names. Raises Unavailable: not known yet."""
+
+
+class CountsRegistrations(Protocol):
+    def vdevice_registered(self, code: str) -> None: ...
 
 
 class RunsBlocking(Protocol):

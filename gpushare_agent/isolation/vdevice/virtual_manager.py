@@ -20,21 +20,21 @@ from typing import Any, NoReturn, TypeVar
 import structlog
 from msgspec import Struct, field
 
+from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.ahead import PreparedAhead
+from gpushare_agent.isolation.directories import REMOVAL_TIMEOUT_S
 from gpushare_agent.isolation.names import is_nameable
-from gpushare_agent.isolation.part import CountsRegistrations
 from gpushare_agent.isolation.vdevice.configs import VDeviceConfigs
 from gpushare_agent.isolation.vdevice.container_processes import ContainerProcesses, Instance
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.isolation.vdevice.reconcile import DirectoryReconciler, Pods
-from gpushare_agent.isolation.vdevice.server import IdentifyPeer, VDeviceServer
+from gpushare_agent.isolation.vdevice.server import CountsRegistrations, IdentifyPeer, VDeviceServer
 from gpushare_agent.kit.bounded_grpc import SharedBudget
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import forever, wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Rejected, Unavailable
-from gpushare_agent.model.isolation import isolation_parts
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.runtime.node_probes import require_writable
@@ -95,7 +95,10 @@ class VirtualManager:
         self._metrics = metrics
         self._clock = clock
         self._intervals = intervals or Intervals()
-        self._thread = DaemonThread("vdevice-files", advice=f"Check the disk of {files.root}; it is tried again.")
+        advice = f"Check the disk of {files.root}; it is tried again."
+        self._thread = DaemonThread("vdevice-files", advice=advice)
+        self._removal = DaemonThread("vdevice-removal", advice=advice)
+        self._removal_failures = ReportOnce()
         self._shared = SharedBudget(clock=clock)
         self._reconciler = DirectoryReconciler(
             files=files,
@@ -166,6 +169,7 @@ class VirtualManager:
                 group.create_task(forever("vdevices ahead", self.ahead.run), name="vdevices ahead")
                 group.create_task(forever("vdevice polls", self._run_polls), name="vdevice polls")
                 group.create_task(forever("container ids", self._run_ids), name="container ids")
+                group.create_task(forever("vdevice removal", self._run_removal), name="vdevice removal")
         finally:
             await self._reconciler.close(STOP_TIMEOUT_S)
 
@@ -201,6 +205,16 @@ class VirtualManager:
             except Rejected as e:
                 if self._foreign.is_new(str(e), uid):
                     log.error("vdevice_directory_not_ours", error=str(e))
+
+    async def remove_aside(self) -> None:
+        """Removes what tenants have written, one file after the other: they decide how long that takes. One that cannot be
+        removed does not stop the others, and is logged once. Raises Unavailable."""
+        for name in await self._in_thread(self._files.list_aside, "listing what was put aside"):
+            try:
+                await self._removal.call(partial(self._files.remove_aside, name), f"removing {name}", REMOVAL_TIMEOUT_S)
+            except AgentError as e:
+                if self._removal_failures.is_new(str(e), name):
+                    log.warning("vdevice_file_not_removed", error=str(e), then="it is tried again")
 
     async def refresh(self, key: ContainerKey, container_id: str | None, caller: PeerIdentity | None = None) -> None:
         """Brings the files of a container that registers up to date; of a claim the `caller` is one of its containers. Of
@@ -264,6 +278,11 @@ class VirtualManager:
                 cleaned_at = self._clock()
                 await self._try(self.remove_stale)
             await self._poll_recent()
+
+    async def _run_removal(self) -> NoReturn:
+        while True:
+            await self._try(self.remove_aside)
+            await asyncio.sleep(self._intervals.cleanup_s)
 
     async def _poll_recent(self) -> None:
         """Until the next poll of all: polls those that were prepared recently more often, for the in-container library
@@ -330,8 +349,8 @@ class VirtualManager:
         return self._pods.get(uid) is None and not any(key.pod_uid == uid for key in self._allocations())
 
     def _wanted(self, keys: Collection[ContainerKey] | None = None) -> dict[ContainerKey, Allocation]:
-        """The containers that need a directory, of `keys` where it is given: those with cores or GPUShare memory, and claims
-        under this isolation, which no annotation changes later."""
+        """The containers that need a directory, of `keys` where it is given: of pods all, for an annotation may change the
+        isolation until they start, and claims under one that mounts it."""
         return {
             key: allocation
             for key, allocation in self._allocations().items()
@@ -363,7 +382,8 @@ class VirtualManager:
 
 def _has_directory(allocation: Allocation) -> bool:
     if allocation.claim is not None:
-        return "vcuda" in isolation_parts(allocation.claim.isolation)
+        isolation = ISOLATIONS.get(allocation.claim.isolation)  # None: an earlier version's
+        return isolation is not None and isolation.mounts_vdevice
     return bool(allocation.bound_ids)
 
 
