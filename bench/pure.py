@@ -13,7 +13,7 @@ from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.pod_resources import decode_pod_entry
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
-from gpushare_agent.model.requests import Request
+from gpushare_agent.model.resources import Request
 from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement import GpuAccount, place
 from gpushare_agent.placement.topology_text import parse_topology

@@ -12,8 +12,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
-from gpushare_agent.model.charges import Charge
+from gpushare_agent.model.allocations import Allocation, Charge, ContainerKey, ResizedShare
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid, PodUid
 from gpushare_agent.model.pods import Pod

@@ -12,8 +12,7 @@ from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, offer_accounts
 from gpushare_agent.admission.decisions.plan import Decision, check, plan
 from gpushare_agent.admission.device_tables import unit_ids
-from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.charges import NO_CHARGE
+from gpushare_agent.model.allocations import NO_CHARGE, Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import (
@@ -23,9 +22,8 @@ from gpushare_agent.model.names import (
     device_id,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import KINDS, ResourceKind, ResourceNames
+from gpushare_agent.model.resources import KINDS, ResourceKind, ResourceNames, terms_of
 from gpushare_agent.model.topology import Link, LinkKind
-from gpushare_agent.model.units import terms_of
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.placement.topology_tree import build_topology

@@ -33,9 +33,7 @@ from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.requests import request_of
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.units import terms_of
+from gpushare_agent.model.resources import ResourceKind, ResourceNames, request_of, terms_of
 from gpushare_agent.node import Pods
 
 log = structlog.get_logger(__name__)

@@ -21,8 +21,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.ledger import Ledger
-from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
-from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges, charges_of
+from gpushare_agent.model.allocations import (
+    NO_CHARGE,
+    Allocation,
+    Charge,
+    ContainerKey,
+    ResizedShare,
+    add_charges,
+    charges_of,
+)
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.resources import Measure, ResourceKind

@@ -36,8 +36,7 @@ from gpushare_agent.model.names import (
     has_kubelet_text,
     split_device_id,
 )
-from gpushare_agent.model.resources import Measure, ResourceKind, ResourceNames
-from gpushare_agent.model.units import UnitLayout, terms_of
+from gpushare_agent.model.resources import Measure, ResourceKind, ResourceNames, UnitLayout, terms_of
 from gpushare_agent.placement import GpuAccount
 
 Holders = Mapping[ResourceKind, Mapping[DeviceId, frozenset[ContainerKey]]]

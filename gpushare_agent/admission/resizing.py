@@ -49,8 +49,15 @@ from gpushare_agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.isolation import Isolation
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import Reconciler
-from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
-from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges
+from gpushare_agent.model.allocations import (
+    NO_CHARGE,
+    Allocation,
+    Charge,
+    ContainerKey,
+    ResizedShare,
+    ShareSize,
+    add_charges,
+)
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION, GpuUuid, PodUid

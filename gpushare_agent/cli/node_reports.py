@@ -20,13 +20,12 @@ from gpushare_agent.cluster.node_annotations import (
     parse_allocations,
     parse_gpus,
 )
-from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges
+from gpushare_agent.model.allocations import NO_CHARGE, Charge, add_charges
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import GpuReport
 from gpushare_agent.model.names import MIB, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.requests import request_of
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceNames, request_of
 from gpushare_agent.observability.node_snapshot import reported_gpu_document
 from gpushare_agent.placement.gpu_account import account_of
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from gpushare_agent.model.gpus import Gpu, GpuInventory, MigPlace
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import NVIDIA_MIG_PREFIX, SHARED_SUFFIX
-from gpushare_agent.model.units import ServedUnits
+from gpushare_agent.model.resources import ServedUnits
 
 PREFIX = "nvidia.com/"
 TIMESTAMP_LABEL = f"{PREFIX}gfd.timestamp"

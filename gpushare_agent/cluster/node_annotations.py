@@ -16,8 +16,7 @@ from typing import Annotated, Any, TypeGuard
 
 from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert
 
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges, charges_of
+from gpushare_agent.model.allocations import NO_CHARGE, Allocation, Charge, ContainerKey, add_charges, charges_of
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import Gpu, GpuReport, MigReport
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid

@@ -43,8 +43,7 @@ from gpushare_agent.model.names import (
     PodUid,
 )
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.requests import request_of
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import ResourceKind, ResourceNames, request_of
 from gpushare_agent.node import Metrics
 
 

@@ -37,8 +37,7 @@ from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, RefusalRe
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.requests import WHOLE_GPU, Request
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceKind, ResourceNames
 from gpushare_agent.node import Pods
 from gpushare_agent.placement.lack import describe_request
 

@@ -25,7 +25,7 @@ from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservati
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.requests import NOTHING, request_of
+from gpushare_agent.model.resources import NOTHING, request_of
 from gpushare_agent.placement import GpuAccount, validate_request
 from gpushare_agent.placement.lack import describe_request
 

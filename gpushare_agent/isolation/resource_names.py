@@ -6,8 +6,7 @@ from collections.abc import Collection
 
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.isolation import AUTO
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.units import NvidiaNames
+from gpushare_agent.model.resources import NvidiaNames, ResourceNames
 from gpushare_agent.settings.settings import Settings
 
 

@@ -12,8 +12,7 @@ from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import Measure, ResourceNames
-from gpushare_agent.model.units import cores_of_part
+from gpushare_agent.model.resources import Measure, ResourceNames, cores_of_part
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
 

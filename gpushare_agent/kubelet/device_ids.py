@@ -11,7 +11,7 @@ PodResources and into their checkpoint, so an ID is as short as it can be:
   does not inherit its IDs. (One in 500 million does, for each of eight GPUs, by beginning alike.)
 - A GPU that the driver shows later, or again, is known by the IDs that its containers hold (`add_gpus`).
 
-A unit under NVIDIA's names has its terms behind a slash, `8f3e2b1c-2/4s` (model/units.py). NVIDIA's own plugin writes
+A unit under NVIDIA's names has its terms behind a slash, `8f3e2b1c-2/4s` (model/resources.py). NVIDIA's own plugin writes
 `<GPU UUID>` and `<GPU UUID>::<n>` (internal/rm/devices.go of k8s-device-plugin v0.20.0): containers hold these where this
 agent takes its place.
 
@@ -35,7 +35,7 @@ from gpushare_agent.model.names import (
     unit_id,
     unit_suffix,
 )
-from gpushare_agent.model.units import UnitTerms
+from gpushare_agent.model.resources import UnitTerms
 
 KEY_CHARS = 8
 _TEXT = re.compile(r"([^-~:/]+)-(0|[1-9][0-9]{0,5})(?:/([1-9][0-9]{0,3}[ms]?))?", re.ASCII)

@@ -1,24 +1,208 @@
-"""The kinds of extended resources, a row of a table each, and how their names (a setting) map to them.
+"""The kinds of extended resources, a row of a table each; how their names (a setting) map to them; and what a container
+requests of them (`Request`). Pure.
 
 To add a kind, write its row (`ResourceKind`) into `KINDS`: its names, which may be a field of `ResourceNames` that a setting
 fills, its socket, and what of a GPU one device is, its `Measure`. A kind whose devices are parts of GPUs has a rule
-too, its `UnitLayout` (model/units.py): which GPU serves how many. Device lists, planning, the ledger, recovery, garbage
+too, its `UnitLayout`: which GPU serves how many. Device lists, planning, the ledger, recovery, garbage
 collection and the annotations follow from the row; tests/admission/test_new_kind.py adds one.
+
+A unit under NVIDIA's names is a whole GPU (or MIG instance), or one of its replicas. Its terms are in its device ID,
+`<GPU UUID>::2/4s` inside the agent: replica 2 of 4, limited by the node's isolation. A container keeps the terms under which
+it was admitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
-from typing import ClassVar
+from fnmatch import fnmatchcase
+from fractions import Fraction
+from functools import lru_cache
+from typing import ClassVar, Literal, NamedTuple
 
 from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
+from gpushare_agent.model.isolation import Sharing
+from gpushare_agent.model.names import (
+    CORES_PER_GPU,
+    MEMORY_BLOCK_MIB,
+    NVIDIA_GPU_RESOURCE,
+    NVIDIA_MIG_PREFIX,
+    SHARED_SUFFIX,
+    VCORE_RESOURCE,
+    VMEMORY_RESOURCE,
+    DeviceId,
+    GpuUuid,
+    gpu_of,
+    unit_id,
+    unit_suffix,
+)
 from gpushare_agent.model.pods import ContainerSpec, Pod
-from gpushare_agent.model.units import NvidiaNames, UnitLayout
+
+_LETTERS = {Sharing.TIME_SLICING: "", Sharing.MPS: "m", Sharing.SHARES: "s"}
+_BY_LETTER = {letter: sharing for sharing, letter in _LETTERS.items()}
+
+
+class UnitTerms(NamedTuple):
+    """One of so many units of a GPU, and what limits its containers to their part."""
+
+    of: int
+    sharing: Sharing = Sharing.TIME_SLICING
+
+    @property
+    def is_whole(self) -> bool:
+        return self.of == 1
+
+    @property
+    def part(self) -> Fraction:
+        """Of the GPU's memory and compute."""
+        return Fraction(1, self.of)
+
+
+class ServedUnits(NamedTuple):
+    """What a GPU serves: of which resource, on which terms."""
+
+    resource: str
+    terms: UnitTerms
+
+    def ids(self, gpu: GpuUuid) -> list[DeviceId]:
+        suffix = f"{self.terms.of}{_LETTERS[self.terms.sharing]}"
+        return [unit_id(gpu, number, suffix) for number in range(self.terms.of)]
+
+
+class UnitLayout(Struct, frozen=True, kw_only=True):
+    """The rule of a kind of resource whose devices are parts of GPUs: `served`. What limits the parts is `sharing`.
+    `refuses_several` is of parts in one container; `is_packed` fills the fullest GPU first."""
+
+    sharing: Sharing = Sharing.TIME_SLICING
+    refuses_several: bool = False
+    is_packed: bool = False
+
+    def served(self, gpu: Gpu) -> ServedUnits | None:
+        """None where the GPU serves none of these resources."""
+        return None
+
+    def unlike(self, gpus: Iterable[Gpu]) -> str:
+        """Why the node gives no unit at all, with the cure; empty where it does."""
+        return ""
+
+
+class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
+    """The settings that say which GPU serves which of NVIDIA's names. Selectors as `Gpu.is_selected`; of pairs the first
+    that matches counts."""
+
+    resource: str = NVIDIA_GPU_RESOURCE
+    gpus: tuple[str, ...] = ("all",)
+    names: tuple[tuple[str, str], ...] = ()
+    mig_strategy: Literal["none", "single", "mixed"] = "none"
+    mig_names: tuple[tuple[str, str], ...] = ()
+    replicas: tuple[tuple[str, int], ...] = ()
+    is_renamed: bool = False
+
+    def served(self, gpu: Gpu) -> ServedUnits | None:
+        name = self._name(gpu) if gpu.is_selected(self.gpus) else None
+        if name is None:
+            return None
+        selectors = (name, "*")
+        count = next((n for s, n in self.replicas if s in selectors or gpu.is_selected((s,))), 1)
+        if count == 1 or (gpu.mig is not None and self.sharing is not Sharing.TIME_SLICING):  # no isolation limits one
+            return ServedUnits(name, UnitTerms(1))
+        is_renamed = self.is_renamed and not name.endswith(SHARED_SUFFIX)
+        return ServedUnits(name + SHARED_SUFFIX if is_renamed else name, UnitTerms(count, self.sharing))
+
+    def unlike(self, gpus: Iterable[Gpu]) -> str:
+        """With MIG strategy single, why no unit is given, with the cure; empty where all GPUs that serve these resources are
+        alike. A pod could not tell what it gets: NVIDIA's plugin does not start there (internal/rm/device_map.go of
+        v0.20.0)."""
+        if self.mig_strategy != "single":
+            return ""
+        kinds: dict[str, list[str]] = {}
+        for gpu in gpus:
+            if gpu.is_selected(self.gpus) and not (gpu.mig is not None and gpu.mig.is_gone):
+                without = "GPUs in MIG mode without instances" if gpu.mig_mode else "GPUs that MIG does not divide"
+                kind = without if gpu.mig is None else f"instances of {gpu.mig.profile}"
+                kinds.setdefault(kind, []).append(gpu.label)
+        if len(kinds) < 2:
+            return ""
+        found = ", ".join(f"{kind} ({' '.join(sorted(labels))})" for kind, labels in sorted(kinds.items()))
+        return (
+            f"{self.resource} is not given: nvidia.mig_strategy is single, and the node has {found}. Divide all GPUs alike, "
+            "name those that are alike in nvidia.gpus, or set nvidia.mig_strategy to mixed"
+        )
+
+    def _name(self, gpu: Gpu) -> str | None:
+        if gpu.mig is None:
+            return next((name for pattern, name in self.names if gpu.is_selected((pattern,))), self.resource)
+        match self.mig_strategy:
+            case "none":
+                return None
+            case "single":
+                return self.resource
+            case "mixed":
+                return self.mig_resource(gpu.mig.profile)
+
+    def mig_resource(self, profile: str) -> str:
+        """Of the instances of a profile with strategy mixed, `1g.10gb+me` as nvidia.com/mig-1g.10gb.me."""
+        named = (name for pattern, name in self.mig_names if fnmatchcase(profile, pattern))
+        return next(named, NVIDIA_MIG_PREFIX + profile.replace("+", "."))
+
+    def resources(self, profiles: Collection[str] = ()) -> tuple[str, ...]:
+        """All that GPUs may serve, whichever the node has, and instances of these profiles."""
+        found: list[str] = []
+        of_instances = [self.mig_resource(profile) for profile in sorted(profiles) if self.mig_strategy == "mixed"]
+        for name in dict.fromkeys((self.resource, *(name for _, name in self.names), *of_instances)):
+            counts = [count for selector, count in self.replicas if selector in (name, "*")][:1]
+            of_some = [count for selector, count in self.replicas if selector not in (name, "*")]
+            is_plain = not self.is_renamed or name.endswith(SHARED_SUFFIX)
+            if is_plain or 1 in (counts or [1]) or 1 in of_some:
+                found.append(name)
+            if not is_plain and max([*counts, *of_some, 1]) > 1:
+                found.append(name + SHARED_SUFFIX)
+        return tuple(found)
+
+
+def cores_of_part(part: Fraction) -> int:
+    """Percent that a replica, or a share that asks for memory alone, may use: rounded down, so that all together fit, and
+    never 0, which is no limit (GPUShare's rule too)."""
+    return min(CORES_PER_GPU, max(1, int(part * CORES_PER_GPU)))
+
+
+class GpuUnits(NamedTuple):
+    """What a container has of GPUs by units: the part of each, by UUID, and what limits it there, None for whole GPUs."""
+
+    parts: tuple[tuple[GpuUuid, Fraction], ...]
+    sharing: Sharing | None
+
+
+def units_of(devices: Collection[DeviceId]) -> GpuUnits:
+    terms = {terms_of(device) for device in devices}
+    sharing = next((one.sharing for one in sorted(terms, reverse=True) if not one.is_whole), None)
+    return GpuUnits(tuple(sorted(parts_of(devices).items())), sharing)
+
+
+@lru_cache(maxsize=256)
+def _terms(suffix: str) -> UnitTerms:
+    digits = suffix.rstrip("ms")
+    return UnitTerms(int(digits), _BY_LETTER[suffix[len(digits) :]]) if digits else UnitTerms(1)
+
+
+def terms_of(device: str) -> UnitTerms:
+    """Of a unit's device ID. One whose text does not have them counts as the whole GPU."""
+    return _terms(unit_suffix(device))
+
+
+def parts_of(units: Iterable[DeviceId]) -> dict[GpuUuid, Fraction]:
+    """How much of each GPU these units are."""
+    parts: dict[GpuUuid, Fraction] = {}
+    for (gpu, suffix), count in Counter((gpu_of(device), unit_suffix(device)) for device in units).items():
+        parts[gpu] = parts.get(gpu, Fraction(0)) + count * _terms(suffix).part
+    return parts
+
+
+# --- the table of kinds ---
 
 NO_NVIDIA_NAMES = NvidiaNames()
 NO_LAYOUT = UnitLayout()
@@ -180,3 +364,47 @@ ResourceKind.GPU = ResourceKind(
 
 KINDS: tuple[ResourceKind, ...] = (ResourceKind.VCORE, ResourceKind.VMEMORY, ResourceKind.GPU_MEM, ResourceKind.GPU)
 """The table, in the order in which the kubelet learns of the resources."""
+
+
+# --- what a container requests ---
+
+
+class Request(NamedTuple):
+    """What one container, or one result of a ResourceClaim, asks for. A tuple: the extender compares and hashes many.
+
+    | it is | given by |
+    |---|---|
+    | a share of one GPU | `cores` 1 to 99, and memory `blocks` |
+    | whole GPUs | `cores` in hundreds; `blocks` are what they must have together, 0 for any |
+    | memory of one GPU by GPUShare's resource | `units` |
+    | units of one GPU under NVIDIA's names | `part` of that GPU's compute and memory |
+
+    `hint` holds GPU indexes from the scheduler extender's annotation, which any tenant can write. `must_gpus` are the GPUs
+    that the kubelet's must-include IDs are on. `is_share`: 100 cores are no whole GPU, as a ResourceClaim may ask for them.
+    """
+
+    cores: int = 0
+    blocks: int = 0
+    units: int = 0
+    part: Fraction | None = None
+    hint: tuple[int, ...] = ()
+    must_gpus: tuple[GpuUuid, ...] = ()
+    is_share: bool = False
+
+    @property
+    def whole_gpus(self) -> int:
+        """How many whole GPUs are asked for, 0 for a share."""
+        return 0 if self.is_share else self.cores // CORES_PER_GPU
+
+
+NOTHING = Request()
+WHOLE_GPU = Request(cores=CORES_PER_GPU)
+
+
+def request_of(container: ContainerSpec, names: ResourceNames) -> Request:
+    """What the container's limits ask for; of NVIDIA's names nothing, for their part depends on the GPU."""
+    return Request(
+        cores=names.wanted(container, ResourceKind.VCORE),
+        blocks=names.wanted(container, ResourceKind.VMEMORY),
+        units=names.wanted(container, ResourceKind.GPU_MEM),
+    )

@@ -20,9 +20,8 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory, GpuReport, MigPlace
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import ResourceKind, ResourceNames, cores_of_part
 from gpushare_agent.model.topology import Branch, Link, LinkKind, Topology
-from gpushare_agent.model.units import cores_of_part
 from gpushare_agent.model.usage import ContainerUse, GpuSample, ProcessSample, UsageRound
 from gpushare_agent.placement.gpu_account import GpuAccount
 

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from gpushare_agent import __version__
 from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.isolation.shares import share_limits
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.charges import NO_CHARGE
+from gpushare_agent.model.allocations import NO_CHARGE, Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod

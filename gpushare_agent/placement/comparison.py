@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from gpushare_agent.model.requests import Request
+from gpushare_agent.model.resources import Request
 from gpushare_agent.model.topology import Branch, Topology
 from gpushare_agent.placement.gpu_account import GpuAccount
 from gpushare_agent.placement.lack import memory_text

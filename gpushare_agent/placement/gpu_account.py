@@ -1,6 +1,6 @@
 """What one GPU has, what is allocated of it, what is free, and what it lacks for a request: the only place that says so.
 
-Made of charges (model/charges.py) by `account_of`, for the agent's admission and all that shows a node, the scheduler
+Made of charges (model/allocations.py) by `account_of`, for the agent's admission and all that shows a node, the scheduler
 extender and the simulation, so that they cannot disagree. A GPU's memory is one account in MiB: vcuda's memory blocks,
 GPUShare's gpu-mem units, whole GPUs and units under NVIDIA's names take from it, each rounded up to the unit of the one that
 asks. `Capacity` sums up several GPUs: a cluster has thousands of nodes, and the scheduler waits for every answer about them.
@@ -17,11 +17,10 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.model.charges import NO_CHARGE, Charge
+from gpushare_agent.model.allocations import NO_CHARGE, Charge
 from gpushare_agent.model.gpus import Gpu, GpuReport, MigReport
 from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
-from gpushare_agent.model.requests import WHOLE_GPU, Request
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceNames
 from gpushare_agent.placement.lack import Capacity, Cause, Lack
 
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.names import CORES_PER_GPU
-from gpushare_agent.model.requests import Request
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import Request, ResourceNames
 
 
 class Cause(IntEnum):

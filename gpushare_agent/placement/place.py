@@ -10,8 +10,7 @@ from collections.abc import Collection, Sequence
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.requests import WHOLE_GPU, Request
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceNames
 from gpushare_agent.model.topology import Branch, Topology
 from gpushare_agent.placement.gpu_account import GpuAccount, capacity_of
 from gpushare_agent.placement.lack import Cause, describe_request

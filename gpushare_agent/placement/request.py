@@ -8,8 +8,7 @@ from msgspec import Struct
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
-from gpushare_agent.model.requests import Request
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import Request, ResourceNames
 from gpushare_agent.placement.lack import describe_request
 
 SharePolicy = Literal["binpack", "spread"]

@@ -26,7 +26,7 @@ from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.model.pods import ContainerSpec
-from gpushare_agent.model.requests import request_of
+from gpushare_agent.model.resources import request_of
 from gpushare_agent.model.usage import ProcessSample
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, RawObject, annotation_number, containers_of
 from gpushare_agent.sandbox.report.claims import ClaimedShare, shares_of_container

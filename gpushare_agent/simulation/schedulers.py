@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy
-from gpushare_agent.model.charges import Charge
+from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.pods import Pod

@@ -15,15 +15,21 @@ from gpushare_agent.isolation.shares import ShareLimits, share_limits
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.records import ListedContainer, ListedPod
-from gpushare_agent.model.allocations import Allocation, ContainerEdits
-from gpushare_agent.model.charges import Charge
+from gpushare_agent.model.allocations import Allocation, Charge, ContainerEdits
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import MIB, VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import KINDS, Measure, ResourceKind, ResourceNames
-from gpushare_agent.model.units import ServedUnits, UnitLayout, UnitTerms
+from gpushare_agent.model.resources import (
+    KINDS,
+    Measure,
+    ResourceKind,
+    ResourceNames,
+    ServedUnits,
+    UnitLayout,
+    UnitTerms,
+)
 from gpushare_agent.observability.node_snapshot import node_document
 from tests.admission.test_admission import Scripted
 from tests.support_agent import poll_until

@@ -16,8 +16,7 @@ from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.gpus import MigPlace
 from gpushare_agent.model.isolation import DeviceListStrategy, Sharing
 from gpushare_agent.model.names import NVIDIA_GPU_RESOURCE, GpuUuid
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.units import NvidiaNames, ServedUnits, UnitTerms, units_of
+from gpushare_agent.model.resources import NvidiaNames, ResourceNames, ServedUnits, UnitTerms, units_of
 from tests.admission.test_golden_edits import CONFIG, GPUS, UID
 from tests.support_core import container, pod, raw_edits
 

@@ -14,8 +14,7 @@ from gpushare_agent.admission.device_tables import offered_ids, withheld
 from gpushare_agent.admission.resizing import BookedAccounts
 from gpushare_agent.cluster.node_annotations import allocations_by_pod
 from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare, ShareSize
-from gpushare_agent.model.charges import NO_CHARGE, Charge
+from gpushare_agent.model.allocations import NO_CHARGE, Allocation, Charge, ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.pods import ContainerKind

@@ -17,14 +17,13 @@ from gpushare_agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.admission.device_tables import offered_ids, unit_ids, withheld, withheld_units
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.records import CheckpointEntry
-from gpushare_agent.model.charges import NO_CHARGE
+from gpushare_agent.model.allocations import NO_CHARGE
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory, Health, MigPlace
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, unit_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.units import NvidiaNames, UnitTerms, terms_of
+from gpushare_agent.model.resources import NvidiaNames, ResourceKind, ResourceNames, UnitTerms, terms_of
 from tests.support_core import container, inventory, pod
 from tests.support_placement import Node
 

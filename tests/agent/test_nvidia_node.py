@@ -10,7 +10,7 @@ import pytest
 
 from gpushare_agent.isolation.vdevice.format import decode_config
 from gpushare_agent.kubelet.device_ids import DeviceIds
-from gpushare_agent.model.units import terms_of
+from gpushare_agent.model.resources import terms_of
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 from tests.gpus.test_nvml_mig import A100, ONE_G, TWO_G

@@ -12,7 +12,7 @@ import pytest
 from gpushare_agent.cluster.kube.pods import MAX_SCHEDULER_CHARS
 from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.requests import Request
+from gpushare_agent.model.resources import Request
 from gpushare_agent.placement import GpuAccount
 from tests.support_cluster_page import served_cluster, waiting
 from tests.support_deadline import DEADLINE_S

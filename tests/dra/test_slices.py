@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from gpushare_agent.dra import slices
 from gpushare_agent.dra.decisions.devices import DevicePolicy, link_groups, quantity, slice_devices
 from gpushare_agent.dra.slices import SlicePublisher
-from gpushare_agent.model.charges import Charge
+from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Conflict, NotFound, Unavailable
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid

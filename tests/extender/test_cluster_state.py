@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
-from gpushare_agent.model.charges import Charge
+from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuReport
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid

@@ -21,12 +21,11 @@ from gpushare_agent.cluster.node_facts import gpus_annotation
 from gpushare_agent.extender.decisions.node_ledger import NodeLedger
 from gpushare_agent.extender.nodes import MAX_GPUS, NodeReading, read_node
 from gpushare_agent.extender.values import ClusterNode
-from gpushare_agent.model.charges import Charge
+from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
-from gpushare_agent.model.requests import Request
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import Request, ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind
 from gpushare_agent.placement import Placed, place
 from gpushare_agent.placement.topology_text import parse_topology

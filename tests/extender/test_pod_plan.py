@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations, plan_pod
 from gpushare_agent.extender.values import ClusterPolicy, PodPlan
-from gpushare_agent.model.charges import NO_CHARGE, Charge
+from gpushare_agent.model.allocations import NO_CHARGE, Charge
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import (

@@ -17,8 +17,7 @@ from gpushare_agent.cli.render_top import heading, top_lines
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu, MigPlace
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
-from gpushare_agent.model.requests import Request
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import Request, ResourceKind, ResourceNames
 from gpushare_agent.observability.display_document import graph_text
 from gpushare_agent.observability.metrics.node import gpu_series
 from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_document

@@ -27,14 +27,12 @@ from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.nodes import read_node
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.model.allocations import ClaimRef, ContainerKey
-from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges
+from gpushare_agent.model.allocations import NO_CHARGE, Charge, ClaimRef, ContainerKey, add_charges
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import MIB, NVIDIA_GPU_RESOURCE, PREDICATE_GPU_INDEX_PREFIX, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.units import NvidiaNames
+from gpushare_agent.model.resources import NvidiaNames, ResourceNames
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.sandbox.pod_manifest import pod_requests

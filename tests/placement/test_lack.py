@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
-from gpushare_agent.model.requests import Request
+from gpushare_agent.model.resources import Request
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement import GpuAccount, Placed, place
 from gpushare_agent.placement.comparison import why_not_chosen

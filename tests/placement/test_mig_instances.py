@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.requests import Request
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import Request, ResourceKind, ResourceNames
 from gpushare_agent.placement import GpuAccount, place
 from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.placement.request import Placed

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.requests import Request
+from gpushare_agent.model.resources import Request
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement import GpuAccount, Placed, place
 from gpushare_agent.placement.request import SharePolicy

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from gpushare_agent.model.requests import Request
+from gpushare_agent.model.resources import Request
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement import Placed, place
 from gpushare_agent.placement.link import choose_linked, link_cost

@@ -32,9 +32,7 @@ from gpushare_agent.model.names import (
     GpuUuid,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.requests import request_of
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.units import GpuUnits, cores_of_part, units_of
+from gpushare_agent.model.resources import GpuUnits, ResourceNames, cores_of_part, request_of, units_of
 
 
 class EditPolicy(Struct, frozen=True, kw_only=True):

@@ -19,8 +19,7 @@ from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
-from gpushare_agent.model.requests import Request, request_of
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
+from gpushare_agent.model.resources import Request, ResourceKind, ResourceNames, request_of
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.comparison import why_not_chosen
 from gpushare_agent.placement.gpu_account import capacity_of

@@ -12,8 +12,7 @@ from typing import cast
 from msgspec import Struct
 
 from gpushare_agent.admission.decisions.identity import Target, initial_allocations, initial_ids
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges, charges_of
+from gpushare_agent.model.allocations import NO_CHARGE, Allocation, Charge, ContainerKey, add_charges, charges_of
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, split_device_id

@@ -46,9 +46,17 @@ from gpushare_agent.model.names import (
     split_device_id,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.requests import WHOLE_GPU, Request, request_of
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.units import ServedUnits, UnitLayout, parts_of, terms_of
+from gpushare_agent.model.resources import (
+    WHOLE_GPU,
+    Request,
+    ResourceKind,
+    ResourceNames,
+    ServedUnits,
+    UnitLayout,
+    parts_of,
+    request_of,
+    terms_of,
+)
 from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
 from gpushare_agent.placement.gpu_account import capacity_of
 from gpushare_agent.placement.lack import Cause, Lack, describe_request

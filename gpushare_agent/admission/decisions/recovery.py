@@ -30,8 +30,7 @@ from gpushare_agent.model.names import (
     unit_suffix,
 )
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.units import terms_of
+from gpushare_agent.model.resources import ResourceKind, ResourceNames, terms_of
 
 UNNAMED = "unnamed:"
 """Prefix of the provisional UID of a pod that PodResources lists and whose UID is not known yet."""

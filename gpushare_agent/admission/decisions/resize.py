@@ -27,8 +27,7 @@ from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.isolation import ResizeMode
 from gpushare_agent.model.names import CORES_PER_GPU, RESIZE_ANNOTATION
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.requests import NOTHING, Request
-from gpushare_agent.model.resources import Measure, ResourceKind, ResourceNames
+from gpushare_agent.model.resources import NOTHING, Measure, Request, ResourceKind, ResourceNames
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.lack import describe_request
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from gpushare_agent.model.charges import NO_CHARGE, Charge
+from gpushare_agent.model.allocations import NO_CHARGE, Charge
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.topology import LinkKind, Topology

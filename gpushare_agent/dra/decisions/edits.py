@@ -30,7 +30,7 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import DeviceListStrategy
 from gpushare_agent.model.names import CORES_PER_GPU, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.units import cores_of_part
+from gpushare_agent.model.resources import cores_of_part
 
 
 def not_shared(claim: AllocatedClaim, isolation: str, pods: Sequence[Pod], policy: EditPolicy) -> Refused | None:

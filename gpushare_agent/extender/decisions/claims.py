@@ -36,8 +36,7 @@ from gpushare_agent.model.names import (
     RESIZE_ANNOTATION,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.requests import request_of
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceNames, request_of
 from gpushare_agent.placement import validate_request
 
 DEVICE_CLASS = f"gpu.{DRIVER}"

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.requests import NOTHING, Request, request_of
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import NOTHING, Request, ResourceNames, request_of
 from gpushare_agent.placement.lack import Capacity, describe_request
 from gpushare_agent.placement.request import SharePolicy
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from gpushare_agent.extender.decisions.node_ledger import NodeLedger
 from gpushare_agent.extender.decisions.pod_plan import charges_anywhere, plan_pod
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, PodPlan, Reservation, Stage
-from gpushare_agent.model.charges import Charge
+from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 

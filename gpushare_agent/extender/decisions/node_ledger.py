@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpushare_agent.extender.values import ClusterNode, Reservation
-from gpushare_agent.model.charges import NO_CHARGE, Charge, add_charges
+from gpushare_agent.model.allocations import NO_CHARGE, Charge, add_charges
 from gpushare_agent.model.gpus import GpuReport
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.resources import ResourceNames

@@ -10,8 +10,7 @@ from msgspec import Struct
 
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.requests import request_of
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import ResourceNames, request_of
 from gpushare_agent.placement.gpu_account import blocks_of_units
 
 

@@ -22,7 +22,7 @@ from gpushare_agent.model.names import (
     ENV_GPUSHARE_INDEX,
     ENV_GPUSHARE_POD,
 )
-from gpushare_agent.model.units import cores_of_part
+from gpushare_agent.model.resources import cores_of_part
 from gpushare_agent.settings.isolation import MpsSettings
 
 ENV_PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"

@@ -21,9 +21,7 @@ from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
-from gpushare_agent.model.requests import request_of
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.units import parts_of
+from gpushare_agent.model.resources import ResourceNames, parts_of, request_of
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror
