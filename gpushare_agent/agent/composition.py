@@ -110,7 +110,9 @@ def build(
         has_claims=bool(settings.dra.gpus) or has_files(settings.dra.record_directory),
     )
     cluster = cluster_part.build(node, store)
-    isolation = isolations.build(node, cluster.pod_events.warned, driver)
+    isolation = isolations.build(
+        node, cluster.pod_events.warned, driver, note=cluster.node_events.note, choose_anew=request_new_life
+    )
     kubelet = admission_part.build(
         node, cache, decisions, cluster, isolation, earlier.kubelet if earlier is not None else None
     )

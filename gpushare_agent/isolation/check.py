@@ -12,25 +12,31 @@ from gpushare_agent.isolation import module_of
 from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.finding import Finding, error, ok, warning
+from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.isolation import isolation_parts
 from gpushare_agent.model.memory_limits import MemoryLimiter
+from gpushare_agent.model.usage import DriverSample
 from gpushare_agent.settings.settings import Settings
 
 
-class ClosableDriver(MemoryLimiter, Protocol):
+class CheckedDriver(MemoryLimiter, Protocol):
+    """As gpus/watch.py has them."""
+
+    async def read(self) -> GpuInventory: ...
+    async def sample(self) -> DriverSample: ...
     async def close(self) -> None: ...
 
 
 _USUAL_GLIBC = (2, 28)
 """Of the oldest images that NVIDIA publishes CUDA 12 and 13 for (ubi8)."""
 
-OpenDriver = Callable[[Settings], ClosableDriver]
+OpenDriver = Callable[[Settings], CheckedDriver]
 """The node's driver, for a probe that closes it."""
 
 
 class CheckProbe(Struct, frozen=True, kw_only=True):
-    """One probe of `gpushare-agent check`, which only reads, and ends after `timeout_s`. The module `check` of an isolation
-    that is no combination has its own, `probes(open_driver) -> tuple[CheckProbe, ...]`."""
+    """One probe of `gpushare-agent check`, which changes nothing, and ends after `timeout_s`. The module `check` of an
+    isolation that is no combination has its own, `probes(open_driver) -> tuple[CheckProbe, ...]`."""
 
     name: str
     run: Callable[[Settings], Awaitable[list[Finding]]]

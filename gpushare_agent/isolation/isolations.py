@@ -18,7 +18,7 @@ from gpushare_agent.isolation.choice import choose_isolation
 from gpushare_agent.isolation.device_lists import strategy_warnings
 from gpushare_agent.isolation.driver_volume.config import driver_volumes
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
-from gpushare_agent.isolation.kept import Circumstances, IsolationFacts, Kept
+from gpushare_agent.isolation.kept import Circumstances, IsolationFacts, Kept, ProbeResult
 from gpushare_agent.isolation.part import Check, IsolationHost, IsolationPart, Prepare, build_part
 from gpushare_agent.isolation.request import Follows
 from gpushare_agent.isolation.vdevice.part import build_virtual_manager
@@ -30,6 +30,7 @@ from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, Sharing, isolation_parts
 from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.node_events import NodeEventReason
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.node import Node
@@ -160,9 +161,14 @@ class Isolations(Struct, frozen=True, kw_only=True):
                 name=name,
                 unavailable_reason=self.unavailable_reason(name),
                 kept=ISOLATIONS[name].kept(self._circumstances(name)),
+                probe=next((found for part in isolation_parts(name) if (found := self.probed(part)) is not None), None),
             )
             for name in sorted(self.node.settings.isolations_in_use)
         )
+
+    def probed(self, part: str) -> ProbeResult | None:
+        """Whether a program of the agent's own was limited on this node by this isolation, which is no combination."""
+        return self.parts[part].probed() if part in self.parts else None
 
     def changed(self) -> None:
         """An allocation, a pod or a GPU."""
@@ -212,7 +218,14 @@ class Isolations(Struct, frozen=True, kw_only=True):
         return watch is not None and watch.is_checked and bool(watch.unavailable_reason)
 
 
-def build(node: Node, warn: Callable[[Pod, str, str], None], driver: MemoryLimiter) -> Isolations:
+def build(
+    node: Node,
+    warn: Callable[[Pod, str, str], None],
+    driver: MemoryLimiter,
+    *,
+    note: Callable[[NodeEventReason, str, str], None] = lambda reason, about, text: None,
+    choose_anew: Callable[[str], None] = lambda reason: None,
+) -> Isolations:
     """Joined, not started. Raises StartupError for settings that contradict each other."""
     settings = node.settings
     runtime, volumes = runtime_client(settings), driver_volumes(settings)
@@ -227,6 +240,8 @@ def build(node: Node, warn: Callable[[Pod, str, str], None], driver: MemoryLimit
         node=node,
         uses=partial(_uses, settings),
         warn=warn,
+        note=note,
+        choose_anew=choose_anew if node.isolation_reason else lambda reason: None,
         driver=driver,
         runtime=runtime,
         cgroups=cgroups,

@@ -55,8 +55,8 @@ NOT_KEPT_TEXTS: Mapping[NotKept, str] = {
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """Who refuses memory above the share, and who holds compute to it: the name of an isolation, `NOBODY` or `ITS_OWN_GPU`;
-    these are labels and JSON. `not_kept` is sorted."""
+    """Who refuses memory above the share, and who holds compute to it: the name of an isolation, `NOBODY` or
+    `ITS_OWN_GPU`; these are labels and JSON. `not_kept` is sorted."""
 
     memory_by: str
     compute_by: str
@@ -86,8 +86,8 @@ _OF_COMPUTE = frozenset(
 
 class Circumstances(Struct, frozen=True, kw_only=True):
     """`module` is None where the node has no NVIDIA driver, or it is not known; `has_driver_limit` is False where the
-    container was found to run without the driver's limit; `has_library` and `has_core_limit` where HAMi-core, or its limit
-    of compute, was left out by the node or the pod."""
+    container was found to run without the driver's limit; `has_library` and `has_core_limit` where HAMi-core, or its
+    limit of compute, was left out by the node or the pod."""
 
     module: KernelModule | None = None
     has_driver_limit: bool = True
@@ -119,9 +119,29 @@ def _who(keeper: str) -> str:
     return "no one else, for the GPU is its own" if keeper == ITS_OWN_GPU else keeper
 
 
+class ProbeState(StrEnum):
+    """The values are JSON: stable."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+class ProbeResult(Struct, frozen=True, kw_only=True):
+    """Whether a program of the agent's own was limited on this node. `text` is what was seen, or why it was skipped;
+    `at` is seconds since the epoch."""
+
+    state: ProbeState
+    text: str
+    driver_version: str
+    at: float
+
+
 class IsolationFacts(Struct, frozen=True, kw_only=True):
-    """An isolation in use: why its shares cannot be had now (empty where they can), and what of a share is kept."""
+    """An isolation in use: why its shares cannot be had now (empty where they can), and what of a share is kept.
+    `probe` is None of one that is not probed, and before the first result."""
 
     name: str
     unavailable_reason: str
     kept: Kept
+    probe: ProbeResult | None = None

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from gpushare_agent.isolation import ISOLATIONS, module_of
 from gpushare_agent.isolation.availability import PERIOD_S
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
-from gpushare_agent.isolation.kept import Circumstances
+from gpushare_agent.isolation.kept import Circumstances, ProbeResult
 from gpushare_agent.isolation.vdevice.virtual_manager import VirtualManager
 from gpushare_agent.kit.supervision import Runs
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -23,6 +23,7 @@ from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import isolation_parts
 from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.node_events import NodeEventReason
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.node import Node
@@ -36,13 +37,16 @@ Prepare = Callable[[Collection[ContainerKey]], Awaitable[Refused | None]]
 
 class IsolationHost(Struct, frozen=True, kw_only=True):
     """The node, for the services of isolations. `uses` is whether a pod's isolation is the one of this name, or has it
-    as a part; `warn` records an Event of a pod: its reason and its text. `module` is the driver's as it was at the agent's
-    start: after an update of the driver the agent is restarted. `vdevices` makes the vDevice directories, one service for
-    all isolations whose containers mount them."""
+    as a part; `warn` records an Event of a pod: its reason and its text, `note` one of the node: its reason, what it is
+    about, its text. `choose_anew` has `auto` choose again, for this reason; it does nothing where the operator chose.
+    `module` is the driver's as it was at the agent's start: after an update of the driver the agent is restarted. `vdevices`
+    makes the vDevice directories, one service for all isolations whose containers mount them."""
 
     node: Node
     uses: Callable[[Pod, str], bool]
     warn: Callable[[Pod, str, str], None]
+    note: Callable[[NodeEventReason, str, str], None]
+    choose_anew: Callable[[str], None]
     driver: MemoryLimiter
     runtime: RuntimeClient
     cgroups: Cgroups
@@ -87,6 +91,8 @@ class IsolationPart(Struct, frozen=True, kw_only=True):
     circumstances: Callable[[Circumstances, Allocation | None, ContainerSpec | None], Circumstances] = (
         lambda found, allocation, container: found
     )
+    probed: Callable[[], ProbeResult | None] = lambda: None
+    """Whether a program of the agent's own was limited on this node."""
     log_contradictions: Callable[[], Awaitable[None]] | None = None
     """Where the node contradicts the settings, once, in the log."""
     show_availability: Callable[[Callable[[], bool]], None] | None = None
@@ -108,8 +114,8 @@ async def all_of(*checks: Check | None) -> None:
 
 
 class NodeProbe(Struct, frozen=True, kw_only=True):
-    """Whether an isolation can be had on a node where its part does not run: `check` is bounded, and raises AgentError with
-    the cure. `pods` are those with files of it, for it must stay theirs while they run; bounded by the caller.
+    """Whether an isolation can be had on a node where its part does not run: `check` is bounded, and raises AgentError
+    with the cure. `pods` are those with files of it, for it must stay theirs while they run; bounded by the caller.
     `is_for_sandbox`: simulated GPUs need the same."""
 
     check: Check

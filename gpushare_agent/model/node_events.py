@@ -13,8 +13,15 @@ class NodeEventReason(StrEnum):
     GPU_CORDONED = "CardCordoned"
     GPU_UNCORDONED = "CardUncordoned"
     CONFIGURATION_REFUSED = "NodeConfigurationRefused"
+    ISOLATION_PROBE_FAILED = "IsolationProbeFailed"
 
     @property
     def type(self) -> str:
-        is_warning = self in (NodeEventReason.GPU_UNHEALTHY, NodeEventReason.CONFIGURATION_REFUSED)
-        return "Warning" if is_warning else "Normal"
+        return "Warning" if self in _WARNINGS else "Normal"
+
+
+_WARNINGS = (
+    NodeEventReason.GPU_UNHEALTHY,
+    NodeEventReason.CONFIGURATION_REFUSED,
+    NodeEventReason.ISOLATION_PROBE_FAILED,
+)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS, IsolationFacts, Kept
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -137,7 +137,12 @@ def agent_document(snapshot: NodeSnapshot) -> dict[str, Any]:
         "isolation": agent.isolation,
         "isolation_reason": agent.isolation_reason,
         "isolations": [
-            {"name": one.name, "unavailable_reason": one.unavailable_reason, "kept": _kept(one.kept)}
+            {
+                "name": one.name,
+                "unavailable_reason": one.unavailable_reason,
+                "kept": _kept(one.kept),
+                "probe": to_builtins(one.probe),
+            }
             for one in sorted(agent.isolations, key=lambda one: one.name)
         ],
         "not_kept_texts": {

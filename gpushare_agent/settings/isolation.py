@@ -124,6 +124,11 @@ class LibgpushareSettings(Section):
         default=Path("/etc/gpu-manager/gpushare"),
         description="Directory on the host from which containers get the library, not mounted noexec.",
     )
+    probe: bool = Field(
+        default=True,
+        description="Prove at the start, for two seconds of a GPU that nobody uses, that the library limits under this"
+        " driver. Where it does not its shares are refused.",
+    )
 
 
 class DriverLimitsSettings(Section):

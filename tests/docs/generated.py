@@ -62,6 +62,7 @@ def full_metrics() -> str:
     metrics.driver_error("timeout")
     metrics.show_pod_event_age(lambda: 1.0)
     metrics.show_mps(lambda: True)
+    metrics.show_isolation_probe("gpushare", lambda: False)
     metrics.show_node_configuration(lambda: False)
     reported: dict[str, Any] = {
         name: 1 for name, hint in get_type_hints(GpuSample).items() if "|" in str(hint) and name != "processes"

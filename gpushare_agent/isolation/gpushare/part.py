@@ -10,6 +10,7 @@ from gpushare_agent.isolation.gpushare.edits import live_limits
 from gpushare_agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.isolation.gpushare.format import GpuLimits
 from gpushare_agent.isolation.gpushare.observed import TIMEOUT_S, ObservedContainers
+from gpushare_agent.isolation.gpushare.probing import with_probe
 from gpushare_agent.isolation.part import IsolationHost, IsolationPart, all_of
 from gpushare_agent.isolation.private_caches import PrivateCaches
 from gpushare_agent.kit.daemon_thread import DaemonThread
@@ -64,7 +65,7 @@ def build(host: IsolationHost) -> IsolationPart:
         above = await thread.call(write, f"writing the limits of {key.container}", TIMEOUT_S)
         return f"its processes still have {-(-above // MIB)} MiB more" if above > 0 else ""
 
-    return IsolationPart(
+    part = IsolationPart(
         services={"virtual manager": manager, "gpushare files": caches, "gpushare observed": seen},
         check=partial(all_of, manager.check, caches.check),
         look=partial(all_of, manager.look, caches.look),
@@ -75,6 +76,7 @@ def build(host: IsolationHost) -> IsolationPart:
         usage_sampled=seen.usage_sampled,
         request_usage_by=seen.request_usage_by,
     )
+    return with_probe(part, files, host) if node.settings.driver == "nvml" and node.settings.libgpushare.probe else part
 
 
 def gpushare_files(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
@@ -258,6 +258,13 @@ class AgentMetrics:
         """`is_serving`: the MPS control daemon serves. Call once, on nodes that use MPS."""
         self._show(_StateCollector("gpushare_mps_serving", "1 while the MPS control daemon serves.", is_serving))
 
+    def show_isolation_probe(self, isolation: str, is_failed: Callable[[], bool | None]) -> None:
+        """`is_failed`: a program of the agent's own was not limited; None where that was not tried yet. Call once for
+        each."""
+        text = "1 where a program of the agent's own was not limited on this node, 0 where it was; none before it ran."
+        name = "gpushare_isolation_probe_failed"
+        self._show(_StateCollector(name, text, is_failed, {"isolation": isolation}))
+
     def show_node_configuration(self, is_refused: Callable[[], bool]) -> None:
         """Call once, on nodes with settings of their own."""
         text = "1 while the node's named configuration is not in force, for it cannot be used."
@@ -296,19 +303,22 @@ def _bounded(value: str, known: set[str]) -> str:
 
 
 class _StateCollector(Collector):
-    """One gauge without labels, read at each scrape; no sample for None."""
+    """One gauge, read at each scrape; no sample for None."""
 
-    def __init__(self, name: str, documentation: str, read: Callable[[], float | None]) -> None:
+    def __init__(
+        self, name: str, documentation: str, read: Callable[[], float | None], labels: Mapping[str, str] | None = None
+    ) -> None:
         self._name = name
         self._documentation = documentation
         self._read = read
+        self._labels = labels or {}
 
     def describe(self) -> list[Metric]:
         return []  # otherwise the registry would collect while registering
 
     def collect(self) -> Iterator[Metric]:
         value = self._read()
-        family = GaugeMetricFamily(self._name, self._documentation)
+        family = GaugeMetricFamily(self._name, self._documentation, labels=list(self._labels))
         if value is not None:
-            family.add_metric([], float(value))
+            family.add_metric(list(self._labels.values()), float(value))
         yield family

@@ -763,9 +763,10 @@ CUresult CUDAAPI cuMipmappedArrayCreate(CUmipmappedArray *array, const CUDA_ARRA
 CUresult CUDAAPI cuArrayDestroy(CUarray array) { return free_allocation((uintptr_t)array); }
 CUresult CUDAAPI cuMipmappedArrayDestroy(CUmipmappedArray array) { return free_allocation((uintptr_t)array); }
 
-/* --- modules and launches: a launch returns at once, until the GPU has QUEUE_NS of work before it --- */
+/* --- modules and launches: a launch returns at once, until the GPU has QUEUE_NS of work before it. No kernel is compiled: one named
+   `spin` keeps the GPU busy for its first parameter, nanoseconds in 64 bits; the others as the settings say --- */
 
-static int a_module, a_function, a_stream;
+static int a_module, a_function, a_spin, a_stream;
 
 CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image)
 {
@@ -781,8 +782,8 @@ CUresult CUDAAPI cuModuleLoadDataEx(CUmodule *module, const void *image, unsigne
 
 CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name)
 {
-    (void)module, (void)name;
-    return *function = (CUfunction)&a_function, CUDA_SUCCESS;
+    (void)module;
+    return *function = (CUfunction)(strcmp(name, "spin") == 0 ? &a_spin : &a_function), CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuModuleGetLoadingMode(CUmoduleLoadingMode *mode) { return *mode = CU_MODULE_LAZY_LOADING, CUDA_SUCCESS; }
@@ -790,13 +791,15 @@ CUresult CUDAAPI cuModuleGetLoadingMode(CUmoduleLoadingMode *mode) { return *mod
 /* Graphs: their nodes. An executable one is a copy, whose memory is taken at its first launch and stays with the GPU until it is
    trimmed. While one is captured, launches only add to it. */
 enum { MAX_NODES = 64, PLACES_OF_SM = 8 };
-typedef struct { CUgraphNodeType type; CUDA_KERNEL_NODE_PARAMS kernel; size_t bytes; } graph_node;
+typedef struct { CUgraphNodeType type; CUDA_KERNEL_NODE_PARAMS kernel; size_t bytes; uint64_t duration_ns; } graph_node;
 typedef struct { unsigned count; int is_backed; CUdevice device; graph_node nodes[MAX_NODES]; } graph;
 static graph *captured;
 static struct { uint64_t used, reserved; } graph_memory[MAX_GPUS];
 
-static uint64_t duration_of(uint64_t blocks)
+static uint64_t duration_of(CUfunction function, uint64_t blocks, void **parameters)
 {
+    if (function == (CUfunction)&a_spin && parameters)
+        return *(uint64_t *)parameters[0];
     uint64_t at_once = config()->sm_count * PLACES_OF_SM;
     if (!config()->block_ns)
         return config()->kernel_ns;
@@ -828,30 +831,32 @@ static CUresult add_node(CUgraphNode *node, graph *to, graph_node made)
     return CUDA_SUCCESS;
 }
 
-static CUresult run_kernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads)
+static CUresult run_kernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads, void **parameters)
 {
     CUgraphNode unwanted;
     CUDA_KERNEL_NODE_PARAMS kernel = {.func = function, .gridDimX = x, .gridDimY = y, .gridDimZ = z, .blockDimX = threads,
                                       .blockDimY = 1, .blockDimZ = 1};
+    uint64_t duration_ns = duration_of(function, blocks_of(&kernel), parameters); /* parameters are the launch's own: read now */
     if (captured)
-        return add_node(&unwanted, captured, (graph_node){.type = CU_GRAPH_NODE_TYPE_KERNEL, .kernel = kernel});
-    return run(duration_of(blocks_of(&kernel)));
+        return add_node(&unwanted, captured,
+                        (graph_node){.type = CU_GRAPH_NODE_TYPE_KERNEL, .kernel = kernel, .duration_ns = duration_ns});
+    return run(duration_ns);
 }
 
 CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
                                 unsigned int block_x, unsigned int block_y, unsigned int block_z, unsigned int shared_bytes,
                                 CUstream stream, void **parameters, void **extra)
 {
-    (void)shared_bytes, (void)stream, (void)parameters, (void)extra;
-    return run_kernel(function, grid_x, grid_y, grid_z, block_x * block_y * block_z);
+    (void)shared_bytes, (void)stream, (void)extra;
+    return run_kernel(function, grid_x, grid_y, grid_z, block_x * block_y * block_z, parameters);
 }
 PER_THREAD(cuLaunchKernel);
 
 CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig *launch, CUfunction function, void **parameters, void **extra)
 {
-    (void)parameters, (void)extra;
+    (void)extra;
     return run_kernel(function, launch->gridDimX, launch->gridDimY, launch->gridDimZ,
-                      launch->blockDimX * launch->blockDimY * launch->blockDimZ);
+                      launch->blockDimX * launch->blockDimY * launch->blockDimZ, parameters);
 }
 PER_THREAD(cuLaunchKernelEx);
 
@@ -859,8 +864,8 @@ CUresult CUDAAPI cuLaunchCooperativeKernel(CUfunction function, unsigned int gri
                                            unsigned int block_x, unsigned int block_y, unsigned int block_z,
                                            unsigned int shared_bytes, CUstream stream, void **parameters)
 {
-    (void)shared_bytes, (void)stream, (void)parameters;
-    return run_kernel(function, grid_x, grid_y, grid_z, block_x * block_y * block_z);
+    (void)shared_bytes, (void)stream;
+    return run_kernel(function, grid_x, grid_y, grid_z, block_x * block_y * block_z, parameters);
 }
 PER_THREAD(cuLaunchCooperativeKernel);
 
@@ -963,7 +968,9 @@ CUresult CUDAAPI cuGraphAddKernelNode_v2(CUgraphNode *node, CUgraph to, const CU
                                          const CUDA_KERNEL_NODE_PARAMS *parameters)
 {
     (void)after, (void)count;
-    return add_node(node, (graph *)to, (graph_node){.type = CU_GRAPH_NODE_TYPE_KERNEL, .kernel = *parameters});
+    uint64_t duration_ns = duration_of(parameters->func, blocks_of(parameters), parameters->kernelParams);
+    return add_node(node, (graph *)to,
+                    (graph_node){.type = CU_GRAPH_NODE_TYPE_KERNEL, .kernel = *parameters, .duration_ns = duration_ns});
 }
 
 /* The older struct begins like the newer one, up to what an older program does not have. */
@@ -1066,7 +1073,7 @@ CUresult CUDAAPI cuGraphLaunch(CUgraphExec from, CUstream stream)
     const graph *launched = (graph *)from;
     CUresult result = current < 0 ? CUDA_ERROR_INVALID_CONTEXT : back_graph((graph *)from);
     for (const graph_node *node = launched->nodes; node < launched->nodes + launched->count; node++)
-        duration += node->type == CU_GRAPH_NODE_TYPE_KERNEL ? duration_of(blocks_of(&node->kernel)) : 0;
+        duration += node->duration_ns;
     return result == CUDA_SUCCESS ? run(duration) : result;
 }
 PER_THREAD(cuGraphLaunch);
@@ -1103,7 +1110,7 @@ static CUresult find_function(const char *name, void **function, int version, cu
     int wants_per_thread = (flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM) != 0, best = -1, is_known = 0;
     *function = NULL;
     for (const driver_symbol *symbol = driver_symbols; symbol->base; symbol++) {
-        if (strcmp(symbol->base, name) != 0 || symbol->is_per_thread > wants_per_thread)
+        if (strcmp(symbol->base, name) != 0 || symbol->is_per_thread > wants_per_thread || !strcmp(config()->lacks, name))
             continue;
         is_known = 1;
         int rank = 2 * symbol->since + symbol->is_per_thread;

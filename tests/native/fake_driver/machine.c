@@ -127,6 +127,7 @@ static void read_settings(void)
     read_setting(text, "uuid_prefix", "GPU-00000000-0000-4000-8000-", settings.uuid_prefix);
     read_setting(text, "devices", "", settings.devices);
     read_setting(text, "dies_in", "", settings.dies_in);
+    read_setting(text, "lacks", "", settings.lacks);
     read_setting(text, "stops_in", "", settings.stops_in);
     read_setting(text, "pids", "host", pids);
     settings.pids = !strcmp(pids, "open570") ? PIDS_OPEN570 : !strcmp(pids, "open") ? PIDS_OPEN : PIDS_HOST;

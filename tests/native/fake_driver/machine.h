@@ -24,6 +24,7 @@
  *                                 has a nvidia<minor>, and where there is none, all
  *   log             0             1: every call of the driver on standard error
  *   dies_in                       the name of a call in which the process is killed, as the kernel's OOM killer may
+ *   lacks                         the name of a function that cuGetProcAddress does not find
  *   stops_in                      the name of a call in which the process stops, the first time, until it gets SIGCONT
  *
  * A process that dies leaves nothing: it holds a lock on one byte of the state file for its entry, which the kernel releases,
@@ -43,7 +44,7 @@ typedef enum { PIDS_HOST, PIDS_OPEN, PIDS_OPEN570 } pid_kind;
 typedef struct {
     unsigned gpus;
     uint64_t memory, context, kernel_ns, block_ns, sm_count, sample_ns, lag_ns, event_percent;
-    char driver_version[TEXT], name[TEXT], uuid_prefix[TEXT], devices[TEXT], dies_in[TEXT], stops_in[TEXT];
+    char driver_version[TEXT], name[TEXT], uuid_prefix[TEXT], devices[TEXT], dies_in[TEXT], lacks[TEXT], stops_in[TEXT];
     int cuda_version, logs;
     pid_kind pids;
 } machine_config;

@@ -1,0 +1,312 @@
+"""Has libgpushare prove itself on the node (probe.py): once for each version of the driver and each library, in the
+background, as soon as a GPU is idle; and refuses shares, with the cure, where it failed.
+
+The result is kept beside the library, so that a restart does not probe again what passed. What failed is refused from
+the next start on, too, until a probe passes. An attempt is written down before it begins: where the agent ends with it,
+as when the program's memory counts to the agent's container, it is not made at every start.
+
+    {"version": 1, "driver": "580.95.05", "library": "<SHA-256>", "state": "passed", "text": "…", "at": 1790000000.0,
+     "unfinished": 0}
+
+State owned: the result, the last round of usage, and the file probe.json in the setting libgpushare.directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Protocol
+
+import structlog
+from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
+from msgspec.structs import replace
+
+from gpushare_agent.isolation.gpushare.files import GpushareFiles
+from gpushare_agent.isolation.gpushare.probe import FILES_TIMEOUT_S, LibraryProbe, idle_gpu, remove_left
+from gpushare_agent.isolation.kept import ProbeResult, ProbeState
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, all_of
+from gpushare_agent.kit.daemon_thread import DaemonThread
+from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.state_file import StateFile
+from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.errors import AgentError, Corrupt, Unavailable
+from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.node_events import NodeEventReason
+from gpushare_agent.model.usage import UsageRound
+
+log = structlog.get_logger(__name__)
+
+STATE_NAME = "probe.json"
+PERIOD_S = 60.0
+"""Between two looks for an idle GPU, and for a library that was replaced."""
+ROUND_TIMEOUT_S = 15.0
+MOST_UNFINISHED = 2
+_MOST_CHARS = 1024
+_Text = Annotated[str, Meta(max_length=_MOST_CHARS)]
+
+
+class Remembered(Struct, frozen=True, kw_only=True):
+    """The file. `library` is the SHA-256 of the file that was proven; `unfinished` counts attempts that have no
+    result."""
+
+    version: Literal[1] = 1
+    driver: _Text
+    library: _Text
+    state: ProbeState = ProbeState.SKIPPED
+    text: _Text = ""
+    at: float = 0.0
+    unfinished: Annotated[int, Meta(ge=0)] = 0
+
+    def is_of(self, driver: str, library: str) -> bool:
+        return (self.driver, self.library) == (driver, library)
+
+    @property
+    def failure(self) -> str:
+        """Why no share can be had, and the cure; empty unless it failed."""
+        if self.state is not ProbeState.FAILED:
+            return ""
+        return (
+            f"isolation gpushare: its library does not limit programs under driver {self.driver}: {self.text}. Update the"
+            " agent, whose image has the library, or choose another isolation; `gpushare-agent check` probes again, and"
+            " --libgpushare.probe=false gives shares all the same"
+        )
+
+
+class Proves(Protocol):
+    """probe.LibraryProbe."""
+
+    async def prove(self, gpu: Gpu) -> tuple[ProbeState, str]: ...
+    def give_way(self) -> None: ...
+
+
+class ProbedLibrary(Struct, kw_only=True, eq=False):
+    """`run` once. `require_passed` is part of the isolation's check. `failed` is called with each new failure."""
+
+    files: GpushareFiles
+    probe: Proves
+    inventory: Callable[[], GpuInventory]
+    allocations: Callable[[], Mapping[ContainerKey, Allocation]]
+    failed: Callable[[Remembered], None]
+    period_s: float = PERIOD_S
+    round_timeout_s: float = ROUND_TIMEOUT_S
+    clock: Callable[[], float] = time.time
+    _thread: DaemonThread = field(
+        default_factory=lambda: DaemonThread(
+            "gpushare-probe", advice="Check the disk of the setting libgpushare.directory."
+        )
+    )
+    _request: Callable[[], None] = lambda: None
+    _round: UsageRound | None = None
+    _is_sampled: asyncio.Event = field(default_factory=asyncio.Event)
+    _known: Remembered | None = None
+    _proven: tuple[str, str] | None = None
+    """Driver and library of the result that this agent has found or taken over."""
+    _is_recalled: bool = False
+    _gpu: Gpu | None = None
+    _skipped: ReportOnce = field(default_factory=ReportOnce)
+
+    @property
+    def result(self) -> ProbeResult | None:
+        known = self._known
+        if known is None:
+            return None
+        return ProbeResult(state=known.state, text=known.text, driver_version=known.driver, at=known.at)
+
+    def is_failed(self) -> bool | None:
+        """None before it ran."""
+        if self._known is None or self._known.state is ProbeState.SKIPPED:
+            return None
+        return self._known.state is ProbeState.FAILED
+
+    async def require_passed(self) -> None:
+        """What was not tried yet is not refused. Raises Unavailable with the cure where the library has failed, here
+        or, before a new attempt, under an earlier agent."""
+        if not self._is_recalled and (driver := self.inventory().driver_version):
+            saved = await self._recall(driver, await self._digest())
+            self._is_recalled = True
+            if saved is not None and self._known is None and saved.state is not ProbeState.SKIPPED:
+                self._known = saved
+        if self._known is not None and (why := self._known.failure):
+            raise Unavailable(why)
+
+    async def _recall(self, driver: str, library: str) -> Remembered | None:
+        """What is remembered of these two. Raises Unavailable."""
+        saved = await state_file(self.files.directory).load(_parsed, lambda: None)
+        return saved if saved is not None and saved.is_of(driver, library) else None
+
+    async def _digest(self) -> str:
+        return await self._thread.call(lambda: _digest(self.files), "reading libgpushare's library", FILES_TIMEOUT_S)
+
+    def usage_sampled(self, usage: UsageRound | None) -> None:
+        """For UsageSampling.subscribe."""
+        if usage is not None:
+            self._round = usage
+            self._is_sampled.set()
+
+    def request_usage_by(self, request: Callable[[], None]) -> None:
+        self._request = request
+
+    def changed(self) -> None:
+        """An allocation: a container that comes to the GPU that is probed does not wait for it."""
+        if self._gpu is not None and self._is_allocated(self._gpu):
+            self.probe.give_way()
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        while True:
+            try:
+                await self.look()
+            except AgentError as e:  # of the files: the isolation's own check says what is wrong
+                self._skip(str(e))
+            await asyncio.sleep(self.period_s)
+
+    async def look(self) -> None:
+        """Probes where that is due and possible now. Raises AgentError."""
+        driver = self.inventory().driver_version
+        library = await self._digest()
+        key = (driver, library)
+        if not driver or key == self._proven:
+            return
+        file, saved = state_file(self.files.directory), await self._recall(*key)
+        if saved is not None and saved.state is not ProbeState.SKIPPED:
+            self._known = saved
+            if saved.state is ProbeState.PASSED:
+                self._proven = key
+                return
+        unfinished = saved.unfinished if saved is not None else 0
+        if unfinished >= MOST_UNFINISHED:
+            return self._skip(
+                f"{unfinished} agents have ended while it ran: is the memory limit of the agent's container too small for a"
+                f" CUDA program? It is not tried again until {self.files.directory / STATE_NAME} is removed"
+            )
+        gpu = await self._idle_gpu()
+        if isinstance(gpu, str):
+            return self._skip(gpu)
+        before = saved or Remembered(driver=driver, library=library)
+        await file.save(lambda: _document(replace(before, unfinished=unfinished + 1)))
+        state, text = await self._prove(gpu)
+        found = Remembered(driver=driver, library=library, state=state, text=text[:_MOST_CHARS], at=self.clock())
+        if state is ProbeState.SKIPPED:
+            await file.save(lambda: _document(replace(before, unfinished=0)))
+            return self._skip(text)
+        self._known, self._proven = found, key
+        await file.save(lambda: _document(found))
+        if state is ProbeState.PASSED:
+            log.info("isolation_probe_passed", isolation="gpushare", driver=driver, gpu=gpu.uuid, found=text)
+        else:
+            log.error("isolation_probe_failed", isolation="gpushare", driver=driver, gpu=gpu.uuid, found=text)
+            self.failed(found)
+
+    async def _prove(self, gpu: Gpu) -> tuple[ProbeState, str]:
+        self._gpu = gpu
+        try:
+            return await self.probe.prove(gpu)
+        finally:
+            self._gpu = None
+
+    async def _idle_gpu(self) -> Gpu | str:
+        """By a round of usage from now on: an older one may not show who has come since."""
+        self._is_sampled.clear()
+        self._request()
+        await wait_for(self._is_sampled, self.round_timeout_s)
+        usage = self._round if self._is_sampled.is_set() else None
+        return idle_gpu(self.inventory().gpus, usage.gpus if usage is not None else {}, self._is_allocated)
+
+    def _is_allocated(self, gpu: Gpu) -> bool:
+        return any(gpu.uuid in allocation.gpus for allocation in self.allocations().values())
+
+    def _skip(self, why: str) -> None:
+        if self._known is None or self._known.state is ProbeState.SKIPPED:
+            driver = self.inventory().driver_version
+            self._known = Remembered(driver=driver, library="", text=why[:_MOST_CHARS], at=self.clock())
+        if self._skipped.is_new(why):
+            log.info("isolation_probe_skipped", isolation="gpushare", why=why, tried_again_in_s=self.period_s)
+
+
+def with_probe(part: IsolationPart, files: GpushareFiles, host: IsolationHost) -> IsolationPart:
+    """The isolation's part, whose check asks for the probe's result too. Joined, not started."""
+    node = host.node
+
+    def failed(found: Remembered) -> None:
+        host.note(NodeEventReason.ISOLATION_PROBE_FAILED, "gpushare", found.failure)
+        host.choose_anew("libgpushare does not limit programs under this driver")
+
+    probed = ProbedLibrary(
+        files=files,
+        probe=open_probe(files, files.directory),
+        inventory=node.gpus,
+        allocations=node.cache.view,
+        failed=failed,
+    )
+    node.metrics.show_isolation_probe("gpushare", probed.is_failed)
+    return replace(
+        part,
+        services={**part.services, "gpushare probe": probed},
+        check=partial(all_of, part.check, probed.require_passed),
+        look=partial(all_of, part.look, probed.require_passed),
+        changed=_both(part.changed, probed.changed),
+        usage_sampled=_both(part.usage_sampled, probed.usage_sampled),
+        request_usage_by=_both(part.request_usage_by, probed.request_usage_by),
+        probed=lambda: probed.result,
+    )
+
+
+def _both(one: Callable[..., None] | None, other: Callable[..., None]) -> Callable[..., None]:
+    def call(*arguments: Any) -> None:
+        if one is not None:
+            one(*arguments)
+        other(*arguments)
+
+    return call
+
+
+def open_probe(files: GpushareFiles, place: Path | None) -> LibraryProbe:
+    """As LibraryProbe has them. What an agent that was killed has left in its place is removed first."""
+
+    def library() -> bytes:
+        if place is not None:
+            remove_left(place)
+        return files.library_content()
+
+    thread = DaemonThread("gpushare-probe", advice="Check the disk of the probe's files.")
+    return LibraryProbe(library=library, place=place, environment=os.environ, thread=thread)
+
+
+async def remembered_failure(files: GpushareFiles, driver: str) -> str:
+    """Why an earlier agent found that the library does not limit; empty where it did not. `driver` is empty where it is
+    not known. Raises AgentError."""
+    thread = DaemonThread("gpushare-probe", advice="Check the disk of the setting libgpushare.directory.")
+    library = await thread.call(lambda: _digest(files), "reading libgpushare's library", FILES_TIMEOUT_S)
+    saved = await state_file(files.directory).load(_parsed, lambda: None)
+    return saved.failure if saved is not None and saved.is_of(driver or saved.driver, library) else ""
+
+
+def state_file(directory: Path) -> StateFile:
+    return StateFile(directory / STATE_NAME, "the probe's result", on_corrupt=_report_corrupt)
+
+
+def _digest(files: GpushareFiles) -> str:
+    return hashlib.sha256(files.library_content()).hexdigest()
+
+
+def _document(remembered: Remembered) -> dict[str, Any]:
+    document: dict[str, Any] = to_builtins(remembered)
+    return document
+
+
+def _parsed(raw: Any) -> Remembered | None:
+    """Raises Corrupt."""
+    try:
+        return convert(raw, Remembered)
+    except ValidationError as e:
+        raise Corrupt(f"it is no result of a probe: {e}") from e
+
+
+def _report_corrupt(why: str, kept_as: Path) -> None:
+    log.warning("isolation_probe_forgotten", why=why, kept_as=str(kept_as), then="the library is probed again")

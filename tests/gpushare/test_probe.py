@@ -1,0 +1,259 @@
+"""The agent's probe of libgpushare (isolation/gpushare/probe.py), with the real library on the fake driver."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpushare_agent.isolation.gpushare.files import LIBRARY
+from gpushare_agent.isolation.gpushare.probe import LibraryProbe
+from gpushare_agent.isolation.gpushare.probing import STATE_NAME
+from gpushare_agent.isolation.kept import ProbeState
+from gpushare_agent.kit.daemon_thread import DaemonThread
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.sandbox.node import EmbeddedNode
+from native.build_gpushare import build_gpushare
+from tests.gpushare.conftest import MachineWith
+from tests.native.build import build_program, cuda_include
+from tests.support_agent import log_lines, open_child, poll_until, wait_until
+from tests.support_gpushare import Machine
+from tests.support_sandbox import MEMORY, open_test_node, wait_allocatable
+from tests.support_settings import run_program
+
+pytestmark = pytest.mark.isolation
+
+GPU = Gpu(index=0, minor=0, uuid=GpuUuid(f"GPU-00000000-0000-4000-8000-{0:012x}"), bus_id="", name="", memory_mib=24576)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As containers get it: with the container's directory compiled in."""
+    path = tmp_path_factory.mktemp("shipped") / "libgpushare.so"
+    build_gpushare(cuda_include(), path)
+    return path
+
+
+def probe_of(machine: Machine, library: Path, **how: Any) -> LibraryProbe:
+    place = machine.directory / "own"
+    place.mkdir(exist_ok=True)
+    return LibraryProbe(
+        library=library.read_bytes,
+        place=place,
+        environment=machine.env(),
+        thread=DaemonThread("probe", advice=""),
+        **how,
+    )
+
+
+def is_clean(machine: Machine) -> bool:
+    return not list((machine.directory / "own").iterdir())
+
+
+@pytest.mark.smoke
+async def test_the_library_passes(machine_with: MachineWith, library: Path) -> None:
+    """In the second run of compute it follows limits that changed while the program ran, and nothing is left."""
+    machine = machine_with()
+    state, text = await probe_of(machine, library).prove(GPU)
+    assert state is ProbeState.PASSED, text
+    assert "refused memory after 1728 MiB and its context in 2048 MiB" in text
+    assert is_clean(machine)
+
+
+def build_broken(path: Path, hooks: str) -> Path:
+    """A library with libgpushare's mark that defines these functions and limits nothing."""
+    source = path.with_suffix(".c")
+    mark = LIBRARY.mark.rstrip(b"\0").decode()
+    source.write_text(f'#define _GNU_SOURCE\n#include <dlfcn.h>\nconst char mark[] = "{mark}";\n{hooks}')
+    return build_program(path, source, ["-shared", "-fPIC"])
+
+
+PASSES_ON = """
+int cuInit(unsigned flags) { return ((int (*)(unsigned))dlsym(RTLD_NEXT, "cuInit"))(flags); }
+"""
+IN_THE_WAY = """
+#include <stdlib.h>
+#include <unistd.h>
+__attribute__((constructor)) static void begin(void) { if (!dlopen("libcuda.so.1", RTLD_NOW)) exit(3); }
+int cuInit(unsigned flags) { (void)flags; @; return 0; }
+void *dlsym(void *handle, const char *name)
+{
+    void *(*real)(void *, const char *) = (void *(*)(void *, const char *))dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.34");
+    return name[0] == 'c' && name[1] == 'u' && name[2] == 'I' ? (void *)cuInit : real(handle, name);
+}
+"""
+
+
+@pytest.mark.smoke
+async def test_a_library_that_does_not_limit_fails(machine_with: MachineWith, tmp_path: Path) -> None:
+    library = build_broken(tmp_path / "passes.so", PASSES_ON)
+    machine = machine_with()
+    state, text = await probe_of(machine, library).prove(GPU)
+    assert (state, text) == (ProbeState.FAILED, "a program got 16384 MiB in a share of 2048 MiB")
+    assert is_clean(machine)
+
+
+async def test_compute_that_is_not_held_fails(machine_with: MachineWith, library: Path) -> None:
+    """A driver whose events say a hundredth of the time that a kernel took."""
+    state, text = await probe_of(machine_with(event_percent=1), library).prove(GPU)
+    assert state is ProbeState.FAILED and "with 30 cores computed" in text
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the version of dlsym is x86_64's")
+@pytest.mark.parametrize(
+    ("does", "said"), [("abort()", "it ended with signal 6"), ("pause()", "it did not end in time")]
+)
+async def test_a_library_under_which_no_program_starts_fails(
+    machine_with: MachineWith, tmp_path: Path, does: str, said: str
+) -> None:
+    """Without it the program starts: so it is the library's fault. What hangs is killed at the time limit."""
+    library = build_broken(tmp_path / "ends.so", IN_THE_WAY.replace("@", does))
+    machine = machine_with()
+    state, text = await probe_of(machine, library, timeout_s=5.0).prove(GPU)
+    assert state is ProbeState.FAILED and said in text
+    assert is_clean(machine)
+
+
+async def test_a_library_that_does_not_load_fails(machine_with: MachineWith, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"\x7fELF" + LIBRARY.mark)
+    state, text = await probe_of(machine_with(), broken).prove(GPU)
+    assert state is ProbeState.FAILED and "it was not loaded: " in text and "cannot be preloaded" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"dies_in": "cuDevicePrimaryCtxRetain"}, "without the library either: it ended with signal 9"),
+        ({"memory_mib": 64}, "without the library either: cuDevicePrimaryCtxRetain fails with CUDA error 2"),
+    ],
+)
+async def test_a_driver_that_fails_by_itself_is_no_failure_of_the_library(
+    machine_with: MachineWith, library: Path, settings: dict[str, object], said: str
+) -> None:
+    state, text = await probe_of(machine_with(**settings), library).prove(GPU)
+    assert state is ProbeState.SKIPPED and said in text
+
+
+async def test_a_driver_without_a_function_is_named(machine_with: MachineWith, library: Path) -> None:
+    """It starts without the library, which is then not proven: shares are refused."""
+    state, text = await probe_of(machine_with(lacks="cuMemAlloc"), library).prove(GPU)
+    assert state is ProbeState.FAILED and "cuGetProcAddress finds no cuMemAlloc of CUDA 12000" in text
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"LD_LIBRARY_PATH": ""}, "the driver's library for programs is not here: libcuda.so.1"),
+        ({"FAKE_GPU_DEVICES": "7"}, "without the library either: cuInit fails with CUDA error 100"),
+    ],
+)
+async def test_a_container_that_has_not_all_of_the_driver_is_no_failure_either(
+    machine_with: MachineWith, library: Path, environment: dict[str, str], said: str
+) -> None:
+    """As the agent's own, where NVIDIA's runtime gives it no compute, or no device nodes."""
+    machine = machine_with()
+    probe = probe_of(machine, library)
+    probe.environment = machine.env() | environment
+    state, text = await probe.prove(GPU)
+    assert state is ProbeState.SKIPPED and said in text
+
+
+async def test_a_program_that_hangs_is_ended_at_the_limit(machine_with: MachineWith, library: Path) -> None:
+    """A stopped process, which answers no request to end. It does so without the library too."""
+    machine = machine_with(stops_in="cuDevicePrimaryCtxRetain")
+    state, text = await probe_of(machine, library, timeout_s=0.5).prove(GPU)
+    assert state is ProbeState.SKIPPED and "without the library either: it did not end in time" in text
+    assert is_clean(machine)
+
+
+async def test_it_gives_way_to_a_container(machine_with: MachineWith, library: Path) -> None:
+    machine = machine_with(stops_in="cuDevicePrimaryCtxRetain")
+    probe = probe_of(machine, library, timeout_s=60)
+    async with asyncio.TaskGroup() as group:
+        result = group.create_task(probe.prove(GPU))
+        while not probe.is_running:
+            await asyncio.sleep(0.01)
+        probe.give_way()
+    assert result.result() == (ProbeState.SKIPPED, "it gave way to a container on its GPU")
+    assert is_clean(machine)
+
+
+# ---- the agent, and check ----
+
+
+def agent_flags(machine: Machine, library: Path) -> list[str]:
+    own = machine.directory / "own"
+    own.mkdir(exist_ok=True)
+    flags = ["--driver=nvml", "--isolation=gpushare", f"--libgpushare.library={library}"]
+    return [*flags, f"--libgpushare.directory={own}", "--sample-period-s=0.2"]
+
+
+def remembered(machine: Machine) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((machine.directory / "own" / STATE_NAME).read_text())
+    return found
+
+
+async def test_the_agent_proves_the_library_once(
+    machine_with: MachineWith, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next agent takes the result over."""
+    machine = machine_with()
+    for name, value in machine.env().items():
+        monkeypatch.setenv(name, value)
+    async with open_test_node() as node:
+        async with open_child(node, *agent_flags(machine, library)):
+            await poll_until(lambda: log_lines(node, "isolation_probe_passed"), "a result", deadline_s=60)
+        [line] = log_lines(node, "isolation_probe_passed")
+        async with open_child(node, *agent_flags(machine, library)):
+            await wait_allocatable(node, MEMORY, 96)
+            assert log_lines(node, "isolation_probe_passed") == [line]
+    assert (remembered(machine)["state"], remembered(machine)["driver"]) == ("passed", "580.95.05")
+
+
+async def test_shares_are_refused_under_a_library_that_does_not_limit(
+    machine_with: MachineWith, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet sees no memory, and the node has an Event with the driver's version."""
+    machine = machine_with()
+    library = build_broken(tmp_path / "passes.so", PASSES_ON)
+    for name, value in machine.env().items():
+        monkeypatch.setenv(name, value)
+    async with open_test_node() as node, open_child(node, *agent_flags(machine, library)):
+        await wait_until(node, lambda: _probe_events(node), "an Event of the node")
+        await wait_until(node, lambda: not node.kubelet.capacity()[MEMORY][1], "no memory")
+        [event] = _probe_events(node)
+        assert "under driver 580.95.05: a program got 16384 MiB in a share of 2048 MiB" in event["message"]
+        assert (event["type"], event["involvedObject"]["kind"]) == ("Warning", "Node")
+
+
+def _probe_events(node: EmbeddedNode) -> list[dict[str, Any]]:
+    return [event for event in node.api.events() if event["reason"] == "IsolationProbeFailed"]
+
+
+@pytest.mark.parametrize(
+    ("is_broken", "level", "text"), [(False, "ok", "was refused memory after"), (True, "error", "got 16384 MiB")]
+)
+async def test_check_prints_a_line(
+    machine_with: MachineWith,
+    library: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_broken: bool,
+    level: str,
+    text: str,
+) -> None:
+    """And nothing stays of its run."""
+    machine = machine_with()
+    used = build_broken(tmp_path / "passes.so", PASSES_ON) if is_broken else library
+    for name, value in machine.env().items():
+        monkeypatch.setenv(name, value)
+    found = await run_program("check", "--output=json", *agent_flags(machine, used))
+    [line] = [one for one in json.loads(found.out)["findings"] if one["what"] == "gpushare probe"]
+    assert line["level"] == level and text in line["detail"]
+    assert is_clean(machine)
