@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.json import Decoder
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.results import Row, row
@@ -184,11 +185,14 @@ class RealCluster:
 
     async def _get(self, what: str, path: str, **query: str) -> dict[str, Any]:
         request = Request(what=what, method="GET", path=path, query=tuple(query.items()))
-        return await self._session.fetch_json(request, timeout_s=_CALL_S, limit_bytes=1 << 26)
+        return await self._session.fetch(request, _OBJECT, timeout_s=_CALL_S, limit_bytes=1 << 26)
 
     async def _send(self, what: str, method: str, path: str, body: Mapping[str, Any] | None = None) -> None:
         request = Request(what=what, method=method, path=path, body=body)
-        await self._session.fetch_json(request, timeout_s=_CALL_S, limit_bytes=1 << 26)
+        await self._session.fetch_object(request, timeout_s=_CALL_S, limit_bytes=1 << 26)
+
+
+_OBJECT = Decoder(dict[str, Any])
 
 
 async def cluster_rows(*, node: str | None, image: str, singles: int, burst: int) -> tuple[str, list[Row]]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from msgspec import Raw
+
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.outcomes import DecisionLog
@@ -22,6 +24,7 @@ from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.settings.isolation import HamiCoreSettings, MpsSettings
 from tests.support_core import NAMES, inventory, isolation_config, pod
+from tests.support_json import undecoded
 
 DRIVER = "gpushare-agent"
 NODE = "node"
@@ -103,13 +106,13 @@ class FakeClaimApi:
         self.before: Callable[[], None] = lambda: None
         self.gets = 0
 
-    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> RawClaim:
+    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw:
         await asyncio.sleep(0)
         self.gets += 1
         self.before()
         if name not in self.claims:
             raise NotFound(f"cannot get ResourceClaim {namespace}/{name}: the API server answered 404: no text")
-        return self.claims[name]
+        return undecoded(self.claims[name])
 
 
 class Driver:

@@ -23,6 +23,7 @@ from aiohttp import web
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import ALL_NODES
 from gpushare_agent.cluster.kube.cluster import LIVE_PODS, ClusterApi, open_cluster_api
+from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.extender.app import ExtenderParts, build, serve
 from gpushare_agent.extender.bind import Binder, BindTiming
@@ -50,6 +51,7 @@ from gpushare_agent.placement import GpuAccount
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import Settings
 from tests.support_deadline import DEADLINE_S, Changes
+from tests.support_json import undecoded
 from tests.support_kube import FAST, write_kubeconfig
 
 GOOD = "good"
@@ -196,12 +198,15 @@ class FakeCluster:
     def admit(self, pod: Raw) -> None:
         """What the node's agent does once the pod is bound: it takes the GPUs of the annotations where they are free."""
         node, uid = pod["spec"]["nodeName"], pod["metadata"]["uid"]
-        if not lean_pod(pod, NAMES).containers:
+        if not lean_pod(read_pod_json(undecoded(pod)), NAMES).containers:
             return
         given = charges_by_annotation(pod) if predicted(pod).get(PREDICATE_NODE_ANNOTATION) == node else {}
         if not given or not self._fits(node, given):
             planned = plan_pod(
-                lean_pod(pod, NAMES), self._accounts(node), self._topology(node), ClusterPolicy(names=NAMES)
+                lean_pod(read_pod_json(undecoded(pod)), NAMES),
+                self._accounts(node),
+                self._topology(node),
+                ClusterPolicy(names=NAMES),
             )
             if isinstance(planned, Refused):
                 self.rejected.append(f"{uid} on {node}: {planned.detail}")
@@ -258,7 +263,9 @@ class FakeCluster:
         return accounts
 
     def _topology(self, node: str) -> Topology:
-        found = read_node(self.objects["nodes"][node], NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL).node
+        found = read_node(
+            undecoded(self.objects["nodes"][node]), NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL
+        ).node
         assert found is not None
         return found.topology
 

@@ -11,9 +11,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import structlog
+from msgspec import Raw
 
 from gpushare_agent.cluster.informer import Handler, Informer
 from gpushare_agent.cluster.kube.client import KubeApi, node_named
@@ -98,11 +99,11 @@ class NodeConfiguration(Handler):
                 self._last_read = found
                 return
 
-    def key(self, raw: dict[str, Any]) -> str:
+    def key(self, raw: Raw) -> str:
         """For the informer, whose one object is the Node."""
         return "node"
 
-    def put(self, raw: dict[str, Any]) -> bool:
+    def put(self, raw: Raw) -> bool:
         """The labels are read."""
         labels = parse_node(raw).labels
         if labels != self._labels:

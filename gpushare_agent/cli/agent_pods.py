@@ -6,11 +6,11 @@ the API server. No state.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Raw, Struct, json
 
 from gpushare_agent.cli.agent_client import (
     AGENT_NAMESPACE,
@@ -22,7 +22,8 @@ from gpushare_agent.cli.agent_client import (
 from gpushare_agent.cli.cluster_nodes import open_cluster
 from gpushare_agent.cli.render_text import plain
 from gpushare_agent.cluster.kube.client import KubeApi, pods
-from gpushare_agent.cluster.kube.pods import items_or_none, mapping_or_empty, scheduler_message
+from gpushare_agent.cluster.kube.objects import object_meta
+from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json, scheduler_message
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.settings.settings import Settings
 
@@ -82,7 +83,8 @@ class ApiServerProxy:
 
     async def get(self, path: str, query: Query) -> dict[str, Any]:
         agent = self._agent
-        return await self._api.get_through_pod(agent.namespace, agent.name, agent.port, path, query)
+        answer = await self._api.get_through_pod(agent.namespace, agent.name, agent.port, path, query)
+        return json.decode(answer, type=dict[str, Any])
 
 
 async def find_agent(api: KubeApi, settings: Settings, *, node: str, namespace: str) -> AgentPod:
@@ -108,23 +110,14 @@ async def find_agent(api: KubeApi, settings: Settings, *, node: str, namespace: 
     return agents[0]
 
 
-def _agent_pod(raw: dict[str, Any], usual_port: int) -> AgentPod | None:
-    metadata, spec, status = (mapping_or_empty(raw.get(field)) for field in ("metadata", "spec", "status"))
-    namespace, name, node = metadata.get("namespace"), metadata.get("name"), spec.get("nodeName")
-    if status.get("phase") != "Running" or metadata.get("deletionTimestamp") is not None:
+def _agent_pod(raw: Raw, usual_port: int) -> AgentPod | None:
+    pod = read_pod_json(raw)
+    meta, node = pod.meta, pod.spec.node_name
+    if pod.status.phase != "Running" or meta.deleted_at is not None or not (meta.namespace and meta.name and node):
         return None
-    if not (isinstance(namespace, str) and isinstance(name, str) and isinstance(node, str)):
-        return None
-    return AgentPod(namespace=namespace, name=name, node=node, port=_http_port(spec) or usual_port)
-
-
-def _http_port(spec: Mapping[str, Any]) -> int | None:
-    for container in items_or_none(spec, "containers"):
-        for port in items_or_none(container, "ports"):
-            number = port.get("containerPort")
-            if port.get("name") == HTTP_PORT and isinstance(number, int) and 0 < number < 65536:
-                return number
-    return None
+    ports = (port for container in pod.spec.containers or () for port in container.ports if port.name == HTTP_PORT)
+    port = next((one.container_port for one in ports if 0 < one.container_port < 65536), usual_port)
+    return AgentPod(namespace=meta.namespace, name=meta.name, node=node, port=port)
 
 
 async def _node_of_pod(api: KubeApi, settings: Settings, namespace: str, pod: str) -> str:
@@ -137,32 +130,29 @@ async def _node_of_pod(api: KubeApi, settings: Settings, namespace: str, pod: st
     if not namespace:
         namespace = await _only_namespace(api, pod)
     try:
-        raw = await api.get_pod(namespace, pod, timeout_s=_GET_TIMEOUT_S)
+        found = read_pod_json(await api.get_pod(namespace, pod, timeout_s=_GET_TIMEOUT_S))
     except NotFound as e:
         raise NotFound(
             f"there is no pod {namespace}/{pod}: -n names another namespace, -A looks in all. Of a deleted pod the agent of"
             " its node has the last decisions: --node NODE"
         ) from e
-    node = mapping_or_empty(raw.get("spec")).get("nodeName")
-    if not isinstance(node, str) or not node:
+    node = found.spec.node_name
+    if not node:
         raise Unavailable(
-            f"pod {namespace}/{pod} is on no node yet, so no agent has decided about it. {_why_on_no_node(raw, settings)} "
+            f"pod {namespace}/{pod} is on no node yet, so no agent has decided about it. {_why_on_no_node(found, settings)} "
             f"What each GPU lacks: kubectl gpushare dashboard. Its Events: kubectl describe pod -n {namespace} {pod}"
         )
     return node
 
 
-def _why_on_no_node(raw: Mapping[str, Any], settings: Settings) -> str:
+def _why_on_no_node(pod: PodJson, settings: Settings) -> str:
     """The request beside what agents offer: the scheduler refuses a misspelt resource, and bytes for blocks, without a
     word of the cause."""
-    names, spec = settings.resources, mapping_or_empty(raw.get("spec"))
-    limits = [
-        mapping_or_empty(mapping_or_empty(container.get("resources")).get("limits"))
-        for container in (*items_or_none(spec, "initContainers"), *items_or_none(spec, "containers"))
-    ]
-    asked = sorted({f"{name}: {one[name]}" for one in limits for name in one if "/" in name})
+    names = settings.resources
+    containers = (*(pod.spec.init_containers or ()), *(pod.spec.containers or ()))
+    asked = sorted({f"{name}: {count}" for one in containers for name, count in one.limits.items() if "/" in name})
     return (
-        f"The scheduler: {plain(scheduler_message(raw)) or 'nothing so far.'} The pod asks for "
+        f"The scheduler: {plain(scheduler_message(pod)) or 'nothing so far.'} The pod asks for "
         f"{plain(', '.join(asked[:_MOST_ASKED])) or 'no device'}; agents offer {names.vcore}, in hundredths of a "
         f"GPU, and {names.vmemory}, in blocks of {names.memory_block_mib} MiB."
     )
@@ -172,9 +162,9 @@ async def _only_namespace(api: KubeApi, pod: str) -> str:
     """Where the only pod of this name is. Raises NotFound."""
     named = pods(fields=f"metadata.name={pod}")
 
-    def namespace_of(raw: dict[str, Any]) -> str | None:
-        metadata = mapping_or_empty(raw.get("metadata"))
-        return str(metadata.get("namespace")) if metadata.get("name") == pod else None
+    def namespace_of(raw: Raw) -> str | None:
+        meta = object_meta(raw, "pod")
+        return meta.namespace if meta.name == pod else None
 
     found, _ = await api.list_all(named, namespace_of)
     if not found:

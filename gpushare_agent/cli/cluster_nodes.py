@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from gpushare_agent.cli.node_reports import NodeReport, read_report, report_document
 from gpushare_agent.cluster.kube.client import ALL_NODES, UNFINISHED, KubeApi, open_kube_api, pods
 from gpushare_agent.cluster.kube.lists import KubeTimeouts
-from gpushare_agent.cluster.kube.pods import mapping_or_empty, parse_pod
+from gpushare_agent.cluster.kube.objects import Quantity, read_node_json
+from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.model.errors import Corrupt
@@ -75,27 +76,27 @@ class _Node(Struct, frozen=True, kw_only=True):
     report: NodeReport
 
 
-def _node(raw: dict[str, Any], names: ResourceNames) -> _Node | None:
-    metadata, status = mapping_or_empty(raw.get("metadata")), mapping_or_empty(raw.get("status"))
-    name, raw_capacity = metadata.get("name"), mapping_or_empty(status.get("capacity"))
-    if not isinstance(name, str):
+def _node(raw: Raw, names: ResourceNames) -> _Node | None:
+    node = read_node_json(raw)
+    if not node.meta.name:
         return None
-    capacity = {resource: _count(raw_capacity.get(resource)) for resource in names.names}
-    report = read_report(mapping_or_empty(metadata.get("annotations")), capacity, names)
-    return _Node(name=name, report=report) if report is not None else None
+    quantities = node.status.capacity or {}
+    capacity = {resource: _count(quantities.get(resource)) for resource in names.names}
+    report = read_report(node.meta.annotations, capacity, names)
+    return _Node(name=node.meta.name, report=report) if report is not None else None
 
 
-def _pod(raw: dict[str, Any], names: ResourceNames, reported: Collection[PodUid]) -> Pod | None:
+def _pod(raw: Raw, names: ResourceNames, reported: Collection[PodUid]) -> Pod | None:
     """A pod that asks for something of ours or has it (by NVIDIA's names); one that cannot be read has no share either, for
     its agent reads the same."""
     try:
-        pod = parse_pod(raw, resources=names.names)
+        pod = parse_pod(read_pod_json(raw), resources=names.names)
     except Corrupt:
         return None
     return pod if names.wants_any(pod) or pod.uid in reported else None
 
 
-def _count(quantity: Any) -> int:
+def _count(quantity: Quantity | None) -> int:
     try:
         return whole_number(quantity, "capacity") if quantity is not None else 0
     except Corrupt:

@@ -22,7 +22,7 @@ from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import ALL_NODES
 from gpushare_agent.cluster.kube.cluster import LIVE_PODS
 from gpushare_agent.cluster.kube.lists import KubeLists
-from gpushare_agent.cluster.kube.pods import scheduler_message
+from gpushare_agent.cluster.kube.pods import PodJson, scheduler_message
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import MAX_ASKING, ClusterState
 from gpushare_agent.extender.debug import StatePages
@@ -69,11 +69,10 @@ class _Pods(PodsFeed):
         super().__init__(**parts, leads=lambda: False)
         self.messages = {}
 
-    def put(self, raw: dict[str, Any]) -> bool:
-        is_ours = super().put(raw)
-        uid = PodUid(self.key(raw))
+    def put_pod(self, read: PodJson) -> bool:
+        is_ours, uid = super().put_pod(read), PodUid(read.meta.uid or "")
         if is_ours and self.unscheduled(uid) is not None:
-            self.messages[uid] = scheduler_message(raw)
+            self.messages[uid] = scheduler_message(read)
         else:
             self.messages.pop(uid, None)
         return is_ours

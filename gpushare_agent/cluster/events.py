@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import structlog
 from msgspec import Struct
 
 from gpushare_agent.cluster.kube.client import KubeApi
+from gpushare_agent.cluster.kube.objects import Event, EventMeta, EventSource, ObjectReference
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.fair_queue import FairQueue
 from gpushare_agent.model.errors import AgentError, Refused, Unavailable
@@ -66,7 +67,7 @@ class EventRecorder:
         self._is_wanted = asyncio.Event()
 
     def record(
-        self, involved: Mapping[str, str], reason: str, message: str, *, type_: str = "Warning", key: tuple[str, ...]
+        self, involved: ObjectReference, reason: str, message: str, *, type_: str = "Warning", key: tuple[str, ...]
     ) -> bool:
         """Queue an Event about the object `involved`, in its namespace, unless one with this key was recorded in the last
         REPEAT_AFTER_S; whether it was queued."""
@@ -74,8 +75,8 @@ class EventRecorder:
         recorded_at = self._recorded.get(key)
         if recorded_at is not None and now - recorded_at < REPEAT_AFTER_S:
             return False
-        queued = _Queued(key, _raw_event(involved, reason, message, type_, self._reporter, datetime.now(UTC)))
-        dropped = self._queue.put(involved.get("namespace", NODE_NAMESPACE), involved["uid"], queued)
+        queued = _Queued(key, _event(involved, reason, message, type_, self._reporter, datetime.now(UTC)))
+        dropped = self._queue.put(involved.namespace or NODE_NAMESPACE, involved.uid, queued)
         self._recorded[key] = now
         self._recorded.move_to_end(key)
         while len(self._recorded) > RECORDED_LIMIT:
@@ -83,7 +84,7 @@ class EventRecorder:
         self._is_wanted.set()
         if dropped is not None:
             self._recorded.pop(dropped.key, None)  # the next time it may be sent
-            self._drop(dropped.raw_event, f"{QUEUE_LIMIT} Events wait, and most of them are of its namespace")
+            self._drop(dropped.event, f"{QUEUE_LIMIT} Events wait, and most of them are of its namespace")
         return dropped is not queued
 
     async def run(self, api: KubeApi) -> NoReturn:
@@ -98,34 +99,34 @@ class EventRecorder:
                 await asyncio.sleep((1 - credit) * self._interval_s)
                 credit = 1.0
             credit, spent_at = credit - 1, self._clock()
-            await self._send(api, self._queue.pop().raw_event)
+            await self._send(api, self._queue.pop().event)
 
-    async def _send(self, api: KubeApi, raw_event: dict[str, Any]) -> None:
+    async def _send(self, api: KubeApi, event: Event) -> None:
         for tried in range(1, TRIES + 1):
             try:
-                await api.create_event(raw_event)
+                await api.create_event(event)
             except Unavailable as e:
                 if tried == TRIES:
-                    self._drop(raw_event, str(e))
+                    self._drop(event, str(e))
                     return
                 await asyncio.sleep(self._backoff.delay_s(tried))
             except AgentError as e:
                 # A vanished namespace, or a missing permission: what the Event reports is in the log, too.
                 self._count("refused")
-                log.warning("event_refused", about=_about(raw_event), reason=raw_event["reason"], error=str(e))
+                log.warning("event_refused", about=_about(event), reason=event.reason, error=str(e))
                 return
             else:
                 self._count("sent")
                 return
 
-    def _drop(self, raw_event: dict[str, Any], error: str) -> None:
+    def _drop(self, event: Event, error: str) -> None:
         self._count("dropped")
-        log.warning("event_dropped", about=_about(raw_event), reason=raw_event["reason"], error=error)
+        log.warning("event_dropped", about=_about(event), reason=event.reason, error=error)
 
 
 class _Queued(Struct, frozen=True):
     key: tuple[str, ...]
-    raw_event: dict[str, Any]
+    event: Event
 
 
 class PodEvents(EventRecorder):
@@ -153,46 +154,41 @@ class NodeEvents(EventRecorder):
     def note(self, reason: NodeEventReason, uuid: str, message: str) -> None:
         """Once in ten minutes per GPU, reason and text. In namespace default and with the node's name as its UID, as the
         kubelet's own: there `kubectl describe node` looks for them."""
-        involved = {"apiVersion": "v1", "kind": "Node", "name": self._reporter, "uid": self._reporter}
+        involved = ObjectReference(api_version="v1", kind="Node", name=self._reporter, uid=self._reporter)
         self.record(involved, reason.value, message, type_=reason.type, key=(uuid, reason.value, message))
 
 
-def _about(raw_event: dict[str, Any]) -> str:
-    involved = raw_event["involvedObject"]
-    return f"{involved['kind']} {raw_event['metadata']['namespace']}/{involved['name']}"
+def _about(event: Event) -> str:
+    involved = event.involved_object
+    return f"{involved.kind} {event.metadata.namespace}/{involved.name}"
 
 
-def _pod(pod: Pod) -> dict[str, str]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "namespace": pod.namespace,
-        "name": pod.name,
-        "uid": pod.uid,
-        "resourceVersion": pod.resource_version,
-    }
+def _pod(pod: Pod) -> ObjectReference:
+    return ObjectReference(
+        api_version="v1",
+        kind="Pod",
+        namespace=pod.namespace,
+        name=pod.name,
+        uid=pod.uid,
+        resource_version=pod.resource_version,
+    )
 
 
-def _raw_event(
-    involved: Mapping[str, str], reason: str, message: str, type_: str, reporter: str, now: datetime
-) -> dict[str, Any]:
-    """A core/v1 Event; its name is unique by time, as kubectl and the kubelet make theirs."""
+def _event(involved: ObjectReference, reason: str, message: str, type_: str, reporter: str, now: datetime) -> Event:
+    """Its name is unique by time, as kubectl and the kubelet make theirs."""
     at = now.strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {
-        "apiVersion": "v1",
-        "kind": "Event",
-        "metadata": {
-            "name": f"{involved['name'][:230].rstrip('-.')}.{int(now.timestamp() * 1e6):x}",
-            "namespace": involved.get("namespace", NODE_NAMESPACE),
-        },
-        "involvedObject": dict(involved),
-        "reason": reason,
-        "message": message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 1] + "…",
-        "type": type_,
-        "source": {"component": COMPONENT, "host": reporter},
-        "reportingComponent": COMPONENT,
-        "reportingInstance": reporter[:128],
-        "firstTimestamp": at,
-        "lastTimestamp": at,
-        "count": 1,
-    }
+    return Event(
+        metadata=EventMeta(
+            name=f"{involved.name[:230].rstrip('-.')}.{int(now.timestamp() * 1e6):x}",
+            namespace=involved.namespace or NODE_NAMESPACE,
+        ),
+        involved_object=involved,
+        reason=reason,
+        message=message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 1] + "…",
+        type=type_,
+        source=EventSource(component=COMPONENT, host=reporter),
+        reporting_component=COMPONENT,
+        reporting_instance=reporter[:128],
+        first_timestamp=at,
+        last_timestamp=at,
+    )

@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import structlog
-from msgspec import Struct
+from msgspec import Raw, Struct
 
-from gpushare_agent.cluster.kube.lists import KubeLists, Watched
-from gpushare_agent.cluster.kube.pods import resource_version
+from gpushare_agent.cluster.kube.lists import KubeLists, Watched, WatchEvent
+from gpushare_agent.cluster.kube.objects import object_meta
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, Rejected
 from gpushare_agent.model.pods import version_number
@@ -32,11 +32,11 @@ HEALTHY_S = 10.0
 
 
 class Handler(Protocol):
-    """Where the objects go; subclass it. Corrupt means: unreadable, its last readable state stays."""
+    """Where the objects go, as undecoded JSON; subclass it. Corrupt means: unreadable, its last readable state stays."""
 
-    def key(self, raw: dict[str, Any]) -> str: ...
+    def key(self, raw: Raw) -> str: ...
 
-    def put(self, raw: dict[str, Any]) -> bool:
+    def put(self, raw: Raw) -> bool:
         """Whether the object is of interest; one that no longer is will be removed."""
         ...
 
@@ -162,10 +162,10 @@ class Informer:
                 await self._list(api)
             async with api.watch_all(self._watched, self._version) as stream:
                 cycle.began_at = self._clock()
-                async for raw_event in stream:
+                async for event in stream:
                     cycle.events += 1
                     self.last_message_at = self._clock()
-                    self._apply(raw_event)
+                    self._apply(event)
         except AgentError as e:
             cycle.error = e
             is_version_odd = isinstance(e, Rejected) and not version_number(self._version)
@@ -187,24 +187,23 @@ class Informer:
         self._metrics.listed(self.kind, self.last_message_at - began_at)
         log.info("listed", kind=self.kind, objects=len(listed), kept=len(self._known), version=version)
 
-    def _put_listed(self, raw: dict[str, Any]) -> str:
+    def _put_listed(self, raw: Raw) -> str:
         self._put(raw)
         try:
             return self._handler.key(raw)
         except Corrupt:
             return ""
 
-    def _apply(self, raw_event: dict[str, Any]) -> None:
-        kind, raw_object = raw_event.get("type"), raw_event["object"]
-        if kind == "DELETED":
-            self._remove(self._handler.key(raw_object))
-        elif kind in ("ADDED", "MODIFIED"):
-            self._put(raw_object)
-        elif kind != "BOOKMARK":
-            raise Corrupt(f"cannot watch {self._watched.what}: unknown event type {str(kind)[:80]!r}")
-        self._version = resource_version(raw_object) or self._version
+    def _apply(self, event: WatchEvent) -> None:
+        if event.type == "DELETED":
+            self._remove(self._handler.key(event.object))
+        elif event.type in ("ADDED", "MODIFIED"):
+            self._put(event.object)
+        elif event.type != "BOOKMARK":
+            raise Corrupt(f"cannot watch {self._watched.what}: unknown event type {event.type[:80]!r}")
+        self._version = object_meta(event.object, self.kind).version or self._version
 
-    def _put(self, raw: dict[str, Any]) -> None:
+    def _put(self, raw: Raw) -> None:
         try:
             key = self._handler.key(raw)
             if self._handler.put(raw):

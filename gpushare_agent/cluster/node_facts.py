@@ -11,13 +11,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Raw, Struct, field
 
 from gpushare_agent.cluster.feature_labels import PREFIX as FEATURES_PREFIX
 from gpushare_agent.cluster.feature_labels import TIMESTAMP_LABEL
-from gpushare_agent.cluster.kube.pods import mapping_or_empty
+from gpushare_agent.cluster.kube.objects import read_node_json
 from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION, GPUS_SCHEMA, OWN_PREFIX
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import GPU_MODEL_LABEL, GpuUuid
@@ -163,8 +162,8 @@ def _driver_labels(version: str, prefix: str) -> dict[str, str]:
     return {f"{base}.full": label_value(version), f"{base}.major": parts[0], f"{base}.minor": parts[1]}
 
 
-def _gpu(gpu: Gpu, gpus: Sequence[Gpu], topology: Topology, is_cordoned: bool) -> dict[str, Any]:
-    fact: dict[str, Any] = {
+def _gpu(gpu: Gpu, gpus: Sequence[Gpu], topology: Topology, is_cordoned: bool) -> dict[str, object]:
+    fact: dict[str, object] = {
         "index": gpu.index,
         "uuid": gpu.uuid,
         "name": gpu.name,
@@ -221,12 +220,13 @@ class NodePatch(Struct, frozen=True, kw_only=True):
         return not (self.labels or self.annotations or self.capacity)
 
 
-def parse_node(raw_node: Mapping[str, Any]) -> NodeObject:
-    metadata, status = mapping_or_empty(raw_node.get("metadata")), mapping_or_empty(raw_node.get("status"))
+def parse_node(raw_node: Raw) -> NodeObject:
+    node = read_node_json(raw_node)
+    capacity = node.status.capacity or {}
     return NodeObject(
-        labels=_texts(metadata.get("labels")),
-        annotations=_texts(metadata.get("annotations")),
-        capacity=_texts(status.get("capacity")),
+        labels=node.meta.labels,
+        annotations=node.meta.annotations,
+        capacity={name: quantity for name, quantity in capacity.items() if isinstance(quantity, str)},
     )
 
 
@@ -310,7 +310,3 @@ def _recorded(text: str) -> set[str]:
 def _is_of_kubernetes(name: str) -> bool:
     domain, slash, _ = name.rpartition("/")
     return bool(slash) and any(domain == known or domain.endswith(f".{known}") for known in _KUBERNETES_DOMAINS)
-
-
-def _texts(raw: object) -> dict[str, str]:
-    return {n: v for n, v in mapping_or_empty(raw).items() if isinstance(n, str) and isinstance(v, str)}

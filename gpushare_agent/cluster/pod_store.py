@@ -19,13 +19,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
+from msgspec import Raw
 
 from gpushare_agent.cluster.informer import Handler
 from gpushare_agent.cluster.kube.client import KubeApi
-from gpushare_agent.cluster.kube.pods import pod_of_node, pod_uid, static_pod
+from gpushare_agent.cluster.kube.objects import pod_uid
+from gpushare_agent.cluster.kube.pods import pod_of_node, static_pod
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
@@ -217,8 +219,8 @@ NO_STATIC_PODS = (
 
 
 class KubeletPods(Protocol):
-    async def read(self, *, timeout_s: float) -> Sequence[dict[str, Any]]:
-        """The kubelet's static pods as raw JSON. Raises Unavailable, Rejected, Corrupt."""
+    async def read(self, *, timeout_s: float) -> Sequence[Raw]:
+        """The kubelet's static pods as undecoded JSON. Raises Unavailable, Rejected, Corrupt."""
 
 
 class NodePods(Handler):
@@ -247,10 +249,10 @@ class NodePods(Handler):
         self._api = api
         self._is_attached.set()
 
-    def key(self, raw: dict[str, Any]) -> str:
+    def key(self, raw: Raw) -> str:
         return pod_uid(raw)
 
-    def put(self, raw: dict[str, Any]) -> bool:
+    def put(self, raw: Raw) -> bool:
         pod = pod_of_node(raw, resources=self._resources)
         if pod.node_name != self._node_name:
             return False

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import structlog
-from msgspec import Struct, field
+from msgspec import Raw, Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
@@ -120,7 +120,7 @@ POLL_S = 1.0
 
 
 class ClaimApi(Protocol):
-    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> dict[str, Any]: ...
+    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw: ...
 
 
 class Claims(Struct, kw_only=True, eq=False):

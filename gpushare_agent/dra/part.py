@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import structlog
 from msgspec import Struct
@@ -17,6 +17,7 @@ from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.admission.part import edit_policy
 from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.cluster.informer import Informer
+from gpushare_agent.cluster.kube.claims import Device
 from gpushare_agent.cluster.kube.client import KubeApi, slices_of_node
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.claims import Claims
@@ -202,7 +203,7 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
     )
 
 
-def _devices(node: Node, cache: AllocationCache, isolation: Isolations, gpus: list[Gpu]) -> list[dict[str, Any]] | None:
+def _devices(node: Node, cache: AllocationCache, isolation: Isolations, gpus: list[Gpu]) -> list[Device] | None:
     """None until the driver was read once."""
     if not node.inventory.is_read:
         return None

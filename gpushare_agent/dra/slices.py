@@ -11,20 +11,24 @@ State owned: the slice as last seen, and what was written last.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import structlog
+from msgspec import Raw, Struct, field, json
+from msgspec.json import Decoder
 
 from gpushare_agent.cluster.informer import Handler
+from gpushare_agent.cluster.kube.claims import Device, Pool, ResourceSlice, SliceMeta, SliceSpec
+from gpushare_agent.cluster.kube.objects import KubeObject, OwnerReference, object_meta, object_name
+from gpushare_agent.kit.json_schema import NULL, decoded, decoded_or
 from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.supervision import Reconciler
-from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound
+from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 
 log = structlog.get_logger(__name__)
 
-API_VERSION = "resource.k8s.io/v1"
 ORDER_PERIOD_S = 5.0
 RETRY_S = 1.0
 PERIOD_S = 60.0
@@ -32,9 +36,9 @@ MAX_NODE_NAME = 253
 
 
 class SliceApi(Protocol):
-    async def get_node(self, name: str) -> dict[str, Any]: ...
-    async def create_slice(self, raw: Mapping[str, Any]) -> dict[str, Any]: ...
-    async def replace_slice(self, name: str, raw: Mapping[str, Any]) -> dict[str, Any]: ...
+    async def get_node(self, name: str) -> Raw: ...
+    async def create_slice(self, made: ResourceSlice) -> Raw: ...
+    async def replace_slice(self, name: str, made: ResourceSlice) -> Raw: ...
     async def delete_slice(self, name: str) -> None: ...
 
 
@@ -42,15 +46,15 @@ class SlicePublisher(Handler):
     """The handler of an informer of the node's own slices; `run` once it has listed. `wanted` are the devices, None while
     they are not known: nothing is published then, and nothing taken back."""
 
-    def __init__(self, *, driver: str, node_name: str, wanted: Callable[[], list[dict[str, Any]] | None]) -> None:
+    def __init__(self, *, driver: str, node_name: str, wanted: Callable[[], list[Device] | None]) -> None:
         self.name = f"{node_name[: MAX_NODE_NAME - len(driver) - 1]}-{driver}"
         self._driver = driver
         self._node_name = node_name
         self._wanted = wanted
-        self._seen: dict[str, dict[str, Any]] = {}
+        self._seen: dict[str, _Seen] = {}
         self._is_listed = False
         self._generation = 0
-        self._written: tuple[list[dict[str, Any]], Any] | None = None
+        self._written: tuple[list[Device], SliceSpec | None] | None = None
         self._written_at = float("-inf")
         self._reconciler = Reconciler()
         self._due_s = PERIOD_S
@@ -60,23 +64,23 @@ class SlicePublisher(Handler):
         """The GPUs, their health, or their use."""
         self._reconciler.request()
 
-    def key(self, raw: dict[str, Any]) -> str:
-        name = raw.get("metadata", {}).get("name") if isinstance(raw.get("metadata"), dict) else None
-        if not isinstance(name, str) or not name:
-            raise Corrupt("a ResourceSlice has no name")
-        return name
+    def key(self, raw: Raw) -> str:
+        return object_name(raw, "a ResourceSlice")
 
-    def put(self, raw: dict[str, Any]) -> bool:
-        self._seen[self.key(raw)] = raw
-        self._generation = max(self._generation, _generation(raw))
-        self._reconciler.request()
+    def put(self, raw: Raw) -> bool:
+        self._see(decoded(_SLICE, raw, "a ResourceSlice"))
         return True
+
+    def _see(self, one: _Seen) -> None:
+        self._seen[one.meta.name or ""] = one
+        self._generation = max(self._generation, decoded_or(_POOLED, one.raw_spec, _Pooled).pool.generation)
+        self._reconciler.request()
 
     def remove(self, key: str) -> None:
         self._seen.pop(key, None)
         self._reconciler.request()
 
-    def list_ended(self, keys: Any, missing: Any, version: str) -> None:
+    def list_ended(self, keys: Collection[str], missing: Collection[str], version: str) -> None:
         super().list_ended(keys, missing, version)
         for name in self._seen.keys() - set(keys):  # written here, and deleted before the informer knew it
             del self._seen[name]
@@ -115,31 +119,29 @@ class SlicePublisher(Handler):
             return PERIOD_S
         if seen is not None and self._written is not None and _is_same_but_order(self._written[0], devices):
             left_s = self._written_at + ORDER_PERIOD_S - time.monotonic()
-            if left_s > 0 and seen.get("spec") == self._written[1]:
+            if left_s > 0 and seen.spec == self._written[1]:
                 return left_s
         await self._write(api, seen, devices)
         return PERIOD_S
 
-    def _is_as_wanted(self, seen: Mapping[str, Any], devices: list[dict[str, Any]]) -> bool:
+    def _is_as_wanted(self, seen: _Seen, devices: list[Device]) -> bool:
         """The API server may write a value in another form, so what it answered to a write counts as written."""
         if self._written is not None and self._written[0] == devices:
-            return bool(seen.get("spec") == self._written[1])
-        spec = seen.get("spec")
-        return isinstance(spec, dict) and spec.get("devices") == devices and spec.get("nodeName") == self._node_name
+            return seen.spec == self._written[1]
+        return seen.spec is not None and (seen.spec.devices, seen.spec.node_name) == (devices, self._node_name)
 
-    async def _write(self, api: SliceApi, seen: Mapping[str, Any] | None, devices: list[dict[str, Any]]) -> None:
-        if seen is None:
-            metadata: dict[str, Any] = {"ownerReferences": [await self._owner(api)]}
-        else:
-            metadata = {name: seen.get("metadata", {}).get(name) for name in ("resourceVersion", "ownerReferences")}
-        document = self._document(metadata, devices)
+    async def _write(self, api: SliceApi, seen: _Seen | None, devices: list[Device]) -> None:
+        owner = seen.meta.raw_owners if seen is not None else await self._owner(api)
+        version = seen.meta.version if seen is not None else ""
+        made = self._made(SliceMeta(name=self.name, resource_version=version, owner_references=owner), devices)
         try:
-            written = await (api.create_slice(document) if seen is None else api.replace_slice(self.name, document))
+            answer = await (api.create_slice(made) if seen is None else api.replace_slice(self.name, made))
         except (Conflict, NotFound) as e:  # the watch has, or will have, what is there: compare again then
             log.debug("slice_changed_meanwhile", error=str(e))
             return
-        self._written, self._written_at = (devices, written.get("spec")), time.monotonic()
-        self.put(written)
+        written = decoded(_SLICE, answer, "a ResourceSlice")
+        self._written, self._written_at = (devices, written.spec), time.monotonic()
+        self._see(written)
         log.info("slice_published", slice=self.name, devices=len(devices), generation=self._generation)
 
     async def _delete(self, api: SliceApi, name: str) -> None:
@@ -150,32 +152,40 @@ class SlicePublisher(Handler):
         self._seen.pop(name, None)
         log.info("slice_deleted", slice=name)
 
-    async def _owner(self, api: SliceApi) -> dict[str, Any]:
+    async def _owner(self, api: SliceApi) -> Raw:
         """Read at each creation: a slice that names a former node of this name would be collected at once."""
-        uid = str((await api.get_node(self._node_name)).get("metadata", {}).get("uid", ""))
-        return {"apiVersion": "v1", "kind": "Node", "name": self._node_name, "uid": uid, "controller": True}
+        uid = object_meta(await api.get_node(self._node_name), "node").uid
+        owner = OwnerReference(api_version="v1", kind="Node", name=self._node_name, uid=uid, controller=True)
+        return Raw(json.encode([owner]))
 
-    def _document(self, metadata: Mapping[str, Any], devices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _made(self, metadata: SliceMeta, devices: list[Device]) -> ResourceSlice:
         self._generation += 1
-        return {
-            "apiVersion": API_VERSION,
-            "kind": "ResourceSlice",
-            "metadata": {"name": self.name, **metadata},
-            "spec": {
-                "driver": self._driver,
-                "nodeName": self._node_name,
-                "pool": {"name": self._node_name, "generation": self._generation, "resourceSliceCount": 1},
-                "devices": devices,
-            },
-        }
+        pool = Pool(name=self._node_name, generation=self._generation, resource_slice_count=1)
+        spec = SliceSpec(driver=self._driver, node_name=self._node_name, pool=pool, devices=devices)
+        return ResourceSlice(metadata=metadata, spec=spec)
 
 
-def _generation(raw: Mapping[str, Any]) -> int:
-    spec = raw.get("spec")
-    pool = spec.get("pool") if isinstance(spec, dict) else None
-    generation = pool.get("generation") if isinstance(pool, dict) else None
-    return generation if isinstance(generation, int) else 0
+class _Seen(KubeObject):
+    """A slice as the API server has it, which may be an earlier agent's."""
+
+    raw_spec: Raw = field(name="spec", default=NULL)
+
+    @property
+    def spec(self) -> SliceSpec | None:
+        """None where it is none that this agent writes."""
+        return decoded_or(_SPEC, self.raw_spec, lambda: None)
 
 
-def _is_same_but_order(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
-    return sorted(one, key=lambda device: str(device["name"])) == sorted(other, key=lambda device: str(device["name"]))
+class _PoolGeneration(Struct, frozen=True):
+    generation: int = 0
+
+
+class _Pooled(Struct, frozen=True):
+    pool: _PoolGeneration = _PoolGeneration()
+
+
+_SLICE, _POOLED, _SPEC = Decoder(_Seen), Decoder(_Pooled), Decoder(SliceSpec)
+
+
+def _is_same_but_order(one: list[Device], other: list[Device]) -> bool:
+    return sorted(one, key=lambda device: device.name) == sorted(other, key=lambda device: device.name)

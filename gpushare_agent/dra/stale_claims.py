@@ -10,9 +10,10 @@ State owned: the claims that were missing at the last poll, and the pods seen to
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import structlog
+from msgspec import Raw
 
 from gpushare_agent.dra.claims import Claims
 from gpushare_agent.dra.decisions.claim import claim_ref
@@ -29,7 +30,7 @@ GET_TIMEOUT_S = 5.0
 
 
 class ClaimApi(Protocol):
-    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> dict[str, Any]: ...
+    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw: ...
 
 
 class Processes(Protocol):

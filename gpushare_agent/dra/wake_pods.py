@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import structlog
-from msgspec import Struct, field
+from msgspec import Raw, Struct, field
 
 from gpushare_agent.dra.decisions.claim import read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim
@@ -45,10 +45,10 @@ class Claims(Protocol):
 
 
 class WakeApi(Protocol):
-    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> dict[str, Any]: ...
+    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw: ...
     async def patch_pod_annotations(
         self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
-    ) -> dict[str, Any]: ...
+    ) -> Raw: ...
 
 
 class _Waiting(Struct):

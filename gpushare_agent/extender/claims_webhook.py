@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
+import msgspec
 import structlog
 from msgspec import Meta, Raw, Struct
 from msgspec.json import Decoder
 
-from gpushare_agent.cluster.kube.pods import mapping_or_empty
+from gpushare_agent.cluster.kube.claims import ClaimSpec, ClaimTemplate, TemplateMeta, TemplateSpec
+from gpushare_agent.cluster.kube.pods import PodJson
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
 from gpushare_agent.extender.messages import MAX_NAME_CHARS, Name, pod_json, request_of
+from gpushare_agent.kit.json_schema import decoded_or
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Refused, Unavailable
 from gpushare_agent.model.resources import ResourceNames
 
@@ -43,8 +45,8 @@ MAX_WARNING_CHARS = 256
 
 
 class TemplateApi(Protocol):
-    async def get_claim_template(self, namespace: str, name: str) -> dict[str, Any]: ...
-    async def create_claim_template(self, namespace: str, raw: Mapping[str, Any]) -> dict[str, Any]: ...
+    async def get_claim_template(self, namespace: str, name: str) -> Raw: ...
+    async def create_claim_template(self, namespace: str, made: ClaimTemplate) -> Raw: ...
 
 
 class Review(Struct, frozen=True, kw_only=True):
@@ -53,7 +55,7 @@ class Review(Struct, frozen=True, kw_only=True):
     uid: str
     namespace: str
     is_dry_run: bool
-    raw_pod: Mapping[str, Any]
+    pod: PodJson
 
 
 class ClaimsWebhook:
@@ -75,7 +77,7 @@ class ClaimsWebhook:
         """
         review = parse_review(content)
         try:
-            found = convert_pod(review.raw_pod, self._names)
+            found = convert_pod(review.pod, self._names)
         except Corrupt as e:
             return _answer(review, denied=str(e), code=422), "error"
         if isinstance(found, Refused):
@@ -104,22 +106,20 @@ class ClaimsWebhook:
             if review.is_dry_run:
                 return
             raw = await self._create(review.namespace, name, spec)
-        if not _contains(mapping_or_empty(raw.get("spec")).get("spec"), spec):
+        if not _contains(decoded_or(_TEMPLATE, raw, _Template).spec.spec, msgspec.to_builtins(spec)):
             raise Conflict(
                 f"the ResourceClaimTemplate {review.namespace}/{name} exists with another spec than the pod's limits mean:"
                 " delete it, it is created again"
             )
 
-    async def _create(self, namespace: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    async def _create(self, namespace: str, name: str, spec: ClaimSpec) -> Raw:
         self._take_creation()
-        raw = {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "ResourceClaimTemplate",
-            "metadata": {"name": name, "labels": {"app.kubernetes.io/managed-by": MANAGED_BY}},
-            "spec": {"spec": spec},
-        }
+        template = ClaimTemplate(
+            metadata=TemplateMeta(name=name, labels={"app.kubernetes.io/managed-by": MANAGED_BY}),
+            spec=TemplateSpec(spec),
+        )
         try:
-            made = await self._api.create_claim_template(namespace, raw)
+            made = await self._api.create_claim_template(namespace, template)
         except Conflict:  # another pod's, at the same time
             return await self._api.get_claim_template(namespace, name)
         log.info("claim_template_created", namespace=namespace, template=name)
@@ -132,6 +132,16 @@ class ClaimsWebhook:
         if self._may_create < 1:
             raise Unavailable(f"over {MOST_NEW} kinds of shares were asked for the first time just now; try again")
         self._may_create -= 1
+
+
+class _TemplateSpec(Struct, frozen=True):
+    spec: object = None
+
+
+class _Template(Struct, frozen=True):
+    """What is compared of a ResourceClaimTemplate."""
+
+    spec: _TemplateSpec = _TemplateSpec()
 
 
 class _Resource(Struct):
@@ -153,7 +163,7 @@ class _AdmissionReview(Struct, rename="camel"):
     request: _Request
 
 
-_REVIEW = Decoder(_AdmissionReview)
+_REVIEW, _TEMPLATE = Decoder(_AdmissionReview), Decoder(_Template)
 
 
 def parse_review(content: bytes) -> Review:
@@ -168,23 +178,43 @@ def parse_review(content: bytes) -> Review:
         raise Corrupt(f"{what}: is not for the creation of a pod; the webhook's rules are wrong")
     if bytes(request.object) == b"null":
         raise Corrupt(f"{what}.request.object: is not an object")
-    raw_pod = pod_json(request.object, f"{what}.request.object")
-    return Review(uid=request.uid, namespace=request.namespace, is_dry_run=request.dry_run is True, raw_pod=raw_pod)
+    pod = pod_json(request.object, f"{what}.request.object")
+    return Review(uid=request.uid, namespace=request.namespace, is_dry_run=request.dry_run is True, pod=pod)
+
+
+class _Result(Struct):
+    code: int
+    message: str
+
+
+class _Response(Struct, rename="camel", omit_defaults=True):
+    uid: str
+    allowed: bool
+    status: _Result | None = None
+    patch_type: str = ""
+    patch: str = ""
+    warnings: Sequence[str] = ()
+
+
+class _ReviewAnswer(Struct, rename="camel"):
+    response: _Response
+    api_version: str = API_VERSION
+    kind: str = "AdmissionReview"
 
 
 def _answer(review: Review, found: Conversion | None = None, *, denied: str = "", code: int = 0) -> bytes:
-    response: dict[str, Any] = {"uid": review.uid, "allowed": not denied}
+    response = _Response(uid=review.uid, allowed=not denied)
     if denied:
-        response["status"] = {"code": code, "message": denied}
+        response.status = _Result(code, denied)
     elif found is not None and found.patch:
-        patch = json.dumps(list(found.patch), separators=(",", ":")).encode()
-        response |= {"patchType": "JSONPatch", "patch": base64.b64encode(patch).decode()}
-    if found is not None and found.warnings:
-        response["warnings"] = [text[:MAX_WARNING_CHARS] for text in found.warnings]
-    return json.dumps({"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response}).encode()
+        response.patch_type = "JSONPatch"
+        response.patch = base64.b64encode(msgspec.json.encode(found.patch)).decode()
+    if found is not None:
+        response.warnings = [text[:MAX_WARNING_CHARS] for text in found.warnings]
+    return msgspec.json.encode(_ReviewAnswer(response))
 
 
-def _contains(found: Any, wanted: Any) -> bool:
+def _contains(found: object, wanted: object) -> bool:
     """Whether `found` has everything of `wanted`; a later API server may add defaults to it."""
     if isinstance(wanted, Mapping):
         return isinstance(found, Mapping) and all(_contains(found.get(key), value) for key, value in wanted.items())

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import structlog
+from msgspec import Raw
 
 from gpushare_agent.cluster.informer import Handler
-from gpushare_agent.cluster.kube.pods import object_name, pod_uid
+from gpushare_agent.cluster.kube.objects import object_name, pod_uid
+from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
 from gpushare_agent.extender.metrics import ExtenderMetrics
@@ -83,14 +84,17 @@ class PodsFeed(Handler):
         """In the order of arrival."""
         return list(self._unscheduled.values())
 
-    def key(self, raw: dict[str, Any]) -> str:
+    def key(self, raw: Raw) -> str:
         return pod_uid(raw)
 
-    def put(self, raw: dict[str, Any]) -> bool:
+    def put(self, raw: Raw) -> bool:
+        return self.put_pod(read_pod_json(raw))
+
+    def put_pod(self, read: PodJson) -> bool:
         self._drop_missing()
-        if not asks_for_ours(raw, self._names):
+        if not asks_for_ours(read, self._names):
             return False
-        pod = lean_pod(raw, self._names)
+        pod = lean_pod(read, self._names)
         if not pod.containers or pod.is_terminal:
             return False
         if pod.node_name:
@@ -99,7 +103,7 @@ class PodsFeed(Handler):
             self._unscheduled[pod.uid] = pod
         self._quota.put_pod(pod)
         self._state.put_pod(pod, self._clock())
-        self._compare(pod, _first(predicate_annotations(raw)))
+        self._compare(pod, _first(predicate_annotations(read)))
         return True
 
     def list_begins(self) -> None:
@@ -209,7 +213,7 @@ class NodesFeed(Handler):
         self,
         *,
         state: ClusterState,
-        read: Callable[[Mapping[str, Any]], NodeReading],
+        read: Callable[[Raw], NodeReading],
         metrics: ExtenderMetrics,
         quota: QuotaState,
         reported: Callable[[Collection[PodUid]], None],
@@ -225,10 +229,10 @@ class NodesFeed(Handler):
         self._elsewhere: dict[str, set[PodUid]] = {}
         """By node, the pods to which its agent allocated other GPUs than planned."""
 
-    def key(self, raw: dict[str, Any]) -> str:
+    def key(self, raw: Raw) -> str:
         return object_name(raw, "node")
 
-    def put(self, raw: dict[str, Any]) -> bool:
+    def put(self, raw: Raw) -> bool:
         reading = self._read(raw)
         self._log_problem(self.key(raw), reading.problem)
         if reading.node is None:

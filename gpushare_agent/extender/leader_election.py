@@ -26,15 +26,15 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import structlog
-from msgspec import Struct, field
+from msgspec import Raw, Struct, field, json
 
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import pods
-from gpushare_agent.cluster.kube.cluster import ClusterApi
-from gpushare_agent.cluster.kube.pods import mapping_or_empty, pod_uid
+from gpushare_agent.cluster.kube.cluster import ClusterApi, Lease, LeaseSpec
+from gpushare_agent.cluster.kube.objects import object_meta, pod_uid
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.verbs import in_steps
@@ -92,7 +92,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
     _seen: tuple[object, ...] = ()
     _seen_at: float = float("-inf")
     _absent_since: float | None = None
-    _raw: dict[str, Any] | None = None
+    _lease: Lease | None = None
     _leads_until: float = float("-inf")
     _was_leading: bool = False
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -125,7 +125,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
 
     async def release(self) -> None:
         """Release the lease, so that another replica need not wait for its end. The caller has stopped deciding."""
-        if not self.leads() or self._raw is None:
+        if not self.leads() or self._lease is None:
             return
         self._stop_leading()
         self.report_transition()
@@ -157,7 +157,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         """One read, and one write where the lease is ours, or may be taken."""
         if not self.leads():
             await self._read()
-        if self._raw is None:
+        if self._lease is None:
             if self._may_create():
                 await self._write(self.api.create_lease, (self.terms.namespace,))
         elif self.holder == self.identity or self._was_released() or self._has_ended():
@@ -176,11 +176,11 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         try:
             await self._write(self.api.replace_lease, place)
         except Conflict:
-            if self._raw is None or self.holder != self.identity:
+            if self._lease is None or self.holder != self.identity:
                 raise
             await self._write(self.api.replace_lease, place)  # ours after all: another client has labelled it, say
 
-    async def _write(self, write: Callable[..., Awaitable[dict[str, Any]]], place: tuple[str, ...]) -> None:
+    async def _write(self, write: Callable[..., Awaitable[Lease]], place: tuple[str, ...]) -> None:
         """Make the lease ours. Where it is no longer what we read, we lead no more until it was read as ours."""
         began_at = self.clock()
         try:
@@ -202,7 +202,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         """The lease was deleted, or never existed."""
         if self._absent_since is None:
             self._absent_since = self.clock()
-        self._raw, self.holder = None, ""
+        self._lease, self.holder = None, ""
 
     def _may_create(self) -> bool:
         return self._absent_since is not None and self.clock() - self._absent_since >= self._absence_s()
@@ -212,55 +212,40 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         Where none was ever read this is the first installation, most likely, and no replica leads."""
         return self.terms.duration_s if self._seen else self.terms.retry_s
 
-    def _note(self, raw: dict[str, Any]) -> None:
+    def _note(self, lease: Lease) -> None:
         """The lease as read, and since when it is unchanged."""
-        self._raw, self._absent_since = raw, None
-        spec = mapping_or_empty(raw.get("spec"))
-        holder = spec.get("holderIdentity")
-        self.holder = holder if isinstance(holder, str) else ""
-        seen = (
-            str(mapping_or_empty(raw.get("metadata")).get("uid")),
-            self.holder,
-            str(spec.get("renewTime")),
-            str(spec.get("acquireTime")),
-            str(spec.get("leaseTransitions")),
-        )
+        self._lease, self._absent_since = lease, None
+        spec = lease.spec
+        self.holder = spec.holder_identity or ""
+        seen = lease.uid, self.holder, spec.renew_time, spec.acquire_time, spec.lease_transitions
         if seen != self._seen:
             self._seen, self._seen_at = seen, self.clock()
 
     def _was_released(self) -> bool:
         """Released in order, as `release` and client-go do it. A holder emptied by hand leaves a leader that does not know
         it yet."""
-        return (
-            not self.holder
-            and mapping_or_empty((self._raw or {}).get("spec")).get("leaseDurationSeconds") == RELEASED_S
-        )
+        return not self.holder and self._lease is not None and self._lease.spec.lease_duration_seconds == RELEASED_S
 
     def _has_ended(self) -> bool:
-        raw_duration = mapping_or_empty((self._raw or {}).get("spec")).get("leaseDurationSeconds")
-        theirs_s = float(raw_duration) if isinstance(raw_duration, int) and raw_duration > 0 else 0.0
+        theirs_s = float((self._lease.spec.lease_duration_seconds if self._lease is not None else None) or 0)
         return self.clock() - self._seen_at > max(self.terms.duration_s, min(theirs_s, MAX_DURATION_S))
 
-    def _record(self, holder: str, duration_s: float | None = None) -> dict[str, Any]:
+    def _record(self, holder: str, duration_s: float | None = None) -> Lease:
         """The lease as it should be; its metadata stays as read."""
-        spec = mapping_or_empty((self._raw or {}).get("spec"))
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        transitions = spec.get("leaseTransitions")
-        count = transitions if isinstance(transitions, int) else 0
-        is_new = holder != spec.get("holderIdentity")
+        read = self._lease.spec if self._lease is not None else LeaseSpec()
+        is_new, count = holder != read.holder_identity, read.lease_transitions or 0
         metadata = {"name": self.terms.name, "namespace": self.terms.namespace}
-        return {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": mapping_or_empty((self._raw or {}).get("metadata")) or metadata,
-            "spec": {
-                "holderIdentity": holder,
-                "leaseDurationSeconds": max(1, round(duration_s or self.terms.duration_s)),
-                "acquireTime": now if is_new else spec.get("acquireTime") or now,
-                "renewTime": now,
-                "leaseTransitions": count + 1 if is_new and self._raw is not None and holder else count,
-            },
-        }
+        return Lease(
+            metadata=self._lease.metadata if self._lease is not None else Raw(json.encode(metadata)),
+            spec=LeaseSpec(
+                holder_identity=holder,
+                lease_duration_seconds=max(1, round(duration_s or self.terms.duration_s)),
+                acquire_time=now if is_new else read.acquire_time or now,
+                renew_time=now,
+                lease_transitions=count + 1 if is_new and self._lease is not None and holder else count,
+            ),
+        )
 
     def report_transition(self) -> None:
         """Wake those who wait for a change; a term begins with the first moment of leading."""
@@ -376,9 +361,8 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
     async def _claim(self) -> None:
         """First from the others, then on our own: a moment without a leader's label costs less than two."""
         own = await self.api.get_pod(self.namespace, self.name)
-        uid, labels = pod_uid(own), mapping_or_empty(own["metadata"].get("labels"))
-        app = labels.get(APP_LABEL)
-        if isinstance(app, str) and app:
+        uid, labels = pod_uid(own), object_meta(own, "pod").labels
+        if app := labels.get(APP_LABEL):
             await self._strip_others({APP_LABEL: app, ROLE_LABEL: LEADER})
         self._may_be_left = True
         if labels.get(ROLE_LABEL) != LEADER and self.election.leads():
@@ -388,8 +372,8 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
     async def _strip_others(self, labels: Mapping[str, str]) -> None:
         others: dict[str, PodUid] = {}
 
-        def read(raw: dict[str, Any]) -> str:
-            uid, name = pod_uid(raw), str(raw["metadata"].get("name", ""))
+        def read(raw: Raw) -> str:
+            uid, name = pod_uid(raw), object_meta(raw, "pod").name or ""
             if name not in ("", self.name):
                 others[name] = uid
             return name
@@ -410,7 +394,7 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
             return
         own = await self.api.get_pod(self.namespace, self.name)
         uid = pod_uid(own)
-        if ROLE_LABEL in mapping_or_empty(own["metadata"].get("labels")):
+        if ROLE_LABEL in object_meta(own, "pod").labels:
             await self.api.patch_pod_labels(self.namespace, self.name, uid, {ROLE_LABEL: None})
         self._may_be_left = False
 

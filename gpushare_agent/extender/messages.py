@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
-from msgspec import DecodeError, Meta, Raw, Struct, ValidationError
+from msgspec import Meta, Raw, Struct
 from msgspec.json import Decoder
 
+from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json
 from gpushare_agent.extender.cluster_state import Filtered
-from gpushare_agent.extender.pods import PodJson, lean_pod
+from gpushare_agent.extender.pods import lean_pod
+from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
@@ -30,6 +32,8 @@ MAX_NODES = 20_000
 """In a request; Kubernetes goes to 5,000."""
 MAX_POD_BYTES = 1024 * 1024
 """256 containers of 4 KiB each."""
+MAX_CONTAINERS = 256
+"""Of a kind in a pod. Far more than a node runs; each takes 60 µs to read."""
 BIND_BYTES = 16 * 1024
 """Of a bind's request: four names."""
 FREE_VALUES = 10_000
@@ -119,7 +123,7 @@ class _PreemptArgs(Struct, rename="pascal"):
 
 
 _NODES_ARGS, _BIND_ARGS, _PREEMPT_ARGS = Decoder(_NodesArgs), Decoder(_BindArgs), Decoder(_PreemptArgs)
-_NODE, _POD = Decoder(_Node), Decoder(PodJson)
+_NODE = Decoder(_Node)
 
 
 def parse_nodes_args(content: bytes, names: ResourceNames) -> NodesArgs:
@@ -132,7 +136,7 @@ def parse_nodes_args(content: bytes, names: ResourceNames) -> NodesArgs:
     if args.nodes is None:
         raise Corrupt(f"{what}: neither Nodes nor NodeNames is there")
     items = enumerate(args.nodes.items or ())
-    by_name = {_decoded(_NODE, raw, f"{what}.Nodes.items[{n}]").metadata.name: raw for n, raw in items}
+    by_name = {decoded(_NODE, raw, f"{what}.Nodes.items[{n}]").metadata.name: raw for n, raw in items}
     return NodesArgs(pod=pod, names=list(by_name), raw_nodes=by_name)
 
 
@@ -205,23 +209,17 @@ def request_of(decoder: Decoder[T], content: bytes, what: str) -> T:
     values = len(content) - len(content.translate(None, b",{["))
     if values > FREE_VALUES + len(content) // BYTES_OF_A_VALUE:
         raise Corrupt(f"{what}: {values} values in {len(content)} bytes are no scheduler's request")
-    return _decoded(decoder, content, what)
-
-
-def _decoded(decoder: Decoder[T], raw: bytes | Raw, where: str) -> T:
-    try:
-        return decoder.decode(raw)
-    except ValidationError as e:
-        raise Corrupt(f"{where}: {e}") from e
-    except (DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise Corrupt(f"{where}: is no JSON ({e})") from e
+    return decoded(decoder, content, what)
 
 
 def pod_json(raw: Raw, where: str) -> PodJson:
     """Raises Corrupt. Bounded before it is decoded: annotations of 8 MiB would hold the loop for 0.1 s."""
     if len(bytes(raw)) > MAX_POD_BYTES:
         raise Corrupt(f"{where}: of more than {MAX_POD_BYTES} bytes")
-    found: PodJson = _decoded(_POD, raw, where)
+    found = read_pod_json(raw, where)
+    spec = found.spec
+    if max(len(spec.containers or ()), len(spec.init_containers or ())) > MAX_CONTAINERS:
+        raise Corrupt(f"{where}: of more than {MAX_CONTAINERS} containers of a kind")
     return found
 
 
@@ -237,5 +235,5 @@ def _uids(victims: _Victims, where: str) -> list[PodUid]:
     return [PodUid(uid) for uid in uids if uid is not None]
 
 
-def _encoded(raw: Any) -> bytes:
+def _encoded(raw: object) -> bytes:
     return json.dumps(raw, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")

@@ -9,12 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.pods import mapping_or_empty
+from gpushare_agent.cluster.kube.objects import NodeStatus, Quantity, read_node_json
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.cluster.node_annotations import (
     ALLOCATIONS_ANNOTATION,
@@ -47,17 +46,17 @@ class NodeReading(Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-def read_node(raw: Mapping[str, Any], names: ResourceNames, *, model_label: str, pool_label: str) -> NodeReading:
+def read_node(raw: Raw, names: ResourceNames, *, model_label: str, pool_label: str) -> NodeReading:
     """`names` must be those of the node's agent. `model_label` and `pool_label` name the node's labels."""
-    metadata, status = mapping_or_empty(raw.get("metadata")), mapping_or_empty(raw.get("status"))
-    name = metadata.get("name")
-    if not isinstance(name, str) or not name:
+    read = read_node_json(raw)
+    name = read.meta.name
+    if not name:
         return NodeReading(node=None, problem="a node without a name is left out")
-    counts = _counts(status, names)
+    counts = _counts(read.status, names)
     offered = [counts[resource] for resource in (names.vcore, names.gpu_mem) if resource in counts]
     if not offered:
         return NodeReading(node=None)
-    labels, annotations = mapping_or_empty(metadata.get("labels")), mapping_or_empty(metadata.get("annotations"))
+    labels, annotations = read.meta.labels, read.meta.annotations
     model, pool = _label(labels, model_label), _label(labels, pool_label)
     text = annotations.get(GPUS_ANNOTATION)
     problem = ""
@@ -170,21 +169,21 @@ def _even_node(name: str, counts: Mapping[str, int], names: ResourceNames, model
 # --- the rest of the object ---
 
 
-def _counts(status: Mapping[str, Any], names: ResourceNames) -> dict[str, int]:
+def _counts(status: NodeStatus, names: ResourceNames) -> dict[str, int]:
     """Allocatable of each resource that the node has: without the devices of unhealthy GPUs."""
-    capacity, allocatable = mapping_or_empty(status.get("capacity")), mapping_or_empty(status.get("allocatable"))
+    capacity, allocatable = status.capacity or {}, status.allocatable or {}
     reported = {name: allocatable.get(name, capacity.get(name)) for name in names.names}
     return {name: _count(quantity) for name, quantity in reported.items() if quantity is not None}
 
 
-def _count(quantity: Any) -> int:
+def _count(quantity: Quantity) -> int:
     try:
         return whole_number(quantity, "what the node can give")
     except Corrupt:
         return 0
 
 
-def _label(labels: Mapping[str, Any], name: str) -> str:
+def _label(labels: Mapping[str, str], name: str) -> str:
     """Empty where the node has no such label, or one that Kubernetes would not take."""
-    value = labels.get(name)
-    return sys.intern(value) if isinstance(value, str) and len(value) <= _MAX_LABEL_CHARS else ""
+    value = labels.get(name, "")
+    return sys.intern(value) if len(value) <= _MAX_LABEL_CHARS else ""

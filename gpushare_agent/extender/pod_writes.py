@@ -11,13 +11,13 @@ Formats: docs/reference/formats.md, sections 1 and 5; Kubernetes core/v1 Binding
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from gpushare_agent.cluster.kube.cluster import ClusterApi
-from gpushare_agent.cluster.kube.pods import mapping_or_empty, resource_version
+from gpushare_agent.cluster.kube.objects import object_meta
+from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.cluster.kube.session import Throttled
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
 from gpushare_agent.extender.pods import lean_pod
@@ -63,7 +63,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
     _last_ns: int = 0
 
     async def read(self, namespace: str, name: str) -> Pod:
-        return lean_pod(await self.api.get_pod(namespace, name), self.names)
+        return lean_pod(read_pod_json(await self.api.get_pod(namespace, name)), self.names)
 
     async def bind_plain(self, pod: Pod, node: str) -> None:
         """A pod that asks for nothing of ours: one try, for no reservation depends on it."""
@@ -93,7 +93,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
                 reservation.pod,
                 reservation.pod_uid,
                 reservation.node,
-                resource_version(raw_pod),
+                object_meta(raw_pod, "pod").version,
             )
         except Unavailable as e:
             bind.is_open = not isinstance(e, Throttled)
@@ -107,7 +107,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
         bind.is_open = False
         return None
 
-    async def announce(self, bind: Bind) -> dict[str, Any] | None:
+    async def announce(self, bind: Bind) -> Raw | None:
         """As `annotate`; in the version returned, the plan's are the pod's only annotations that choose GPUs, for an agent
         follows such annotations whoever wrote them.
 
@@ -133,7 +133,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
             )
         return raw_pod
 
-    async def annotate(self, bind: Bind, removed: Iterable[str] = ()) -> dict[str, Any] | None:
+    async def annotate(self, bind: Bind, removed: Iterable[str] = ()) -> Raw | None:
         """Writes the plan into the annotations. The pod as it is then, None where it is bound to our node.
 
         Once it returns, no earlier bind of ours can succeed. Raises NotFound where the pod is gone, ElsewhereError where it
@@ -150,7 +150,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
         except NotFound:
             bind.is_open = bind.is_annotated = False
             raise
-        pod = lean_pod(raw_pod, self.names)
+        pod = lean_pod(read_pod_json(raw_pod), self.names)
         bind.is_open = False
         if pod.node_name == reservation.node:
             return None
@@ -164,7 +164,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
             raw_pod = await self.api.get_pod(reservation.namespace, reservation.pod)
         except NotFound:
             return True
-        return lean_pod(raw_pod, self.names).uid != reservation.pod_uid
+        return lean_pod(read_pod_json(raw_pod), self.names).uid != reservation.pod_uid
 
     async def clean(self, reservation: Reservation) -> None:
         """Removes the annotations from a pod that was not bound."""
@@ -200,10 +200,9 @@ def extender_annotations(reservation: Reservation, time_ns: int) -> dict[str, st
     return written
 
 
-def foreign_annotations(raw_pod: Mapping[str, Any] | None, reservation: Reservation) -> list[str]:
+def foreign_annotations(raw_pod: Raw | None, reservation: Reservation) -> list[str]:
     """Names of the pod's annotations that choose GPUs, or state that an extender did, and are not the plan's. Sorted."""
-    metadata = mapping_or_empty(raw_pod.get("metadata")) if raw_pod is not None else {}
-    present = mapping_or_empty(metadata.get("annotations"))
+    present = object_meta(raw_pod, "pod").annotations if raw_pod is not None else {}
     ours = extender_annotations(reservation, 0)
     return sorted(
         name

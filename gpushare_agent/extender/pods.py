@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Annotated, Any, TypedDict
 
-from msgspec import Meta
-
-from gpushare_agent.cluster.kube.pods import mapping_or_empty, parse_pod
+from gpushare_agent.cluster.kube.pods import PodJson, parse_pod
 from gpushare_agent.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
@@ -21,81 +18,19 @@ from gpushare_agent.model.names import (
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
 
-MAX_CONTAINERS = 256
-"""Of a kind in a pod. Far more than a node runs; each takes 60 µs to read."""
 _ALIKE_KEPT = 16384
 _MAX_ANNOTATION_CHARS = 256
 
 
-class _ContainerClaim(TypedDict, total=False):
-    name: str
-    request: str | None
+def asks_for_ours(pod: PodJson, names: ResourceNames) -> bool:
+    """A quick check: most of a cluster's pods ask for nothing of ours."""
+    containers = (*(pod.spec.containers or ()), *(pod.spec.init_containers or ()))
+    return any(not one.limits.keys().isdisjoint(names.names) for one in containers)
 
 
-class _Resources(TypedDict, total=False):
-    limits: dict[str, str | int | float] | None
-    requests: dict[str, str | int | float] | None
-    claims: list[_ContainerClaim] | None
-
-
-class _Container(TypedDict, total=False):
-    name: str
-    resources: _Resources | None
-    restartPolicy: str | None
-
-
-_Containers = Annotated[list[_Container], Meta(max_length=MAX_CONTAINERS)]
-
-
-class _Metadata(TypedDict, total=False):
-    namespace: str | None
-    name: str | None
-    uid: str | None
-    resourceVersion: str | None
-    deletionTimestamp: str | None
-    annotations: dict[str, str] | None
-
-
-class _PodClaim(TypedDict, total=False):
-    name: str
-    resourceClaimName: str | None
-    resourceClaimTemplateName: str | None
-
-
-class _Spec(TypedDict, total=False):
-    nodeName: str | None
-    containers: _Containers | None
-    initContainers: _Containers | None
-    resourceClaims: list[_PodClaim] | None
-
-
-class PodJson(TypedDict, total=False):
-    """What is read of a pod in a request to the extender or its webhook. Format: Kubernetes core/v1 Pod."""
-
-    metadata: _Metadata | None
-    spec: _Spec | None
-
-
-def asks_for_ours(raw: Mapping[str, Any], names: ResourceNames) -> bool:
-    """A quick check of a raw pod: most of a cluster's pods ask for nothing of ours. True where it cannot be read."""
-    spec = raw.get("spec")
-    if not isinstance(spec, dict):
-        return True
-    for field in ("containers", "initContainers"):
-        raw_containers = spec.get(field) or ()
-        if not isinstance(raw_containers, list):
-            return True
-        for container in raw_containers:
-            resources = container.get("resources") if isinstance(container, dict) else None
-            limits = resources.get("limits") if isinstance(resources, dict) else None
-            if isinstance(limits, dict) and not limits.keys().isdisjoint(names.names):
-                return True
-    return False
-
-
-def lean_pod(raw: Mapping[str, Any], names: ResourceNames) -> Pod:
+def lean_pod(read: PodJson, names: ResourceNames) -> Pod:
     """Raises Corrupt as parse_pod does."""
-    pod = parse_pod(raw, resources=names.names)
+    pod = parse_pod(read, resources=names.names)
     return Pod(
         uid=pod.uid,
         namespace=pod.namespace,
@@ -115,14 +50,13 @@ def lean_pod(raw: Mapping[str, Any], names: ResourceNames) -> Pod:
     )
 
 
-def predicate_annotations(raw: Mapping[str, Any]) -> dict[str, str]:
+def predicate_annotations(pod: PodJson) -> dict[str, str]:
     """The pod's annotations with an extender's choice: of the node, and of GPUs by container. Only to be compared: any
     tenant can write them."""
-    annotations = mapping_or_empty(mapping_or_empty(raw.get("metadata")).get("annotations"))
     return {
-        name: value[:_MAX_ANNOTATION_CHARS] if isinstance(value, str) else ""
-        for name, value in annotations.items()
-        if name == PREDICATE_NODE_ANNOTATION or str(name).startswith(PREDICATE_GPU_INDEX_PREFIX)
+        name: value[:_MAX_ANNOTATION_CHARS]
+        for name, value in pod.meta.annotations.items()
+        if name == PREDICATE_NODE_ANNOTATION or name.startswith(PREDICATE_GPU_INDEX_PREFIX)
     }
 
 

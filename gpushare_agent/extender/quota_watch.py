@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from msgspec import Raw
+from msgspec.json import Decoder
 
 from gpushare_agent.cluster.events import EventRecorder
 from gpushare_agent.cluster.informer import Handler
-from gpushare_agent.cluster.kube.pods import object_name, resource_version
+from gpushare_agent.cluster.kube.objects import KubeObject, ObjectReference, object_meta, object_name
 from gpushare_agent.extender.decisions.quota import QUOTA_KEY, Quota, parse_quota
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.quota_state import QuotaState
+from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.model.errors import Corrupt, StartupError
 
 MAX_BYTES = 64 << 10
@@ -66,6 +69,13 @@ log = structlog.get_logger(__name__)
 MALFORMED = "QuotaMalformed"
 
 
+class _ConfigMap(KubeObject):
+    data: dict[str, str] | None = None
+
+
+_CONFIG_MAP = Decoder(_ConfigMap)
+
+
 class QuotaFeed(Handler):
     """The informer's handler of the one ConfigMap."""
 
@@ -75,21 +85,22 @@ class QuotaFeed(Handler):
         self._metrics = metrics
         self._was_good = False
 
-    def key(self, raw: dict[str, Any]) -> str:
+    def key(self, raw: Raw) -> str:
         return object_name(raw, "ConfigMap")
 
-    def put(self, raw: dict[str, Any]) -> bool:
-        raw_data = raw.get("data") or {}
+    def put(self, raw: Raw) -> bool:
         try:
-            if not isinstance(raw_data, dict):
-                raise Corrupt("quota: the ConfigMap's data is no object")
-            self._state.quota = parse_quota(raw_data)
+            self._state.quota = parse_quota(decoded(_CONFIG_MAP, raw, "quota: the ConfigMap").data or {})
         except Corrupt as e:
             self._report_malformed(raw, str(e))
         else:
             self._was_good = True
             self._metrics.quota_loaded("good")
-            log.info("quota_loaded", namespaces=len(self._state.quota.namespaces), version=resource_version(raw))
+            log.info(
+                "quota_loaded",
+                namespaces=len(self._state.quota.namespaces),
+                version=object_meta(raw, "ConfigMap").version,
+            )
         return True
 
     def remove(self, key: str) -> None:
@@ -98,22 +109,22 @@ class QuotaFeed(Handler):
         self._metrics.quota_loaded("absent")
         log.warning("quota_gone", config_map=key, then="no namespace is limited")
 
-    def _report_malformed(self, raw: dict[str, Any], error: str) -> None:
+    def _report_malformed(self, raw: Raw, error: str) -> None:
         self._metrics.quota_loaded("malformed")
         then = "the last good one stays in force"
         if not self._was_good:
             self._state.quota = None
             then = "pods that ask for GPUs are refused, for there was no good one before"
         log.error("quota_malformed", error=error, then=then, cure=f"correct the key {QUOTA_KEY} of the ConfigMap")
-        metadata = raw["metadata"]
-        name, namespace = self.key(raw), str(metadata.get("namespace", "default"))
-        involved = {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "namespace": namespace,
-            "name": name,
-            "uid": str(metadata.get("uid", "")),
-            "resourceVersion": resource_version(raw),
-        }
+        meta = object_meta(raw, "ConfigMap")
+        name, namespace = self.key(raw), meta.namespace or "default"
+        involved = ObjectReference(
+            api_version="v1",
+            kind="ConfigMap",
+            namespace=namespace,
+            name=name,
+            uid=meta.uid or "",
+            resource_version=meta.version,
+        )
         message = f"{error}. Meanwhile {then}."
         self._events.record(involved, MALFORMED, message, key=(MALFORMED, namespace, name, error))

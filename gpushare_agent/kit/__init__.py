@@ -6,6 +6,7 @@ the operating system).
 Times: backoff (delays between tries), rate (a token bucket), fair_queue (a bounded queue for many tenants).
 Logs: logs (the set-up), log_writer (the thread that writes them), report_once (a repeated condition is logged once),
 tenant_lines (what tenants cause has a limit).
+JSON: json_schema (text from outside, read by msgspec Structs, exactly or leniently).
 Files: state_file (one JSON file that outlives the process), directories (by descriptors, no links
 followed), regular_file (whole files, never a pipe), watch_path (changes of one
 directory), sockets (unix sockets in the file system).

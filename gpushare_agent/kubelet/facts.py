@@ -11,11 +11,13 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import structlog
-from msgspec import Struct, field
+from msgspec import Raw, Struct, field
+from msgspec.json import Decoder
 
+from gpushare_agent.kit.json_schema import decoded_or
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
 
@@ -28,8 +30,28 @@ ADMISSION_RETRY_S = 0.1
 _VERSION = re.compile(r"v?(\d{1,3})\.(\d{1,4})")
 
 
+class _NodeInfo(Struct, frozen=True, rename="camel"):
+    kubelet_version: str = ""
+
+
+class _NodeStatus(Struct, frozen=True, rename="camel"):
+    node_info: _NodeInfo = _NodeInfo()
+
+
+class _Node(Struct, frozen=True):
+    status: _NodeStatus = _NodeStatus()
+
+
+_NODE = Decoder(_Node)
+
+
+def kubelet_version(raw_node: Raw) -> str:
+    """As the Node has it, empty where it has none."""
+    return decoded_or(_NODE, raw_node, _Node).status.node_info.kubelet_version
+
+
 class ReadsNodes(Protocol):
-    async def get_node(self, name: str) -> dict[str, Any]: ...
+    async def get_node(self, name: str) -> Raw: ...
 
 
 class KubeletFacts(Struct, kw_only=True, eq=False):
@@ -95,7 +117,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
                 log.warning("kubelet_version_unknown", node=self.node_name, error=self._unavailable_reason)
                 await self._pause()
                 continue
-            self._read_version(node)
+            self._read_version(kubelet_version(node))
             await self._is_outdated.wait()
             self._is_outdated.clear()
 
@@ -106,14 +128,11 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
             self._has_waiter.clear()
             await wait_for(self._has_waiter, self.retry_s)
 
-    def _read_version(self, node: dict[str, Any]) -> None:
-        status = node.get("status")
-        info = status.get("nodeInfo") if isinstance(status, dict) else None
-        text = info.get("kubeletVersion") if isinstance(info, dict) else None
-        match = _VERSION.match(text) if isinstance(text, str) else None
+    def _read_version(self, text: str) -> None:
+        match = _VERSION.match(text)
         version = (int(match[1]), int(match[2])) if match else None
         if version is None:
-            log.warning("kubelet_version_unreadable", node=self.node_name, version=str(text)[:64], assumed="supported")
+            log.warning("kubelet_version_unreadable", node=self.node_name, version=text[:64], assumed="supported")
         elif version < OLDEST:
             if not self.allow_unsupported:
                 raise StartupError(
@@ -124,5 +143,5 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
             log.warning("kubelet_unsupported", version=text, identified_by="pod store alone")
         if text != self._text:
             log.info("kubelet_version", version=text)
-        self._version, self._text = version, str(text)
+        self._version, self._text = version, text
         self._is_known.set()

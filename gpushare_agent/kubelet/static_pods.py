@@ -13,15 +13,17 @@ last answer, for calls that waited for one another.
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import ssl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from msgspec import Raw, Struct
+from msgspec.json import Decoder
+
+from gpushare_agent.kit.json_schema import NULL, decoded, decoded_or, texts
 from gpushare_agent.model.errors import AgentError, Corrupt, Rejected, Unavailable
 
 if TYPE_CHECKING:
@@ -32,8 +34,6 @@ MAX_BYTES = 16 << 20
 """250 pods of 16 KiB are 4 MiB; kubelets from 1.36 on write each device ID into a pod's status, about 100 bytes."""
 SLICE_S = 0.005
 """So long the parser keeps the event loop."""
-_ITEMS = re.compile(r'"items"\s*:\s*(\[|null)')
-_SEPARATOR = re.compile(r"\s*([,\]])\s*")
 _OF_ANOTHER_HOST = (62, 64)
 """OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
 CURE = "see docs/how-to/static-pods.md"
@@ -59,10 +59,10 @@ class StaticPods:
         self._token_file = service_account / "token"
         self._max_bytes = max_bytes
         self._lock = asyncio.Lock()
-        self._last: tuple[float, Sequence[dict[str, Any]]] = (float("-inf"), ())
+        self._last: tuple[float, Sequence[Raw]] = (float("-inf"), ())
 
-    async def read(self, *, timeout_s: float) -> Sequence[dict[str, Any]]:
-        """The static pods as raw JSON; an answer that was asked for after this call began also serves.
+    async def read(self, *, timeout_s: float) -> Sequence[Raw]:
+        """The static pods as undecoded JSON; an answer that was asked for after this call began also serves.
 
         Raises:
             Unavailable: no answer within `timeout_s`, no verified connection, or the token or CA cannot be read.
@@ -79,13 +79,13 @@ class StaticPods:
         except TimeoutError as e:
             raise Unavailable(f"cannot read {self._url}: no answer within {timeout_s:g} s; {CURE}") from e
 
-    async def _read(self) -> Sequence[dict[str, Any]]:
+    async def _read(self) -> Sequence[Raw]:
         try:
             context, token = await asyncio.to_thread(self._credentials)
         except (OSError, ValueError) as e:
             raise Unavailable(f"cannot read {self._url}: {self._ca_file}, {self._token_file}: {e}; {CURE}") from e
         content = await self._get(context, token)
-        return [raw for raw in await _pods(content.decode("utf-8", "replace"), self._url) if _is_static(raw)]
+        return await _static_pods(content, self._url)
 
     def _credentials(self) -> tuple[ssl.SSLContext, str]:
         """Read for each request: tokens rotate, and requests are rare."""
@@ -144,35 +144,35 @@ class StaticPods:
             raise Unavailable(f"cannot read {self._url}: {e or type(e).__name__}; {CURE}") from e
 
 
-async def _pods(text: str, url: str) -> Sequence[Any]:
-    """The items of a PodList. Raises Corrupt."""
-    start = _ITEMS.search(text, 0, 4096)
-    if start is None:
-        raise Corrupt(f"cannot read {url}: the answer is no list of pods ({text[:80]!r})")
-    decoder, found = json.JSONDecoder(), []
-    position, slice_began = start.end(), time.monotonic()
-    if start[1] == "null" or text.startswith("]", position):
-        return []
-    while True:
-        try:
-            raw, position = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError) as e:
-            raise Corrupt(f"cannot read {url}: the answer is no JSON: {e}") from e
-        found.append(raw)
-        separator = _SEPARATOR.match(text, position)
-        if separator is None:
-            raise Corrupt(f"cannot read {url}: the answer ends within the list of pods")
-        if separator[1] == "]":
-            return found
-        position = separator.end()
+async def _static_pods(content: bytearray, url: str) -> Sequence[Raw]:
+    """Those of a PodList. Raises Corrupt."""
+    listed = decoded(_PODS, content, f"cannot read {url}: the answer")
+    found, slice_began = [], time.monotonic()
+    for raw in listed.items or ():
+        if _is_static(raw):
+            found.append(raw)
         if time.monotonic() - slice_began >= SLICE_S:
             await asyncio.sleep(0)
             slice_began = time.monotonic()
+    return found
 
 
-def _is_static(raw: Any) -> bool:
+def _is_static(raw: Raw) -> bool:
     """The kubelet writes where it has a pod from; it lists no mirror pods."""
-    metadata = raw.get("metadata") if isinstance(raw, dict) else None
-    annotations = metadata.get("annotations") if isinstance(metadata, dict) else None
-    source = annotations.get("kubernetes.io/config.source") if isinstance(annotations, dict) else None
+    source = texts(decoded_or(_POD, raw, _Pod).metadata.annotations).get("kubernetes.io/config.source")
     return source in ("file", "http")
+
+
+class _PodList(Struct):
+    items: list[Raw] | None
+
+
+class _Meta(Struct, frozen=True):
+    annotations: Raw = NULL
+
+
+class _Pod(Struct, frozen=True):
+    metadata: _Meta = _Meta()
+
+
+_PODS, _POD = Decoder(_PodList), Decoder(_Pod)

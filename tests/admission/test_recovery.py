@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.recovery import UNNAMED, Records, adopt, rebuild
-from gpushare_agent.cluster.kube.pods import parse_pod
+from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.kubelet.checkpoint import read_checkpoint
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -16,6 +16,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, PodPhase
 from gpushare_agent.model.resources import ResourceKind
 from tests.support_core import NAMES, allocation, container, ids, inventory, listed, pod, written
+from tests.support_json import undecoded
 
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
 
@@ -90,7 +91,9 @@ def test_an_empty_list_means_not_known_yet() -> None:
 def test_the_recorded_checkpoint_gives_every_container_of_the_recorded_pods() -> None:
     """A real kubelet's file and the API server's pods of that moment."""
     entries = read_checkpoint(DATA / "checkpoint-1.36.json")
-    pods = [parse_pod(raw) for raw in json.loads((DATA / "pods-1.36.json").read_text())["items"]]
+    pods = [
+        parse_pod(read_pod_json(undecoded(raw))) for raw in json.loads((DATA / "pods-1.36.json").read_text())["items"]
+    ]
     found = rebuild(Records(listed=[], checkpoint=entries, pods=pods), NAMES, inventory(), 0.0)
     got = {(a.pod_name, a.key.container): (a.cores, a.memory_blocks, a.kind.value) for a in found}
     assert got == {

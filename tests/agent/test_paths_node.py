@@ -25,6 +25,7 @@ from tests.support_claims import DRIVER, NODE, edit_policy, raw_claim, result, u
 from tests.support_core import inventory
 from tests.support_deadline import DEADLINE_S
 from tests.support_hami_core import fake_library
+from tests.support_json import undecoded
 from tests.support_sandbox import SHORT_TIMES, container, open_test_node, pod
 from tests.support_settings import run_program
 from tests.support_touched import touched
@@ -53,7 +54,7 @@ HARMLESS = {
 def record_claim(node: EmbeddedNode) -> None:
     """As an earlier agent left it: 40 cores of the first GPU."""
     gpu = replace(inventory(1).gpus[0], uuid=GpuUuid(simulated_uuid(node.name, 0)))
-    claim = read_claim(raw_claim(result()), driver=DRIVER, pool=NODE)
+    claim = read_claim(undecoded(raw_claim(result())), driver=DRIVER, pool=NODE)
     made = prepare_claim(claim, {0: gpu}, (), edit_policy("none"), 256)
     assert isinstance(made, PreparedClaim)
     ClaimFiles(node.paths.claim_records, node.paths.cdi).save(made)

@@ -25,7 +25,7 @@ from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.admission.identification import Identification, Timeouts
-from gpushare_agent.cluster.kube.pods import parse_pod
+from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
@@ -42,6 +42,7 @@ from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.pods import Pod, PodPhase
 from gpushare_agent.wire import v1beta1
 from tests.support_core import NAMES, container, inventory, isolation_config, pod
+from tests.support_json import undecoded
 
 DATA = Path(__file__).parent.parent / "data" / "kubelet"
 GPUS = ("GPU-4404041a-04cf-1ccf-9e70-f139a9b1e23c", "GPU-79a2ba02-")
@@ -160,7 +161,7 @@ def recorded_inventory() -> GpuInventory:
 def recorded_pods() -> dict[str, Pod]:
     """The pods as the API server gave them; b1 to b3 came after that dump and are made from their note."""
     raw_pods = json.loads((DATA / "pods-1.36.json").read_text())["items"]
-    pods = {p.name: p for p in (parse_pod(raw) for raw in raw_pods)}
+    pods = {p.name: p for p in (parse_pod(read_pod_json(undecoded(raw))) for raw in raw_pods)}
     pods |= {name: pod(name, container(cores=10, blocks=4)) for name in ("b1", "b2", "b3")}
     return {
         name: replace(p, phase=PodPhase.PENDING, has_started=False, running=frozenset()) for name, p in pods.items()

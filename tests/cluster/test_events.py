@@ -9,6 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent.cluster.events import BURST, QUEUE_LIMIT, REPEAT_AFTER_S, TRIES, PodEvents
+from gpushare_agent.cluster.kube.objects import ObjectReference
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.support_deadline import Changes
@@ -171,7 +172,7 @@ async def test_one_pods_flood_delays_no_other_pod_of_its_namespace() -> None:
         events.refused(pod("a"), NO_CORES)
         async with running(lambda: events.run(api)):
             await counted.wait(QUEUE_LIMIT + 1 + BURST)
-        assert events.record({"uid": "u", "kind": "Pod", "name": "n"}, "r", "m", key=("new",))
+        assert events.record(ObjectReference(kind="Pod", name="n", uid="u"), "r", "m", key=("new",))
         assert counted.outcomes.count("dropped") == QUEUE_LIMIT + 1
         events.warned(pod("loud"), "ShareResizeRefused", f"it is '{2 * QUEUE_LIMIT - 1}'")
         assert counted.outcomes.count("dropped") == QUEUE_LIMIT + 1

@@ -29,6 +29,7 @@ from gpushare_agent.model.resources import ServedUnits, UnitTerms
 from gpushare_agent.placement.topology_tree import build_topology
 from gpushare_agent.runtime.machine import machine_name, pci_class, pci_configuration
 from tests.support_gpus import uuid_of
+from tests.support_json import undecoded
 
 
 def gpu(index: int, name: str = "NVIDIA A100-SXM4-40GB", memory_mib: int = 40960, **fields: Any) -> Gpu:
@@ -327,7 +328,7 @@ class Node:
             node_labels={}, features=features,
         )  # fmt: skip
         raw = {"metadata": {"labels": self.labels, "annotations": self.annotations}}
-        patch = plan_facts_patch(parse_node(raw), facts)
+        patch = plan_facts_patch(parse_node(undecoded(raw)), facts)
         for present, changes in ((self.labels, patch.labels), (self.annotations, patch.annotations)):
             for name, value in changes.items():
                 if value is None:

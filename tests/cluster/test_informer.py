@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from msgspec import Raw as Undecoded
+
 from gpushare_agent.cluster.informer import Handler, Informer
 from gpushare_agent.cluster.kube.cluster import LIVE_PODS
+from gpushare_agent.cluster.kube.objects import pod_uid
+from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.model.errors import Corrupt
 from tests.support_extender import FakeCluster, Raw, eventually, fake_cluster, opened_api, raw_pod
@@ -20,16 +24,17 @@ class Pods(Handler):
         self.nodes: dict[str, str] = {}
         self.removed: list[str] = []
 
-    def key(self, raw: Raw) -> str:
-        return str(raw["metadata"]["uid"])
+    def key(self, raw: Undecoded) -> str:
+        return pod_uid(raw)
 
-    def put(self, raw: Raw) -> bool:
-        labels = raw["metadata"].get("labels", {})
+    def put(self, raw: Undecoded) -> bool:
+        pod = read_pod_json(raw)
+        labels = pod.meta.labels
         if "bad" in labels:
             raise Corrupt("on request")
         if "dull" in labels:
             return False
-        self.nodes[self.key(raw)] = raw["spec"].get("nodeName", "")
+        self.nodes[self.key(raw)] = pod.spec.node_name or ""
         return True
 
     def remove(self, key: str) -> None:

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
 from gpushare_agent.cluster.kube.client import ALL_NODES, KubeApi, open_kube_api, pods, pods_of_node
 from gpushare_agent.cluster.kube.configuration import ConfigurationSource, find_configuration, open_api_client
 from gpushare_agent.cluster.kube.lists import KubeTimeouts, ListLimits
+from gpushare_agent.cluster.kube.objects import Event, EventMeta, EventSource, ObjectReference
 from gpushare_agent.cluster.kube.session import KubeSession
 from gpushare_agent.model.errors import Conflict, Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from tests.support_deadline import DEADLINE_S
+from tests.support_json import built
 from tests.support_kube import (
     DATA,
     NODE,
@@ -51,14 +54,15 @@ SHORT = KubeTimeouts(request_s=0.2, list_s=0.2, watch_idle_s=0.2)
 UID = PodUid("u1")
 
 
-def whole(raw: dict[str, Any]) -> dict[str, Any]:
+def whole(raw: Raw) -> dict[str, Any]:
     """Reads a listed pod as it is."""
-    return raw
+    found: dict[str, Any] = built(raw)
+    return found
 
 
 async def _watch_all(api: KubeApi) -> list[dict[str, Any]]:
     async with api.watch_all(pods_of_node(NODE), "7") as events:
-        return [event async for event in events]
+        return [{"type": event.type, "object": built(event.object)} async for event in events]
 
 
 async def test_list_asks_the_watch_cache_for_this_node() -> None:
@@ -134,7 +138,7 @@ async def test_no_server_is_unavailable() -> None:
 async def test_a_list_without_its_parts_is_corrupt(body: dict[str, Any]) -> None:
     """No list of items, or no version to watch from, is no PodList."""
     async with fake_api(lists=[answers(200, body)]) as server, opened(server.url) as api:
-        with pytest.raises(Corrupt, match="no list with"):
+        with pytest.raises(Corrupt, match="cannot list the pods of node"):
             await api.list_all(pods_of_node(NODE), whole)
 
 
@@ -170,7 +174,7 @@ async def test_a_list_that_is_too_long_is_read_in_pages(gone_at: int) -> None:
         fake_api(pods=fat, lists=[pages(gone_at=gone_at)]) as server,
         opened(server.url, limits=SMALL) as api,
     ):
-        names, version = await api.list_all(pods_of_node(NODE), lambda raw: str(raw["metadata"]["name"]))
+        names, version = await api.list_all(pods_of_node(NODE), lambda raw: str(built(raw)["metadata"]["name"]))
     assert (names, version) == (["a", "b", "c", "d"], "77")
     first, second, *_, last = [request.query for request in server.requests]
     assert (first.get("limit"), first["resourceVersion"]) == (None, "0")
@@ -237,9 +241,9 @@ async def test_a_watch_that_ends_at_once_is_empty() -> None:
         (stalls_after_headers, Unavailable, "in time"),
         (streams(bookmark("8"), then="cuts"), Unavailable, "inside a line"),
         (streams(bookmark("8"), then="drops"), Unavailable, "cannot watch"),
-        (streams_bytes(b"<html>\n"), Corrupt, "no JSON"),
+        (streams_bytes(b"<html>\n"), Corrupt, "no event"),
         (streams_bytes(b"[1]\n"), Corrupt, "no event"),
-        (streams_bytes(b'{"type":"ADDED","object":null}\n'), Corrupt, "no event"),
+        (streams_bytes(b'{"type":"ADDED"}\n'), Corrupt, "no event"),
         (streams_bytes(b"x" * (3 << 20)), Corrupt, "longer than allowed"),
     ],
 )
@@ -467,7 +471,7 @@ async def test_nodes_are_listed_in_pages() -> None:
     script = [listing(["a", "b"], "more"), listing(["c"])]
     async with fake_api(others=script) as server, opened(server.url) as api:
         names, _ = await api.list_all(
-            ALL_NODES, lambda raw: raw["metadata"]["name"] if raw["metadata"]["name"] != "b" else None
+            ALL_NODES, lambda raw: name if (name := built(raw)["metadata"]["name"]) != "b" else None
         )
     assert names == ["a", "c"]
     assert [(seen.path, seen.query) for seen in server.requests] == [
@@ -491,7 +495,8 @@ async def test_pods_are_listed_by_selectors_in_all_namespaces_or_one() -> None:
 async def test_a_pods_http_server_is_read_through_the_api_server() -> None:
     """The path names the pod's port; the query is passed on."""
     async with fake_api(others=[answers(200, {"x": 1})]) as server, opened(server.url) as api:
-        assert await api.get_through_pod("ns", "agent-1", 5678, "/api/v1/node", {"b": "2", "a": "1"}) == {"x": 1}
+        answer = await api.get_through_pod("ns", "agent-1", 5678, "/api/v1/node", {"b": "2", "a": "1"})
+        assert built(answer) == {"x": 1}
         with pytest.raises(Rejected, match="no object's name"):
             await api.get_through_pod("ns", "..", 5678, "/api/v1/node", {})
     (seen,) = server.requests
@@ -522,20 +527,35 @@ async def test_the_client_and_the_embedded_api_server_agree() -> None:
         assert (await api.list_all(pods(fields="status.phase!=Pending"), whole))[0] == []
         assert (await api.list_all(ALL_NODES, whole))[0] == []
         await api.patch_pod_annotations("default", "p", uid, {"a": "1"})
-        assert (await api.get_pod("default", "p", timeout_s=DEADLINE_S))["metadata"]["annotations"] == {"a": "1"}
+        assert built(await api.get_pod("default", "p", timeout_s=DEADLINE_S))["metadata"]["annotations"] == {"a": "1"}
         await _conflicts(lambda: api.patch_pod_annotations("default", "p", PodUid("other"), {"a": "2"}))
         await _conflicts(lambda: api.delete_pod("default", "p", PodUid("other")))
-        await api.create_event({"metadata": {"name": "e", "namespace": "default"}, "reason": "R"})
+        await api.create_event(event("R"))
         assert [event["reason"] for event in server.events()] == ["R"]
         await api.delete_pod("default", "p", uid)
         server.delete_pod("default", "p", grace_period_s=0)
         async with api.watch_all(pods_of_node(NODE), version) as events:
-            assert [(await anext(events))["type"] for _ in range(3)] == ["MODIFIED", "MODIFIED", "DELETED"]
+            assert [(await anext(events)).type for _ in range(3)] == ["MODIFIED", "MODIFIED", "DELETED"]
         with pytest.raises(NotFound):
             await api.get_pod("default", "p", timeout_s=DEADLINE_S)
         with pytest.raises(NotFound):
             await api.get_node("absent")
         assert await api.can_i("list", "pods")
+
+
+def event(reason: str) -> Event:
+    return Event(
+        metadata=EventMeta(name="e", namespace="default"),
+        involved_object=ObjectReference(kind="Pod", name="p", uid="u"),
+        reason=reason,
+        message="m",
+        type="Warning",
+        source=EventSource(component="c", host="h"),
+        reporting_component="c",
+        reporting_instance="h",
+        first_timestamp="2026-01-01T00:00:00Z",
+        last_timestamp="2026-01-01T00:00:00Z",
+    )
 
 
 async def _conflicts(call: Callable[[], Awaitable[object]]) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.kube.pods import parse_pod
+from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase, version_number
+from tests.support_json import undecoded
 from tests.support_kube import raw_pod
+
+
+def read(raw: Any, *, resources: Collection[str] | None = None) -> Pod:
+    return parse_pod(read_pod_json(undecoded(raw)), resources=resources)
+
 
 FULL: dict[str, Any] = raw_pod(
     "web-7d9f-abcde",
@@ -54,34 +61,39 @@ FULL: dict[str, Any] = raw_pod(
 
 def test_every_part_that_the_agent_needs_is_read() -> None:
     """A pod with init container, sidecar, owner and statuses comes out with all of them."""
-    read = parse_pod(FULL)
-    assert [(c.name, c.kind, c.position) for c in read.containers] == [
+    found = read(FULL)
+    assert [(c.name, c.kind, c.position) for c in found.containers] == [
         ("load", ContainerKind.INIT, 0),
         ("proxy", ContainerKind.SIDECAR, 1),
         ("main", ContainerKind.MAIN, 0),
     ]
-    assert read.containers[0].requests == {VCORE_RESOURCE: 1000}
-    assert read.containers[2].requests == {VCORE_RESOURCE: 30, VMEMORY_RESOURCE: 4, "example.com/foo": 2}
-    assert read.containers[2].env == {"compat32": "true"}
-    assert (read.phase, read.reason, read.message, read.controller_kind) == (PodPhase.RUNNING, "r", "m", "ReplicaSet")
-    assert read.annotations == {"tencent.com/gpu-assigned": "false"}
-    assert read.is_deleting and read.has_started and read.resource_version == "17" and read.node_name == "node-1"
+    assert found.containers[0].requests == {VCORE_RESOURCE: 1000}
+    assert found.containers[2].requests == {VCORE_RESOURCE: 30, VMEMORY_RESOURCE: 4, "example.com/foo": 2}
+    assert found.containers[2].env == {"compat32": "true"}
+    assert (found.phase, found.reason, found.message, found.controller_kind) == (
+        PodPhase.RUNNING,
+        "r",
+        "m",
+        "ReplicaSet",
+    )
+    assert found.annotations == {"tencent.com/gpu-assigned": "false"}
+    assert found.is_deleting and found.has_started and found.resource_version == "17" and found.node_name == "node-1"
 
 
 def test_a_limit_of_memory_that_is_not_literal_is_known_to_be_set() -> None:
     """Its value is not, but the agent must refuse the pod all the same."""
     raw = copy.deepcopy(FULL)
     raw["spec"]["containers"][0]["env"] = [{"name": "NVIDIA_GPU_MEMORY_LIMIT", "valueFrom": {"configMapKeyRef": {}}}]
-    assert parse_pod(raw).containers[2].env == {"NVIDIA_GPU_MEMORY_LIMIT": ""}
+    assert read(raw).containers[2].env == {"NVIDIA_GPU_MEMORY_LIMIT": ""}
 
 
 def test_only_the_named_resources_are_read() -> None:
     """Garbage in another plugin's limit does not matter where only ours are asked for."""
     raw = copy.deepcopy(FULL)
     raw["spec"]["containers"][0]["resources"]["limits"]["example.com/foo"] = "garbage"
-    assert parse_pod(raw, resources=[VCORE_RESOURCE]).containers[2].requests == {VCORE_RESOURCE: 30}
+    assert read(raw, resources=[VCORE_RESOURCE]).containers[2].requests == {VCORE_RESOURCE: 30}
     with pytest.raises(Corrupt, match=r"default/web-7d9f-abcde, container main, limit example.com/foo: 'garbage'"):
-        parse_pod(raw)
+        read(raw)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +157,7 @@ def test_what_is_no_whole_quantity_is_corrupt(quantity: Any) -> None:
 )
 def test_a_pod_has_started_once_a_container_ran(status: dict[str, Any], has_started: bool) -> None:
     """Running, restarted or ended containers mean that the admission is long past; waiting ones do not."""
-    assert parse_pod(raw_pod(status=status)).has_started is has_started
+    assert read(raw_pod(status=status)).has_started is has_started
 
 
 def test_only_what_the_agent_reads_is_kept_and_bounded() -> None:
@@ -157,12 +169,12 @@ def test_only_what_the_agent_reads_is_kept_and_bounded() -> None:
         *({"name": f"E{number}", "value": "x" * 100} for number in range(5000)),
         {"name": "SUBMITTER", "value": "s" * 5000},
     ]
-    read = parse_pod(raw)
-    assert len(read.annotations) == 64 and read.annotations["clusterName"] == "c"
-    assert {name.partition("/")[0] for name in read.annotations} == {"clusterName", "tencent.com"}
-    assert len(read.annotations["tencent.com/a000"]) == 1024 and read.annotations["tencent.com/a000"].endswith("…")
-    assert dict(read.containers[0].env) == {"SUBMITTER": "s" * 1023 + "…"}
-    assert read.labels == {}
+    found = read(raw)
+    assert len(found.annotations) == 64 and found.annotations["clusterName"] == "c"
+    assert {name.partition("/")[0] for name in found.annotations} == {"clusterName", "tencent.com"}
+    assert len(found.annotations["tencent.com/a000"]) == 1024 and found.annotations["tencent.com/a000"].endswith("…")
+    assert dict(found.containers[0].env) == {"SUBMITTER": "s" * 1023 + "…"}
+    assert found.labels == {}
 
 
 MANY = [{"x": 1}] * 5000
@@ -181,7 +193,7 @@ MANY = [{"x": 1}] * 5000
 )
 def test_a_pod_is_known_whatever_stands_where_nobody_reads(parts: dict[str, Any]) -> None:
     """Long lists and garbage outside of identity and resources leave a pod with its resources."""
-    assert parse_pod(raw_pod(**parts)).wants(VCORE_RESOURCE)
+    assert read(raw_pod(**parts)).wants(VCORE_RESOURCE)
 
 
 @pytest.mark.parametrize("env", [MANY, "garbage", [None, 3, {"name": [], "value": {}}]])
@@ -189,8 +201,8 @@ def test_a_pod_is_known_whatever_its_environment(env: Any) -> None:
     """More than a thousand variables, or none that is one, do not hide the pod."""
     raw = raw_pod(cores=None)
     raw["spec"]["containers"][0]["env"] = env
-    read = parse_pod(raw)
-    assert not read.wants(VCORE_RESOURCE) and [c.name for c in read.containers] == ["main"]
+    found = read(raw)
+    assert not found.wants(VCORE_RESOURCE) and [c.name for c in found.containers] == ["main"]
 
 
 def test_of_very_many_containers_those_that_ask_are_kept() -> None:
@@ -198,9 +210,9 @@ def test_of_very_many_containers_those_that_ask_are_kept() -> None:
     raw = raw_pod(cores=None)
     asking = {"name": "asks", "resources": {"limits": {VCORE_RESOURCE: "10"}}}
     raw["spec"]["containers"] = [*({"name": f"c{number}"} for number in range(3000)), asking]
-    read = parse_pod(raw)
-    assert len(read.containers) == 1001
-    assert (read.containers[-1].name, read.containers[-1].position) == ("asks", 3000)
+    found = read(raw)
+    assert len(found.containers) == 1001
+    assert (found.containers[-1].name, found.containers[-1].position) == ("asks", 3000)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +227,7 @@ def test_of_very_many_containers_those_that_ask_are_kept() -> None:
 def test_a_pod_whose_resources_are_unreadable_is_corrupt(container: Any) -> None:
     """What a pod asks for is never guessed."""
     with pytest.raises(Corrupt, match="pod default/p"):
-        parse_pod(raw_pod(spec={"containers": [container]}))
+        read(raw_pod(spec={"containers": [container]}))
 
 
 @pytest.mark.parametrize(
@@ -232,14 +244,14 @@ def test_a_pod_whose_resources_are_unreadable_is_corrupt(container: Any) -> None
 )
 def test_the_containers_that_run_are_reported(statuses: Any, running: set[str]) -> None:
     """A container of the pod runs when its present state says so; garbage says nothing."""
-    assert parse_pod(raw_pod(status={"containerStatuses": statuses})).running == running
+    assert read(raw_pod(status={"containerStatuses": statuses})).running == running
 
 
 def test_init_containers_run_too() -> None:
     """A sidecar's status stands among those of init containers."""
     spec = {"initContainers": [{"name": "proxy", "restartPolicy": "Always"}]}
     statuses = {"initContainerStatuses": [{"name": "proxy", "state": {"running": {}}}]}
-    assert parse_pod(raw_pod(spec=spec, status=statuses)).running == {"proxy"}
+    assert read(raw_pod(spec=spec, status=statuses)).running == {"proxy"}
 
 
 @pytest.mark.parametrize(
@@ -278,7 +290,7 @@ def test_junk_anywhere_is_read_or_corrupt(path: tuple[Any, ...], junk: Any) -> N
             parent = parent[step]
         parent[path[-1]] = junk
     try:
-        assert isinstance(parse_pod(raw), Pod)
+        assert isinstance(read(raw), Pod)
     except Corrupt as e:
         assert len(str(e)) < 2000
 
@@ -301,16 +313,16 @@ def test_the_ids_of_running_containers_are_kept_without_the_runtimes_name() -> N
             ]
         },
     }
-    assert parse_pod(raw).container_ids == {"main": "ab" * 32}
+    assert read(raw).container_ids == {"main": "ab" * 32}
 
 
 def test_names_of_a_tenants_own_do_not_push_out_what_the_extender_wrote() -> None:
     """Sixty-four of them sort before it; the policy guards only the extender's names."""
     own = {f"tencent.com/a{number:03}": "x" for number in range(100)}
     reported = {"tencent.com/predicate-node": "n", "tencent.com/predicate-gpu-idx-0": "1"}
-    read = parse_pod(raw_pod(metadata={"annotations": own | reported}))
-    assert reported.items() <= read.annotations.items()
-    assert len(read.annotations) == 64
+    found = read(raw_pod(metadata={"annotations": own | reported}))
+    assert reported.items() <= found.annotations.items()
+    assert len(found.annotations) == 64
 
 
 @pytest.mark.parametrize("has_own", [False, True])
@@ -332,10 +344,10 @@ def test_the_claim_for_extended_resources_is_in_the_status_alone(has_own: bool) 
             }
         },
     }
-    read = parse_pod(raw)
+    found = read(raw)
     name = "extended-resources." if has_own else "extended-resources"
-    assert read.claims == {one["name"]: one["resourceClaimName"] for one in own} | {name: "p-extended-resources-x"}
-    used = {container.name: container.claims for container in read.containers}
+    assert found.claims == {one["name"]: one["resourceClaimName"] for one in own} | {name: "p-extended-resources-x"}
+    used = {container.name: container.claims for container in found.containers}
     expected = {
         "a": ((name, "container-0-request-0"),),
         "b": ((name, "container-1-request-0"),),

@@ -27,6 +27,7 @@ from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
 from gpushare_agent.model.names import GPU_MODEL_LABEL
 from gpushare_agent.placement.topology_tree import build_topology
 from tests.support_gpus import read_topology, uuid_of
+from tests.support_json import undecoded
 
 OWN = "gpushare-agent"
 V100_ROW_0 = ["X", "NV1", "NV1", "NV2", "NV2"]
@@ -58,7 +59,7 @@ def node_with(labels: dict[str, str] | None = None, annotations: dict[str, str] 
 
 
 def patch_of(raw_node: dict[str, Any], facts: NodeFacts) -> NodePatch:
-    return plan_facts_patch(parse_node(raw_node), facts)
+    return plan_facts_patch(parse_node(undecoded(raw_node)), facts)
 
 
 def after(raw: dict[str, Any], facts: NodeFacts) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from msgspec import Raw
 from structlog.testing import capture_logs
 
 from gpushare_agent.cluster.informer import Informer
@@ -20,6 +21,7 @@ from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected,
 from gpushare_agent.model.names import VCORE_RESOURCE, PodUid
 from gpushare_agent.model.pods import PodPhase
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
+from tests.support_json import undecoded
 from tests.support_kube import (
     DEADLINE_S,
     FAST,
@@ -422,11 +424,11 @@ class Kubelet:
         self.answer: list[dict[str, Any]] | AgentError = list(pods)
         self.reads = 0
 
-    async def read(self, *, timeout_s: float) -> list[dict[str, Any]]:
+    async def read(self, *, timeout_s: float) -> list[Raw]:
         self.reads += 1
         if isinstance(self.answer, AgentError):
             raise self.answer
-        return self.answer
+        return [undecoded(one) for one in self.answer]
 
 
 async def test_a_static_pod_is_found_at_the_kubelet() -> None:
@@ -461,7 +463,7 @@ async def test_of_a_changed_file_the_kubelets_pod_counts() -> None:
     async with fake_api(others=[answers(200, _raw_mirror())]) as server, opened(server.url) as api:
         node_pods = NodePods(store=(store := PodStore()), node_name=NODE, kubelet=kubelet)
         node_pods.attach(api)
-        store.upsert(pod_of_node(_raw_mirror()))
+        store.upsert(pod_of_node(undecoded(_raw_mirror())))
         found = await node_pods.fetch("default", STATIC, timeout_s=1)
     assert found is not None and found.uid == OTHER_HASH
     assert sorted(pod.uid for pod in store.pods()) == [HASH, OTHER_HASH]
@@ -523,5 +525,5 @@ async def test_static_pods_that_cannot_be_read_stay_and_are_logged_once() -> Non
 
 def test_only_the_kubelets_hash_makes_a_mirror_pod_another_pod() -> None:
     """A forged one that names a pod's UUID stays what it is."""
-    forged = pod_of_node(_raw_mirror("12345678-1234-1234-1234-123456789abc"))
+    forged = pod_of_node(undecoded(_raw_mirror("12345678-1234-1234-1234-123456789abc")))
     assert (forged.uid, forged.object_uid) == ("api-1", "api-1")

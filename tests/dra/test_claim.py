@@ -9,10 +9,11 @@ import pytest
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, ShareConfig, read_claim
 from gpushare_agent.model.errors import Corrupt
 from tests.support_claims import DRIVER, NODE, admin, raw_claim, ref_of, result, share_config, uid_of, whole
+from tests.support_json import undecoded
 
 
 def read(raw: dict[str, Any]) -> AllocatedClaim:
-    return read_claim(raw, driver=DRIVER, pool=NODE)
+    return read_claim(undecoded(raw), driver=DRIVER, pool=NODE)
 
 
 def test_results_are_read_in_their_order_with_the_consumed_capacity() -> None:
@@ -57,7 +58,7 @@ def test_a_configuration_is_of_the_requests_that_it_names() -> None:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({}, "namespace is no text"),
+        ({}, "name no claim"),
         (raw_claim(result()) | {"metadata": {"namespace": "../x", "name": "n", "uid": "u"}}, "name no claim"),
         (raw_claim(), "no device of driver"),
         (raw_claim(result(pool="elsewhere")), "this node's pool is node"),
@@ -71,7 +72,7 @@ def test_a_configuration_is_of_the_requests_that_it_names() -> None:
         (raw_claim(result(consumedCapacity={"cores": "5"})), "DRAConsumableCapacity"),
         (raw_claim(*[result()] * 33), "at most 32"),
         (raw_claim(result(), result(shareID=uid_of(3))), "request gpu is allocated the device gpu-0 2 times"),
-        (raw_claim(result(), config=[share_config(isolatoin="mps")]), "no field 'isolatoin'"),
+        (raw_claim(result(), config=[share_config(isolatoin="mps")]), "unknown field `isolatoin`; it has isolation"),
         (raw_claim(result(), config=[share_config(coreLimit=True)]), "whole number from 0 to 100"),
         (raw_claim(result(cores=40), config=[share_config(coreLimit=30)]), "below its 40 cores"),
         (raw_claim(result(), config=[share_config(kind="GpuConfig")]), "reads gpushare-agent/v1alpha1 ShareConfig"),

@@ -21,6 +21,7 @@ from gpushare_agent.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATI
 from gpushare_agent.model.pods import Pod
 from tests.support_claims import DRIVER, NODE, RawClaim, edit_policy, raw_claim, result, uid_of, using
 from tests.support_core import NAMES, inventory, pod
+from tests.support_json import undecoded
 
 KEY = ContainerKey(PodUid(uid_of(1)), "gpu")
 HELD = ShareSize(cores=40, memory=64)
@@ -35,7 +36,7 @@ class World:
         self.store.replace_all([])
         self.pods = ClaimPods(self.store, self.cache)
         gpus = {gpu.index: gpu for gpu in inventory(2).gpus}
-        claim = read_claim(raw, driver=DRIVER, pool=NODE)
+        claim = read_claim(undecoded(raw), driver=DRIVER, pool=NODE)
         made = prepare_claim(claim, gpus, users, edit_policy("vcuda"), 256)
         assert isinstance(made, PreparedClaim)
         for allocation in allocations_of(made, self.cache.ledger(inventory(2)), NAMES, 0.0):

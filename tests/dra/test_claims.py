@@ -17,6 +17,7 @@ from gpushare_agent.model.names import GpuUuid, PodUid
 from tests.support_claims import Driver, admin, edit_policy, raw_claim, ref_of, result, uid_of, using, whole
 from tests.support_core import used_blocks, used_cores
 from tests.support_extender import eventually
+from tests.support_json import undecoded
 
 
 async def prepared(driver: Driver, number: int = 1) -> PreparedClaim:
@@ -300,7 +301,7 @@ def test_a_claim_is_named_as_in_its_pod() -> None:
     names = {}
     for given in ({}, {"pod-claim-name": "g"}, {"pod-claim-name": "/"}, {"extended-resource-claim": "true"}):
         raw["metadata"]["annotations"] = {f"resource.kubernetes.io/{name}": value for name, value in given.items()}
-        names[str(given)] = read_claim(raw, driver="gpushare-agent", pool="node").shown_as
+        names[str(given)] = read_claim(undecoded(raw), driver="gpushare-agent", pool="node").shown_as
     assert [*names.values()] == ["claim-1", "g", "claim-1", "extended-resources"]
 
 

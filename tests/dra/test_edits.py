@@ -22,6 +22,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from tests.support_claims import DRIVER, NODE, admin, edit_policy, raw_claim, result, share_config, uid_of, using, whole
 from tests.support_core import inventory, pod
+from tests.support_json import undecoded
 
 REQUESTS = st.one_of(
     st.sampled_from(["a", "a-gpu-0", "a-gpu-0-2", "a/b", "a/c", "x" * 63, "x" * 57 + "-y", "x" * 57 + "-z", "x" * 61]),
@@ -31,7 +32,7 @@ REQUESTS = st.one_of(
 
 def prepare(raw: dict[str, Any], *pods: Pod, policy: EditPolicy | None = None) -> PreparedClaim | Refused:
     gpus = {gpu.index: gpu for gpu in inventory(4).gpus}
-    return prepare_claim(read_claim(raw, driver=DRIVER, pool=NODE), gpus, pods, policy or edit_policy(), 256)
+    return prepare_claim(read_claim(undecoded(raw), driver=DRIVER, pool=NODE), gpus, pods, policy or edit_policy(), 256)
 
 
 def prepared(raw: dict[str, Any], *pods: Pod, policy: EditPolicy | None = None) -> PreparedClaim:

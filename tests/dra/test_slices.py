@@ -8,9 +8,12 @@ from contextlib import asynccontextmanager
 from copy import deepcopy
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import Raw
 from msgspec.structs import replace
 
+from gpushare_agent.cluster.kube.claims import Device, ResourceSlice
 from gpushare_agent.dra import slices
 from gpushare_agent.dra.decisions.devices import DevicePolicy, link_groups, quantity, slice_devices
 from gpushare_agent.dra.slices import SlicePublisher
@@ -22,6 +25,7 @@ from tests.support_claims import DRIVER, NODE
 from tests.support_core import inventory
 from tests.support_extender import eventually
 from tests.support_gpus import read_topology
+from tests.support_json import undecoded
 
 POLICY = DevicePolicy(block_mib=256, order="binpack", taint_effect="NoSchedule", isolation="hami-core")
 
@@ -31,7 +35,7 @@ def devices(
     used: Mapping[str, int] | None = None,
     cordoned: Mapping[str, str] | None = None,
     **changes: str,
-) -> list[dict[str, Any]]:
+) -> list[Device]:
     return slice_devices(
         found.gpus,
         found,
@@ -41,9 +45,15 @@ def devices(
     )
 
 
+def shown(made: list[Device]) -> list[dict[str, Any]]:
+    """As they are written."""
+    found: list[dict[str, Any]] = msgspec.to_builtins(made)
+    return found
+
+
 def test_a_device_has_both_capacities_with_a_default_of_all_of_them() -> None:
     """The default must be a multiple of the step: memory is rounded down to whole blocks."""
-    device = devices(inventory(1, memory_mib=24 * 1024 + 100))[0]
+    device = shown(devices(inventory(1, memory_mib=24 * 1024 + 100)))[0]
     assert device["name"] == "gpu-0" and device["allowMultipleAllocations"] is True
     assert device["capacity"] == {
         "cores": {
@@ -61,20 +71,22 @@ def test_a_device_has_both_capacities_with_a_default_of_all_of_them() -> None:
 def test_versions_are_semantic_and_unknown_attributes_absent() -> None:
     found = inventory(1)
     gpus = (replace(found.gpus[0], compute_capability=(8, 9), bus_id="00000000:0A:00.0"),)
-    attributes = devices(replace(found, gpus=gpus, driver_version="580.159.04", cuda_version="13.1"))[0]["attributes"]
+    attributes = shown(devices(replace(found, gpus=gpus, driver_version="580.159.04", cuda_version="13.1")))[0][
+        "attributes"
+    ]
     assert attributes["driverVersion"] == {"version": "580.159.4"}
     assert attributes["cudaDriverVersion"] == {"version": "13.1.0"}
     assert attributes["cudaComputeCapability"] == {"version": "8.9.0"}
     assert attributes["architecture"] == {"string": "Ada Lovelace"}
     assert attributes["resource.kubernetes.io/pciBusID"] == {"string": "0000:0a:00.0"}
-    assert not {"numaNode", "nvlinkGroup"} & devices(inventory(1))[0]["attributes"].keys()
+    assert not {"numaNode", "nvlinkGroup"} & shown(devices(inventory(1)))[0]["attributes"].keys()
 
 
 @pytest.mark.parametrize(("order", "names"), [("binpack", [1, 2, 0]), ("spread", [0, 2, 1])])
 def test_the_order_is_the_schedulers_choice(order: str, names: list[int]) -> None:
     """It takes the first device that fits."""
     used = {"GPU-1": 60, "GPU-2": 10}
-    assert [one["name"] for one in devices(inventory(3), used, order=order)] == [f"gpu-{index}" for index in names]
+    assert [one.name for one in devices(inventory(3), used, order=order)] == [f"gpu-{index}" for index in names]
 
 
 def test_ill_and_cordoned_gpus_are_tainted_with_the_reason() -> None:
@@ -83,7 +95,7 @@ def test_ill_and_cordoned_gpus_are_tainted_with_the_reason() -> None:
     made = devices(
         replace(found, gpus=(found.gpus[0], ill, found.gpus[2])), cordoned={"GPU-2": ""}, taint_effect="NoExecute"
     )
-    by_name = {device["name"]: device.get("taints", []) for device in made}
+    by_name = {device["name"]: device.get("taints", []) for device in shown(made)}
     assert by_name["gpu-0"] == []
     (taint,) = by_name["gpu-1"]
     assert taint["key"] == "gpushare-agent/unhealthy" and taint["effect"] == "NoExecute"
@@ -116,17 +128,19 @@ class FakeSlices:
         self.writes = 0
         self.error: Exception | None = None
 
-    async def get_node(self, name: str) -> dict[str, Any]:
-        return {"metadata": {"uid": "node-uid"}}
+    async def get_node(self, name: str) -> Raw:
+        return undecoded({"metadata": {"uid": "node-uid"}})
 
-    async def create_slice(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+    async def create_slice(self, made: ResourceSlice) -> Raw:
         self._fail()
+        raw = msgspec.json.decode(msgspec.json.encode(made))
         if raw["metadata"]["name"] in self.slices:
             raise Conflict("exists")
         return self._stored(raw)
 
-    async def replace_slice(self, name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    async def replace_slice(self, name: str, made: ResourceSlice) -> Raw:
         self._fail()
+        raw = msgspec.json.decode(msgspec.json.encode(made))
         if raw["metadata"]["resourceVersion"] != self.slices[name]["metadata"]["resourceVersion"]:
             raise Conflict("another version")
         return self._stored(raw)
@@ -148,17 +162,17 @@ class FakeSlices:
         if self.error is not None:
             raise self.error
 
-    def _stored(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+    def _stored(self, raw: Mapping[str, Any]) -> Raw:
         stored = deepcopy(dict(raw))
         stored["metadata"]["resourceVersion"] = str(self.writes)
         self.slices[stored["metadata"]["name"]] = stored
         assert self.publisher is not None
-        self.publisher.put(deepcopy(stored))
-        return deepcopy(stored)
+        self.publisher.put(undecoded(stored))
+        return undecoded(stored)
 
 
 class Published:
-    def __init__(self, wanted: list[dict[str, Any]] | None) -> None:
+    def __init__(self, wanted: list[Device] | None) -> None:
         self.wanted = wanted
         self.api = FakeSlices()
         self.publisher = SlicePublisher(driver=DRIVER, node_name=NODE, wanted=lambda: self.wanted)
@@ -215,7 +229,7 @@ async def test_a_slice_that_is_as_wanted_is_not_written_again() -> None:
         await eventually(lambda: first.spec is not None)
     second = Published(devices(inventory(2)))
     second.api.slices = first.api.slices
-    second.publisher.put(first.api.slices[f"{NODE}-{DRIVER}"])
+    second.publisher.put(undecoded(first.api.slices[f"{NODE}-{DRIVER}"]))
     async with second.running():
         second.listed()
         second.publisher.changed()
@@ -263,7 +277,7 @@ async def test_slices_of_other_names_are_removed() -> None:
     published = Published(devices(inventory(1)))
     other = {"metadata": {"name": "old"}, "spec": {"pool": {"generation": 41}}}
     published.api.slices["old"] = other
-    published.publisher.put(other)
+    published.publisher.put(undecoded(other))
     async with published.running():
         published.listed()
         await eventually(lambda: published.spec is not None)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
 from gpushare_agent.dra import wake_pods
 from gpushare_agent.dra.wake_pods import ANNOTATION, FIRST_S, PodWaker
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
-from tests.support_claims import DRIVER, NODE, Driver, RawClaim, raw_claim, ref_of, result
+from tests.support_claims import DRIVER, NODE, Driver, raw_claim, ref_of, result
 from tests.support_core import pod
 from tests.support_extender import eventually
 
@@ -32,7 +33,7 @@ class Waked:
             driver=DRIVER, pool=NODE, pod=driver.store.get, claims=driver.claims, clock=lambda: self.now
         )
 
-    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> RawClaim:
+    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw:
         if self.error is not None:
             raise self.error
         return await self.driver.api.get_claim(namespace, name, timeout_s=timeout_s)

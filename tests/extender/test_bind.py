@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.decisions.plan import hinted_gpus
-from gpushare_agent.cluster.kube.pods import parse_pod
+from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
 from gpushare_agent.extender.cluster_state import REPORT_WAIT_S, ClusterState
 from gpushare_agent.extender.nodes import read_node
@@ -50,6 +50,7 @@ from tests.support_extender import (
     raw_pod,
     running_replica,
 )
+from tests.support_json import undecoded
 
 
 @pytest.mark.parametrize("place", ["patch", "bind"])
@@ -294,16 +295,18 @@ async def test_units_on_two_gpus_leave_no_index_of_gpushares() -> None:
     names = replace(NAMES, gpu_mem="aliyun.com/gpu-mem")
     async with fake_cluster(raw_node("n1"), pods=[pod]) as cluster, opened_api(cluster) as api:
         writes = PodWrites(api=api, names=names, leads=lambda: True)
-        found = read_node(cluster.objects["nodes"]["n1"], names, model_label=MODEL_LABEL, pool_label=POOL_LABEL).node
+        found = read_node(
+            undecoded(cluster.objects["nodes"]["n1"]), names, model_label=MODEL_LABEL, pool_label=POOL_LABEL
+        ).node
         assert found is not None
         state = ClusterState(policy=ClusterPolicy(names=names))
         state.put_node(found, 0.0)
-        lean = lean_pod(pod, names)
+        lean = lean_pod(read_pod_json(undecoded(pod)), names)
         reservation = state.reserve(lean, "n1", 0.0)
         assert isinstance(reservation, Reservation)
         assert len({c.gpus for c in reservation.plan.containers}) == 2
         assert await writes.bind_once(Bind(reservation)) is None
-        reported = parse_pod(cluster.pod("a"))
+        reported = parse_pod(read_pod_json(undecoded(cluster.pod("a"))))
         assert GPUSHARE_INDEX_ANNOTATION not in reported.annotations
         policy = Policy(names=names, node_name="n1")
         assert [hinted_gpus(reported.annotations, one, policy) for one in reported.containers] == [
@@ -339,7 +342,7 @@ async def test_leadership_is_looked_at_last_before_each_patch(at: int) -> None:
 
         async with opened_api(cluster) as api:
             writes = PodWrites(api=api, names=NAMES, leads=lambda: replica.is_leading, time_ns=time_ns)
-            reservation = replica.state.reserve(lean_pod(pod, NAMES), "n1", 0.0)
+            reservation = replica.state.reserve(lean_pod(read_pod_json(undecoded(pod)), NAMES), "n1", 0.0)
             assert isinstance(reservation, Reservation)
             with pytest.raises(Rejected, match="does not lead any more"):
                 await writes.bind_once(Bind(reservation))

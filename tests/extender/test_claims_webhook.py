@@ -12,7 +12,9 @@ import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import to_builtins
 
+from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.dra.decisions.claim import ShareConfig, read_config
 from gpushare_agent.extender.claims_webhook import MOST_NEW, ClaimsWebhook
 from gpushare_agent.extender.decisions.claims import Conversion, Template, convert_pod
@@ -27,6 +29,7 @@ from gpushare_agent.model.names import (
 from gpushare_agent.model.resources import ResourceNames
 from tests.extender.test_app import DATA, client
 from tests.support_extender import FakeCluster, Raw, fake_cluster, opened_api, running_extender
+from tests.support_json import undecoded
 from tests.support_kube import DEADLINE_S
 
 NAMES = ResourceNames(gpu_mem="aliyun.com/gpu-mem")
@@ -47,8 +50,14 @@ def pod_of(*containers: Raw, init: tuple[Raw, ...] = (), annotations: dict[str, 
 
 
 def converted(raw: Raw) -> Conversion:
-    found = convert_pod(raw, NAMES)
+    found = convert_pod(read_pod_json(undecoded(raw)), NAMES)
     assert isinstance(found, Conversion), found
+    return found
+
+
+def spec_of(template: Template) -> Raw:
+    """As it is written."""
+    found: Raw = to_builtins(template.spec())
     return found
 
 
@@ -60,7 +69,7 @@ def template_of(raw: Raw) -> Template:
 def patched(raw: Raw, patch: Any) -> Raw:
     """As an API server applies a JSON Patch: a path that is not there is an error."""
     made = copy.deepcopy(raw)
-    for one in patch:
+    for one in to_builtins(patch):
         *path, last = [part.replace("~1", "/").replace("~0", "~") for part in one["path"][1:].split("/")]
         place: Any = made
         for part in path:
@@ -92,22 +101,22 @@ def test_a_request_means_what_it_means_to_the_agents(asked: Raw, template: Templ
 
 def test_the_spec_is_what_the_driver_reads() -> None:
     """Memory in bytes, rounded by no one; a whole GPU without capacity takes all, on a GPU that has that much."""
-    (request,) = Template(cores=30, memory_mib=4352).spec()["devices"]["requests"]
+    (request,) = spec_of(Template(cores=30, memory_mib=4352))["devices"]["requests"]
     assert request["exactly"]["capacity"] == {"requests": {"cores": "30", "memory": "4352Mi"}}
     assert (request["exactly"]["deviceClassName"], request["exactly"]["count"]) == ("gpu.gpushare-agent", 1)
-    (whole,) = Template(count=2, memory_mib=5120).spec()["devices"]["requests"]
+    (whole,) = spec_of(Template(count=2, memory_mib=5120))["devices"]["requests"]
     assert "capacity" not in whole["exactly"]
     (selector,) = whole["exactly"]["selectors"]
     assert "memory.compareTo(quantity('5Gi')) >= 0" in selector["cel"]["expression"]
-    assert "config" not in Template().spec()["devices"]
+    assert "config" not in spec_of(Template())["devices"]
 
 
 def test_annotations_of_terms_become_the_claims_configuration() -> None:
     """The elastic ceiling of shares, and the isolation of all."""
     annotations = {ISOLATION_ANNOTATION: "mps", CORE_LIMIT_ANNOTATION: "60"}
     share = template_of(pod_of(container("c", 40, 8), annotations=annotations))
-    (config,) = share.spec()["devices"]["config"]
-    assert read_config(config["opaque"]["parameters"]) == ShareConfig(isolation="mps", core_limit=60)
+    (config,) = spec_of(share)["devices"]["config"]
+    assert read_config(undecoded(config["opaque"]["parameters"])) == ShareConfig(isolation="mps", core_limit=60)
     whole = template_of(pod_of(container("c", 100), annotations=annotations))
     assert (whole.isolation, whole.core_limit) == ("mps", 0), "a whole GPU has no ceiling"
 
@@ -126,10 +135,10 @@ def test_annotations_of_terms_become_the_claims_configuration() -> None:
 )
 def test_what_the_agents_would_refuse_is_refused_at_once(raw: Raw, words: str) -> None:
     """With the container and their sentence."""
-    found = convert_pod(raw, NAMES)
+    found = convert_pod(read_pod_json(undecoded(raw)), NAMES)
     assert isinstance(found, Refused) and words in found.detail
     with pytest.raises(Corrupt, match=r"limit tencent.com/vcuda-core"):
-        convert_pod(pod_of({"name": "c", "resources": {"limits": {NAMES.vcore: "1.5"}}}), NAMES)
+        converted(pod_of({"name": "c", "resources": {"limits": {NAMES.vcore: "1.5"}}}))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +157,7 @@ def test_what_becomes_different_is_a_warning(raw: Raw, words: str) -> None:
     """To whoever creates the pod; nothing changes silently."""
     assert any(words in text for text in converted(raw).warnings)
     in_mib = ResourceNames(gpu_mem=NAMES.gpu_mem, gpu_mem_unit_mib=1)
-    found = convert_pod(pod_of(container("c", units=100)), in_mib)
+    found = convert_pod(read_pod_json(undecoded(pod_of(container("c", units=100)))), in_mib)
     assert isinstance(found, Conversion) and "100 MiB become 256" in found.warnings[0]
 
 
@@ -263,7 +272,7 @@ async def test_a_template_is_made_once_and_a_dry_run_makes_none() -> None:
         posts = [path for method, path in cluster.seen if method == "POST"]
         (raw,) = cluster.objects[TEMPLATES].values()
     assert posts == [f"/apis/resource.k8s.io/v1/namespaces/ns/{TEMPLATES}"]
-    assert raw["spec"] == {"spec": template_of(SHARE).spec()}
+    assert raw["spec"] == {"spec": spec_of(template_of(SHARE))}
     assert dry["patch"] == first["patch"] == second["patch"] and first["uid"] == "u" and first["allowed"]
     made = patched(SHARE, json.loads(base64.b64decode(first["patch"])))
     assert made["spec"]["resourceClaims"][0]["resourceClaimTemplateName"] == raw["metadata"]["name"]
@@ -272,7 +281,7 @@ async def test_a_template_is_made_once_and_a_dry_run_makes_none() -> None:
 async def test_a_template_of_that_name_and_another_spec_is_an_error() -> None:
     """Nobody gets other terms than he asked for; defaults that an API server adds are no difference."""
     template = template_of(SHARE)
-    spec = template.spec()
+    spec = spec_of(template)
     spec["devices"]["requests"][0]["exactly"]["adminAccess"] = False
     for cores, is_allowed in (("30", True), ("90", False)):
         spec["devices"]["requests"][0]["exactly"]["capacity"]["requests"]["cores"] = cores

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from structlog.testing import capture_logs
 
+from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.extender import cluster_feed
 from gpushare_agent.extender.cluster_feed import PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
@@ -27,6 +28,7 @@ from tests.support_extender import (
     raw_pod,
     running_extender,
 )
+from tests.support_json import undecoded
 
 NODE_KEY, INDEX_KEY = "tencent.com/predicate-node", "tencent.com/predicate-gpu-idx-"
 
@@ -42,7 +44,7 @@ class Feeding:
     def __post_init__(self) -> None:
         quota = QuotaState(NAMES)
         self.state = ClusterState(policy=ClusterPolicy(names=NAMES), quota=quota, on_change=quota.reservation_changed)
-        node = read_node(raw_node("n1"), NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL).node
+        node = read_node(undecoded(raw_node("n1")), NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL).node
         assert node is not None
         self.state.put_node(node, self.now)
         self.pods = PodsFeed(
@@ -56,7 +58,9 @@ class Feeding:
 
     def reserve(self, raw: Raw) -> None:
         """As a bind does that read the pod itself."""
-        assert isinstance(self.state.reserve(lean_pod(raw, NAMES), "n1", self.now), Reservation)
+        assert isinstance(
+            self.state.reserve(lean_pod(read_pod_json(undecoded(raw)), NAMES), "n1", self.now), Reservation
+        )
 
     def reserved(self) -> list[str]:
         return sorted(one.pod_uid for one in self.state.reservations())
@@ -96,7 +100,7 @@ def test_a_bind_under_way_outlives_a_list_and_is_dropped_once_it_ended(feeding: 
     assert feeding.reserved() == ["uid-a"]
     feeding.pods.reported([])
     assert feeding.reserved() == ["uid-a"]
-    feeding.state.bound(lean_pod(raw_pod("a", (30, 4)), NAMES).uid)
+    feeding.state.bound(lean_pod(read_pod_json(undecoded(raw_pod("a", (30, 4)))), NAMES).uid)
     feeding.pods.reported([])
     assert feeding.reserved() == []
 
@@ -105,10 +109,10 @@ def test_pods_that_came_while_the_list_was_read_stay(feeding: Feeding) -> None:
     """Reserved and bound after the API server was asked: not in its answer, and there."""
     early, late = raw_pod("early", (30, 4)), raw_pod("late", (30, 4))
     feeding.reserve(early)
-    feeding.state.bound(lean_pod(early, NAMES).uid)
+    feeding.state.bound(lean_pod(read_pod_json(undecoded(early)), NAMES).uid)
     feeding.pods.list_begins()
     feeding.reserve(late)
-    feeding.state.bound(lean_pod(late, NAMES).uid)
+    feeding.state.bound(lean_pod(read_pod_json(undecoded(late)), NAMES).uid)
     feeding.pods.list_ended(["uid-early"], (), "7")
     assert feeding.reserved() == ["uid-early", "uid-late"]
     feeding.pods.list_begins()
@@ -121,7 +125,7 @@ def test_pods_that_the_agent_confirmed_while_the_list_was_read_go_too(feeding: F
     feeding.reserve(raw_pod("a", (30, 4)))
     feeding.pods.list_begins()
     feeding.now += 5.0
-    feeding.state.bound(lean_pod(raw_pod("a", (30, 4)), NAMES).uid)
+    feeding.state.bound(lean_pod(read_pod_json(undecoded(raw_pod("a", (30, 4)))), NAMES).uid)
     assert [one.stage for one in feeding.state.reservations()] == [Stage.BOUND]
     feeding.pods.list_ended([], (), "7")
     assert feeding.reserved() == []
@@ -131,15 +135,15 @@ def test_one_pod_is_reported_of_once_in_ten_minutes(feeding: Feeding) -> None:
     """However often its annotations change from wrong to right and back."""
     with capture_logs() as lines:
         for _ in range(5):
-            feeding.pods.put(forged("a"))
-            feeding.pods.put(raw_pod("a", (30, 4)))
+            feeding.pods.put(undecoded(forged("a")))
+            feeding.pods.put(undecoded(raw_pod("a", (30, 4))))
         assert len(lines) == 1
         feeding.pods.remove("uid-a")
-        feeding.pods.put(forged("a"))
+        feeding.pods.put(undecoded(forged("a")))
         assert len(lines) == 1
         feeding.now += cluster_feed.REPORT_PERIOD_S
         feeding.pods.remove("uid-a")
-        feeding.pods.put(forged("a"))
+        feeding.pods.put(undecoded(forged("a")))
         assert len(lines) == 2
 
 
@@ -147,7 +151,7 @@ def test_a_line_about_a_pod_is_short(feeding: Feeding) -> None:
     """Thousands of annotations, or long ones: some are shown, the rest counted, and no more than a few are kept."""
     many = {f"{INDEX_KEY}{number}": "7" * 5000 for number in range(2000)}
     with capture_logs() as lines:
-        feeding.pods.put(forged("a", **many))
+        feeding.pods.put(undecoded(forged("a", **many)))
         (line,) = lines
         assert len(json.dumps(line)) < 2000
         assert (len(line["annotations"]), line["not_shown"]) == (8, 56)
@@ -158,7 +162,7 @@ def test_new_pods_do_not_fill_the_log_either(feeding: Feeding, monkeypatch: pyte
     monkeypatch.setattr(cluster_feed, "MAX_REPORTED", 3)
     with capture_logs() as lines:
         for number in range(10):
-            feeding.pods.put(forged(f"p{number}"))
+            feeding.pods.put(undecoded(forged(f"p{number}")))
             feeding.pods.remove(f"uid-p{number}")
         assert len(lines) == 3
     assert b"foreign_predicates_total 10.0" in feeding.metrics.exposition("")[1]
@@ -166,9 +170,9 @@ def test_new_pods_do_not_fill_the_log_either(feeding: Feeding, monkeypatch: pyte
 
 def test_who_leads_no_more_suspects_nobody(feeding: Feeding) -> None:
     """A follower does not know what is reserved by now: its own suspicion ends with the pod's next change."""
-    feeding.pods.put(forged("a"))
+    feeding.pods.put(undecoded(forged("a")))
     assert feeding.pods.foreign_predicates == ["uid-a"]
     feeding.is_leading = False
     with capture_logs() as lines:
-        feeding.pods.put(forged("a"))
+        feeding.pods.put(undecoded(forged("a")))
     assert (feeding.pods.foreign_predicates, lines) == ([], [])

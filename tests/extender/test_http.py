@@ -11,10 +11,12 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from gpushare_agent.cluster.kube.claims import ClaimTemplate
+from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.extender.app import GC_THRESHOLDS
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.cluster_state import Filtered
@@ -37,6 +39,7 @@ from gpushare_agent.kit.http_server import HttpLimits
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.resources import ResourceNames
 from tests.support_http import Peer, loop_time_s
+from tests.support_json import undecoded
 from tests.support_kube import DEADLINE_S, running
 
 DATA = Path(__file__).parent.parent / "data"
@@ -301,10 +304,10 @@ async def test_a_name_that_utf8_cannot_have_is_refused_as_any_other(peers: list[
 class NoTemplates:
     """An API server that is not asked, for no template is needed."""
 
-    async def get_claim_template(self, _namespace: str, _name: str) -> dict[str, Any]:
+    async def get_claim_template(self, _namespace: str, _name: str) -> NoReturn:
         raise AssertionError
 
-    async def create_claim_template(self, _namespace: str, _raw: Mapping[str, Any]) -> dict[str, Any]:
+    async def create_claim_template(self, _namespace: str, _made: ClaimTemplate) -> NoReturn:
         raise AssertionError
 
 
@@ -314,7 +317,9 @@ def _big_pod() -> bytes:
     del limits[-1]["limits"]["tencent.com/vcuda-memory"]
     env = [{"name": f"n{number}", "value": "x" * 40} for number in range(60)]
     containers = [{"name": f"c{n}", "env": env, "resources": limits[n]} for n in range(240)]
-    assert isinstance(convert_pod({"spec": {"containers": containers}}, ResourceNames()), Refused)
+    assert isinstance(
+        convert_pod(read_pod_json(undecoded({"spec": {"containers": containers}})), ResourceNames()), Refused
+    )
     return json.dumps({"metadata": {}, "spec": {"containers": containers}}).encode()
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.messages import (
     MAX_NODES,
@@ -26,6 +27,7 @@ from gpushare_agent.extender.pods import asks_for_ours, lean_pod, predicate_anno
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 from tests.support_extender import NAMES, raw_pod
+from tests.support_json import undecoded
 
 DATA = Path(__file__).parent.parent / "data" / "extender"
 
@@ -129,23 +131,23 @@ def test_bytes_that_are_no_json_are_refused(content: bytes) -> None:
 def test_a_kept_pod_has_what_it_asks_for_and_nothing_that_a_tenant_wrote() -> None:
     """Containers that ask for nothing are left out and positions stay; alike containers are one object."""
     raw = raw_pod("a", (0, 0), (30, 4), annotations={"tencent.com/predicate-gpu-idx-1": "0"})
-    first, second = lean_pod(raw, NAMES), lean_pod(raw, NAMES)
+    first, second = lean_pod(read_pod_json(undecoded(raw)), NAMES), lean_pod(read_pod_json(undecoded(raw)), NAMES)
     assert [(c.name, c.position) for c in first.containers] == [("c1", 1)]
     assert first.containers[0] is second.containers[0]
     assert first.annotations == {}
-    assert predicate_annotations(raw) == {"tencent.com/predicate-gpu-idx-1": "0"}
+    assert predicate_annotations(read_pod_json(undecoded(raw))) == {"tencent.com/predicate-gpu-idx-1": "0"}
 
 
 @given(JSON)
 def test_the_quick_look_never_overlooks_a_pod(raw: Any) -> None:
     """It says no only where the full reading finds no request of ours."""
-    pod = {"metadata": {"uid": "u", "namespace": "n", "name": "p"}, "spec": raw}
-    if not asks_for_ours(pod, NAMES):
-        try:
-            assert lean_pod(pod, NAMES).containers == ()
-        except Corrupt:
-            pass
-    assert isinstance(predicate_annotations({"metadata": raw}), dict)
+    pod = {"metadata": {"uid": "u", "namespace": "n", "name": "p", "annotations": raw}, "spec": raw}
+    try:
+        read = read_pod_json(undecoded(pod))
+    except Corrupt:
+        return
+    assert asks_for_ours(read, NAMES) or lean_pod(read, NAMES).containers == ()
+    assert isinstance(predicate_annotations(read), dict)
 
 
 @pytest.mark.parametrize("count", [True, False, -1, 10**30, 1 << 63, 1.0, "1", None])

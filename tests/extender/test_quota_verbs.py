@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.quota_use import QuotaUse
@@ -38,6 +39,7 @@ from tests.support_extender import (
     raw_pod,
     running_extender,
 )
+from tests.support_json import undecoded
 
 
 class Notes:
@@ -71,12 +73,12 @@ def feed(keeper: QuotaState) -> tuple[QuotaFeed, Notes, ExtenderMetrics]:
 
 
 def asking(name: str, cores: int = 60, namespace: str = "team") -> Pod:
-    return lean_pod(raw_pod(name, (cores, 4), namespace=namespace), NAMES)
+    return lean_pod(read_pod_json(undecoded(raw_pod(name, (cores, 4), namespace=namespace))), NAMES)
 
 
 def node(model: str = "M40") -> ClusterNode:
     found = read_node(
-        raw_node("n1", model=model, pool="public"), NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL
+        undecoded(raw_node("n1", model=model, pool="public")), NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL
     ).node
     assert found is not None
     return found
@@ -94,7 +96,7 @@ def test_no_config_map_is_no_quota(keeper: QuotaState) -> None:
     """Nobody is limited, and again so once it is deleted."""
     assert keeper(asking("a"), model="M40", pool="public") is None
     quotas, _, _ = feed(keeper)
-    quotas.put(config_map(json.dumps({"team": {"quota": {}}})))
+    quotas.put(undecoded(config_map(json.dumps({"team": {"quota": {}}}))))
     assert keeper(asking("a"), model="M40", pool="public") is not None
     quotas.remove("gpuquota")
     assert keeper(asking("a"), model="M40", pool="public") is None
@@ -103,26 +105,26 @@ def test_no_config_map_is_no_quota(keeper: QuotaState) -> None:
 def test_a_malformed_one_keeps_the_last_good_and_says_so(keeper: QuotaState) -> None:
     """In an Event on the ConfigMap and in a metric; the next good one counts."""
     quotas, notes, metrics = feed(keeper)
-    quotas.put(config_map(GOOD))
+    quotas.put(undecoded(config_map(GOOD)))
     good = keeper.quota
-    quotas.put(config_map(BAD))
+    quotas.put(undecoded(config_map(BAD)))
     assert keeper.quota is good
     assert b'quota_loads_total{outcome="malformed"} 1.0' in metrics.exposition("")[1]
     (event,) = notes.events
     assert event["reason"] == MALFORMED
-    assert event["involvedObject"]["kind"] == "ConfigMap"
-    assert event["involvedObject"]["namespace"] == "kube-system"
+    assert event["involvedObject"].kind == "ConfigMap"
+    assert event["involvedObject"].namespace == "kube-system"
     assert "M40" in event["message"] and "last good one stays in force" in event["message"]
 
 
 def test_where_there_never_was_a_good_one_pods_are_refused(keeper: QuotaState) -> None:
     """Nobody knows what a namespace may use: the refusal says whose mistake it is."""
     quotas, _, _ = feed(keeper)
-    quotas.put(config_map(BAD))
+    quotas.put(undecoded(config_map(BAD)))
     refused = keeper(asking("a"), model="M40", pool="public")
     assert refused is not None
     assert refused.reason is RefusalReason.NOT_READY
-    quotas.put(config_map(GOOD))
+    quotas.put(undecoded(config_map(GOOD)))
     assert keeper(asking("a"), model="M40", pool="public") is None
 
 
@@ -130,14 +132,14 @@ def test_where_there_never_was_a_good_one_pods_are_refused(keeper: QuotaState) -
 def test_data_of_any_kind_is_survived(keeper: QuotaState, data: Any) -> None:
     """The ConfigMap may say anything."""
     quotas, notes, _ = feed(keeper)
-    assert quotas.put(config_map("") | {"data": data})
+    assert quotas.put(undecoded(config_map("") | {"data": data}))
     assert notes.events
 
 
 def test_reservations_count_and_stop_to_count(keeper: QuotaState) -> None:
     """From reserve to undo; a pod is not counted against itself."""
     quotas, _, _ = feed(keeper)
-    quotas.put(config_map(GOOD))
+    quotas.put(undecoded(config_map(GOOD)))
     state = state_of(keeper, node())
     first, second = asking("a"), asking("b")
     keeper.put_pod(first)
@@ -172,17 +174,17 @@ def test_pods_count_while_their_node_is_known(keeper: QuotaState) -> None:
     read = partial(read_node, names=NAMES, model_label=MODEL_LABEL, pool_label=POOL_LABEL)
     nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=keeper, reported=pods.reported)
     raw = raw_node("n1", model="M40")
-    pods.put(raw_pod("a", (60, 4), namespace="team", node="n1"))
+    pods.put(undecoded(raw_pod("a", (60, 4), namespace="team", node="n1")))
     assert keeper.used("team", "M40") == QuotaUse()
     for _ in range(2):
-        nodes.put(raw)
+        nodes.put(undecoded(raw))
         assert keeper.used("team", "M40").gpus == 60
-        pods.put(raw_pod("a", (60, 4), namespace="team", node="n1"))
+        pods.put(undecoded(raw_pod("a", (60, 4), namespace="team", node="n1")))
         assert keeper.used("team", "M40").gpus == 60
         nodes.remove("n1")
         assert keeper.used("team", "M40") == QuotaUse()
-    nodes.put(raw)
-    pods.put(raw_pod("b", (30, 4), namespace="team", node="n1"))
+    nodes.put(undecoded(raw))
+    pods.put(undecoded(raw_pod("b", (30, 4), namespace="team", node="n1")))
     assert keeper.used("team", "M40").gpus == 90
     pods.remove("uid-a")
     assert keeper.used("team", "M40").gpus == 30
@@ -191,12 +193,12 @@ def test_pods_count_while_their_node_is_known(keeper: QuotaState) -> None:
 def test_a_nodes_memory_counts_while_it_is_there(keeper: QuotaState) -> None:
     """A whole GPU counts with the largest GPU's memory of its model: of the nodes there are, not of those there were."""
     quotas, _, _ = feed(keeper)
-    quotas.put(config_map(json.dumps({"team": {"pool": ["public"], "quota": {"M40": 8}, "vmemory": 16}})))
-    whole = lean_pod(raw_pod("w", (100, 0), namespace="team"), NAMES)
+    quotas.put(undecoded(config_map(json.dumps({"team": {"pool": ["public"], "quota": {"M40": 8}, "vmemory": 16}}))))
+    whole = lean_pod(read_pod_json(undecoded(raw_pod("w", (100, 0), namespace="team"))), NAMES)
     keeper.put_node(node())
     assert keeper(whole, model="M40", pool="public") is None
     huge = read_node(
-        raw_node("n2", model="M40", pool="public", memory_mib=1 << 20),
+        undecoded(raw_node("n2", model="M40", pool="public", memory_mib=1 << 20)),
         NAMES,
         model_label=MODEL_LABEL,
         pool_label=POOL_LABEL,

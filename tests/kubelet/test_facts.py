@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
+from msgspec import Raw
 
 from gpushare_agent.kit.supervision import stop_task
 from gpushare_agent.kubelet.facts import KubeletFacts
 from gpushare_agent.model.errors import StartupError, Unavailable
+from tests.support_json import undecoded
 from tests.support_plugin import DEADLINE_S
 
 
@@ -21,12 +22,12 @@ class Nodes:
         self._versions = list(versions)
         self.asked = 0
 
-    async def get_node(self, name: str) -> dict[str, Any]:
+    async def get_node(self, name: str) -> Raw:
         self.asked += 1
         version = self._versions.pop(0) if len(self._versions) > 1 else self._versions[0]
         if isinstance(version, Exception):
             raise version
-        return {"status": {"nodeInfo": {"kubeletVersion": version}}}
+        return undecoded({"status": {"nodeInfo": {"kubeletVersion": version}}})
 
 
 def facts(path: Path, *, is_allowed: bool = False) -> KubeletFacts:

@@ -14,6 +14,7 @@ import pytest
 
 from gpushare_agent.kubelet.static_pods import StaticPods
 from gpushare_agent.model.errors import Corrupt, Rejected, Unavailable
+from tests.support_json import built
 from tests.support_kube import (
     DATA,
     DEADLINE_S,
@@ -59,7 +60,8 @@ async def kubelet(
 async def test_a_real_kubelets_answer_shows_its_static_pods(tmp_path: Path) -> None:
     """Of the capture: the one of a file, not those of the API server. The UID is the hash."""
     async with kubelet(tmp_path, answers(200, CAPTURE)) as (server, static_pods):
-        (found,) = await static_pods.read(timeout_s=DEADLINE_S)
+        (raw,) = await static_pods.read(timeout_s=DEADLINE_S)
+    found = built(raw)
     assert found["metadata"]["name"] == f"st-{found['spec']['nodeName']}" and len(found["metadata"]["uid"]) == 32
     assert found["metadata"]["uid"] == found["metadata"]["annotations"]["kubernetes.io/config.hash"]
     assert len(json.loads(CAPTURE)["items"]) > 1

@@ -41,6 +41,7 @@ from gpushare_agent.simulation.schedulers import Placed
 from gpushare_agent.simulation.schedulers import Policy as SimulatedPolicy
 from gpushare_agent.simulation.workload import PodMaker, Shape
 from tests.support_core import NAMES, container, inventory, pod
+from tests.support_json import undecoded
 from tests.support_placement import GPU_MEM, Node, accounts, leaves_blocks_without_cores, nodes, pods, pods_with_units
 from tests.support_simulation import GPU_MIB, cluster_of, scheduler_of
 
@@ -108,7 +109,7 @@ def test_what_is_used_and_free_is_the_same_for_agent_and_extender(
             ended = admitted.pop(sorted(admitted)[0])
             agent.release(ended)
             take(left, {name: -count for name, count in pod_requests(manifest(ended)).items()})
-        read = read_node(raw_node(agent, admitted, GPU_MEM), GPU_MEM, model_label="m", pool_label="p")
+        read = read_node(undecoded(raw_node(agent, admitted, GPU_MEM)), GPU_MEM, model_label="m", pool_label="p")
         assert read.node is not None and not read.problem
         extender.put_node(read.node, 0.0)
         own = accounts(found, agent.cache, GPU_MEM)
@@ -220,7 +221,7 @@ def test_replicas_and_instances_are_counted_alike_by_agent_extender_and_inspect(
             found, cordoned=frozenset(), memory_block_mib=names.memory_block_mib, shares_in_mig=shares_in_mig
         )
         own = accounts(found, agent.cache, own_names)
-        read = read_node(raw, names, model_label="m", pool_label="p")
+        read = read_node(undecoded(raw), names, model_label="m", pool_label="p")
         if read.node is not None:
             extender = ClusterState(policy=ClusterPolicy(names=names))
             extender.put_node(read.node, 0.0)

@@ -8,15 +8,16 @@ device plugins are their ledger entries: admission decides and commits in one st
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from random import Random
 from typing import Any
 
 import pytest
+from msgspec import Raw, json
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.pods import parse_pod
+from gpushare_agent.cluster.kube.claims import Device, ResourceSlice
+from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.dra.decisions.devices import DevicePolicy, slice_devices
 from gpushare_agent.dra.plugin import DraPlugin
 from gpushare_agent.dra.registration import DraRegistration
@@ -32,6 +33,7 @@ from gpushare_agent.sandbox.scheduler.claims import claim_names
 from tests.support_claims import DRIVER, NODE, Driver, edit_policy, ref_of
 from tests.support_core import NAMES, allocation, ids, used_blocks, used_cores
 from tests.support_core import pod as core_pod
+from tests.support_json import undecoded
 from tests.support_sandbox import SHORT_TIMES, open_test_node, pod
 
 GPUS, STEPS = 4, 60
@@ -51,18 +53,18 @@ class ApiOfAgent:
     def __init__(self, node: EmbeddedNode) -> None:
         self._api = node.api
 
-    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> dict[str, Any]:
+    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw:
         await asyncio.sleep(0)
-        return self._api.store.get("resourceclaims", (namespace, name))
+        return undecoded(self._api.store.get("resourceclaims", (namespace, name)))
 
-    async def get_node(self, name: str) -> dict[str, Any]:
-        return self._api.store.get("nodes", ("", name))
+    async def get_node(self, name: str) -> Raw:
+        return undecoded(self._api.store.get("nodes", ("", name)))
 
-    async def create_slice(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return self._api.create("resourceslices", dict(raw))
+    async def create_slice(self, made: ResourceSlice) -> Raw:
+        return undecoded(self._api.create("resourceslices", json.decode(json.encode(made))))
 
-    async def replace_slice(self, name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return self._api.store.replace("resourceslices", dict(raw))
+    async def replace_slice(self, name: str, made: ResourceSlice) -> Raw:
+        return undecoded(self._api.store.replace("resourceslices", json.decode(json.encode(made))))
 
     async def delete_slice(self, name: str) -> None:
         self._api.delete("resourceslices", ("", name))
@@ -122,23 +124,25 @@ class World:
         api = self.node.api
         version = api.version
         for raw in api.store.all("resourceslices"):
-            publisher.put(raw)
+            publisher.put(undecoded(raw))
         publisher.list_ended((), (), str(version))
         while True:
             for raw in api.pods():
                 if raw["spec"].get("nodeName"):
-                    self.driver.store.upsert(parse_pod(raw))
+                    self.driver.store.upsert(parse_pod(read_pod_json(undecoded(raw))))
             for change in api.store.changes_since(version):
                 version = change.version
                 if change.resource == "resourceslices":
                     raw = change.after or change.before or {}
-                    publisher.put(raw) if change.after is not None else publisher.remove(raw["metadata"]["name"])
+                    publisher.put(undecoded(raw)) if change.after is not None else publisher.remove(
+                        raw["metadata"]["name"]
+                    )
             await api.wait_change(version)
 
     def front_ends(self) -> FrontEnds:
         return front_ends(self.chosen, self.driver.inventory.gpus, self.driver.cache)
 
-    def devices(self) -> list[dict[str, Any]]:
+    def devices(self) -> list[Device]:
         mine = [gpu for gpu in self.driver.inventory.gpus if gpu.uuid in self.front_ends().claimable]
         return slice_devices(mine, self.driver.inventory, self.driver.cache.charges(), {}, POLICY)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from msgspec import Raw
+
+from gpushare_agent.kubelet.facts import kubelet_version
 from gpushare_agent.model.errors import AgentError, NotFound
 from gpushare_agent.model.finding import Finding, error, ok, warning
 from gpushare_agent.settings.settings import Settings
@@ -58,9 +61,8 @@ async def _check_node_object(api: KubeApi, settings: Settings) -> list[Finding]:
     return [ok("api server", f"answers, node {settings.node_name} found"), _kubelet_version(raw_node, settings)]
 
 
-def _kubelet_version(raw_node: dict[str, Any], settings: Settings) -> Finding:
-    raw_info = (raw_node.get("status") or {}).get("nodeInfo") or {}
-    text = str(raw_info.get("kubeletVersion", ""))
+def _kubelet_version(raw_node: Raw, settings: Settings) -> Finding:
+    text = kubelet_version(raw_node)
     found = _VERSION.match(text)
     if found is None:
         return warning(

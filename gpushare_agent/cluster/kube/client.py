@@ -1,4 +1,4 @@
-"""What the agent asks of the API server about single objects, as raw JSON. Lists and watches: lists.py.
+"""What the agent asks of the API server about single objects, answered as undecoded JSON. Lists and watches: lists.py.
 
 All methods raise Unavailable (try again), NotFound, Conflict (read again), Rejected (do not retry) or Corrupt. All are
 bounded in time and size, and may be cancelled at any await.
@@ -10,12 +10,17 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
+from msgspec import Raw, Struct
+from msgspec.json import Decoder
+
+from gpushare_agent.cluster.kube.claims import ResourceSlice
 from gpushare_agent.cluster.kube.configuration import find_configuration
 from gpushare_agent.cluster.kube.lists import KubeLists, KubeTimeouts, ListLimits, Watched
+from gpushare_agent.cluster.kube.objects import Event
 from gpushare_agent.cluster.kube.session import AGENT_RIGHTS, MERGE_PATCH, KubeSession, Request
+from gpushare_agent.kit.json_schema import decoded_or
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.names import PodUid
 
@@ -85,36 +90,47 @@ async def open_kube_session(
         await session.close()
 
 
+class _Verdict(Struct, frozen=True):
+    allowed: bool = False
+
+
+class _Review(Struct, frozen=True):
+    """What is read of a SelfSubjectAccessReview."""
+
+    status: _Verdict = _Verdict()
+
+
+_REVIEW = Decoder(_Review)
+
+
 class KubeApi(KubeLists):
     """The API server. No state of its own: any number of calls may run at once."""
 
-    async def get_pod(self, namespace: str, name: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+    async def get_pod(self, namespace: str, name: str, *, timeout_s: float | None = None) -> Raw:
         """A consistent read."""
         return await self._get(f"get pod {namespace}/{name}", pod_path(namespace, name), timeout_s=timeout_s)
 
-    async def get_node(self, name: str) -> dict[str, Any]:
+    async def get_node(self, name: str) -> Raw:
         return await self._get(f"get node {name}", f"/api/v1/nodes/{segment(name)}")
 
-    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> dict[str, Any]:
+    async def get_claim(self, namespace: str, name: str, *, timeout_s: float) -> Raw:
         """A ResourceClaim, as a consistent read."""
         path = f"/apis/resource.k8s.io/v1/namespaces/{segment(namespace)}/resourceclaims/{segment(name)}"
         return await self._get(f"get ResourceClaim {namespace}/{name}", path, timeout_s=timeout_s)
 
-    async def create_slice(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+    async def create_slice(self, made: ResourceSlice) -> Raw:
         """Create a ResourceSlice; as it is then. Conflict where one of its name exists."""
-        return await self._send("POST", "create a ResourceSlice", SLICES, raw)
+        return await self._send("POST", "create a ResourceSlice", SLICES, made)
 
-    async def replace_slice(self, name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Conflict where it is not of the resourceVersion in `raw`."""
-        return await self._send("PUT", f"replace ResourceSlice {name}", f"{SLICES}/{segment(name)}", raw)
+    async def replace_slice(self, name: str, made: ResourceSlice) -> Raw:
+        """Conflict where it is not of the resourceVersion in `made`."""
+        return await self._send("PUT", f"replace ResourceSlice {name}", f"{SLICES}/{segment(name)}", made)
 
     async def delete_slice(self, name: str) -> None:
         body = {"apiVersion": "v1", "kind": "DeleteOptions"}
         await self._send("DELETE", f"delete ResourceSlice {name}", f"{SLICES}/{segment(name)}", body)
 
-    async def get_through_pod(
-        self, namespace: str, name: str, port: int, path: str, query: Mapping[str, str]
-    ) -> dict[str, Any]:
+    async def get_through_pod(self, namespace: str, name: str, port: int, path: str, query: Mapping[str, str]) -> Raw:
         """The JSON object that a pod's HTTP server answers at `path`, by way of the API server. Needs the right to get
         pods/proxy."""
         request = Request(
@@ -123,13 +139,13 @@ class KubeApi(KubeLists):
             path=f"/api/v1/namespaces/{segment(namespace)}/pods/http:{segment(name)}:{port}/proxy{path}",
             query=tuple(sorted(query.items())),
         )
-        return await self._session.fetch_json(
+        return await self._session.fetch_object(
             request, timeout_s=self._timeouts.request_s, limit_bytes=self._limits.list_bytes
         )
 
     async def patch_pod_annotations(
         self, namespace: str, name: str, uid: PodUid, annotations: Mapping[str, str | None]
-    ) -> dict[str, Any]:
+    ) -> Raw:
         """Set the annotations, remove those that are None; the pod as it is then. Conflict where another pod has the
         name now."""
         metadata = {"uid": uid, "annotations": dict(sorted(annotations.items()))}
@@ -138,7 +154,7 @@ class KubeApi(KubeLists):
 
     async def patch_node_metadata(
         self, name: str, *, labels: Mapping[str, str | None], annotations: Mapping[str, str | None]
-    ) -> dict[str, Any]:
+    ) -> Raw:
         """Set labels and annotations of the node, remove those that are None, leave all others; the node as it is then."""
         metadata = {"labels": dict(sorted(labels.items())), "annotations": dict(sorted(annotations.items()))}
         return await self._send(
@@ -148,7 +164,7 @@ class KubeApi(KubeLists):
             {"metadata": {key: value for key, value in metadata.items() if value}},
         )
 
-    async def patch_node_capacity(self, name: str, capacity: Mapping[str, str]) -> dict[str, Any]:
+    async def patch_node_capacity(self, name: str, capacity: Mapping[str, str]) -> Raw:
         """Set extended resources in the node's capacity; the kubelet takes them over into what can be allocated. The node
         as it is then."""
         path = f"/api/v1/nodes/{segment(name)}/status"
@@ -161,11 +177,11 @@ class KubeApi(KubeLists):
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         await self._send("DELETE", f"delete pod {namespace}/{name}", pod_path(namespace, name), body)
 
-    async def create_event(self, raw: dict[str, Any]) -> None:
+    async def create_event(self, event: Event) -> None:
         """Create an Event in the namespace that its metadata names."""
-        namespace = str(raw.get("metadata", {}).get("namespace", ""))
+        namespace = event.metadata.namespace
         path = f"/api/v1/namespaces/{segment(namespace)}/events"
-        await self._send("POST", f"create an Event in namespace {namespace}", path, raw)
+        await self._send("POST", f"create an Event in namespace {namespace}", path, event)
 
     async def can_i(self, verb: str, resource: str) -> bool:
         """Whether our credentials allow this in all namespaces; `resource` may be "pods" or "pods/status"."""
@@ -181,17 +197,16 @@ class KubeApi(KubeLists):
                 "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value}},
             },
         )
-        raw_status = raw_review.get("status")
-        return isinstance(raw_status, dict) and raw_status.get("allowed") is True
+        return decoded_or(_REVIEW, raw_review, _Review).status.allowed
 
-    async def _get(self, what: str, path: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+    async def _get(self, what: str, path: str, *, timeout_s: float | None = None) -> Raw:
         request = Request(what=what, method="GET", path=path)
-        return await self._session.fetch_json(request, timeout_s=timeout_s or self._timeouts.request_s)
+        return await self._session.fetch_object(request, timeout_s=timeout_s or self._timeouts.request_s)
 
-    async def _send(self, method: str, what: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _send(self, method: str, what: str, path: str, body: object) -> Raw:
         content_type = MERGE_PATCH if method == "PATCH" else "application/json"
         request = Request(what=what, method=method, path=path, body=body, content_type=content_type)
-        return await self._session.fetch_json(request, timeout_s=self._timeouts.request_s)
+        return await self._session.fetch_object(request, timeout_s=self._timeouts.request_s)
 
 
 def pod_path(namespace: str, name: str) -> str:

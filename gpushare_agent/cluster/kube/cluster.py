@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
+from msgspec import Raw, Struct, field
+from msgspec.json import Decoder
+
+from gpushare_agent.cluster.kube.claims import ClaimTemplate
 from gpushare_agent.cluster.kube.client import UNFINISHED, KubeApi, open_kube_session, pod_path, pods, segment
 from gpushare_agent.cluster.kube.lists import KubeTimeouts, ListLimits, Watched
+from gpushare_agent.cluster.kube.objects import ObjectMeta
+from gpushare_agent.cluster.kube.session import Request
+from gpushare_agent.kit.json_schema import NULL, decoded_or
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 
@@ -33,6 +39,37 @@ def config_map(namespace: str, name: str) -> Watched:
     )
 
 
+class LeaseSpec(Struct, rename="camel"):
+    """Times are RFC 3339 with microseconds."""
+
+    holder_identity: str | None = None
+    lease_duration_seconds: int | None = None
+    acquire_time: str | None = None
+    renew_time: str | None = None
+    lease_transitions: int | None = None
+
+
+class Lease(Struct, rename="camel"):
+    """`metadata` is written as it was read: labels and annotations in it are others'."""
+
+    metadata: Raw
+    spec: LeaseSpec = field(default_factory=LeaseSpec)
+    api_version: str = "coordination.k8s.io/v1"
+    kind: str = "Lease"
+
+    @property
+    def uid(self) -> str:
+        return decoded_or(_META, self.metadata, ObjectMeta).uid or ""
+
+
+class _LeaseJson(Struct):
+    metadata: Raw
+    spec: Raw = NULL
+
+
+_META, _LEASE, _LEASE_SPEC = Decoder(ObjectMeta), Decoder(_LeaseJson), Decoder(LeaseSpec)
+
+
 @asynccontextmanager
 async def open_cluster_api(*, kubeconfig: Path | None, request_s: float) -> AsyncIterator[ClusterApi]:
     """As open_kube_api. `request_s` bounds each request that is no list and no watch: a leader that has lost its lease must
@@ -45,9 +82,7 @@ async def open_cluster_api(*, kubeconfig: Path | None, request_s: float) -> Asyn
 class ClusterApi(KubeApi):
     """The API server as the extender sees it."""
 
-    async def patch_pod_labels(
-        self, namespace: str, name: str, uid: PodUid, labels: Mapping[str, str | None]
-    ) -> dict[str, Any]:
+    async def patch_pod_labels(self, namespace: str, name: str, uid: PodUid, labels: Mapping[str, str | None]) -> Raw:
         """Patches labels as `patch_pod_annotations` does annotations."""
         metadata = {"uid": uid, "labels": dict(sorted(labels.items()))}
         what = f"patch the labels of pod {namespace}/{name}"
@@ -67,29 +102,37 @@ class ClusterApi(KubeApi):
         path = f"{pod_path(namespace, name)}/binding"
         await self._send("POST", f"bind pod {namespace}/{name} to node {node}", path, body)
 
-    async def get_claim_template(self, namespace: str, name: str) -> dict[str, Any]:
+    async def get_claim_template(self, namespace: str, name: str) -> Raw:
         path = f"{_claim_templates(namespace)}/{segment(name)}"
         return await self._get(f"get ResourceClaimTemplate {namespace}/{name}", path)
 
-    async def create_claim_template(self, namespace: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    async def create_claim_template(self, namespace: str, made: ClaimTemplate) -> Raw:
         """Makes the template and returns it as it is then. Conflict where one of its name exists."""
         what = f"create a ResourceClaimTemplate in namespace {namespace}"
-        return await self._send("POST", what, _claim_templates(namespace), raw)
+        return await self._send("POST", what, _claim_templates(namespace), made)
 
-    async def get_lease(self, namespace: str, name: str) -> dict[str, Any]:
-        return await self._get(f"get lease {namespace}/{name}", f"{_leases(namespace)}/{segment(name)}")
+    async def get_lease(self, namespace: str, name: str) -> Lease:
+        return await self._lease(
+            Request(what=f"get lease {namespace}/{name}", method="GET", path=f"{_leases(namespace)}/{segment(name)}")
+        )
 
-    async def create_lease(self, namespace: str, raw_lease: Mapping[str, Any]) -> dict[str, Any]:
+    async def create_lease(self, namespace: str, lease: Lease) -> Lease:
         """Conflict where it exists."""
-        return await self._send("POST", f"create a lease in namespace {namespace}", _leases(namespace), raw_lease)
+        return await self._lease(
+            Request(what=f"create a lease in namespace {namespace}", method="POST", path=_leases(namespace), body=lease)
+        )
 
-    async def replace_lease(self, namespace: str, name: str, raw_lease: Mapping[str, Any]) -> dict[str, Any]:
-        """Conflict where it is not of the version that `raw_lease` names."""
-        version = raw_lease.get("metadata", {}).get("resourceVersion")
-        if not isinstance(version, str) or not version:
+    async def replace_lease(self, namespace: str, name: str, lease: Lease) -> Lease:
+        """Conflict where it is not of the version that `lease` names."""
+        if not decoded_or(_META, lease.metadata, ObjectMeta).version:
             raise Corrupt(f"cannot replace lease {namespace}/{name}: the one read has no resourceVersion")
         path = f"{_leases(namespace)}/{segment(name)}"
-        return await self._send("PUT", f"replace lease {namespace}/{name}", path, raw_lease)
+        return await self._lease(Request(what=f"replace lease {namespace}/{name}", method="PUT", path=path, body=lease))
+
+    async def _lease(self, request: Request) -> Lease:
+        raw = await self._session.fetch(request, _LEASE, timeout_s=self._timeouts.request_s)
+        # One that another client filled with nonsense reads as empty: it ends, as every lease does.
+        return Lease(metadata=raw.metadata, spec=decoded_or(_LEASE_SPEC, raw.spec, LeaseSpec))
 
 
 def _claim_templates(namespace: str) -> str:

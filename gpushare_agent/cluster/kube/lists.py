@@ -1,4 +1,4 @@
-"""Lists and watches of the API server, as raw JSON: pages, limits, bookmarks, and what a broken stream means.
+"""Lists and watches of the API server, objects as undecoded JSON: pages, limits, bookmarks, and what a broken stream means.
 
 Errors are those of session.py. No state.
 Protocol: Kubernetes API concepts, "Efficient detection of changes" and "Retrieving large results sets in chunks".
@@ -7,17 +7,27 @@ Protocol: Kubernetes API concepts, "Efficient detection of changes" and "Retriev
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from msgspec import Struct
+from msgspec import Raw, Struct, field
+from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.session import KubeSession, Request, TooLong, error_for_status, excerpt, renamed
+from gpushare_agent.cluster.kube.session import (
+    STATUS,
+    KubeSession,
+    Request,
+    Status,
+    TooLong,
+    error_for_status,
+    excerpt,
+    renamed,
+)
+from gpushare_agent.kit.json_schema import decoded, decoded_or
 from gpushare_agent.model.errors import Conflict, Corrupt, Unavailable
 
 if TYPE_CHECKING:
@@ -73,6 +83,27 @@ class Watched(Struct, frozen=True, kw_only=True):
         return Request(what=f"{verb} {self.what}", method="GET", path=self.path, query=query)
 
 
+class _ListMeta(Struct, rename="camel"):
+    resource_version: str = ""
+    token: str | None = field(name="continue", default=None)
+
+
+class _Page(Struct):
+    metadata: _ListMeta
+    items: list[Raw] | None = None
+    """Servers send null for an empty list at times."""
+
+
+class WatchEvent(Struct):
+    """One line of a watch."""
+
+    type: str
+    object: Raw
+
+
+_PAGE, _EVENT = Decoder(_Page), Decoder(WatchEvent)
+
+
 class KubeLists:
     """The base of the API clients: what reads many objects."""
 
@@ -81,7 +112,7 @@ class KubeLists:
         self._timeouts = timeouts
         self._limits = limits
 
-    async def list_all(self, watched: Watched, read: Callable[[dict[str, Any]], T | None]) -> tuple[list[T], str]:
+    async def list_all(self, watched: Watched, read: Callable[[Raw], T | None]) -> tuple[list[T], str]:
         """What `read` makes of each object, called as its page comes (None is left out), and the version to watch from.
 
         Where the server cannot go on with a list it begins anew: `read` may see an object twice.
@@ -99,9 +130,7 @@ class KubeLists:
                 return await self._pages(request, read, ends_at)
         return await self._pages(request, read, ends_at)
 
-    async def _pages(
-        self, request: Request, read: Callable[[dict[str, Any]], T | None], ends_at: float
-    ) -> tuple[list[T], str]:
+    async def _pages(self, request: Request, read: Callable[[Raw], T | None], ends_at: float) -> tuple[list[T], str]:
         items: list[T] = []
         sizes, token = list(self._limits.page_sizes), ""
         while True:
@@ -122,27 +151,18 @@ class KubeLists:
                 return items, version
 
     async def _page(
-        self, request: Request, read: Callable[[dict[str, Any]], T | None], *, timeout_s: float, limit_bytes: int
+        self, request: Request, read: Callable[[Raw], T | None], *, timeout_s: float, limit_bytes: int
     ) -> tuple[list[T], str, str]:
         """The objects, the version, and where the next page begins, empty on the last."""
-        raw_list = await self._session.fetch_json(request, timeout_s=timeout_s, limit_bytes=limit_bytes)
-        # Servers send null for an empty list at times.
-        raw_objects, raw_metadata = raw_list.get("items") or [], raw_list.get("metadata")
-        metadata = raw_metadata if isinstance(raw_metadata, dict) else {}
-        version, token = metadata.get("resourceVersion"), metadata.get("continue") or ""
-        if (
-            not isinstance(raw_objects, list)
-            or not isinstance(version, str)
-            or not version
-            or not isinstance(token, str)
-        ):
+        page = await self._session.fetch(request, _PAGE, timeout_s=timeout_s, limit_bytes=limit_bytes)
+        if not page.metadata.resource_version:
             raise Corrupt(f"cannot {request.what}: the answer is no list with a resourceVersion")
-        items = [item for raw in raw_objects if isinstance(raw, dict) and (item := read(raw)) is not None]
-        return items, version, token
+        items = [item for raw in page.items or () if (item := read(raw)) is not None]
+        return items, page.metadata.resource_version, page.metadata.token or ""
 
     @asynccontextmanager
-    async def watch_all(self, watched: Watched, resource_version: str) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-        """Events {"type", "object"} of ADDED, MODIFIED, DELETED and BOOKMARK, from after `resource_version`.
+    async def watch_all(self, watched: Watched, resource_version: str) -> AsyncIterator[AsyncIterator[WatchEvent]]:
+        """Events of the types ADDED, MODIFIED, DELETED and BOOKMARK, from after `resource_version`.
 
         The iterator ends when the server ends the watch. Entering or iterating raises Conflict where the version is too
         old (HTTP or ERROR event 410), Unavailable for silence or a cut line, Corrupt for a line that is no event.
@@ -165,7 +185,7 @@ class KubeLists:
         finally:
             await stream.__aexit__(None, None, None)
 
-    async def _events(self, response: ClientResponse, what: str) -> AsyncGenerator[dict[str, Any], None]:
+    async def _events(self, response: ClientResponse, what: str) -> AsyncGenerator[WatchEvent, None]:
         while True:
             with renamed(what):
                 async with asyncio.timeout(self._timeouts.watch_idle_s):
@@ -178,15 +198,12 @@ class KubeLists:
                 yield _event(line, what)
 
 
-def _event(line: bytes, what: str) -> dict[str, Any]:
+def _event(line: bytes, what: str) -> WatchEvent:
     try:
-        raw_event = json.loads(line)
-    except (ValueError, RecursionError) as e:
-        raise Corrupt(f"cannot {what}: a line of the stream is no JSON ({excerpt(line)})") from e
-    if not isinstance(raw_event, dict) or not isinstance(raw_event.get("object"), dict):
-        raise Corrupt(f"cannot {what}: a line of the stream is no event ({excerpt(line)})")
-    if raw_event.get("type") == "ERROR":
-        raw_status = raw_event["object"]
-        code = raw_status.get("code")
-        raise error_for_status(code if isinstance(code, int) else 500, what, str(raw_status.get("message", ""))[:500])
-    return raw_event
+        event = decoded(_EVENT, line, "it")
+    except Corrupt as e:
+        raise Corrupt(f"cannot {what}: a line of the stream is no event ({excerpt(line)})") from e
+    if event.type == "ERROR":
+        status = decoded_or(STATUS, event.object, Status)
+        raise error_for_status(status.code or 500, what, status.message[:500])
+    return event

@@ -1,19 +1,23 @@
-"""A Pod from the API server's JSON, read once and never trusted.
+"""A Pod from JSON, read once and never trusted: from the API server, the kubelet, the scheduler, an admission review.
 
-Only what the agent needs is kept, bounded in size: the store has every pod of the node. A pod is refused as Corrupt,
-with the pod, the container and the field, only where its identity or what it asks for cannot be read; anything else that
-is not as the Kubernetes API defines it, reads as absent. Format: Kubernetes core/v1 Pod.
+`PodJson` is the schema of all that is ever read of a pod, `parse_pod` makes of it what the agent keeps, bounded in size: the
+store has every pod of the node. A pod is refused as Corrupt, with the pod and the place, only where its identity or what it
+asks for cannot be read; anything else that is not as the Kubernetes API defines it, reads as absent. Format: Kubernetes
+core/v1 Pod.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
 
+from msgspec import Raw, Struct, field
+from msgspec.json import Decoder
 from msgspec.structs import replace
 
+from gpushare_agent.cluster.kube.objects import KubeObject, Quantity
 from gpushare_agent.cluster.kube.quantities import whole_number
+from gpushare_agent.kit.json_schema import NULL, Entries, decoded, decoded_or
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import (
     ENV_GPU_MEMORY_LIMIT,
@@ -73,58 +77,206 @@ CUT = "…"
 """Ends what was cut, so that a cut value is never taken for a whole one."""
 
 
-def parse_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = None) -> Pod:
+class ContainerClaim(Struct):
+    name: str
+    request: str | None = None
+
+
+class ResourcesJson(Struct):
+    limits: dict[str, Quantity] | None = None
+    requests: dict[str, Quantity] | None = None
+    raw_claims: Raw = field(name="claims", default=NULL)
+
+    @property
+    def claims(self) -> list[ContainerClaim]:
+        return _CONTAINER_CLAIMS.read(self.raw_claims)
+
+
+class ContainerPort(Struct, rename="camel"):
+    name: str | None = None
+    container_port: int = 0
+
+
+class EnvVar(Struct):
+    name: str
+    value: str | None = None
+
+
+class ContainerJson(Struct, rename="camel"):
+    name: str | None = None
+    resources: ResourcesJson | None = None
+    restart_policy: object = None
+    raw_env: Raw = field(name="env", default=NULL)
+    raw_ports: Raw = field(name="ports", default=NULL)
+
+    @property
+    def limits(self) -> Mapping[str, Quantity]:
+        return (self.resources.limits if self.resources is not None else None) or {}
+
+    @property
+    def ports(self) -> list[ContainerPort]:
+        return _PORTS.read(self.raw_ports)
+
+
+class PodClaim(Struct, rename="camel"):
+    """A claim in the pod's spec or status."""
+
+    name: str
+    resource_claim_name: str | None = None
+
+
+class PodSpec(Struct, rename="camel"):
+    node_name: str | None = None
+    init_containers: list[ContainerJson] | None = None
+    containers: list[ContainerJson] | None = None
+    raw_claims: Raw = field(name="resourceClaims", default=NULL)
+
+    @property
+    def claims(self) -> list[PodClaim]:
+        return _POD_CLAIMS.read(self.raw_claims)
+
+
+class _State(Struct):
+    running: object = None
+    terminated: object = None
+
+
+class ContainerStatus(Struct, rename="camel"):
+    name: str | None = None
+    raw_id: Raw = field(name="containerID", default=NULL)
+    restart_count: int = 0
+    state: _State | None = None
+    last_state: _State | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.state is not None and isinstance(self.state.running, dict)
+
+    @property
+    def has_started(self) -> bool:
+        """A container of an admitted pod has run, runs, or was restarted. A pod refused at admission has no statuses."""
+        states = [state for state in (self.state, self.last_state) if state is not None]
+        return self.restart_count > 0 or any(one.running is not None or one.terminated is not None for one in states)
+
+
+class _RequestMapping(Struct, rename="camel"):
+    container_name: str
+    request_name: str
+
+
+class ExtendedClaim(Struct, rename="camel"):
+    """The claim that the scheduler made for the pod's extended resources."""
+
+    resource_claim_name: str | None = None
+    raw_mappings: Raw = field(name="requestMappings", default=NULL)
+
+
+class _Condition(Struct):
+    type: str | None = None
+    message: str | None = None
+
+
+class PodStatus(Struct, rename="camel"):
+    phase: str | None = None
+    reason: str | None = None
+    message: str | None = None
+    raw_conditions: Raw = field(name="conditions", default=NULL)
+    raw_init_statuses: Raw = field(name="initContainerStatuses", default=NULL)
+    raw_statuses: Raw = field(name="containerStatuses", default=NULL)
+    raw_claims: Raw = field(name="resourceClaimStatuses", default=NULL)
+    extended_resource_claim_status: ExtendedClaim | None = None
+
+    @property
+    def containers(self) -> list[ContainerStatus]:
+        return _STATUSES.read(self.raw_init_statuses) + _STATUSES.read(self.raw_statuses)
+
+
+class PodJson(KubeObject):
+    """What is read of a pod."""
+
+    given_spec: PodSpec | None = field(name="spec", default=None)
+    raw_status: Raw = field(name="status", default=NULL)
+
+    @property
+    def spec(self) -> PodSpec:
+        return self.given_spec or PodSpec()
+
+    @property
+    def status(self) -> PodStatus:
+        """Empty where it is not as Kubernetes defines it."""
+        return decoded_or(_STATUS, self.raw_status, PodStatus)
+
+
+_OBJECT, _POD, _STATUS, _TEXT = Decoder(KubeObject), Decoder(PodJson), Decoder(PodStatus), Decoder(str)
+_CONTAINER_CLAIMS, _POD_CLAIMS, _MAPPINGS = Entries(ContainerClaim), Entries(PodClaim), Entries(_RequestMapping)
+_PORTS, _ENV, _STATUSES, _CONDITIONS = (
+    Entries(ContainerPort),
+    Entries(EnvVar),
+    Entries(ContainerStatus),
+    Entries(_Condition),
+)
+
+
+def read_pod_json(raw: Raw | bytes, where: str = "pod") -> PodJson:
+    """Raises Corrupt, with the pod's name where it has one."""
+    try:
+        return decoded(_POD, raw, where)
+    except Corrupt as e:
+        meta = decoded_or(_OBJECT, raw, KubeObject).meta
+        if not (meta.namespace and meta.name):
+            raise
+        raise Corrupt(f"{where} {_cut(f'{meta.namespace}/{meta.name}', 600)}: {e}") from e
+
+
+def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None) -> Pod:
     """`resources` limits whose limits are read; None reads those of every extended resource.
 
     Raises:
-        Corrupt: name, UID, node or what the containers ask for is missing, of the wrong type, or no number.
+        Corrupt: name or UID is missing, or what the containers ask for is no number.
     """
-    metadata = _mapping(raw, "metadata", "pod")
-    namespace, name = _text(metadata, "namespace", "pod"), _text(metadata, "name", "pod")
-    what = f"pod {namespace}/{name}"
-    uid = _text(metadata, "uid", what)
-    if not (uid and name and namespace):
+    meta = pod.meta
+    what = f"pod {_cut(meta.namespace or '', 300)}/{_cut(meta.name or '', 300)}"
+    if not (meta.uid and meta.name and meta.namespace):
         raise Corrupt(f"{what}: namespace, name or UID is missing")
-    spec = _mapping(raw, "spec", what)
-    status = mapping_or_empty(raw.get("status"))
-    claims = _claims(spec, status)
-    containers = tuple(_with_extended_claim(_containers(spec, what, resources), status, claims))
-    is_mirror = MIRROR_ANNOTATION in mapping_or_empty(metadata.get("annotations"))
-    statuses = items_or_none(status, "initContainerStatuses") + items_or_none(status, "containerStatuses")
+    status = pod.status
+    claims = _claims(pod.spec, status)
+    containers = tuple(_with_extended_claim(_containers(pod.spec, what, resources), status, claims))
+    raw_annotations, statuses = meta.annotations, status.containers
+    is_mirror = MIRROR_ANNOTATION in raw_annotations
+    running = [one for one in statuses if one.is_running and one.name]
     return Pod(
-        uid=PodUid(uid),
-        namespace=namespace,
-        name=name,
-        phase=_phase(status),
+        uid=PodUid(meta.uid),
+        namespace=meta.namespace,
+        name=meta.name,
+        phase=_phase(status.phase),
         containers=containers,
-        annotations=_annotations(metadata.get("annotations")),
-        resource_version=_text_or_empty(metadata, "resourceVersion"),
-        node_name=_text(spec, "nodeName", what),
-        is_deleting=metadata.get("deletionTimestamp") is not None,
-        reason=_cut(_text_or_empty(status, "reason"), MAX_MESSAGE_CHARS),
-        message=_cut(_text_or_empty(status, "message"), MAX_MESSAGE_CHARS),
-        controller_kind=_controller_kind(metadata),
+        annotations=_kept_annotations(raw_annotations),
+        resource_version=meta.version,
+        node_name=pod.spec.node_name or "",
+        is_deleting=meta.deleted_at is not None,
+        reason=_cut(status.reason or "", MAX_MESSAGE_CHARS),
+        message=_cut(status.message or "", MAX_MESSAGE_CHARS),
+        controller_kind=_cut(next((one.kind or "" for one in meta.owners if one.controller), ""), MAX_NAME_CHARS),
         is_static=is_mirror,
-        mirror_uid=uid if is_mirror else "",
-        has_started=any(_has_started(raw_status) for raw_status in statuses),
-        running=frozenset(c.name for c in containers) & frozenset(name for name, _ in _running(statuses)),
-        container_ids=_container_ids(containers, statuses),
+        mirror_uid=meta.uid if is_mirror else "",
+        has_started=any(one.has_started for one in statuses),
+        running=frozenset(c.name for c in containers).intersection(one.name for one in running),
+        container_ids=_container_ids(containers, running),
         claims=claims,
     )
 
 
-def pod_of_node(raw: Mapping[str, Any], *, resources: Collection[str] | None = None) -> Pod:
+def pod_of_node(raw: Raw, *, resources: Collection[str] | None = None) -> Pod:
     """The pod as the node's own agent needs it: a mirror pod has the UID of the static pod that it shows. Raises Corrupt."""
-    pod = parse_pod(raw, resources=resources)
-    uid = mapping_or_empty(mapping_or_empty(raw.get("metadata")).get("annotations")).get(MIRROR_ANNOTATION)
-    if not isinstance(uid, str) or not _STATIC_UID.fullmatch(uid):
-        return pod
-    return replace(pod, uid=PodUid(uid))
+    read = read_pod_json(raw)
+    pod = parse_pod(read, resources=resources)
+    uid = read.meta.annotations.get(MIRROR_ANNOTATION, "") if pod.is_static else ""
+    return replace(pod, uid=PodUid(uid)) if _STATIC_UID.fullmatch(uid) else pod
 
 
-def static_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = None) -> Pod:
+def static_pod(raw: Raw, *, resources: Collection[str] | None = None) -> Pod:
     """A static pod from the kubelet's own list of pods. Raises Corrupt, also for a file that sets metadata.uid."""
-    pod = parse_pod(raw, resources=resources)
+    pod = parse_pod(read_pod_json(raw), resources=resources)
     if not _STATIC_UID.fullmatch(pod.uid):
         raise Corrupt(
             f"static pod {pod.namespace}/{pod.name}: its UID is not the kubelet's hash of its file; leave metadata.uid out"
@@ -132,97 +284,55 @@ def static_pod(raw: Mapping[str, Any], *, resources: Collection[str] | None = No
     return replace(pod, is_static=True, resource_version="")
 
 
-def pod_uid(raw: Mapping[str, Any]) -> PodUid:
-    """The UID alone, for events of which nothing else matters."""
-    uid = _text(_mapping(raw, "metadata", "pod"), "uid", "pod")
-    if not uid:
-        raise Corrupt("pod: the UID is missing")
-    return PodUid(uid)
-
-
-def resource_version(raw: Mapping[str, Any]) -> str:
-    """An object's or a bookmark's resourceVersion, empty where there is none."""
-    return _text(_mapping(raw, "metadata", "object"), "resourceVersion", "object")
-
-
-def object_name(raw: Mapping[str, Any], what: str) -> str:
-    """An object's name. Raises Corrupt where there is none."""
-    name = mapping_or_empty(raw.get("metadata")).get("name")
-    if not isinstance(name, str) or not name:
-        raise Corrupt(f"{what}: the name is missing")
-    return name
-
-
-def _containers(spec: Mapping[str, Any], what: str, resources: Collection[str] | None) -> Iterator[ContainerSpec]:
-    for field in ("initContainers", "containers"):
-        for position, raw in enumerate(_items(spec, field, what)):
-            where = f"{what}, {field}[{position}]"
-            name = _text_or_empty(raw, "name")
-            requests = _requests(raw, f"{what}, container {name}" if name else where, resources)
-            if not name and requests:
+def _containers(spec: PodSpec, what: str, resources: Collection[str] | None) -> Iterator[ContainerSpec]:
+    for place, found in (("initContainers", spec.init_containers), ("containers", spec.containers)):
+        for position, one in enumerate(found or ()):
+            where = f"{what}, container {one.name}" if one.name else f"{what}, {place}[{position}]"
+            limits = one.limits
+            asked = sorted(name for name in limits if (_is_extended(name) if resources is None else name in resources))
+            requests = {name: whole_number(limits[name], f"{where}, limit {_cut(name, 300)}") for name in asked}
+            if not one.name and requests:
                 raise Corrupt(f"{where}: the container has no name")
-            if requests or (name and position < MAX_CONTAINERS):
-                kind = _kind(raw, field)
+            if one.name and (requests or position < MAX_CONTAINERS):
+                claims = one.resources.claims if one.resources is not None else ()
+                init = ContainerKind.SIDECAR if one.restart_policy == "Always" else ContainerKind.INIT
                 yield ContainerSpec(
-                    name=name,
-                    kind=kind,
+                    name=one.name,
+                    kind=ContainerKind.MAIN if place == "containers" else init,
                     position=position,
                     requests=requests,
-                    env=_literal_env(raw),
-                    claims=_container_claims(raw),
+                    env=_literal_env(one),
+                    claims=tuple((claim.name, claim.request or "") for claim in claims),
                 )
 
 
-def _kind(raw: Mapping[str, Any], field: str) -> ContainerKind:
-    if field == "containers":
-        return ContainerKind.MAIN
-    return ContainerKind.SIDECAR if raw.get("restartPolicy") == "Always" else ContainerKind.INIT
-
-
-def _requests(raw: Mapping[str, Any], what: str, resources: Collection[str] | None) -> dict[str, int]:
-    limits = _mapping(_mapping(raw, "resources", what), "limits", what)
-    wanted = sorted(name for name in limits if (_is_extended(name) if resources is None else name in resources))
-    return {name: whole_number(limits[name], f"{what}, limit {_cut(name, 300)}") for name in wanted}
-
-
-def _claims(spec: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, str]:
+def _claims(spec: PodSpec, status: PodStatus) -> dict[str, str]:
     """Claims that the spec names, and those made from templates or for extended resources, which the status names."""
-    own = items_or_none(spec, "resourceClaims")
-    found = [(raw.get("name"), raw.get("resourceClaimName")) for raw in own]
-    extended = mapping_or_empty(status.get("extendedResourceClaimStatus")).get("resourceClaimName")
+    own, extended = spec.claims, status.extended_resource_claim_status
+    found = [(one.name, one.resource_claim_name) for one in own]
     if extended is not None:
-        is_taken = any(raw.get("name") == EXTENDED_CLAIM for raw in own)
-        found.append((_EXTENDED_CLAIM_BESIDE if is_taken else EXTENDED_CLAIM, extended))
-    if not found:
-        return {}
-    found += [(raw.get("name"), raw.get("resourceClaimName")) for raw in items_or_none(status, "resourceClaimStatuses")]
-    return {name: claim for name, claim in found if isinstance(name, str) and isinstance(claim, str)}
+        is_taken = any(one.name == EXTENDED_CLAIM for one in own)
+        found.append((_EXTENDED_CLAIM_BESIDE if is_taken else EXTENDED_CLAIM, extended.resource_claim_name))
+    if found:
+        found += [(one.name, one.resource_claim_name) for one in _POD_CLAIMS.read(status.raw_claims)]
+    return {name: claim for name, claim in found if claim is not None}
 
 
 def _with_extended_claim(
-    containers: Iterable[ContainerSpec], status: Mapping[str, Any], claims: Mapping[str, str]
+    containers: Iterable[ContainerSpec], status: PodStatus, claims: Mapping[str, str]
 ) -> Iterator[ContainerSpec]:
     """The containers with the requests of the claim that the scheduler made for extended resources, where there is one."""
-    extended = mapping_or_empty(status.get("extendedResourceClaimStatus"))
+    extended = status.extended_resource_claim_status
     name_in_pod = _EXTENDED_CLAIM_BESIDE if _EXTENDED_CLAIM_BESIDE in claims else EXTENDED_CLAIM
-    if claims.get(name_in_pod) is None or claims[name_in_pod] != extended.get("resourceClaimName"):
+    if extended is None or claims.get(name_in_pod) in (None, "") or claims[name_in_pod] != extended.resource_claim_name:
         yield from containers
         return
     used: dict[str, list[tuple[str, str]]] = {}
-    for raw in items_or_none(extended, "requestMappings"):
-        name, request = raw.get("containerName"), raw.get("requestName")
-        if isinstance(name, str) and isinstance(request, str):
-            used.setdefault(name, []).append((name_in_pod, request))
+    for one in _MAPPINGS.read(extended.raw_mappings):
+        used.setdefault(one.container_name, []).append((name_in_pod, one.request_name))
     for container in containers:
         own = tuple(used.get(container.name, ()))
         yield replace(container, claims=container.claims + own) if own else container
-
-
-def _container_claims(raw: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    claims = items_or_none(mapping_or_empty(raw.get("resources")), "claims")
-    return tuple(
-        (claim["name"], _text_or_empty(claim, "request")) for claim in claims if isinstance(claim.get("name"), str)
-    )
 
 
 def _is_extended(name: str) -> bool:
@@ -230,110 +340,42 @@ def _is_extended(name: str) -> bool:
     return "/" in name and "kubernetes.io/" not in name
 
 
-def _literal_env(raw: Mapping[str, Any]) -> dict[str, str]:
+def _literal_env(container: ContainerJson) -> dict[str, str]:
     """The values that the agent reads, by name; a later entry wins, as in the kubelet. Only literal ones, but of what limits
     a share it matters that it is set at all: empty where the value is not literal."""
-    pairs = ((entry.get("name"), entry.get("value")) for entry in items_or_none(raw, "env"))
     return {
-        name: _cut(value, MAX_ANNOTATION_CHARS) if isinstance(value, str) else ""
-        for name, value in pairs
-        if isinstance(name, str) and name in KEPT_ENV and (isinstance(value, str) or name in _LIMITS)
+        one.name: _cut(one.value, MAX_ANNOTATION_CHARS) if one.value is not None else ""
+        for one in _ENV.read(container.raw_env)
+        if one.name in KEPT_ENV and (one.value is not None or one.name in _LIMITS)
     }
 
 
-def _phase(status: Mapping[str, Any]) -> PodPhase:
-    phase = status.get("phase")
+def _phase(phase: str | None) -> PodPhase:
     if not phase:
         return PodPhase.PENDING
     return next((known for known in PodPhase if known.value == phase), PodPhase.UNKNOWN)
 
 
-def _controller_kind(metadata: Mapping[str, Any]) -> str:
-    owners = items_or_none(metadata, "ownerReferences")
-    kind = next((_text_or_empty(owner, "kind") for owner in owners if owner.get("controller") is True), "")
-    return _cut(kind, MAX_NAME_CHARS)
-
-
-def _running(statuses: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Names and statuses of the containers that run."""
-    for raw_status in statuses:
-        name, state = raw_status.get("name"), raw_status.get("state")
-        if isinstance(name, str) and isinstance(state, Mapping) and isinstance(state.get("running"), Mapping):
-            yield name, raw_status
-
-
-def _container_ids(containers: Iterable[ContainerSpec], statuses: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+def _container_ids(containers: Iterable[ContainerSpec], running: Iterable[ContainerStatus]) -> dict[str, str]:
     """`containerd://<ID>` without the runtime's name, of the containers that want something."""
     wanted = {c.name for c in containers if c.requests or c.claims}
-    found = {name: _text_or_empty(status, "containerID") for name, status in _running(statuses) if name in wanted}
+    found = {one.name: decoded_or(_TEXT, one.raw_id, str) for one in running if one.name in wanted}
     bare = {name: text.rpartition("://")[2] for name, text in found.items()}
     return {name: container_id for name, container_id in sorted(bare.items()) if is_container_id(container_id)}
 
 
-def _has_started(raw_status: Mapping[str, Any]) -> bool:
-    """A container of an admitted pod has run, runs, or was restarted. A pod refused at admission has no statuses."""
-    restarts = raw_status.get("restartCount")
-    states = (raw_status.get("state"), raw_status.get("lastState"))
-    return (isinstance(restarts, int) and restarts > 0) or any(
-        isinstance(state, Mapping) and (state.get("running") is not None or state.get("terminated") is not None)
-        for state in states
-    )
-
-
-def scheduler_message(raw: Mapping[str, Any]) -> str:
+def scheduler_message(pod: PodJson) -> str:
     """Why no node is chosen, by the condition PodScheduled; any tenant who may write the status may write it."""
-    for condition in items_or_none(mapping_or_empty(raw.get("status")), "conditions"):
-        if condition.get("type") == "PodScheduled" and isinstance(text := condition.get("message"), str):
-            return text[:MAX_SCHEDULER_CHARS]
+    for condition in _CONDITIONS.read(pod.status.raw_conditions):
+        if condition.type == "PodScheduled" and condition.message is not None:
+            return condition.message[:MAX_SCHEDULER_CHARS]
     return ""
 
 
-def _mapping(raw: Any, field: str, what: str) -> Mapping[str, Any]:
-    """The object in a field; absent and null read as empty, as the API server writes them."""
-    value = raw.get(field) if isinstance(raw, Mapping) else _no(what, "an object")
-    if value is None:
-        return {}
-    return value if isinstance(value, Mapping) else _no(f"{what}, {field}", "an object")
-
-
-def _items(raw: Mapping[str, Any], field: str, what: str) -> list[Mapping[str, Any]]:
-    value = raw.get(field)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-        _no(f"{what}, {field}", "a list of objects")
-    return value
-
-
-def items_or_none(raw: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]:
-    """The objects of a list; whatever else stands there is passed over."""
-    value = raw.get(field)
-    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
-
-
-def _text(raw: Mapping[str, Any], field: str, what: str) -> str:
-    value = raw.get(field)
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else _no(f"{what}, {field}", "text")
-
-
-def _text_or_empty(raw: Mapping[str, Any], field: str) -> str:
-    value = raw.get(field)
-    return value if isinstance(value, str) else ""
-
-
-def mapping_or_empty(value: Any) -> Mapping[str, Any]:
-    """The object, or an empty one in place of anything else."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def _annotations(value: Any) -> dict[str, str]:
-    """Those that the agent reads, the pairs of text among them, by name."""
-    raw = mapping_or_empty(value)
-    names = [name for name in raw if isinstance(name, str) and _is_kept(name) and isinstance(raw[name], str)]
-    names.sort(key=lambda name: (not _is_guarded(name), name))
-    return {name: _cut(raw[name], MAX_ANNOTATION_CHARS) for name in sorted(names[:MAX_ANNOTATIONS])}
+def _kept_annotations(present: Mapping[str, str]) -> dict[str, str]:
+    """Those that the agent reads, by name."""
+    names = sorted((name for name in present if _is_kept(name)), key=lambda name: (not _is_guarded(name), name))
+    return {name: _cut(present[name], MAX_ANNOTATION_CHARS) for name in sorted(names[:MAX_ANNOTATIONS])}
 
 
 def _is_guarded(name: str) -> bool:
@@ -348,7 +390,3 @@ def _is_kept(name: str) -> bool:
 
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + CUT
-
-
-def _no(what: str, wanted: str) -> Any:
-    raise Corrupt(f"{_cut(what, 700)}: is not {wanted}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Any
 
 from gpushare_agent.model.errors import Corrupt
 
@@ -21,7 +20,7 @@ _MAX = 2**63 - 1
 _PLAIN_DIGITS = 18
 
 
-def whole_number(quantity: Any, what: str) -> int:
+def whole_number(quantity: object, what: str) -> int:
     """The number of a quantity of an extended resource; JSON numbers are accepted as manifests write them.
 
     Raises:
@@ -39,7 +38,7 @@ def whole_number(quantity: Any, what: str) -> int:
     return value.numerator
 
 
-def _value(quantity: Any) -> Fraction | None:
+def _value(quantity: object) -> Fraction | None:
     if isinstance(quantity, bool) or not isinstance(quantity, str | int | float):
         return None
     if isinstance(quantity, int):
@@ -56,6 +55,6 @@ def _value(quantity: Any) -> Fraction | None:
     return value * scale if power >= 0 else value / scale
 
 
-def _shown(quantity: Any) -> str:
+def _shown(quantity: object) -> str:
     text = repr(quantity)
     return text if len(text) <= 80 else text[:79] + "…"

@@ -1,6 +1,6 @@
 """Requests to the API server: credentials, limits, HTTP status and errors, all in this place.
 
-Raw JSON only: the library's models cost 25 times the time, and its Watch loops hot on an empty or broken stream. With
+No models of the library: they cost 25 times the time, and its Watch loops hot on an empty or broken stream. With
 `_preload_content=False` the library checks no status, so this module does. It owns the HTTP client, and replaces it
 (at most once in RELOAD_INTERVAL_S) when the server no longer accepts our credentials: tokens and certificates rotate.
 """
@@ -10,20 +10,25 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import structlog
-from msgspec import Struct
+from msgspec import Raw, Struct
+from msgspec.json import Decoder
 
 from gpushare_agent.cluster.kube.configuration import ConfigurationSource, open_api_client
+from gpushare_agent.kit.json_schema import decoded, decoded_or
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Rejected, Unavailable
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 MAX_OBJECT_BYTES = 4 << 20
 """etcd holds at most 1.5 MiB of an object."""
@@ -46,14 +51,29 @@ class Throttled(Unavailable):
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """`what` completes the sentence "cannot …" and names the thing. `query` is in the order sent."""
+    """`what` completes the sentence "cannot …" and names the thing. `query` is in the order sent; `body` is what msgspec
+    writes as a JSON object."""
 
     what: str
     method: str
     path: str
     query: tuple[tuple[str, str], ...] = ()
-    body: Mapping[str, Any] | None = None
+    body: object = None
     content_type: str = "application/json"
+
+
+class Status(Struct):
+    """meta/v1 Status, the API server's answer where it did not do as it was asked."""
+
+    code: int = 0
+    message: str = ""
+
+
+class _AnyObject(Struct):
+    pass
+
+
+STATUS, _ANY_OBJECT = Decoder(Status), Decoder(_AnyObject)
 
 
 class KubeSession:
@@ -79,20 +99,29 @@ class KubeSession:
                 await client.close()
         self._client = self._retired = None
 
-    async def fetch_json(
-        self, request: Request, *, timeout_s: float, limit_bytes: int = MAX_OBJECT_BYTES
-    ) -> dict[str, Any]:
-        """The answer, a JSON object. Raises: every error of `renamed`, TooLong, and Corrupt for what is no JSON object."""
+    async def fetch(
+        self, request: Request, decoder: Decoder[T], *, timeout_s: float, limit_bytes: int = MAX_OBJECT_BYTES
+    ) -> T:
+        """What the schema makes of the answer. Raises: every error of `renamed`, TooLong, and Corrupt for what is not of the
+        schema."""
+        return self._decoded(decoder, await self._content(request, timeout_s, limit_bytes), request)
+
+    async def fetch_object(self, request: Request, *, timeout_s: float, limit_bytes: int = MAX_OBJECT_BYTES) -> Raw:
+        """The answer, a JSON object for a reader that knows its schema. Raises as `fetch`."""
+        content = await self._content(request, timeout_s, limit_bytes)
+        self._decoded(_ANY_OBJECT, content, request)
+        return Raw(content)
+
+    async def _content(self, request: Request, timeout_s: float, limit_bytes: int) -> bytearray:
         with renamed(request.what):
             async with asyncio.timeout(timeout_s), self.stream(request) as response:
-                content = await _read_bounded(response, request.what, limit_bytes)
+                return await _read_bounded(response, request.what, limit_bytes)
+
+    def _decoded(self, decoder: Decoder[T], content: bytearray, request: Request) -> T:
         try:
-            answer = json.loads(content)
-        except (ValueError, RecursionError) as e:
-            raise Corrupt(f"cannot {request.what}: the API server's answer is no JSON ({excerpt(content)})") from e
-        if not isinstance(answer, dict):
-            raise Corrupt(f"cannot {request.what}: the API server's answer is no JSON object ({excerpt(content)})")
-        return answer
+            return decoded(decoder, content, f"cannot {request.what}: the API server's answer")
+        except Corrupt as e:
+            raise Corrupt(f"{e} ({excerpt(content)})") from e
 
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncIterator[ClientResponse]:
@@ -126,7 +155,8 @@ class KubeSession:
                 client.configuration.host + request.path,
                 query_params=list(request.query),
                 headers=headers,
-                body=request.body,
+                # The library takes no text: it writes JSON itself, of what it gets.
+                body=json.loads(msgspec.json.encode(request.body)) if request.body is not None else None,
                 _preload_content=False,
                 _request_timeout=ClientTimeout(total=None, sock_connect=self._connect_s),
             )
@@ -228,12 +258,7 @@ def error_for_status(status: int, what: str, message: str, *, cure: str = AGENT_
 
 def status_message(content: bytes) -> str:
     """The message of a Kubernetes Status object, empty where this is none."""
-    try:
-        raw_status = json.loads(content)
-    except (ValueError, RecursionError):
-        return ""
-    message = raw_status.get("message") if isinstance(raw_status, dict) else None
-    return message[:500] if isinstance(message, str) else ""
+    return decoded_or(STATUS, content, Status).message[:500]
 
 
 def excerpt(content: bytes | bytearray) -> str:

@@ -13,14 +13,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated
 
-from msgspec import Struct, field
+from msgspec import Meta, Raw, Struct, field
+from msgspec.json import Decoder
 from msgspec.structs import replace
 
+from gpushare_agent.cluster.kube.claims import Allocation, ClaimJson, ClaimStatus, DeviceConfig, DeviceResult
+from gpushare_agent.cluster.kube.objects import ObjectMeta
 from gpushare_agent.cluster.kube.pods import EXTENDED_CLAIM
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.dra.decisions.devices import device_index
+from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.model.allocations import ClaimRef
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, PodUid
@@ -33,6 +37,8 @@ POD_CLAIM_ANNOTATION = "resource.kubernetes.io/pod-claim-name"
 EXTENDED_RESOURCE_ANNOTATION = "resource.kubernetes.io/extended-resource-claim"
 MAX_RESULTS = 32
 """resource.k8s.io's own limit of devices in one claim."""
+MAX_CONFIGS = 64
+"""resource.k8s.io's own limits: 32 of the claim, 32 of its class."""
 MAX_USERS = 256
 """resource.k8s.io's own limit of status.reservedFor."""
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
@@ -79,54 +85,61 @@ def is_claim_uid(text: str) -> bool:
     return _UUID.fullmatch(text) is not None
 
 
-def read_claim(raw: Mapping[str, Any], *, driver: str, pool: str) -> AllocatedClaim:
+def read_claim(raw: Raw, *, driver: str, pool: str) -> AllocatedClaim:
     """Raises Corrupt with the field that cannot be used, for the pod's Event."""
-    ref = claim_ref(raw)
-    allocation = _object(_object(raw, "status"), "allocation")
-    devices = _object(allocation, "devices")
-    raw_results = _list(devices.get("results"), "status.allocation.devices.results", MAX_RESULTS)
-    mine = [one for one in raw_results if one.get("driver") == driver]
-    if any(one.get("pool") != pool for one in mine):
-        raise Corrupt(f"it is allocated in the pool {_shown(mine[0].get('pool'))}, and this node's pool is {pool}")
-    configs = list(_configs(devices.get("config"), driver))
-    results = [_result(one, configs) for one in mine]
-    if not results:
+    claim = decoded(_CLAIM, raw, "the claim")
+    ref = _ref(claim)
+    status = claim.status or ClaimStatus()
+    devices = (status.allocation or Allocation()).devices
+    results, entries, consumers = devices.results or (), devices.config or (), status.reserved_for or ()
+    _check_count(results, "status.allocation.devices.results", MAX_RESULTS)
+    _check_count(entries, "status.allocation.devices.config", MAX_CONFIGS)
+    _check_count(consumers, "status.reservedFor", MAX_USERS)
+    mine = [one for one in results if one.driver == driver]
+    if any(one.pool != pool for one in mine):
+        raise Corrupt(f"it is allocated in the pool {_shown(mine[0].pool)}, and this node's pool is {pool}")
+    configs = list(_configs(entries, driver))
+    made = [_result(one, configs) for one in mine]
+    if not made:
         raise Corrupt(f"status.allocation has no device of driver {driver}")
-    for one, times in Counter((one.request, one.device) for one in results).items():
+    for (request, device), times in Counter((one.request, one.device) for one in made).items():
         if times > 1:  # a CDI spec has one device of a name
             raise Corrupt(
-                f"request {one[0]} is allocated the device {one[1]} {times} times, and a container has one share of a GPU;"
+                f"request {request} is allocated the device {device} {times} times, and a container has one share of a GPU;"
                 f" ask for their sum once, or for different GPUs by the constraint distinctAttribute: {driver}/uuid"
             )
+    pods = (one for one in consumers if one.resource == "pods" and not one.api_group)
     return AllocatedClaim(
         ref=ref,
-        shown_as=_shown_as(raw, ref),
-        results=tuple(results),
-        users=tuple(_users(_object(raw, "status"))),
-        owner=_owner(raw),
+        shown_as=_shown_as(claim.meta.annotations, ref),
+        results=tuple(made),
+        users=tuple((one.name, PodUid(one.uid)) for one in pods),
+        owner=_owner(claim.meta),
     )
 
 
-def claim_ref(raw: Mapping[str, Any]) -> ClaimRef:
-    metadata = _object(raw, "metadata")
-    return checked_ref(*(_text(metadata, name) for name in ("namespace", "name", "uid")))
+def claim_ref(raw: Raw) -> ClaimRef:
+    """Raises Corrupt."""
+    return _ref(decoded(_CLAIM, raw, "the claim"))
 
 
-def _shown_as(raw: Mapping[str, Any], ref: ClaimRef) -> str:
+def _ref(claim: ClaimJson) -> ClaimRef:
+    meta = claim.meta
+    return checked_ref(meta.namespace or "", meta.name or "", meta.uid or "")
+
+
+def _shown_as(annotations: Mapping[str, str], ref: ClaimRef) -> str:
     """Stable over the pods of a StatefulSet: the names of claims that are made for a pod end at random."""
-    annotations = _object(_object(raw, "metadata"), "annotations")
     if annotations.get(EXTENDED_RESOURCE_ANNOTATION) == "true":
         return EXTENDED_CLAIM
-    name = annotations.get(POD_CLAIM_ANNOTATION)
-    return name if isinstance(name, str) and _NAME.fullmatch(name) else ref.name
+    name = annotations.get(POD_CLAIM_ANNOTATION, "")
+    return name if _NAME.fullmatch(name) else ref.name
 
 
-def _owner(raw: Mapping[str, Any]) -> PodUid | None:
+def _owner(meta: ObjectMeta) -> PodUid | None:
     """As Kubernetes has it: the controller, of kind Pod."""
-    for one in _list(_object(raw, "metadata").get("ownerReferences"), "metadata.ownerReferences", 64):
-        if one.get("controller") is True and one.get("apiVersion") == "v1" and one.get("kind") == "Pod":
-            return PodUid(_text(one, "uid"))
-    return None
+    pods = (one for one in meta.owners if one.controller and one.api_version == "v1" and one.kind == "Pod" and one.uid)
+    return next((PodUid(one.uid or "") for one in pods), None)
 
 
 def checked_ref(namespace: str, name: str, uid: str) -> ClaimRef:
@@ -136,23 +149,21 @@ def checked_ref(namespace: str, name: str, uid: str) -> ClaimRef:
     return ClaimRef(namespace, name, uid)
 
 
-def _users(status: Mapping[str, Any]) -> Iterable[tuple[str, PodUid]]:
-    for one in _list(status.get("reservedFor"), "status.reservedFor", MAX_USERS):
-        if one.get("resource") == "pods" and not one.get("apiGroup"):
-            yield _text(one, "name"), PodUid(_text(one, "uid"))
+def _check_count(found: Sequence[object], what: str, most: int) -> None:
+    if len(found) > most:
+        raise Corrupt(f"{what} has {len(found)} entries, and resource.k8s.io allows at most {most}")
 
 
-def _result(raw: Mapping[str, Any], configs: Sequence[tuple[frozenset[str], ShareConfig]]) -> ClaimResult:
-    request, device = _text(raw, "request"), _text(raw, "device")
+def _result(one: DeviceResult, configs: Sequence[tuple[frozenset[str], ShareConfig]]) -> ClaimResult:
+    request, device, share_id = one.request, one.device, one.share_id or ""
     index = device_index(device)
     if not _REQUEST.fullmatch(request):
         raise Corrupt(f"request {_shown(request)} has no name of a request")
     if index is None:
         raise Corrupt(f"request {request} is allocated the device {_shown(device)}, which this driver does not publish")
-    share_id = raw.get("shareID") or ""
-    if not isinstance(share_id, str) or (share_id and not is_claim_uid(share_id)):
+    if share_id and not is_claim_uid(share_id):
         raise Corrupt(f"request {request}: shareID is no UUID")
-    if raw.get("adminAccess") is True:  # consumedCapacity is there all the same, and no scheduler counts it
+    if one.admin_access:  # consumedCapacity is there all the same, and no scheduler counts it
         return ClaimResult(
             request=request,
             device=device,
@@ -163,7 +174,7 @@ def _result(raw: Mapping[str, Any], configs: Sequence[tuple[frozenset[str], Shar
             config=replace(_config_of(request, 0, configs), core_limit=0),
             is_admin=True,
         )
-    consumed = _object(raw, "consumedCapacity")
+    consumed = one.consumed_capacity or {}
     cores = whole_number(consumed.get("cores", str(CORES_PER_GPU)), f"request {request}, cores")
     if "memory" not in consumed:
         raise Corrupt(
@@ -201,64 +212,43 @@ def _config_of(request: str, cores: int, configs: Sequence[tuple[frozenset[str],
     return found if cores < CORES_PER_GPU else replace(found, core_limit=0)
 
 
-def _configs(raw: Any, driver: str) -> Iterable[tuple[frozenset[str], ShareConfig]]:
-    entries = _list(raw, "status.allocation.devices.config", 64)
+def _configs(entries: Sequence[DeviceConfig], driver: str) -> Iterable[tuple[frozenset[str], ShareConfig]]:
     for source in ("FromClass", "FromClaim"):
         for one in entries:
-            opaque = one.get("opaque")
-            if one.get("source") != source or not isinstance(opaque, Mapping) or opaque.get("driver") != driver:
-                continue
-            requests = one.get("requests") or []
-            if not isinstance(requests, list) or not all(isinstance(name, str) for name in requests):
-                raise Corrupt("the requests of a configuration are no list of names")
-            yield frozenset(requests), read_config(opaque.get("parameters"))
+            if one.source == source and one.opaque is not None and one.opaque.driver == driver:
+                yield frozenset(one.requests or ()), read_config(one.opaque.parameters)
 
 
-def read_config(raw: Any) -> ShareConfig:
+class _Typed(Struct, rename="camel"):
+    api_version: object = None
+    kind: object = None
+
+
+class _Parameters(_Typed, rename="camel", forbid_unknown_fields=True):
+    isolation: str = ""
+    core_limit: Annotated[int, Meta(ge=0, le=CORES_PER_GPU)] = 0
+
+
+_CLAIM, _TYPED, _PARAMETERS = Decoder(ClaimJson), Decoder(_Typed), Decoder(_Parameters)
+
+
+def read_config(raw: Raw) -> ShareConfig:
     """Raises Corrupt with what to write instead; an unknown field is a mistake of spelling that nobody would notice."""
-    if not isinstance(raw, Mapping):
-        raise Corrupt("the opaque parameters are no object")
-    if raw.get("apiVersion") != CONFIG_API_VERSION or raw.get("kind") != CONFIG_KIND:
+    typed = decoded(_TYPED, raw, "the opaque parameters")
+    if typed.api_version != CONFIG_API_VERSION or typed.kind != CONFIG_KIND:
         raise Corrupt(
-            f"the opaque parameters are {_shown(raw.get('apiVersion'))} {_shown(raw.get('kind'))}, and this driver reads"
+            f"the opaque parameters are {_shown(typed.api_version)} {_shown(typed.kind)}, and this driver reads"
             f" {CONFIG_API_VERSION} {CONFIG_KIND}"
         )
-    unknown = sorted(str(name) for name in raw.keys() - {"apiVersion", "kind", "isolation", "coreLimit"})
-    if unknown:
-        raise Corrupt(f"{CONFIG_KIND} has no field {_shown(unknown[0])}; it has isolation and coreLimit")
-    isolation, limit = raw.get("isolation", ""), raw.get("coreLimit", 0)
-    if not isinstance(isolation, str):
-        raise Corrupt(f"{CONFIG_KIND}.isolation must be the name of an isolation")
-    if isinstance(limit, bool) or not isinstance(limit, int) or not 0 <= limit <= CORES_PER_GPU:
-        raise Corrupt(f"{CONFIG_KIND}.coreLimit must be a whole number from 0 to {CORES_PER_GPU}")
-    return ShareConfig(isolation=isolation, core_limit=limit)
+    try:
+        found = decoded(_PARAMETERS, raw, CONFIG_KIND)
+    except Corrupt as e:
+        raise Corrupt(
+            f"{str(e)[:300]}; it has isolation, the name of one, and coreLimit, a whole number from 0 to {CORES_PER_GPU}"
+        ) from e
+    return ShareConfig(isolation=found.isolation, core_limit=found.core_limit)
 
 
-def _object(raw: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """The object in a field, empty where it is absent."""
-    value = raw.get(field)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise Corrupt(f"{field} is no object")
-    return value
-
-
-def _list(value: Any, what: str, limit: int) -> list[Mapping[str, Any]]:
-    if value is None:
-        return []
-    if not isinstance(value, list) or len(value) > limit or not all(isinstance(one, Mapping) for one in value):
-        raise Corrupt(f"{what} is no list of at most {limit} objects")
-    return value
-
-
-def _text(raw: Mapping[str, Any], field: str) -> str:
-    value = raw.get(field)
-    if not isinstance(value, str):
-        raise Corrupt(f"{field} is no text")
-    return value
-
-
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:79]}…"

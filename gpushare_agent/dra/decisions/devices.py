@@ -7,11 +7,18 @@ of NVIDIA's and HAMi's drivers where they have one. Quantities are in the form i
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
+from gpushare_agent.cluster.kube.claims import (
+    Attribute,
+    Device,
+    DeviceCapacity,
+    DeviceTaint,
+    RequestPolicy,
+    ValidRange,
+)
 from gpushare_agent.model.allocations import NO_CHARGE, Charge
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
@@ -60,7 +67,7 @@ def slice_devices(
     charges: Mapping[GpuUuid, Charge],
     cordoned: Mapping[GpuUuid, str],
     policy: DevicePolicy,
-) -> list[dict[str, Any]]:
+) -> list[Device]:
     """The devices in the order in which the scheduler is to try them. A GPU without a whole block of memory is left out: the
     driver reports nothing but its UUID."""
     groups = link_groups(inventory.topology)
@@ -76,33 +83,23 @@ def _device(
     groups: Mapping[str, Mapping[int, str]],
     cordoned: Mapping[GpuUuid, str],
     policy: DevicePolicy,
-) -> dict[str, Any]:
-    memory = quantity(capacity_mib(gpu, policy.block_mib))
-    block = quantity(policy.block_mib)
-    cores = str(CORES_PER_GPU)
-    device: dict[str, Any] = {
-        "name": device_name(gpu),
-        "allowMultipleAllocations": True,
-        "attributes": _attributes(gpu, inventory, groups, policy),
-        "capacity": {
-            "cores": {
-                "value": cores,
-                "requestPolicy": {"default": cores, "validRange": {"min": "0", "max": cores, "step": "1"}},
-            },
-            "memory": {
-                "value": memory,
-                "requestPolicy": {"default": memory, "validRange": {"min": block, "max": memory, "step": block}},
-            },
+) -> Device:
+    memory, block, cores = quantity(capacity_mib(gpu, policy.block_mib)), quantity(policy.block_mib), str(CORES_PER_GPU)
+    return Device(
+        name=device_name(gpu),
+        allow_multiple_allocations=True,
+        attributes=_attributes(gpu, inventory, groups, policy),
+        capacity={
+            "cores": DeviceCapacity(cores, RequestPolicy(cores, ValidRange(min="0", max=cores, step="1"))),
+            "memory": DeviceCapacity(memory, RequestPolicy(memory, ValidRange(min=block, max=memory, step=block))),
         },
-    }
-    if taints := _taints(gpu, cordoned, policy):
-        device["taints"] = taints
-    return device
+        taints=_taints(gpu, cordoned, policy),
+    )
 
 
 def _attributes(
     gpu: Gpu, inventory: GpuInventory, groups: Mapping[str, Mapping[int, str]], policy: DevicePolicy
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Attribute]:
     capability = gpu.compute_capability
     texts = {
         "type": "gpu",
@@ -122,18 +119,18 @@ def _attributes(
         "cudaComputeCapability": f"{capability[0]}.{capability[1]}.0" if capability is not None else "",
     }
     numbers = {"index": gpu.index, "minor": gpu.minor, "numaNode": gpu.numa_node}
-    found: dict[str, dict[str, Any]] = {name: {"string": text[:MAX_TEXT_CHARS]} for name, text in texts.items() if text}
-    found |= {name: {"version": text} for name, text in versions.items() if text}
-    found |= {name: {"int": number} for name, number in numbers.items() if number is not None and number >= 0}
+    found = {name: Attribute(text=text[:MAX_TEXT_CHARS]) for name, text in texts.items() if text}
+    found |= {name: Attribute(version=text) for name, text in versions.items() if text}
+    found |= {name: Attribute(number=number) for name, number in numbers.items() if number is not None and number >= 0}
     return dict(sorted(found.items()))
 
 
-def _taints(gpu: Gpu, cordoned: Mapping[GpuUuid, str], policy: DevicePolicy) -> list[dict[str, str]]:
+def _taints(gpu: Gpu, cordoned: Mapping[GpuUuid, str], policy: DevicePolicy) -> Sequence[DeviceTaint]:
     if gpu.uuid in cordoned:
-        return [{"key": CORDONED_TAINT, "value": _value(cordoned[gpu.uuid]), "effect": policy.taint_effect}]
+        return [DeviceTaint(CORDONED_TAINT, _value(cordoned[gpu.uuid]), policy.taint_effect)]
     if not gpu.is_healthy:
-        return [{"key": UNHEALTHY_TAINT, "value": _value(gpu.unhealthy_reason), "effect": policy.taint_effect}]
-    return []
+        return [DeviceTaint(UNHEALTHY_TAINT, _value(gpu.unhealthy_reason), policy.taint_effect)]
+    return ()
 
 
 def _value(reason: str) -> str:

@@ -16,18 +16,30 @@ GPUs are not carried over: the scheduler chooses.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from msgspec import Struct
+import msgspec
+from msgspec import UNSET, Struct
+from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.pods import PREDICATE_PREFIX, mapping_or_empty, parse_pod
+from gpushare_agent.cluster.kube.claims import (
+    CapacityRequests,
+    CelSelector,
+    ClaimSpec,
+    DeviceSelector,
+    ExactRequest,
+    NamedRequest,
+    RequestedDevices,
+    ShareParameters,
+    WrittenConfig,
+    WrittenOpaque,
+)
+from gpushare_agent.cluster.kube.pods import PREDICATE_PREFIX, PodJson, PodSpec, ResourcesJson, parse_pod
 from gpushare_agent.dra.decisions.claim import CONFIG_API_VERSION, CONFIG_KIND, DRIVER, MAX_RESULTS
 from gpushare_agent.dra.decisions.devices import quantity
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.shares import core_limit
-from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
+from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import (
     CORE_LIMIT_ANNOTATION,
     CORES_PER_GPU,
@@ -57,46 +69,49 @@ class Template(Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """By the content, so that equal requests share a template, and no two versions write one differently."""
         shape = f"gpus{self.count}" if self.cores is None else f"c{self.cores}-m{self.memory_mib}"
-        content = json.dumps(self.spec(), sort_keys=True, separators=(",", ":"))
-        return f"gpushare-{shape}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+        content = msgspec.json.encode(self.spec(), order="sorted")
+        return f"gpushare-{shape}-{hashlib.sha256(content).hexdigest()[:8]}"
 
-    def spec(self) -> dict[str, Any]:
-        """A ResourceClaimSpec, in the form in which the API server returns it."""
-        exactly: dict[str, Any] = {
-            "deviceClassName": DEVICE_CLASS,
-            "allocationMode": "ExactCount",
-            "count": self.count,
-        }
+    def spec(self) -> ClaimSpec:
         memory = quantity(self.memory_mib) if self.memory_mib else ""
+        exactly = ExactRequest(device_class_name=DEVICE_CLASS, allocation_mode="ExactCount", count=self.count)
         if self.cores is not None:
-            exactly["capacity"] = {"requests": {"cores": str(self.cores), "memory": memory}}
+            exactly.capacity = CapacityRequests({"cores": str(self.cores), "memory": memory})
         elif memory:
             expression = f"device.capacity['{DRIVER}'].memory.compareTo(quantity('{memory}')) >= 0"
-            exactly["selectors"] = [{"cel": {"expression": expression}}]
-        devices: dict[str, Any] = {"requests": [{"name": REQUEST, "exactly": exactly}]}
-        config = {"isolation": self.isolation, "coreLimit": self.core_limit}
-        if chosen := {key: value for key, value in config.items() if value}:
-            parameters = {"apiVersion": CONFIG_API_VERSION, "kind": CONFIG_KIND, **chosen}
-            devices["config"] = [{"opaque": {"driver": DRIVER, "parameters": parameters}}]
-        return {"devices": devices}
+            exactly.selectors = [DeviceSelector(CelSelector(expression))]
+        parameters = ShareParameters(
+            api_version=CONFIG_API_VERSION, kind=CONFIG_KIND, isolation=self.isolation, core_limit=self.core_limit
+        )
+        is_configured = bool(self.isolation or self.core_limit)
+        config = [WrittenConfig(WrittenOpaque(DRIVER, parameters))] if is_configured else ()
+        return ClaimSpec(RequestedDevices([NamedRequest(REQUEST, exactly)], config))
+
+
+class PatchOperation(Struct, frozen=True, omit_defaults=True):
+    """One of a JSON Patch (RFC 6902)."""
+
+    op: str
+    path: str
+    value: object = UNSET
 
 
 class Conversion(Struct, frozen=True, kw_only=True):
     """`patch` is a JSON Patch of the pod, empty where it stays as it is; `templates` are those that it then names."""
 
-    patch: Sequence[Mapping[str, Any]] = ()
+    patch: Sequence[PatchOperation] = ()
     templates: tuple[Template, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
-def convert_pod(raw: Mapping[str, Any], names: ResourceNames) -> Conversion | Refused:
-    """`raw` is the pod as the API server shows it to a webhook, without a UID and perhaps without a name. A pod that names
+def convert_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
+    """`read` is the pod as the API server shows it to a webhook, without a UID and perhaps without a name. A pod that names
     its node is left as it is: no scheduler would allocate its claims.
 
     Raises:
         Corrupt: what it asks for cannot be read.
     """
-    pod = parse_pod(_with_identity(raw), resources=names.names)
+    pod = parse_pod(_with_identity(read), resources=names.names)
     asking = [container for container in pod.containers if any(container.requests.values())]
     if not asking or pod.is_static:
         return Conversion()
@@ -114,11 +129,8 @@ def convert_pod(raw: Mapping[str, Any], names: ResourceNames) -> Conversion | Re
         templates[container.name] = template
         warnings += _warnings(container, template, pod.annotations, names)
     claims = _claims(asking, templates, warnings)
-    spec = raw["spec"]
-    own_claims = spec.get("resourceClaims") or []
-    if not isinstance(own_claims, list) or not all(isinstance(one, Mapping) for one in own_claims):
-        raise Corrupt("spec.resourceClaims is no list of objects")
-    taken = {str(one.get("name")) for one in own_claims}
+    spec = read.spec
+    taken = {one.name for one in spec.claims}
     if used := sorted(taken.intersection(claims.values())):
         return _refused(f"the pod has a claim named {used[0]}, as this webhook names its own: give yours another name")
     own = {claim: templates[container] for container, claim in claims.items()}
@@ -126,10 +138,9 @@ def convert_pod(raw: Mapping[str, Any], names: ResourceNames) -> Conversion | Re
     return Conversion(patch=patch, templates=tuple(dict.fromkeys(own.values())), warnings=tuple(warnings))
 
 
-def _with_identity(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _with_identity(read: PodJson) -> PodJson:
     """parse_pod needs what the API server sets after admission; it is not used here."""
-    metadata = mapping_or_empty(raw.get("metadata"))
-    return {**raw, "metadata": {**metadata, "namespace": "x", "name": "x", "uid": "x"}}
+    return replace(read, metadata=replace(read.meta, namespace="x", name="x", uid="x"))
 
 
 def _template(container: ContainerSpec, annotations: Mapping[str, str], names: ResourceNames) -> Template | Refused:
@@ -207,33 +218,34 @@ def _claim_name(container: ContainerSpec) -> str:
 
 
 def _container_patches(
-    spec: Mapping[str, Any], asking: Sequence[ContainerSpec], claims: Mapping[str, str], names: ResourceNames
-) -> Iterator[Mapping[str, Any]]:
+    spec: PodSpec, asking: Sequence[ContainerSpec], claims: Mapping[str, str], names: ResourceNames
+) -> Iterator[PatchOperation]:
     """A request that differs from its limit stays, and the API server refuses it as it would have."""
     for container in asking:
-        place = "containers" if container.kind is ContainerKind.MAIN else "initContainers"
-        raw = spec[place][container.position]["resources"]
+        is_main = container.kind is ContainerKind.MAIN
+        place, found = ("containers", spec.containers) if is_main else ("initContainers", spec.init_containers)
+        resources = (found or ())[container.position].resources or ResourcesJson()
         path = f"/spec/{place}/{container.position}/resources"
-        limits, requests = raw["limits"], mapping_or_empty(raw.get("requests"))
+        limits, requests = resources.limits or {}, resources.requests or {}
         for name in names.names:
             escaped = name.replace("~", "~0").replace("/", "~1")
             if name in limits:
-                yield {"op": "remove", "path": f"{path}/limits/{escaped}"}
+                yield PatchOperation("remove", f"{path}/limits/{escaped}")
                 if requests.get(name) == limits[name]:
-                    yield {"op": "remove", "path": f"{path}/requests/{escaped}"}
+                    yield PatchOperation("remove", f"{path}/requests/{escaped}")
         claim = {"name": claims[container.name]}
-        if raw.get("claims"):
-            yield {"op": "add", "path": f"{path}/claims/-", "value": claim}
+        if resources.claims:
+            yield PatchOperation("add", f"{path}/claims/-", claim)
         else:
-            yield {"op": "add", "path": f"{path}/claims", "value": [claim]}
+            yield PatchOperation("add", f"{path}/claims", [claim])
 
 
-def _pod_patches(spec: Mapping[str, Any], own: Mapping[str, Template]) -> Iterator[Mapping[str, Any]]:
+def _pod_patches(spec: PodSpec, own: Mapping[str, Template]) -> Iterator[PatchOperation]:
     claims = [{"name": name, "resourceClaimTemplateName": template.name} for name, template in sorted(own.items())]
-    if spec.get("resourceClaims"):
-        yield from ({"op": "add", "path": "/spec/resourceClaims/-", "value": claim} for claim in claims)
+    if spec.claims:
+        yield from (PatchOperation("add", "/spec/resourceClaims/-", claim) for claim in claims)
     else:
-        yield {"op": "add", "path": "/spec/resourceClaims", "value": claims}
+        yield PatchOperation("add", "/spec/resourceClaims", claims)
 
 
 def _refused(detail: str) -> Refused:

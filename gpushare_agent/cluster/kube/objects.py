@@ -1,0 +1,152 @@
+"""Schemas of the API server's objects that several parts read or write: what each object has, Node, Event.
+
+Format: Kubernetes meta/v1 ObjectMeta, core/v1 Node and Event. No state.
+"""
+
+from __future__ import annotations
+
+from msgspec import Raw, Struct, field
+from msgspec.json import Decoder
+
+from gpushare_agent.kit.json_schema import NULL, Entries, decoded, decoded_or, texts
+from gpushare_agent.model.errors import Corrupt
+from gpushare_agent.model.names import PodUid
+
+Quantity = str | int | float
+"""Of a resource, as the API server and manifests write it; quantities.py reads it."""
+
+
+class OwnerReference(Struct, rename="camel", kw_only=True):
+    api_version: str | None = None
+    kind: str | None = None
+    name: str | None = None
+    uid: str | None = None
+    controller: bool | None = None
+
+
+class ObjectMeta(Struct, rename="camel"):
+    """Identity is read exactly; of labels, annotations, owners and the version what is as Kubernetes defines it."""
+
+    namespace: str | None = None
+    name: str | None = None
+    uid: str | None = None
+    raw_version: object = field(name="resourceVersion", default=None)
+    deleted_at: object = field(name="deletionTimestamp", default=None)
+    raw_labels: Raw = field(name="labels", default=NULL)
+    raw_annotations: Raw = field(name="annotations", default=NULL)
+    raw_owners: Raw = field(name="ownerReferences", default=NULL)
+
+    @property
+    def version(self) -> str:
+        """resourceVersion, empty where there is none."""
+        return self.raw_version if isinstance(self.raw_version, str) else ""
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return texts(self.raw_labels)
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        return texts(self.raw_annotations)
+
+    @property
+    def owners(self) -> list[OwnerReference]:
+        return _OWNERS.read(self.raw_owners)
+
+
+_OWNERS = Entries(OwnerReference)
+
+
+class KubeObject(Struct):
+    """Any object, without what is special to its kind."""
+
+    metadata: ObjectMeta | None = None
+
+    @property
+    def meta(self) -> ObjectMeta:
+        return self.metadata or ObjectMeta()
+
+
+_OBJECT = Decoder(KubeObject)
+
+
+def object_meta(raw: Raw, what: str) -> ObjectMeta:
+    """Raises Corrupt."""
+    return decoded(_OBJECT, raw, what).meta
+
+
+def pod_uid(raw: Raw) -> PodUid:
+    """The UID alone, for events of which nothing else matters. Raises Corrupt where there is none."""
+    uid = object_meta(raw, "pod").uid
+    if not uid:
+        raise Corrupt("pod: the UID is missing")
+    return PodUid(uid)
+
+
+def object_name(raw: Raw, what: str) -> str:
+    """An object's name. Raises Corrupt where there is none."""
+    name = object_meta(raw, what).name
+    if not name:
+        raise Corrupt(f"{what}: the name is missing")
+    return name
+
+
+class NodeStatus(Struct):
+    capacity: dict[str, Quantity] | None = None
+    allocatable: dict[str, Quantity] | None = None
+
+
+class NodeJson(KubeObject):
+    raw_status: Raw = field(name="status", default=NULL)
+
+    @property
+    def status(self) -> NodeStatus:
+        """Empty where it is not as Kubernetes defines it."""
+        return decoded_or(_NODE_STATUS, self.raw_status, NodeStatus)
+
+
+_NODE, _NODE_STATUS = Decoder(NodeJson), Decoder(NodeStatus)
+
+
+def read_node_json(raw: Raw) -> NodeJson:
+    """Empty where it is no node."""
+    return decoded_or(_NODE, raw, NodeJson)
+
+
+class ObjectReference(Struct, rename="camel", omit_defaults=True, kw_only=True, frozen=True):
+    """What an Event is about."""
+
+    api_version: str = ""
+    kind: str
+    name: str
+    uid: str
+    namespace: str = ""
+    resource_version: str = ""
+
+
+class EventSource(Struct, frozen=True):
+    component: str
+    host: str
+
+
+class EventMeta(Struct, frozen=True):
+    name: str
+    namespace: str
+
+
+class Event(Struct, rename="camel", kw_only=True, frozen=True):
+    """`first_timestamp` and `last_timestamp` are RFC 3339, in seconds."""
+
+    api_version: str = "v1"
+    kind: str = "Event"
+    metadata: EventMeta
+    involved_object: ObjectReference
+    reason: str
+    message: str
+    type: str
+    source: EventSource
+    reporting_component: str
+    reporting_instance: str
+    first_timestamp: str
+    last_timestamp: str
+    count: int = 1
