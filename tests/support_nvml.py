@@ -77,6 +77,9 @@ class Probe:
     async def sample(self) -> Any:
         return await self.ask("sample")
 
+    async def busy(self, *uuids: str) -> Any:
+        return await self.ask(f"busy {' '.join(uuids)}")
+
     async def sample_gpu(self) -> Any:
         """The one GPU of a sample."""
         [gpu] = (await self.sample())["gpus"]

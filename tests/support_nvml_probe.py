@@ -1,10 +1,10 @@
 """A process that uses the NVML driver on command, so that a test can put a library of its own in its way.
 
 Started by tests/support_nvml.py. Each line on stdin is a command, each answer one line of JSON: `read` answers the
-inventory, `sample` what is used (`sample_600` after 600 rounds more), `events` what happened, each of them the error
-instead; `check_limits PATH MAY_SET` and `keep_limit UUID PATH MIB MAY_SET` (0 or 1) ask for a cgroup's memory limit;
-`held UUID…` names the GPUs that containers have; `threads` answers the number of NVML threads alive, `logged` the log's
-events so far, `close` nothing.
+inventory, `sample` what is used (`sample_600` after 600 rounds more), `busy UUID…` who keeps GPUs busy, `events` what
+happened, each of them the error instead; `check_limits PATH MAY_SET` and `keep_limit UUID PATH MIB MAY_SET` (0 or 1) ask
+for a cgroup's memory limit; `held UUID…` names the GPUs that containers have; `threads` answers the number of NVML
+threads alive, `logged` the log's events so far, `close` nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import json
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:
         return None
     if command.startswith(("check_limits ", "keep_limit ")):
         return await limits(driver, command.split())
-    call = {"read": read, "sample": sample, "sample_600": sample_600, "events": events}[command]
+    name, *words = command.split()
+    calls = {"read": read, "sample": sample, "sample_600": sample_600, "events": events}
+    call = partial(busy, uuids=words) if name == "busy" else calls[name]
     before = set(threading.enumerate())
     try:
         result = await call(driver)
@@ -73,6 +76,10 @@ async def sample_600(driver: NvmlDriver) -> dict[str, Any]:
     for _ in range(600):
         await driver.sample()
     return await sample(driver)
+
+
+async def busy(driver: NvmlDriver, uuids: list[str]) -> dict[str, Any]:
+    return to_builtins(await driver.sample_busy([GpuUuid(uuid) for uuid in uuids]))
 
 
 async def limits(driver: NvmlDriver, words: list[str]) -> dict[str, Any] | None:

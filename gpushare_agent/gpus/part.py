@@ -20,13 +20,14 @@ from gpushare_agent.model.errors import AgentError, Corrupt, StartupError
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.usage import SamplesBusy
 from gpushare_agent.node import Node
 from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
 
 
-class NodeDriver(GpuDriver, MemoryLimiter, Protocol):
+class NodeDriver(GpuDriver, MemoryLimiter, SamplesBusy, Protocol):
     """All that the agent asks of the GPUs' driver. `in_use`, which `build` sets, are the GPUs that containers have: a MIG
     instance of theirs that is removed stays in the inventory."""
 

@@ -19,7 +19,7 @@ from gpushare_agent.isolation.device_lists import strategy_warnings
 from gpushare_agent.isolation.driver_volume.config import driver_volumes
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.kept import Circumstances, IsolationFacts, Kept, ProbeResult
-from gpushare_agent.isolation.part import Check, IsolationHost, IsolationPart, Prepare, build_part
+from gpushare_agent.isolation.part import Check, IsolationDriver, IsolationHost, IsolationPart, Prepare, build_part
 from gpushare_agent.isolation.request import Follows
 from gpushare_agent.isolation.vdevice.part import build_virtual_manager
 from gpushare_agent.isolation.vdevice.virtual_manager import VirtualManager
@@ -28,7 +28,6 @@ from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, Sharing, isolation_parts
-from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.node_events import NodeEventReason
 from gpushare_agent.model.pods import ContainerSpec, Pod
@@ -221,7 +220,7 @@ class Isolations(Struct, frozen=True, kw_only=True):
 def build(
     node: Node,
     warn: Callable[[Pod, str, str], None],
-    driver: MemoryLimiter,
+    driver: IsolationDriver,
     *,
     note: Callable[[NodeEventReason, str, str], None] = lambda reason, about, text: None,
     choose_anew: Callable[[str], None] = lambda reason: None,

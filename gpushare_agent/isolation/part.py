@@ -8,6 +8,7 @@ does not bring, has there `probe(settings, driver) -> NodeProbe` too.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 from msgspec import Struct, field
 
@@ -25,7 +26,7 @@ from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.node_events import NodeEventReason
 from gpushare_agent.model.pods import ContainerSpec, Pod
-from gpushare_agent.model.usage import UsageRound
+from gpushare_agent.model.usage import SamplesBusy, UsageRound
 from gpushare_agent.node import Node
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeClient
@@ -33,6 +34,10 @@ from gpushare_agent.settings.settings import Settings
 
 Check = Callable[[], Awaitable[object]]
 Prepare = Callable[[Collection[ContainerKey]], Awaitable[Refused | None]]
+
+
+class IsolationDriver(MemoryLimiter, SamplesBusy, Protocol):
+    """What isolations ask of the GPUs' driver."""
 
 
 class IsolationHost(Struct, frozen=True, kw_only=True):
@@ -47,7 +52,7 @@ class IsolationHost(Struct, frozen=True, kw_only=True):
     warn: Callable[[Pod, str, str], None]
     note: Callable[[NodeEventReason, str, str], None]
     choose_anew: Callable[[str], None]
-    driver: MemoryLimiter
+    driver: IsolationDriver
     runtime: RuntimeClient
     cgroups: Cgroups
     module: KernelModule | None

@@ -5,8 +5,9 @@ None means unknown: not supported by this GPU, or no value for this moment. It n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
+from typing import Protocol
 
 from msgspec import Struct, field
 
@@ -68,6 +69,32 @@ class DriverSample(Struct, frozen=True, kw_only=True):
 
     gpus: tuple[GpuSample, ...]
     errors: Mapping[str, int] = field(default_factory=dict)
+
+
+class BusyProcess(Struct, frozen=True, kw_only=True):
+    """One process on one GPU, by its PID on the host. `busy_ns` is how long it kept the GPU busy since the last reading."""
+
+    pid: int
+    memory_bytes: int | None
+    busy_ns: int
+
+
+class GpuBusy(Struct, frozen=True, kw_only=True):
+    """One reading of who keeps a GPU busy. Times are of CLOCK_MONOTONIC.
+
+    `busy_until_ns` is how far that is known, some time before `at_ns`; 0 where the driver does not say it. What is counted
+    then reaches back to the `busy_until_ns` of the reading before, unless not `is_continued`: then it is nothing.
+    """
+
+    at_ns: int
+    busy_until_ns: int
+    is_continued: bool
+    processes: tuple[BusyProcess, ...]
+
+
+class SamplesBusy(Protocol):
+    async def sample_busy(self, gpus: Collection[GpuUuid]) -> Mapping[GpuUuid, GpuBusy]:
+        """Of those among them that answer. Quick enough for ten times a second. Raises Unavailable."""
 
 
 class ContainerUse(Struct, frozen=True, kw_only=True):

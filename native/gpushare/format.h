@@ -24,13 +24,15 @@ struct config_gpu {
     uint64_t memory; /* bytes */
     uint32_t cores;   /* hundredths of a percent of the GPU's time */
     uint32_t ceiling; /* the same, of HAS_CEILING: while nobody else computes */
-    /* What the agent last saw in the driver of this container's processes. */
-    uint64_t observed_at; /* CLOCK_MONOTONIC, ns; 0: nothing yet */
+    /* What the agent last saw in the driver of this container's processes. Times are of CLOCK_MONOTONIC, all in ns. */
+    uint64_t observed_at; /* 0: nothing yet */
     uint64_t observed_bytes;
-    uint32_t busy;        /* thousandths, over the time since the sample before */
-    uint32_t busy_others; /* of all other containers */
-    uint64_t samples;     /* how many there have been */
-    uint8_t reserved[24];
+    /* Counted on from one time to another, so whoever reads seldom loses nothing. The count begins anew where the agent does not know
+       what was between; `busy_until` is 0 where the driver does not say how busy who keeps the GPU. */
+    uint64_t busy_since, busy_until;
+    uint64_t busy_ns;   /* of this container */
+    uint64_t others_ns; /* of all others */
+    uint8_t reserved[8];
 };
 
 struct config {
@@ -72,15 +74,16 @@ struct usage_gpu {
     uint64_t launched; /* sum of all launches so far */
     uint64_t launches;
     uint64_t throttled; /* nanoseconds that launches have waited */
-    /* Feedback, written by who takes the sample: samples_seen goes from n to another by compare-and-swap */
-    uint64_t samples_seen, sampled_at, launched_at_sample, throttled_at_sample;
+    /* Feedback, written by who takes the sample: sampled_at goes from one busy_until to another by compare-and-swap */
+    uint64_t sampled_at, busy_at_sample, others_at_sample, launched_at_sample, throttled_at_sample;
+    uint64_t unobserved; /* nanoseconds of launching since then */
     double cost_sum, busy_sum; /* estimated and observed nanoseconds, forgetting */
     double delayed, recent;    /* estimated nanoseconds that are not in cost_sum yet; their sum over a shorter time */
     double scale;              /* estimated nanoseconds for each real one */
     uint64_t starved_since;    /* throttled, and well below its share */
     uint64_t alone_since, accompanied_since;
     uint32_t is_elastic, reserved;
-    uint8_t rest[80];
+    uint8_t rest[64];
 };
 
 struct usage_slot {

@@ -27,11 +27,13 @@
 #define POLL_NS 200000u            /* events are asked this often at most: it costs a microsecond */
 #define UNKNOWN_NS 20000u          /* of a first launch, until it is measured; then the difference is charged */
 #define ELASTIC_NS SECOND_NS       /* for so long the others must have been idle, or not */
-#define STALE_S 15.0               /* samples with a gap as long as this say nothing of the time between */
+#define HOLD_NS                                                                                                            \
+    (15 * (uint64_t)SECOND_NS) /* of launching without a sample: so long the last scale is believed, then the costs are */
 #define LEAST_BUSY_NS 30e6         /* observed, before a scale is made of it */
 #define MEMORY_S 3.0               /* of the sums behind the scale: what lies so far back counts a third */
 #define DELAY_S 0.6                /* by about so much utilisation is behind: half of what it is measured over, and its way */
-enum { COSTS = 4096, PROBES = 16, FIRST_MEASURED = 3, MEASURE_EVERY = 256, OUTSTANDING = 16, KNOWN_RATES = 31, BUSY_OF_NOBODY = 5 };
+enum { COSTS = 4096, PROBES = 16, FIRST_MEASURED = 3, MEASURE_EVERY = 256, OUTSTANDING = 16, KNOWN_RATES = 31 };
+#define BUSY_OF_NOBODY 0.005 /* of the time */
 
 #define LOAD(field) atomic_load_explicit((_Atomic __typeof__(field) *)&(field), memory_order_relaxed)
 #define STORE(field, value) atomic_store_explicit((_Atomic __typeof__(field) *)&(field), value, memory_order_relaxed)
@@ -180,28 +182,27 @@ static void add_sample(struct usage_gpu *use, double dt_s, double cost_ns, doubl
     use->busy_sum = use->busy_sum * kept + busy_ns;
 }
 
-static void set_scale(struct usage_gpu *use, const struct config_gpu *seen, double dt_s, double share, bool is_throttled)
+static void set_scale(struct usage_gpu *use, uint64_t until, double dt_s, double busy, double share, bool is_throttled)
 {
     double old = use->scale > 0 ? use->scale : 1, step = 1 + 7 * dt_s; /* eightfold in a second */
     double wanted = use->busy_sum >= LEAST_BUSY_NS ? ratio_of(use) : old;
     /* A cost that is far too high keeps the program so idle that there is nothing to measure it by. */
-    bool is_starved = is_throttled && seen->busy / 1000.0 < share / 2 && use->busy_sum < LEAST_BUSY_NS;
-    use->starved_since = !is_starved ? 0 : use->starved_since ? use->starved_since : seen->observed_at;
-    if (is_starved && seen->observed_at - use->starved_since >= SECOND_NS)
+    bool is_starved = is_throttled && busy < share / 2 && use->busy_sum < LEAST_BUSY_NS;
+    use->starved_since = !is_starved ? 0 : use->starved_since ? use->starved_since : until;
+    if (is_starved && until - use->starved_since >= SECOND_NS)
         wanted = old * 1.1;
     wanted = wanted > old * step ? old * step : wanted < old / step ? old / step : wanted;
     STORE(use->scale, wanted);
 }
 
 /* The ceiling is for who is alone on the GPU. */
-static void set_elastic(struct usage_gpu *use, const struct config_gpu *seen)
+static void set_elastic(struct usage_gpu *use, uint64_t until, bool is_alone)
 {
-    bool is_alone = seen->busy_others < BUSY_OF_NOBODY;
-    use->alone_since = !is_alone ? 0 : use->alone_since ? use->alone_since : seen->observed_at;
-    use->accompanied_since = is_alone ? 0 : use->accompanied_since ? use->accompanied_since : seen->observed_at;
-    if (is_alone && seen->observed_at - use->alone_since >= ELASTIC_NS)
+    use->alone_since = !is_alone ? 0 : use->alone_since ? use->alone_since : until;
+    use->accompanied_since = is_alone ? 0 : use->accompanied_since ? use->accompanied_since : until;
+    if (is_alone && until - use->alone_since >= ELASTIC_NS)
         use->is_elastic = 1;
-    else if (!is_alone && seen->observed_at - use->accompanied_since >= ELASTIC_NS)
+    else if (!is_alone && until - use->accompanied_since >= ELASTIC_NS)
         use->is_elastic = 0;
 }
 
@@ -209,26 +210,34 @@ static void set_elastic(struct usage_gpu *use, const struct config_gpu *seen)
 static void take_sample(struct usage_gpu *use, const struct limits *limits)
 {
     const struct config_gpu *seen = &limits->seen;
-    uint64_t before = LOAD(use->samples_seen), sampled_at = use->sampled_at, launched = LOAD(use->launched);
+    uint64_t before = LOAD(use->sampled_at), until = seen->busy_until, launched = LOAD(use->launched);
     uint64_t throttled = LOAD(use->throttled);
-    if (seen->samples == before || seen->observed_at == 0 || !EXCHANGE_IF(use->samples_seen, &before, seen->samples))
+    if (until == 0 || until == before || !EXCHANGE_IF(use->sampled_at, &before, until))
         return;
-    double dt_s = (double)(seen->observed_at - sampled_at) / 1e9, cost_ns = (double)(launched - use->launched_at_sample);
-    bool is_whole = sampled_at && seen->observed_at > sampled_at && dt_s < STALE_S;
-    use->sampled_at = seen->observed_at;
+    double dt_s = (double)(until - before) / 1e9, cost_ns = (double)(launched - use->launched_at_sample);
+    double busy_ns = (double)(seen->busy_ns - use->busy_at_sample), others_ns = (double)(seen->others_ns - use->others_at_sample);
+    /* Else the agent has counted from another beginning, or `usage` has been written by somebody else. */
+    bool is_whole = before && until > before && seen->busy_since <= before && seen->busy_ns >= use->busy_at_sample &&
+                    seen->others_ns >= use->others_at_sample;
+    bool is_throttled = throttled != use->throttled_at_sample;
+    use->busy_at_sample = seen->busy_ns;
+    use->others_at_sample = seen->others_ns;
     use->launched_at_sample = launched;
-    set_elastic(use, seen);
+    use->throttled_at_sample = throttled;
+    STORE(use->unobserved, 0);
     if (!is_whole)
         return;
-    add_sample(use, dt_s, cost_ns, seen->busy / 1000.0 * dt_s * 1e9);
-    set_scale(use, seen, dt_s, limits->cores, throttled != use->throttled_at_sample);
-    use->throttled_at_sample = throttled;
+    set_elastic(use, until, others_ns < BUSY_OF_NOBODY * dt_s * 1e9);
+    add_sample(use, dt_s, cost_ns, busy_ns);
+    set_scale(use, until, dt_s, busy_ns / (dt_s * 1e9), limits->cores, is_throttled);
 }
 
 static double share_of(const struct usage_gpu *use, const struct limits *limits)
 {
-    double share = limits->has_ceiling && use->is_elastic ? limits->ceiling : limits->cores;
-    double scale = LOAD(*(double *)(uintptr_t)&use->scale);
+    /* Without the agent nobody says whether the others are idle, or that a scale which was right is no more. */
+    bool is_observed = LOAD(*(uint64_t *)(uintptr_t)&use->unobserved) < HOLD_NS;
+    double share = limits->has_ceiling && use->is_elastic && is_observed ? limits->ceiling : limits->cores;
+    double scale = is_observed ? LOAD(*(double *)(uintptr_t)&use->scale) : 1;
     share = share < 0.001 ? 0.001 : share; /* nothing would be for ever */
     return share * (scale > 1e-4 && scale < 1e4 ? scale : 1); /* the program may have written there whatever it likes */
 }
@@ -242,6 +251,7 @@ static void refill(struct usage_gpu *use, double share, uint64_t now)
         return;
     uint64_t elapsed = since == 0 ? 0 : now - since > SECOND_NS ? SECOND_NS : now - since;
     uint64_t earned = (uint64_t)((double)elapsed * share);
+    ADD(use->unobserved, elapsed);
     ADD(use->earned, earned);
     int64_t tokens = ADD(use->tokens, (int64_t)earned) + (int64_t)earned;
     while (tokens > BURST_NS && !EXCHANGE_IF(use->tokens, &tokens, (int64_t)BURST_NS))
@@ -263,7 +273,7 @@ static void pay_and_wait(const struct launch *launch, struct measurement *measur
 {
     int gpu = measurement->gpu;
     struct usage_gpu *use = usage_of(gpu);
-    uint64_t began = now_ns(), now = began;
+    uint64_t now = now_ns();
     double share = keep_up(gpu, limits, now); /* by which the cost may just become known */
     uint64_t known = atomic_load(&measurement->cost->ns), earned = LOAD(use->earned);
     measurement->is_guessed = known == 0;
@@ -278,11 +288,11 @@ static void pay_and_wait(const struct launch *launch, struct measurement *measur
         uint64_t ns = wait > LONGEST_WAIT_NS ? LONGEST_WAIT_NS : wait < SHORTEST_WAIT_NS ? SHORTEST_WAIT_NS : (uint64_t)wait;
         clock_nanosleep(CLOCK_MONOTONIC, 0, &(struct timespec){.tv_nsec = (long)ns}, NULL);
         read_limits(gpu, limits);
+        uint64_t before = now;
         now = now_ns();
+        ADD(use->throttled, now - before); /* not at the end alone: a wait may be longer than what samples are apart */
         share = keep_up(gpu, limits, now);
     }
-    if (now != began)
-        ADD(use->throttled, now - began);
 }
 
 /* ---- a launch ---- */

@@ -145,9 +145,10 @@ void read_limits(int gpu, struct limits *limits)
         to->ceiling = LOAD(*(uint32_t *)(uintptr_t)&from->ceiling);
         to->observed_at = LOAD(*(uint64_t *)(uintptr_t)&from->observed_at);
         to->observed_bytes = LOAD(*(uint64_t *)(uintptr_t)&from->observed_bytes);
-        to->busy = LOAD(*(uint32_t *)(uintptr_t)&from->busy);
-        to->busy_others = LOAD(*(uint32_t *)(uintptr_t)&from->busy_others);
-        to->samples = LOAD(*(uint64_t *)(uintptr_t)&from->samples);
+        to->busy_since = LOAD(*(uint64_t *)(uintptr_t)&from->busy_since);
+        to->busy_until = LOAD(*(uint64_t *)(uintptr_t)&from->busy_until);
+        to->busy_ns = LOAD(*(uint64_t *)(uintptr_t)&from->busy_ns);
+        to->others_ns = LOAD(*(uint64_t *)(uintptr_t)&from->others_ns);
         atomic_thread_fence(memory_order_acquire);
         if (!(sequence & 1) && LOAD(*(uint32_t *)(uintptr_t)&from->sequence) == sequence)
             break;

@@ -83,13 +83,13 @@ def test_costs_that_are_wrong_are_put_right_by_what_the_agent_sees(
     assert found == pytest.approx(cap, abs=MOST_ERROR)
 
 
-@pytest.mark.parametrize("period_s", [1, 5])
+@pytest.mark.parametrize("period_s", [0.3, 1])
 @pytest.mark.parametrize("event_percent", [50, 100, 200])
-def test_an_agent_that_looks_seldom_is_enough(machine_with: MachineWith, event_percent: int, period_s: int) -> None:
-    """Then a wrong cost is noticed later: here after so many of its periods."""
+def test_an_agent_that_looks_seldom_is_enough(machine_with: MachineWith, event_percent: int, period_s: float) -> None:
+    """As where its readings take long; then a wrong cost is noticed later."""
     kernel = Kernel("wave", 132)
     share = machine_with(**kernel.settings, event_percent=event_percent).container(cores=3000)
-    launches = [kernel.launch(5 * period_s), kernel.launch(20)]
+    launches = [kernel.launch(5), kernel.launch(20)]
     [ended] = share.machine.run_virtual((share, launches), period_s=period_s)
     assert kernel.percent(ended.rates()[1]) == pytest.approx(30, abs=MOST_ERROR)
 

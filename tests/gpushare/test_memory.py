@@ -208,7 +208,7 @@ def test_what_the_agent_observes_is_believed_once_nothing_changes(share: Contain
     time.sleep(0.4)
     with (share.directory / CONFIG_NAME).open("r+b") as file:
         content = bytearray(file.read())
-        seen = Observed(at_ns=time.monotonic_ns(), used_bytes=used_mib * MIB, busy=0, busy_others=0, samples=1)
+        seen = Observed(at_ns=time.monotonic_ns(), used_bytes=used_mib * MIB)
         write_observed(content, 0, seen)
         file.seek(0)
         file.write(content)

@@ -7,9 +7,10 @@ import shutil
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -28,7 +29,13 @@ from gpushare_agent.isolation.gpushare.format import (
     Observed,
     encode_config,
 )
-from gpushare_agent.isolation.gpushare.observed import ObservedContainers, observed
+from gpushare_agent.isolation.gpushare.observed import (
+    BusyCount,
+    ObservedContainers,
+    owners_of,
+    pause_s,
+    used_bytes,
+)
 from gpushare_agent.isolation.private_caches import PrivateCaches
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.model.allocations import Allocation, ClaimRef, ClaimShare, ContainerEdits, ContainerKey
@@ -38,7 +45,7 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION, MIB, GpuUuid, PodUid, unit_id
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
+from gpushare_agent.model.usage import BusyProcess, ContainerUse, GpuBusy, ProcessSample, UsageRound
 from gpushare_agent.settings.isolation import LibgpushareSettings
 from gpushare_agent.settings.settings import Settings
 from tests.support_core import NAMES, allocation, container, ids, inventory, isolation_config, mig_instance, pod
@@ -279,7 +286,7 @@ def test_each_gpu_of_a_container_is_written_by_its_uuid(world: World) -> None:
     )
     files.prepare(KEY)
     files.write_limits(KEY, [replace(second, memory_bytes=512 * MIB)])
-    files.write_observed(KEY, second.uuid, Observed(at_ns=1, used_bytes=7, busy=0, busy_others=0, samples=1))
+    files.write_observed(KEY, {GpuUuid(second.uuid): Observed(at_ns=1, used_bytes=7), UUID: Observed()})
     assert [struct.unpack_from("Q", world.config(), 512 + 128 * n + 56)[0] // MIB for n in (0, 1)] == [2048, 512]
     assert [struct.unpack_from("Q", world.config(), 512 + 128 * n + 80)[0] for n in (0, 1)] == [0, 7]
     assert files.held_bytes(KEY) == {LIMITS.uuid: 0, second.uuid: 0}
@@ -372,69 +379,214 @@ async def test_check_says_what_is_missing(short_dir: Path) -> None:
 
 # ---- what the driver shows ----
 
+SECOND = 1_000_000_000
+READING = GpuBusy(
+    at_ns=20 * SECOND,
+    busy_until_ns=19 * SECOND,
+    is_continued=True,
+    processes=(
+        BusyProcess(pid=7, memory_bytes=700 * MIB, busy_ns=200),
+        BusyProcess(pid=8, memory_bytes=900 * MIB, busy_ns=500),
+        BusyProcess(pid=9, memory_bytes=1, busy_ns=100),
+    ),
+)
+OWNERS = {7: KEY, 8: OTHER, 9: None}
 
-def usage(own: float | None = 0.2, other: float | None = 0.5, pids: tuple[int, ...] = (7,)) -> UsageRound:
+
+def usage(pids: tuple[int, ...] = (7,), age_s: float = 0.0) -> UsageRound:
     uses = [
-        ContainerUse(key=KEY, uuid=UUID, pids=pids, memory_bytes=700 * MIB if pids else 0, sm_ratio=own),
-        ContainerUse(key=OTHER, uuid=UUID, pids=(8,), memory_bytes=900 * MIB, sm_ratio=other),
-        ContainerUse(key=OTHER, uuid=GPUS[1].uuid, pids=(8,), memory_bytes=1, sm_ratio=0.9),
+        ContainerUse(key=KEY, uuid=UUID, pids=pids, memory_bytes=600 * MIB if pids else 0),
+        ContainerUse(key=OTHER, uuid=UUID, pids=(8,), memory_bytes=900 * MIB),
+        ContainerUse(key=OTHER, uuid=GPUS[1].uuid, pids=(8,), memory_bytes=1),
     ]
     return UsageRound(
-        sampled_at=time.time(),
+        sampled_at=time.time() - age_s,
         gpus={},
         containers={(one.key, one.uuid): one for one in uses},
-        unattributed={UUID: (ProcessSample(pid=9, sm_ratio=0.1),)},
+        unattributed={UUID: (ProcessSample(pid=9),)},
     )
 
 
+def counted(*reads: GpuBusy, owners: Mapping[int, ContainerKey | None] = OWNERS) -> BusyCount:
+    count = BusyCount()
+    for read in reads:
+        count.add(read, owners)
+    return count
+
+
+def test_a_round_says_whose_each_process_is() -> None:
+    round_ = usage()
+    assert owners_of(round_.containers.values(), round_.unattributed) == {UUID: OWNERS, GPUS[1].uuid: {8: OTHER}}
+
+
 def test_a_container_is_told_of_itself_and_one_number_of_all_others() -> None:
-    seen = observed(usage(), KEY, UUID, 5, 3)
-    assert seen is not None
-    assert (seen.at_ns, seen.used_bytes, seen.busy, seen.busy_others, seen.samples) == (5, 700 * MIB, 200, 600, 3)
-    seen = observed(usage(own=None, other=2.0), KEY, UUID, 5, 3)
-    assert seen is not None and (seen.busy, seen.busy_others) == (0, 1000)
+    """Added up from the first reading on, which itself counts nothing."""
+    first = replace(READING, is_continued=False, busy_until_ns=18 * SECOND, processes=())
+    count = counted(first, READING, READING)
+    seen = count.observed(KEY, Observed(), READING.at_ns, 5)
+    assert seen == Observed(
+        at_ns=20 * SECOND,
+        used_bytes=5,
+        busy_since_ns=18 * SECOND,
+        busy_until_ns=19 * SECOND,
+        busy_ns=400,
+        others_ns=1200,
+    )
+    assert count.observed(KEY, seen, 21 * SECOND, None).at_ns == 20 * SECOND
 
 
-def test_a_container_without_a_known_process_is_told_nothing() -> None:
-    """It would seem to have no memory, and its library would let it take more."""
-    assert observed(usage(pids=()), KEY, UUID, 5, 3) is None
-    assert observed(usage(), KEY, GpuUuid("GPU-9"), 5, 3) is None
+@pytest.mark.parametrize("broken", [replace(READING, is_continued=False), replace(READING, busy_until_ns=0)])
+def test_what_is_not_known_makes_the_count_begin_anew(broken: GpuBusy) -> None:
+    """A pause of the readings; a driver that does not say: libgpushare takes neither for idleness."""
+    count = counted(READING, READING, replace(broken, processes=()))
+    seen = count.observed(KEY, Observed(), 0, None)
+    assert (seen.busy_since_ns, seen.busy_until_ns, seen.busy_ns, seen.others_ns) == (
+        broken.busy_until_ns, broken.busy_until_ns, 0, 0
+    )  # fmt: skip
+    count.add(READING, OWNERS)
+    assert count.since_ns == READING.busy_until_ns
+
+
+def test_a_process_that_no_round_has_shown_keeps_what_it_was_busy_until_one_does() -> None:
+    first = replace(READING, is_continued=False, processes=())
+    count = counted(first, READING, READING, owners={8: OTHER})
+    assert (count.total_ns, count.observed(OTHER, Observed(), 0, None).others_ns) == (1000, 0)
+    gone = replace(READING, processes=READING.processes[:1])
+    count.add(gone, OWNERS)  # 7 is known now, with what it had before; 9 has ended, so it was somebody else's
+    assert (count.by_container, count.total_ns) == ({KEY: 600, OTHER: 1000}, 1800)
+
+
+def test_memory_is_not_told_while_a_process_is_anybodys() -> None:
+    """Its container would seem to have less than it has, and its library would let it take more."""
+    assert used_bytes(READING, OWNERS) == {KEY: 700 * MIB, OTHER: 900 * MIB}
+    assert used_bytes(READING, {7: KEY, 8: OTHER}) == {}
+    unknown = (*READING.processes, BusyProcess(pid=10, memory_bytes=None, busy_ns=0))
+    assert used_bytes(replace(READING, processes=unknown), {**OWNERS, 10: KEY}) == {OTHER: 900 * MIB}
+
+
+def test_readings_have_a_twentieth_of_the_time() -> None:
+    """Ten a second while they take 5 ms, and never fewer than one."""
+    for took_s in (0.0, 0.001, 0.005):
+        assert took_s + pause_s(took_s) == pytest.approx(0.1)
+    assert 0.02 + pause_s(0.02) == pytest.approx(0.4)
+    assert pause_s(0.5) == pause_s(10) == 1.0
+
+
+class ReadDriver:
+    """Answers `reading` for each GPU, and notes which it was asked for."""
+
+    def __init__(self, reading: GpuBusy | None = READING) -> None:
+        self.reading = reading
+        self.asked: list[frozenset[GpuUuid]] = []
+
+    async def sample_busy(self, gpus: Collection[GpuUuid]) -> Mapping[GpuUuid, GpuBusy]:
+        self.asked.append(frozenset(gpus))
+        if self.reading is None:
+            raise Unavailable("NVML is away")
+        return dict.fromkeys(gpus, self.reading)
+
+
+def told(world: World) -> Observed:
+    values = struct.unpack_from("6Q", world.config(), 512 + 72)
+    return Observed(**dict(zip(Observed.__struct_fields__, values, strict=True)))
+
+
+def observing(world: World, **others: Any) -> ObservedContainers:
+    given: dict[str, Any] = {"files": world.files, "shares": lambda: {KEY: (LIMITS,)}, "driver": ReadDriver()}
+    return ObservedContainers(**given | others)
 
 
 async def test_only_who_computes_is_told_and_only_then_the_driver_is_asked(world: World) -> None:
-    now, requests = [0.0], [0]
+    now, requests, driver = [0.0], [0], ReadDriver()
 
     def ask() -> None:
         requests[0] += 1
 
-    def sample_number() -> int:
-        return int(struct.unpack_from("Q", world.config(), 512 + 96)[0])
-
     world.files.prepare(KEY)
-    service = ObservedContainers(files=world.files, shares=lambda: {KEY: (LIMITS,)}, clock=lambda: now[0])
+    service = observing(world, driver=driver, clock=lambda: now[0])
     service.request_usage_by(ask)
     await service.look()
     service.usage_sampled(usage())
-    await service.write_round()
-    assert (requests[0], sample_number()) == (0, 0)
+    await service.read()
+    assert (requests[0], driver.asked, told(world)) == (0, [], Observed())
     world.launch(3)
     await service.look()
     service.usage_sampled(usage())
     service.usage_sampled(None)
-    await service.write_round()
-    assert (requests[0], sample_number()) == (1, 1)
-    assert struct.unpack_from("QII", world.config(), 512 + 80) == (700 * MIB, 200, 600)
+    await service.read()
+    await service.read()
+    assert (requests[0], driver.asked) == (1, [{UUID}, {UUID}])
+    assert told(world) == Observed(
+        at_ns=READING.at_ns, used_bytes=700 * MIB, busy_since_ns=READING.busy_until_ns,
+        busy_until_ns=READING.busy_until_ns, busy_ns=200, others_ns=600,
+    )  # fmt: skip
     now[0] = 6.0
     await service.look()
-    await service.write_round()
-    assert (requests[0], sample_number()) == (1, 1)
+    await service.read()
+    assert (requests[0], len(driver.asked)) == (1, 2)
+
+
+async def test_a_container_without_a_known_process_is_told_no_memory(world: World) -> None:
+    world.files.prepare(KEY)
+    service = observing(world)
+    world.launch(3)
+    await service.look()
+    service.usage_sampled(usage(pids=()))
+    await service.read()
+    assert (told(world).at_ns, told(world).used_bytes) == (0, 0)
+
+
+async def test_a_driver_that_cannot_be_read_leaves_what_a_round_shows(world: World) -> None:
+    """The memory, as old as the round is; nothing of who was busy."""
+    world.files.prepare(KEY)
+    service = observing(world, driver=ReadDriver(None))
+    world.launch(3)
+    await service.look()
+    service.usage_sampled(usage(age_s=2.0))
+    await service.read()
+    seen = told(world)
+    assert seen == Observed(at_ns=seen.at_ns, used_bytes=600 * MIB)
+    assert time.monotonic_ns() - seen.at_ns >= 2 * SECOND
+
+
+async def test_files_that_are_made_anew_are_told_all_again(world: World) -> None:
+    """A container that starts again: what is written does not go into the file that its last instance had mapped."""
+    world.files.prepare(KEY)
+    service = observing(world)
+    world.launch(3)
+    await service.look()
+    service.usage_sampled(usage())
+    await service.read()
+    world.files.prepare(KEY)
+    assert told(world) == Observed()
+    await service.look()
+    world.launch(1)
+    await service.look()
+    await service.read()
+    assert told(world).used_bytes == 700 * MIB
+
+
+async def test_a_reading_of_100_containers_opens_no_file_twice(world: World) -> None:
+    """Ten times a second, so the maps stay; they go with the last launch."""
+    now = [0.0]
+    world.files.prepare(KEY)
+    service = observing(world, clock=lambda: now[0])
+    world.launch(3)
+    await service.look()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        await service.read()
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    now[0] = 60.0
+    await service.look()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 async def test_limits_that_changed_without_a_resize_are_put_right_and_trouble_is_logged_once(world: World) -> None:
     """An elastic ceiling; a region that a tenant has broken; files that are about to be made."""
     world.files.prepare(KEY)
     wanted = [LIMITS]
-    service = ObservedContainers(files=world.files, shares=lambda: {KEY: (wanted[0],)})
+    service = observing(world, shares=lambda: {KEY: (wanted[0],)})
     await service.look()
     wanted[0] = replace(LIMITS, ceiling=6000)
     await service.look()

@@ -32,7 +32,7 @@ def test_the_layout_is_that_of_the_librarys_header(tmp_path: Path) -> None:
     assert {name: found[f"config.{name}"] for name in heads} == heads
     limits = [found[f"config.gpu.{name}"] for name in ("flags", "memory", "cores", "ceiling")]
     assert limits == [offset for offset, _ in layout._LIMITS]
-    names = ("observed_at", "observed_bytes", "busy", "busy_others", "samples")
+    names = ("observed_at", "observed_bytes", "busy_since", "busy_until", "busy_ns", "others_ns")
     assert [found[f"config.gpu.{name}"] for name in names] == [offset for offset, _ in layout._OBSERVED]
     assert (found["config.gpu.sequence"], found["config.gpu.uuid"]) == (0, layout._UUID_OFFSET)
     usage = [found[f"usage.gpu.{name}"] for name in ("unattributed", "refused", "launched", "launches", "throttled")]
@@ -61,9 +61,10 @@ def test_limits_are_written_under_a_sequence() -> None:
 def test_an_odd_sequence_of_a_dead_agent_becomes_even_again() -> None:
     config = bytearray(layout.encode_config(POD, "main", [layout.GpuLimits(uuid=UUID)]))
     struct.pack_into("I", config, GPU, 0xFFFFFFFF)
-    layout.write_observed(config, 0, layout.Observed(at_ns=1, used_bytes=2, busy=3, busy_others=4, samples=5))
+    seen = layout.Observed(at_ns=1, used_bytes=2, busy_since_ns=3, busy_until_ns=4, busy_ns=5, others_ns=6)
+    layout.write_observed(config, 0, seen)
     assert struct.unpack_from("I", config, GPU) == (0,)
-    assert struct.unpack_from("QQIIQ", config, GPU + 72) == (1, 2, 3, 4, 5)
+    assert struct.unpack_from("6Q", config, GPU + 72) == (1, 2, 3, 4, 5, 6)
 
 
 @pytest.mark.parametrize("uuid", ["GPU-" + "0" * 44, "GPU-" + "0" * 100])

@@ -1,5 +1,6 @@
-"""What the agent does for libgpushare while programs run: every $OBSERVING_PERIOD_S, a tenth of a second, it reads the
-driver, and writes into each container's gpushare.config what its processes have and how busy they keep the GPU.
+"""What the agent does for libgpushare while programs run, by its own code: every $OBSERVING_PERIOD_S, a tenth of a second,
+it reads the driver, and writes into each container's gpushare.config what its processes have and how long they kept the GPU
+busy.
 
     python observing_agent.py DIRECTORY...
 
@@ -15,57 +16,50 @@ import sys
 import time
 from pathlib import Path
 
-import pynvml
-
+from gpushare_agent.gpus.nvml.busy_time import NvmlBusyTime
+from gpushare_agent.gpus.nvml.session import NvmlSession
 from gpushare_agent.isolation.gpushare.format import CONFIG_BYTES, CONFIG_NAME, Observed, write_observed
+from gpushare_agent.isolation.gpushare.observed import BusyCount, Owners, used_bytes
+from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.usage import GpuBusy
 
 PERIOD_S = float(os.environ.get("OBSERVING_PERIOD_S", "0.1"))
 PATIENCE_S = 20.0
 
 
-def containers_of_pids(pids: list[int]) -> dict[int, str]:
-    found = {}
-    for pid in pids:
+def owners_of(read: GpuBusy, configs: dict[ContainerKey, memoryview]) -> Owners:
+    found: dict[int, ContainerKey | None] = {}
+    for process in read.processes:
         try:
-            found[pid] = os.readlink(f"/proc/{pid}/cwd")
+            key = ContainerKey(PodUid(os.readlink(f"/proc/{process.pid}/cwd")), "main")
         except OSError:  # it has ended
             continue
+        found[process.pid] = key if key in configs else None
     return found
 
 
-def observe(gpu: object, configs: dict[str, memoryview], samples: int) -> bool:
-    """Whether any process uses the GPU."""
-    used = {one.pid: one.usedGpuMemory or 0 for one in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
-    try:
-        busy = {one.pid: one.smUtil * 10 for one in pynvml.nvmlDeviceGetProcessUtilization(gpu, 0)}
-    except pynvml.NVMLError_NotFound:
-        busy = {}
-    homes = containers_of_pids(list(used))
-    for directory, config in configs.items():
-        own = {pid for pid, home in homes.items() if home == directory}
-        observed = Observed(
-            at_ns=time.monotonic_ns(),
-            used_bytes=sum(used[pid] for pid in own),
-            busy=min(1000, sum(busy.get(pid, 0) for pid in own)),
-            busy_others=min(1000, sum(percent for pid, percent in busy.items() if pid not in own)),
-            samples=samples,
-        )
-        write_observed(config, 0, observed)
-    return bool(used)
-
-
 def main() -> None:
-    configs = {}
+    configs, seen = {}, {}
     for directory in sys.argv[1:]:
+        key = ContainerKey(PodUid(os.path.realpath(directory)), "main")
         with (Path(directory) / CONFIG_NAME).open("r+b") as file:
-            configs[os.path.realpath(directory)] = memoryview(mmap.mmap(file.fileno(), CONFIG_BYTES))
-    pynvml.nvmlInit()
-    gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
-    began, samples, last_used = time.monotonic(), 0, None
+            configs[key] = memoryview(mmap.mmap(file.fileno(), CONFIG_BYTES))
+        seen[key] = Observed()
+    session, count = NvmlSession(), BusyCount()
+    driver = NvmlBusyTime(session)
+    [uuid] = session.handles()
+    began, last_used = time.monotonic(), None
     while last_used is None or time.monotonic() - last_used < 1:
         time.sleep(PERIOD_S)
-        samples += 1
-        if observe(gpu, configs, samples):
+        read = driver.read([uuid])[uuid]
+        owners = owners_of(read, configs)
+        count.add(read, owners)
+        used = used_bytes(read, owners)
+        for key, config in configs.items():
+            seen[key] = count.observed(key, seen[key], read.at_ns, used.get(key))
+            write_observed(config, 0, seen[key])
+        if read.processes:
             last_used = time.monotonic()
         if last_used is None and time.monotonic() - began > PATIENCE_S:
             raise SystemExit("no process has used the GPU")

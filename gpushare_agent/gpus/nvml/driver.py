@@ -1,8 +1,9 @@
 """The NVML driver: GPUs, topology, use and events of real GPUs, for asyncio.
 
 NVML calls block, and a faulty driver can block them for ever. So they run in daemon threads, bounded by a timeout
-(kit/daemon_thread.py): one for the GPUs (reader.py) and the events (events.py), one for the samples (usage.py), each with
-its own opening of NVML. A sample that hangs does not affect the GPUs' health: the polls go on.
+(kit/daemon_thread.py): one for the GPUs (reader.py) and the events (events.py), one for the samples (usage.py), one for who
+keeps GPUs busy (busy_time.py), each with its own opening of NVML. A sample that hangs does not affect the GPUs' health: the
+polls go on. One that takes a tenth of a second does not delay the next reading of busy_time.
 
 Source: NVML API reference, through nvidia-ml-py (module pynvml).
 """
@@ -11,13 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
 from gpushare_agent.gpus.health import GpuEvent
+from gpushare_agent.gpus.nvml.busy_time import NvmlBusyTime
 from gpushare_agent.gpus.nvml.events import NvmlEvents
 from gpushare_agent.gpus.nvml.memory_limits import NvmlMemoryLimits
 from gpushare_agent.gpus.nvml.mig import MINORS_FILE
@@ -29,9 +32,10 @@ from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.usage import DriverSample
+from gpushare_agent.model.usage import DriverSample, GpuBusy
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 0.8
 _HANGS = "The driver may hang: look for NVRM and Xid lines in `dmesg`; a hung driver needs a reboot. "
@@ -41,34 +45,33 @@ _SAMPLER_WAIT_S = 0.25
 """A round takes about a tenth of a second; the poll that waits for it has a timeout of its own."""
 
 
-class _Sampler:
+class _Opening:
     """Samples through an opening of its own, so that a sample that hangs does not block the polls.
 
     NVML may be called from several threads and counts its openings: it shuts down when the last one is closed, and only a
     complete shutdown brings back a GPU that was reset, or a driver that was reloaded. So the reader's thread, which detects
-    these, also closes this opening, at the latest when the round under way ends. `sample` is called from the sampling
+    these, also closes this opening, at the latest when the round under way ends. `call` is called from the sampling
     thread, `note_read` from the reader's, `close` from either. State owned: the opening, the lock for its use, and what the
     last poll found.
     """
 
-    def __init__(self, *, with_instances: bool) -> None:
-        self._session = NvmlSession()
-        self._usage = NvmlUsage(self._session, with_instances=with_instances)
+    def __init__(self) -> None:
+        self.session = NvmlSession()
         self._lock = threading.Lock()
         self._must_close = False
         self._found: object = None
         self._enumerated: object = None
 
-    def sample(self) -> DriverSample:
-        """One round over all GPUs. Raises Unavailable."""
+    def call(self, read: Callable[[], T]) -> T:
+        """Raises what `read` raises."""
         with self._lock:
             self._close_if_requested()
             found = self._found
             if found != self._enumerated:
-                self._session.forget_gpus()
+                self.session.forget_gpus()
                 self._enumerated = found
             try:
-                return self._usage.sample()
+                return read()
             finally:
                 self._close_if_requested()
 
@@ -88,7 +91,7 @@ class _Sampler:
     def _close_if_requested(self) -> None:
         if self._must_close:
             self._must_close = False
-            self._session.close()
+            self.session.close()
 
 
 class NvmlDriver:
@@ -108,12 +111,14 @@ class NvmlDriver:
         mig_minors: Path = MINORS_FILE,
     ) -> None:
         self._session = NvmlSession()
-        self._sampler = _Sampler(with_instances=with_instances)
+        self._samples, self._busy_times = self._openings = _Opening(), _Opening()
+        self._usage = NvmlUsage(self._samples.session, with_instances=with_instances)
+        self._busy_time = NvmlBusyTime(self._busy_times.session)
         self._reader = NvmlReader(
             self._session,
             pci_devices=pci_devices,
-            close_others=self._sampler.close,
-            on_read=self._sampler.note_read,
+            close_others=self._close_openings,
+            on_read=self._note_read,
             mig_minors=mig_minors if with_instances else None,
         )
         self.in_use: Callable[[], Collection[GpuUuid]] = tuple
@@ -122,6 +127,7 @@ class NvmlDriver:
         self._timeout_s = timeout_s
         self._thread = DaemonThread("nvml", advice=_READ_HANGS)
         self._sampling_thread = DaemonThread("nvml-sampling", advice=_SAMPLE_HANGS)
+        self._busy_thread = DaemonThread("nvml-busy", advice=_SAMPLE_HANGS)
 
     async def read(self) -> GpuInventory:
         """All GPUs of the node as they are now, and how they are connected.
@@ -139,7 +145,13 @@ class NvmlDriver:
     async def sample(self) -> DriverSample:
         """What the GPUs that answer and the processes on them use."""
         what = "sampling the GPUs through NVML"
-        return await self._sampling_thread.call(self._sampler.sample, what, self._timeout_s)
+        sample = partial(self._samples.call, self._usage.sample)
+        return await self._sampling_thread.call(sample, what, self._timeout_s)
+
+    async def sample_busy(self, gpus: Collection[GpuUuid]) -> Mapping[GpuUuid, GpuBusy]:
+        """Who keeps these GPUs busy, of those that answer."""
+        read = partial(self._busy_times.call, partial(self._busy_time.read, frozenset(gpus)))
+        return await self._busy_thread.call(read, "reading who keeps the GPUs busy through NVML", self._timeout_s)
 
     async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
         """Whether the driver limits the memory of cgroups. Raises Rejected with the cure."""
@@ -155,14 +167,24 @@ class NvmlDriver:
         """Shuts NVML down, if it answers within a second; it ends with the process anyway."""
         async with asyncio.TaskGroup() as group:
             group.create_task(_closed(self._thread, self._close, self._timeout_s), name="close nvml")
-            group.create_task(
-                _closed(self._sampling_thread, self._sampler.close, self._timeout_s), name="close nvml sampling"
-            )
+            for name, thread, opening in (
+                ("sampling", self._sampling_thread, self._samples),
+                ("busy", self._busy_thread, self._busy_times),
+            ):
+                group.create_task(_closed(thread, opening.close, self._timeout_s), name=f"close nvml {name}")
 
     def _close(self) -> None:
         self._events.close()
         self._session.close()
-        self._sampler.close()  # its own thread is not called while a sample hangs, which closes it on return
+        self._close_openings()  # their own threads are not called while a sample hangs, which closes it on return
+
+    def _close_openings(self) -> None:
+        for opening in self._openings:
+            opening.close()
+
+    def _note_read(self, found: object) -> None:
+        for opening in self._openings:
+            opening.note_read(found)
 
 
 async def _closed(thread: DaemonThread, close: Callable[[], None], timeout_s: float) -> None:

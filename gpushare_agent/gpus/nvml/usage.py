@@ -119,7 +119,7 @@ class GpuProcesses:
         answer = caller.entries("nvmlDeviceGetProcessUtilization", since_us)
         if isinstance(answer, Verdict):
             return None
-        samples = [sample for sample in answer if _is_sound(sample, since_us, now_us)]
+        samples = [sample for sample in answer if is_sound(sample, since_us, now_us)]
         self._newest_us = max((sample.timeStamp for sample in samples), default=since_us)
         if is_first:
             return {}
@@ -129,7 +129,7 @@ class GpuProcesses:
         return {pid: _mean(of_pid) for pid, of_pid in by_pid.items()}
 
 
-def _is_sound(sample: Any, since_us: int, now_us: int) -> bool:
+def is_sound(sample: Any, since_us: int, now_us: int) -> bool:
     """Drivers leave entries of their buffer unfilled: no process, more than all of the GPU, a time that is not one."""
     shares = (sample.smUtil, sample.memUtil, sample.encUtil, sample.decUtil)
     return bool(sample.pid and max(shares) <= 100 and since_us < sample.timeStamp <= now_us + _CLOCK_SLACK_US)
@@ -147,7 +147,7 @@ def _mean(samples: list[Any]) -> _Use:
 def _read_lists(caller: NvmlCaller) -> dict[int, _Listed] | None:
     """None where a list failed, for a process left out would look ended, or where the GPU has none of the lists."""
     listed: dict[int, _Listed] = {}
-    answers = {kind: _entries(caller, name) for kind, name in _LISTS.items()}
+    answers = {kind: list_entries(caller, name) for kind, name in _LISTS.items()}
     if Verdict.FAILED in answers.values() or all(answer is Verdict.UNSUPPORTED for answer in answers.values()):
         return None
     for kind, answer in answers.items():
@@ -157,7 +157,7 @@ def _read_lists(caller: NvmlCaller) -> dict[int, _Listed] | None:
     return listed
 
 
-def _entries(caller: NvmlCaller, name: str) -> list[Any] | Verdict:
+def list_entries(caller: NvmlCaller, name: str) -> list[Any] | Verdict:
     """Calls the versions by their own names: pynvml's name without a version raises an error of its own on older drivers."""
     answer = caller.entries(f"{name}_v3")
     return caller.entries(f"{name}_v2") if answer is Verdict.UNSUPPORTED else answer  # older drivers

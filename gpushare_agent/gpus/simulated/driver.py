@@ -32,7 +32,7 @@ from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, MigAttributes, 
 from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.topology import Link, LinkKind, Topology
-from gpushare_agent.model.usage import DriverSample
+from gpushare_agent.model.usage import DriverSample, GpuBusy
 from gpushare_agent.placement.topology_text import MAX_GPUS, ParsedTopology, parse_topology
 from gpushare_agent.placement.topology_tree import build_topology
 
@@ -134,6 +134,10 @@ class SimulatedDriver:
         there = [gpu for gpu in self._last.gpus if not _is_lost(gpu, faults.lost)]
         lost = len(self._last.gpus) - len(there)
         return DriverSample(gpus=gpu_samples(there, usage), errors={"gpu_is_lost": lost} if lost else {})
+
+    async def sample_busy(self, gpus: Collection[GpuUuid]) -> Mapping[GpuUuid, GpuBusy]:
+        """None: no program computes on simulated GPUs, so no library in one asks. Usage is shown as `sample` has it."""
+        return {}
 
     async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
         """Simulated GPUs take limits, and no program has memory of them."""

@@ -3,7 +3,8 @@ the agent writes through a map, for it stays the same file while programs have i
 writes.
 
 Both are made anew before each start that the kubelet announces; to a claim's container that starts again `usage` shows
-processes that have ended, which the library finds by their locks. State owned: none but the files.
+processes that have ended, which the library finds by their locks. State owned: the files, and the maps of those configs
+that are written all the time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -46,6 +47,7 @@ from gpushare_agent.isolation.tenant_files import (
 from gpushare_agent.kit.directories import DIRECTORY, DIRECTORY_MODE, opened, replace_file, status_of
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Corrupt, NotFound, Unavailable
+from gpushare_agent.model.names import GpuUuid
 
 LIBRARY = PreloadedLibrary(
     isolation="gpushare",
@@ -77,6 +79,7 @@ class GpushareFiles(TenantFiles):
     ) -> None:
         super().__init__(library, directory)
         self._writing = threading.Lock()
+        self._mapped: dict[ContainerKey, tuple[mmap.mmap, dict[str, int]]] = {}
         self.containers = containers
         self._containers_text = str(containers)
         self._limits = limits
@@ -118,6 +121,8 @@ class GpushareFiles(TenantFiles):
 
     def _fill(self, key: ContainerKey, directory: int) -> None:
         replace_file(directory, CONFIG_NAME, encode_config(key.pod_uid, key.container, self._known_limits(key)))
+        with self._writing:
+            self._mapped.pop(key, None)
         make_tenant_file(directory, USAGE_NAME, encode_usage())
 
     def write_limits(self, key: ContainerKey, limits: Sequence[GpuLimits]) -> None:
@@ -128,10 +133,29 @@ class GpushareFiles(TenantFiles):
             for place, one in zip(places, limits, strict=True):
                 write_limits(config, place, one)
 
-    def write_observed(self, key: ContainerKey, uuid: str, seen: Observed) -> None:
-        """Raises as `write_limits`."""
-        with self._opened_config(key) as config:
-            write_observed(config, _place(config, uuid), seen)
+    def write_observed(self, key: ContainerKey, seen: Mapping[GpuUuid, Observed]) -> None:
+        """Of each GPU. Raises as `write_limits`.
+
+        Asked ten times a second, so the map stays for the next time: the file is the agent's alone, and what takes its
+        place is made here.
+        """
+        with self._writing:
+            found = self._mapped.get(key)
+            if found is None:
+                with self._opened(key, CONFIG_NAME, CONFIG_BYTES) as file:
+                    mapped = mmap.mmap(file, CONFIG_BYTES)
+                places = {uuid: place for place, uuid in enumerate(gpu_uuids(mapped[:]))}
+                found = self._mapped[key] = mapped, places
+            with memoryview(found[0]) as view:
+                for uuid, one in seen.items():
+                    if (place := found[1].get(uuid)) is not None:
+                        write_observed(view, place, one)
+
+    def release(self, keys: Collection[ContainerKey]) -> None:
+        """Keeps the maps of these containers alone."""
+        with self._writing:
+            for key in self._mapped.keys() - set(keys):
+                self._mapped.pop(key)[0].close()
 
     def launches(self, key: ContainerKey) -> int:
         """How many its processes say that they have made. Raises as `write_limits`.

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from gpushare_agent.isolation.names import is_container_name, is_pod_uid
 from gpushare_agent.isolation.vdevice import format as vdevice
@@ -29,8 +30,8 @@ _FIRST_GPU, _GPU_BYTES = 512, 128
 _UUID_OFFSET, _UUID_BYTES = 8, 48
 _LIMITS = ((4, "I"), (56, "Q"), (64, "I"), (68, "I"))
 """Of a GPU's entry, byte and type: flags, memory, cores, ceiling."""
-_OBSERVED = ((72, "Q"), (80, "Q"), (88, "I"), (92, "I"), (96, "Q"))
-"""Observed at, bytes, busy, busy of others, samples."""
+_OBSERVED = tuple((offset, "Q") for offset in range(72, 120, 8))
+"""The fields of Observed in their order."""
 _LIMITS_MEMORY, _LIMITS_CORES, _HAS_CEILING = 1, 2, 4
 _USAGE_GPU_BYTES, _FIRST_SLOT, _SLOT_BYTES = 256, 512 + 16 * 256, 448
 USAGE_HEAD_BYTES = _FIRST_SLOT
@@ -53,13 +54,18 @@ class GpuLimits(Struct, frozen=True, kw_only=True):
 
 
 class Observed(Struct, frozen=True, kw_only=True):
-    """What the driver says of a container on one GPU; busy in thousandths of the time since the sample before."""
+    """What the driver says of a container on one GPU. Times are of CLOCK_MONOTONIC, all in nanoseconds.
 
-    at_ns: int
-    used_bytes: int
-    busy: int
-    busy_others: int
-    samples: int
+    `busy_ns` is how long the container kept the GPU busy between `busy_since_ns` and `busy_until_ns`, `others_ns` how long
+    all others did. `busy_until_ns` of 0: the driver does not say.
+    """
+
+    at_ns: int = 0
+    used_bytes: int = 0
+    busy_since_ns: int = 0
+    busy_until_ns: int = 0
+    busy_ns: int = 0
+    others_ns: int = 0
 
 
 class GpuUsage(Struct, frozen=True, kw_only=True):
@@ -128,8 +134,7 @@ def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) 
 
 def write_observed(config: bytearray | memoryview, index: int, seen: Observed) -> None:
     """Into a file that is mapped."""
-    fields = (seen.at_ns, seen.used_bytes, seen.busy, seen.busy_others, seen.samples)
-    _write(config, index, _OBSERVED, fields)
+    _write(config, index, _OBSERVED, astuple(seen))
 
 
 def _write(

@@ -1,23 +1,31 @@
-"""Tells libgpushare what the driver shows of each container: its memory, and how busy it and others keep the GPU.
+"""Tells libgpushare what the driver shows of each container: its memory, and how long it and others kept the GPU busy.
 
-Written after each round of usage sampling, for the containers whose processes have launched something of late; while there
-are any, the rounds are requested. Where none runs nothing is read but a counter of each container, once a second. The same
-loop puts limits right that an elastic ceiling, or another agent, has changed.
+Once a second a counter of each container says whether its processes launch anything. For those that do
 
-State owned: the last round, of each container its count of launches and when it last grew, the samples and the limits that
-were written, and those whose failure was logged.
+    whose process is it   a round of usage sampling, requested once a second, says
+    who was busy          the driver is read ten times a second, for their GPUs alone: busy time is added up for all
+                          containers of a GPU in one reading, so a container that begins is counted from then on
+    what is written       both, into the gpushare.config of each
+
+A process that no round has shown yet keeps what it was busy until one does. While one is there the memory in the files is
+that of the last round. Where a reading takes long there are fewer: they have a twentieth of the time. The same loop puts
+limits right that an elastic ceiling, or another agent, has changed.
+
+State owned: the owners of processes by the last round, what was counted of each GPU, of each container its count of
+launches and when it last grew, what was written, and those whose failure was logged.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
 import structlog
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from gpushare_agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.isolation.gpushare.format import GpuLimits, Observed
@@ -26,7 +34,7 @@ from gpushare_agent.kit.supervision import forever
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.usage import UsageRound
+from gpushare_agent.model.usage import ContainerUse, GpuBusy, ProcessSample, SamplesBusy, UsageRound
 
 log = structlog.get_logger(__name__)
 
@@ -34,35 +42,111 @@ TIMEOUT_S = 5.0
 PERIOD_S = 1.0
 RUNS_FOR_S = 5.0
 """So long after its last launch a container is told what the driver shows."""
-PER_MILLE = 1000
+READING_PERIOD_S = 0.1
+LONGEST_PAUSE_S = 1.0
+"""libgpushare's limit is right with a reading a second, too: it notices a wrong cost later."""
+MOST_OF_TIME = 20
+
+Owners = Mapping[int, ContainerKey | None]
+"""Of the processes on a GPU that are known, by PID: None, where it is in no container with a share of that GPU."""
+_OwnersOfGpus = Mapping[GpuUuid, Owners]
+
+
+class BusyCount(Struct):
+    """Of one GPU, since `since_ns`. Times are of CLOCK_MONOTONIC, all in nanoseconds; 0: not known."""
+
+    since_ns: int = 0
+    until_ns: int = 0
+    total_ns: int = 0
+    by_container: dict[ContainerKey, int] = field(default_factory=dict)
+    unknown: dict[int, int] = field(default_factory=dict)
+    """By PID, not yet in the sums."""
+
+    def add(self, read: GpuBusy, owners: Owners) -> None:
+        """One reading. One that does not continue the last begins anew."""
+        begins = not (read.is_continued and read.busy_until_ns and self.until_ns)
+        if begins:
+            self.since_ns, self.total_ns = read.busy_until_ns, 0
+            self.by_container.clear()
+            self.unknown.clear()
+        self.until_ns = read.busy_until_ns
+        unknown, self.unknown = self.unknown, {}
+        for process in read.processes:
+            busy_ns = 0 if begins else process.busy_ns + unknown.pop(process.pid, 0)
+            if process.pid not in owners:
+                self.unknown[process.pid] = busy_ns
+                continue
+            self.total_ns += busy_ns
+            if (key := owners[process.pid]) is not None:
+                self.by_container[key] = self.by_container.get(key, 0) + busy_ns
+        self.total_ns += sum(unknown.values())  # of who has ended before a round showed whose it was
+
+    def observed(self, key: ContainerKey, before: Observed, at_ns: int, used: int | None) -> Observed:
+        """`before` with what is counted of the container, and what it used at that time where that is known."""
+        own_ns = self.by_container.get(key, 0)
+        return Observed(
+            at_ns=before.at_ns if used is None else at_ns,
+            used_bytes=before.used_bytes if used is None else used,
+            busy_since_ns=self.since_ns,
+            busy_until_ns=self.until_ns,
+            busy_ns=own_ns,
+            others_ns=self.total_ns - own_ns,
+        )
+
+
+def used_bytes(read: GpuBusy, owners: Owners) -> dict[ContainerKey, int]:
+    """What each container has, of those of which that is known; none while a process is anybody's, for without one of its
+    processes a container would seem to have less, and its library would give it more."""
+    if any(process.pid not in owners for process in read.processes):
+        return {}
+    found: dict[ContainerKey, int] = {}
+    unknown = set()
+    for process in read.processes:
+        if (key := owners[process.pid]) is None:
+            continue
+        if process.memory_bytes is None:
+            unknown.add(key)
+        found[key] = found.get(key, 0) + (process.memory_bytes or 0)
+    return {key: size for key, size in found.items() if key not in unknown}
+
+
+def owners_of(uses: Iterable[ContainerUse], unattributed: Mapping[GpuUuid, Sequence[ProcessSample]]) -> _OwnersOfGpus:
+    """By the round that has these."""
+    found: dict[GpuUuid, dict[int, ContainerKey | None]] = {}
+    for uuid, processes in unattributed.items():
+        found.setdefault(uuid, {}).update(dict.fromkeys((process.pid for process in processes), None))
+    for one in uses:
+        found.setdefault(one.uuid, {}).update(dict.fromkeys(one.pids, one.key))
+    return found
+
+
+def memory_of(uses: Iterable[ContainerUse]) -> dict[tuple[ContainerKey, GpuUuid], int]:
+    """Of the containers of which the round knows a process, and what all have."""
+    found: dict[tuple[ContainerKey, GpuUuid], int] = {}
+    unknown = set()
+    for one in uses:
+        if one.memory_bytes is None:
+            unknown.add((one.key, one.uuid))
+        elif one.pids:
+            found[one.key, one.uuid] = found.get((one.key, one.uuid), 0) + one.memory_bytes
+    return {place: size for place, size in found.items() if place not in unknown}
+
+
+def pause_s(took_s: float) -> float:
+    """Until the next reading."""
+    return min(LONGEST_PAUSE_S, max(READING_PERIOD_S - took_s, took_s * (MOST_OF_TIME - 1)))
 
 
 class _Container(Struct):
     launches: int = 0
     launched_at: float = float("-inf")
-    samples: int = 0
-    written: tuple[GpuLimits, ...] | None = None
+    limits: tuple[GpuLimits, ...] = ()
+    seen: dict[GpuUuid, Observed] = field(default_factory=dict)
+    written: dict[GpuUuid, Observed] = field(default_factory=dict)
 
-
-def observed(usage: UsageRound, key: ContainerKey, uuid: GpuUuid, at_ns: int, samples: int) -> Observed | None:
-    """None where the driver does not say what the container has. Of others no more than one number."""
-    own = usage.containers.get((key, uuid))
-    # Without a process that is known to be its own it would seem to have nothing, and the library would give it more.
-    if own is None or own.memory_bytes is None or not own.pids:
-        return None
-    busy = [one.sm_ratio for (other, on), one in usage.containers.items() if on == uuid and other != key]
-    busy += [process.sm_ratio for process in usage.unattributed.get(uuid, ())]
-    return Observed(
-        at_ns=at_ns,
-        used_bytes=own.memory_bytes,
-        busy=_per_mille(own.sm_ratio),
-        busy_others=_per_mille(sum(ratio or 0.0 for ratio in busy)),
-        samples=samples,
-    )
-
-
-def _per_mille(ratio: float | None) -> int:
-    return min(PER_MILLE, max(0, round((ratio or 0.0) * PER_MILLE)))
+    @property
+    def gpus(self) -> tuple[GpuUuid, ...]:
+        return tuple(GpuUuid(one.uuid) for one in self.limits)
 
 
 class ObservedContainers(Struct, kw_only=True, eq=False):
@@ -71,6 +155,9 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
 
     files: GpushareFiles
     shares: Callable[[], Mapping[ContainerKey, tuple[GpuLimits, ...]]]
+    driver: SamplesBusy
+    share_of: Callable[[ContainerKey], ContainerKey] = lambda key: key
+    """Whose part an allocation is: of a claim a container may use several together."""
     clock: Callable[[], float] = time.monotonic
     period_s: float = PERIOD_S
     _request: Callable[[], None] = lambda: None
@@ -79,17 +166,25 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
             "gpushare-configs", advice="Check the disk of the setting libgpushare.directory."
         )
     )
-    _round: tuple[UsageRound, int] | None = None
-    _is_sampled: asyncio.Event = field(default_factory=asyncio.Event)
+    _owners: _OwnersOfGpus = field(default_factory=dict)
+    _counts: dict[GpuUuid, BusyCount] = field(default_factory=dict)
+    _has_running: asyncio.Event = field(default_factory=asyncio.Event)
     _containers: dict[ContainerKey, _Container] = field(default_factory=dict)
     _logged: set[ContainerKey] = field(default_factory=set)
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
         """For UsageSampling.subscribe."""
-        if usage is not None:
-            age_ns = max(0, int((time.time() - usage.sampled_at) * 1e9))  # what was allocated since is not in it
-            self._round = (usage, time.monotonic_ns() - age_ns)
-            self._is_sampled.set()
+        if usage is None:
+            return
+        uses = [replace(one, key=self.share_of(one.key)) for one in usage.containers.values()]
+        self._owners = owners_of(uses, usage.unattributed)
+        age_ns = max(0, int((time.time() - usage.sampled_at) * 1e9))  # what was allocated since is not in it
+        at_ns = time.monotonic_ns() - age_ns
+        for (key, uuid), size in memory_of(uses).items():
+            if (one := self._containers.get(key)) is not None and uuid in one.gpus:
+                seen = one.seen.get(uuid, Observed())
+                if at_ns > seen.at_ns:
+                    one.seen[uuid] = replace(seen, at_ns=at_ns, used_bytes=size)
 
     def request_usage_by(self, request: Callable[[], None]) -> None:
         self._request = request
@@ -97,64 +192,88 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
     async def run(self) -> NoReturn:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(forever("gpushare observed", self._follow_rounds), name="gpushare observed")
+            group.create_task(forever("gpushare readings", self._read), name="gpushare readings")
             while True:
                 await self.look()
                 await asyncio.sleep(self.period_s)
 
-    async def _follow_rounds(self) -> NoReturn:
+    async def _read(self) -> NoReturn:
         while True:
-            await self._is_sampled.wait()
-            self._is_sampled.clear()
-            await self.write_round()
+            await self._has_running.wait()
+            began = self.clock()
+            await self.read()
+            await asyncio.sleep(pause_s(self.clock() - began))
 
     async def look(self) -> None:
         """Which containers compute, and whether their limits are right."""
         shares = self.shares()
         self._containers = {key: self._containers.get(key) or _Container() for key in shares}
         self._logged &= shares.keys()
+        for count in self._counts.values():
+            count.by_container = {key: ns for key, ns in count.by_container.items() if key in shares}
         if shares:
             await self._call(partial(self._look, dict(shares)), "reading the use of containers")
-        if self._running():
+        running = self._running()
+        self.files.release(running)
+        if running:
             self._request()
+            self._has_running.set()
+        else:
+            self._has_running.clear()
 
-    async def write_round(self) -> None:
-        """What the last round shows, to those that compute."""
-        if self._round is not None and (keys := self._running()):
-            await self._call(partial(self._write_round, *self._round, keys), "writing what containers use")
+    async def read(self) -> None:
+        """The driver, once, and what it shows is written to those that compute."""
+        running = self._running()
+        uuids = {uuid for one in running.values() for uuid in one.gpus}
+        try:
+            found = await self.driver.sample_busy(uuids) if uuids else {}
+        except AgentError as e:
+            log.debug("gpus_not_read", error=str(e))
+            found = {}
+        for uuid, busy in found.items():
+            owners, count = self._owners.get(uuid, {}), self._counts.setdefault(uuid, BusyCount())
+            count.add(busy, owners)
+            used = used_bytes(busy, owners)
+            for key, one in running.items():
+                if uuid in one.gpus:
+                    one.seen[uuid] = count.observed(key, one.seen.get(uuid, Observed()), busy.at_ns, used.get(key))
+        if running:
+            await self._call(partial(self._write, tuple(running)), "writing what containers use")
 
-    def _running(self) -> list[ContainerKey]:
+    def _running(self) -> dict[ContainerKey, _Container]:
         now = self.clock()
-        return [key for key, one in self._containers.items() if now - one.launched_at < RUNS_FOR_S]
+        return {key: one for key, one in self._containers.items() if now - one.launched_at < RUNS_FOR_S}
 
     def _look(self, shares: Mapping[ContainerKey, tuple[GpuLimits, ...]]) -> None:
         for key, limits in shares.items():
             one = self._containers[key]
             try:
                 launches = self.files.launches(key)
-                if limits != one.written or launches < one.launches:  # fewer: its files are new
+                is_new = launches < one.launches
+                if is_new:
+                    one.seen, one.written = {}, {}
+                if is_new or limits != one.limits:
                     self.files.write_limits(key, limits)
-                    one.written = limits
+                    one.limits = limits
             except AgentError as e:
                 self._failed(key, e)
                 continue
             if launches != one.launches:
                 one.launches, one.launched_at = launches, self.clock()
 
-    def _write_round(self, usage: UsageRound, at_ns: int, keys: list[ContainerKey]) -> None:
+    def _write(self, keys: Collection[ContainerKey]) -> None:
         for key in keys:
             one = self._containers.get(key)
-            if one is None or one.written is None:
+            if one is None:
                 continue
+            seen = {uuid: now for uuid, now in dict(one.seen).items() if now != one.written.get(uuid)}
             try:
-                for limits in one.written:
-                    seen = observed(usage, key, GpuUuid(limits.uuid), at_ns, one.samples + 1)
-                    if seen is not None:
-                        self.files.write_observed(key, limits.uuid, seen)
+                if seen:
+                    self.files.write_observed(key, seen)
             except AgentError as e:
                 self._failed(key, e)
             else:
-                one.samples += 1
+                one.written |= seen
 
     def _failed(self, key: ContainerKey, error: AgentError) -> None:
         if not isinstance(error, NotFound) and key not in self._logged:  # once: the tenant can make it come and go

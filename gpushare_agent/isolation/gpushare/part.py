@@ -43,16 +43,20 @@ def build(host: IsolationHost) -> IsolationPart:
                 found[key] = wanted
         return found
 
+    def share_of(key: ContainerKey) -> ContainerKey:
+        allocation = node.cache.get(key)
+        if allocation is not None and allocation.claim is not None and allocation.claim.view:
+            return ContainerKey(key.pod_uid, allocation.claim.view)
+        return key
+
     files = gpushare_files(node.settings, limits, is_claims)
     manager = host.vdevices()
     caches = PrivateCaches(files=files, allocations=node.claim_pods.shares, pods=node.pods, removes=False)
-    seen = ObservedContainers(files=files, shares=shares)
+    seen = ObservedContainers(files=files, shares=shares, driver=host.driver, share_of=share_of)
     thread = DaemonThread("gpushare-limits", advice=f"Check the disk of the setting {files.kind.setting}.")
 
     async def enforce(allocation: Allocation, pod: Pod) -> str:
-        key = allocation.key
-        if allocation.claim is not None and allocation.claim.view:
-            key = ContainerKey(key.pod_uid, allocation.claim.view)
+        key = share_of(allocation.key)
         if (wanted := limits(key)) is None:
             return "a GPU's memory is not known, or the share is not wholly allocated yet"
 

@@ -1,0 +1,164 @@
+"""How long each process kept a GPU busy, counted from NVML's samples of utilisation. Blocking, called by driver.py.
+
+usage.py shows a mean of samples, once a second; this is for who reads ten times a second and adds up. NVML has a sample of a
+process for each period in which it did something, a sixth of a second to a second by the reference, and none for others. So
+
+    no sample yet      says nothing: the period may not be over
+    the next sample    counts for the time since the process's sample before
+    one after a pause  counts for a period, for in the pause the process was idle
+
+The period is not told; it is what lies between two samples of a process that goes on. Two calls of the driver for a GPU, for
+all of its processes.
+
+State owned: of each GPU the newest sample, the last one of each process, and what lay between samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping
+
+from msgspec import Struct, field
+
+from gpushare_agent.gpus.nvml.calls import GpuLostError, NvmlCaller, UnsupportedCalls, Verdict
+from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession
+from gpushare_agent.gpus.nvml.usage import is_sound, list_entries
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.usage import BusyProcess, GpuBusy
+
+_US = 1000
+"""Nanoseconds."""
+LONGEST_PERIOD_US = 1_000_000
+FIRST_PERIOD_US = 1_000_000 // 6
+SILENCE_US = 1_250_000
+"""So long after a moment the driver has a sample of it, if a process was busy then."""
+LONGEST_GAP_NS = 2_500_000_000
+"""Between two readings: the driver keeps a few samples only, so what was longer ago may be missing."""
+_GAPS_KEPT = 64
+_GOES_ON = 1.5
+"""Periods between two samples of a process that was busy all the while."""
+_UNTIL_RETRIED = 600
+"""Readings: permissions can change."""
+
+
+class SamplePeriod(Struct):
+    """The driver's, by what lay between samples of one process. Samples come a little early or late, so it is not the
+    shortest gap, but one of the shortest."""
+
+    _gaps: deque[int] = field(default_factory=lambda: deque(maxlen=_GAPS_KEPT))
+    us: int = FIRST_PERIOD_US
+
+    def note(self, gap_us: int) -> None:
+        self._gaps.append(gap_us)
+        self.us = min(LONGEST_PERIOD_US, sorted(self._gaps)[len(self._gaps) // 16])
+
+
+class GpuBusyTime(Struct):
+    """Of one GPU, during one opening of NVML."""
+
+    clock_ns: Callable[[], int] = time.monotonic_ns
+    wall_clock_ns: Callable[[], int] = time.time_ns
+    period: SamplePeriod = field(default_factory=SamplePeriod)
+    unsupported: UnsupportedCalls = field(default_factory=UnsupportedCalls)
+    _newest_us: int = 0
+    """0: nothing was read yet."""
+    _until_us: int = 0
+    _read_at_ns: int = 0
+    _last_us: dict[int, int] = field(default_factory=dict)
+
+    def read(self, caller: NvmlCaller) -> GpuBusy | None:
+        """None where the GPU could not list its processes. Raises GpuLostError, DriverLostError."""
+        at_ns, now_us = self.clock_ns(), self.wall_clock_ns() // _US
+        listed = list_entries(caller, "nvmlDeviceGetComputeRunningProcesses")
+        if isinstance(listed, Verdict):
+            return None
+        # A pause of ours, or a clock that was set back: both leave what was between unknown.
+        is_continued = self._newest_us > 0 and at_ns - self._read_at_ns <= LONGEST_GAP_NS and self._until_us <= now_us
+        if not is_continued:
+            self._last_us.clear()
+        self._read_at_ns = at_ns
+        busy_us = self._read_busy(caller, now_us, is_continued=is_continued)
+        memory = dict.fromkeys(busy_us or (), 0) | {
+            one.pid: one.usedGpuMemory for one in listed
+        }  # some have just ended
+        processes = tuple(
+            BusyProcess(pid=pid, memory_bytes=used, busy_ns=round((busy_us or {}).get(pid, 0.0) * _US))
+            for pid, used in memory.items()
+        )
+        until_ns = 0 if busy_us is None else at_ns - (now_us - self._until_us) * _US
+        return GpuBusy(at_ns=at_ns, busy_until_ns=until_ns, is_continued=is_continued, processes=processes)
+
+    def _read_busy(self, caller: NvmlCaller, now_us: int, *, is_continued: bool) -> dict[int, float] | None:
+        name = "nvmlDeviceGetProcessUtilization"
+        if name in self.unsupported:
+            return None
+        since_us = min(self._newest_us, now_us)
+        answer = caller.entries(name, since_us)
+        if isinstance(answer, Verdict):
+            if answer is Verdict.UNSUPPORTED:
+                self.unsupported.add(name)
+            return None
+        samples = sorted((one for one in answer if is_sound(one, since_us, now_us)), key=lambda one: int(one.timeStamp))
+        self._newest_us = max(since_us, samples[-1].timeStamp if samples else now_us - SILENCE_US)
+        until_us = min(self._newest_us, now_us)
+        self._until_us = max(self._until_us, until_us) if is_continued else until_us
+        busy: dict[int, float] = {}
+        for sample in samples:
+            span_us = self._span_us(sample.pid, sample.timeStamp)
+            if is_continued:
+                busy[sample.pid] = busy.get(sample.pid, 0.0) + sample.smUtil / 100 * span_us
+        self._last_us = {pid: at for pid, at in self._last_us.items() if now_us - at < 2 * SILENCE_US}
+        return busy
+
+    def _span_us(self, pid: int, at_us: int) -> int:
+        last = self._last_us.get(pid)
+        self._last_us[pid] = at_us
+        if last is None or at_us <= last:
+            return self.period.us
+        gap = at_us - last
+        self.period.note(gap)
+        return gap if gap <= _GOES_ON * self.period.us else self.period.us
+
+
+class NvmlBusyTime:
+    """Of the GPUs that are asked for."""
+
+    def __init__(self, session: NvmlSession) -> None:
+        self._session = session
+        self._opening = self._readings = 0
+        self._gpus: dict[GpuUuid, GpuBusyTime] = {}
+
+    def read(self, gpus: Collection[GpuUuid]) -> Mapping[GpuUuid, GpuBusy]:
+        """Raises Unavailable: NVML cannot be opened, or was lost as a whole; the next call opens it again."""
+        try:
+            return self._read(gpus)
+        except DriverLostError as error:
+            self._session.close()
+            raise Unavailable(
+                f"reading the GPUs' processes through NVML failed: {error.__cause__}. It is opened again at the next"
+                f" reading. {CHECKLIST}"
+            ) from error
+
+    def _read(self, gpus: Collection[GpuUuid]) -> Mapping[GpuUuid, GpuBusy]:
+        nvml, handles = self._session.open(), self._session.handles()
+        if self._opening != self._session.openings:
+            self._opening = self._session.openings
+            self._gpus.clear()
+        self._readings += 1
+        if self._readings % _UNTIL_RETRIED == 0:
+            for one in self._gpus.values():
+                one.unsupported.clear()
+        found = {}
+        for uuid in sorted(handles.keys() & set(gpus)):
+            gpu = self._gpus.setdefault(uuid, GpuBusyTime())
+            caller = NvmlCaller(self._session, nvml, handles[uuid], unsupported=gpu.unsupported, errors=Counter())
+            try:
+                read = gpu.read(caller)
+            except GpuLostError:
+                del self._gpus[uuid]
+                continue
+            if read is not None:
+                found[uuid] = read
+        return found
