@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -23,9 +25,10 @@ from gpushare_agent.model.errors import AgentError
 from gpushare_agent.settings.settings import Settings, SettingsError
 from gpushare_agent.simulation import plot
 from gpushare_agent.simulation.generator import generate_cluster, generate_workload
+from gpushare_agent.simulation.inflation import MARKS, CpuPods, Inflated, InflationPolicy, inflate, inflation_document
 from gpushare_agent.simulation.results import PolicyResult, Rules, Waits, compare, document
 from gpushare_agent.simulation.schedulers import NoNode, Policy, nodes_per_try
-from gpushare_agent.simulation.traces import read_cluster, read_workload
+from gpushare_agent.simulation.traces import read_cluster, read_hosts, read_kinds, read_workload
 from gpushare_agent.simulation.workload import Cluster, Size, Workload, at_load
 
 _NO_NODE_TEXTS = {
@@ -135,6 +138,7 @@ def span(seconds: float) -> str:
     return f"{whole // 86_400}d{whole % 86_400 // 3600:02}h"
 
 
+_P = TypeVar("_P", bound=StrEnum)
 MAX_NODES, MAX_PODS = 100_000, 1_000_000
 _USUAL_NODES, _USUAL_PODS = 100, 10_000
 _USUAL_LOAD = 1.0
@@ -172,9 +176,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--policy",
         metavar="NAMES",
-        type=_policies,
-        default=(Policy.BINPACK, Policy.AGENT_ONLY),
-        help=f"what to compare, separated by commas: {', '.join(Policy)} (binpack,agent-only)",
+        type=_names,
+        help=f"what to compare, separated by commas: {', '.join(Policy)} (binpack,agent-only); with --protocol inflation "
+        f"{', '.join(InflationPolicy)} (fgd,binpack)",
+    )
+    add(
+        "--protocol",
+        choices=("replay", "inflation"),
+        default="replay",
+        help="inflation: the FGD paper's experiment on a trace's files, how much can be allocated while more and more is "
+        "asked for; pods do not end, CPU and main memory count (%(default)s)",
+    )
+    add(
+        "--cpu-pods",
+        choices=tuple(CpuPods),
+        default=CpuPods.GPU_AWARE,
+        help="with --protocol inflation, where pods without GPUs go: as kube-scheduler's LeastAllocated or MostAllocated "
+        "sends them, or to nodes with few free GPUs (%(default)s)",
     )
     add(
         "--seed",
@@ -200,7 +218,10 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     if options.plot is not None:
         plot.need_matplotlib()
         _check_plot_path(options.plot)
+    if options.protocol == "inflation":
+        return _inflate(options, settings)
     names = resource_names(settings)
+    policies = _policies(options.policy, Policy, (Policy.BINPACK, Policy.AGENT_ONLY))
     try:
         cluster = _cluster(options)
         workload = _workload(options, cluster, names.memory_block_mib)
@@ -219,13 +240,50 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
             if not options.quiet:
                 report(policy.value, count, pods)
 
-        results = list(compare(cluster, workload, options.policy, rules, on_progress=arrived))
+        results = list(compare(cluster, workload, policies, rules, on_progress=arrived))
     result = document(results, cluster=cluster, workload=workload, seed=options.seed, nodes_per_try=per_try)
     print_as(options.output, result, lambda width: tables(results, cluster, workload))
     if options.plot is not None:
         title = f"{len(workload.arrivals)} pods ({workload.source}) on {len(cluster.nodes)} nodes ({cluster.source})"
         plot.draw(results, options.plot, title=title, arrivals_s=workload.window_s)
     return 0
+
+
+def _inflate(options: argparse.Namespace, settings: Settings) -> int:
+    policies = _policies(options.policy, InflationPolicy, (InflationPolicy.FGD, InflationPolicy.BINPACK))
+    if isinstance(options.nodes, int) or options.pods is None:
+        raise SettingsError(["--protocol inflation takes a trace: name its files by --nodes and --pods"])
+    if options.load:
+        raise SettingsError(["--protocol inflation has no times, so no --load"])
+    try:
+        hosts, pods = read_hosts(options.nodes), read_kinds(options.pods)
+    except AgentError as error:
+        raise SettingsError([str(error)]) from error
+    rules = ClusterPolicy(names=resource_names(settings), share_policy=settings.placement.share_policy)
+    results = []
+    with progress("percent have been asked for") as report:
+        for policy in policies:
+
+            def reached(percent: int, name: str = policy.value) -> None:
+                if not options.quiet:
+                    report(name, percent, MARKS[-1])
+
+            results.append(
+                inflate(
+                    hosts, pods, policy, seed=options.seed, cpu_pods=options.cpu_pods, rules=rules, on_progress=reached
+                )
+            )
+    print_as(options.output, inflation_document(results), lambda width: [_inflation_table(results)])
+    if options.plot is not None:
+        gpus = sum(host.gpus for host in hosts)
+        plot.draw_inflation(results, options.plot, title=f"{options.pods.name} on {len(hosts)} nodes with {gpus} GPUs")
+    return 0
+
+
+def _inflation_table(results: Sequence[Inflated]) -> RenderableType:
+    columns = ("POLICY", *(f"AT {mark}%" for mark in MARKS))
+    rows = [(one.policy.value, *(f"{one.allocated_percent[mark]:.2f}%" for mark in MARKS)) for one in results]
+    return grid(columns, rows, right=columns[1:])
 
 
 def _check_plot_path(path: Path) -> None:
@@ -252,12 +310,17 @@ def _nodes(text: str) -> int | Path:
     return _count(MAX_NODES)(text) if text.isascii() and text.isdigit() else Path(text)
 
 
-def _policies(text: str) -> tuple[Policy, ...]:
+def _names(text: str) -> tuple[str, ...]:
     """In their order, each once."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+
+
+def _policies(names: Sequence[str] | None, kind: type[_P], usual: tuple[_P, ...]) -> tuple[_P, ...]:
     try:
-        return tuple(dict.fromkeys(Policy(name.strip()) for name in text.split(",")))
+        return tuple(kind(name) for name in names) if names is not None else usual
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: name some of {', '.join(Policy)}, separated by commas") from None
+        text = ",".join(names or ())
+        raise SettingsError([f"--policy {text!r}: name some of {', '.join(kind)}, separated by commas"]) from None
 
 
 def _count(most: int) -> Callable[[str], int]:

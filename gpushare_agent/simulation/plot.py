@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpushare_agent.model.errors import Rejected, StartupError
+from gpushare_agent.simulation.inflation import MARKS, Inflated
 from gpushare_agent.simulation.meter import Sample
 from gpushare_agent.simulation.results import PolicyResult
 from gpushare_agent.simulation.schedulers import Policy
@@ -38,7 +39,30 @@ def need_matplotlib() -> None:
 
 def draw(results: Sequence[PolicyResult], path: Path, *, title: str, arrivals_s: float) -> None:
     """Writes the chart. Raises Rejected where the file cannot be written."""
-    figure = figure_of(results, title=title, arrivals_s=arrivals_s)
+    _save(figure_of(results, title=title, arrivals_s=arrivals_s), path)
+
+
+def draw_inflation(results: Sequence[Inflated], path: Path, *, title: str) -> None:
+    """Writes what is allocated over what is asked for. Raises as `draw`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_INCHES, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    axes = figure.subplots()
+    for one in results:
+        axes.plot(list(one.allocated_percent), list(one.allocated_percent.values()), label=one.policy.value)
+    axes.set_xlim(MARKS[0], MARKS[-1])
+    axes.set_ylim(MARKS[0], 100)
+    axes.set_xlabel("GPUs asked for, % of all")
+    axes.set_title("GPUs allocated, % of all", fontsize="medium")
+    axes.legend(frameon=False)
+    _clean(axes)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
     try:
         figure.savefig(path, dpi=_DOTS_PER_INCH, format="png", metadata={"Software": None})
     except OSError as error:
