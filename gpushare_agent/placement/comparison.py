@@ -45,7 +45,7 @@ def _compare_shares(gpu: GpuAccount, chosen: GpuAccount, request: Request) -> st
 
 
 def _compare_branches(root: Branch, free: Collection[int], gpu: int, chosen: int) -> str:
-    """Where `choose_fragment` left the GPU's branch aside."""
+    """Where `broken_first` left the GPU's branch aside."""
     branch = root
     while branch.children:
         own, its = (next(child for child in branch.children if index in child.gpus) for index in (gpu, chosen))
@@ -79,5 +79,5 @@ def _compare_links(
     if best.cost < cost:  # the kubelet did not offer its IDs
         return f"but not every set was tried: one with it has a link cost of {best.cost}, not {cost}"
     if best.cost == cost:
-        return "at the same link cost: of equals the lowest indexes are chosen"
+        return "at the same link cost: of equals those in the branches that are broken up most are chosen"
     return f"but at a higher link cost: {best.cost} with it, {cost} without"

@@ -56,9 +56,9 @@ def choose_linked(
 ) -> LinkSet | None:
     """The cheapest `count` of the free GPUs that contain `must` and have `blocks` of memory together.
 
-    None where there is no such set. Of equally cheap sets the lexicographically lowest is taken.
+    None where there is no such set. Of equally cheap sets the first is taken, in the order in which the GPUs are given.
     """
-    gpus = sorted(free, key=lambda gpu: gpu.index)
+    gpus = list(free)
     search = _Search(
         costs=tuple(tuple(link_cost(links[a.index][b.index]) for b in gpus) for a in gpus),
         memory=tuple(gpu.total_blocks for gpu in gpus),
@@ -101,7 +101,7 @@ class _Search(Struct, kw_only=True):
         if start is None:
             return False
         self.best, self.best_cost = start, self._cost(start)
-        self.limit = self.best_cost + 1  # so that an equally cheap set of lower indexes still replaces the first one
+        self.limit = self.best_cost + 1  # so that an equally cheap set that comes earlier still replaces this one
         self._cheapest = [self._cheapest_sums(position) for position in positions]
         self._descend(
             self.must,
@@ -155,7 +155,7 @@ class _Search(Struct, kw_only=True):
         return min((s for s in sets if self._has_memory(s)), key=lambda s: (self._cost(s), sorted(s)), default=None)
 
     def _grow(self, chosen: tuple[int, ...], positions: Sequence[int]) -> tuple[int, ...]:
-        """Greedy: always the GPU that adds least, of equals the lowest."""
+        """Greedy: always the GPU that adds least, of equals the first."""
         left = [position for position in positions if position not in chosen]
         added = {position: self._added(position, chosen) for position in left}
         while len(chosen) < self.count:

@@ -1,12 +1,13 @@
 """Which GPU or GPUs a container gets: `place` finds the policy for the request and applies it.
 
 share: the fullest GPU that still fits (binpack), or the emptiest (spread). fragment: one whole GPU, from the branch of the
-topology tree that is broken up most, so that large branches stay whole. link: several whole GPUs (link.py).
+topology tree that is broken up most, so that large branches stay whole. link: several whole GPUs (link.py), of equally cheap
+sets likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import GpuUuid
@@ -82,10 +83,11 @@ def _place_whole(request: Request, gpus: Sequence[GpuAccount], topology: Topolog
         fitting = [gpu for gpu in free if gpu.fits(request)]
         if not fitting:
             return None
-        index = choose_fragment(topology.root, {gpu.index for gpu in free}, {gpu.index for gpu in fitting})
         why = f"of {len(fitting)} free GPUs, the one in the branch that is broken up most"
-        return _placed([gpu for gpu in free if gpu.index == index], "fragment", why)
-    found = choose_linked(topology.links, free, request.whole_gpus, blocks=request.blocks, must=must)
+        return _placed(broken_first(topology.root, fitting, free)[:1], "fragment", why)
+    # Of link sets that cost the same, too, the one in the branches that are broken up already: whole ones stay for others.
+    ordered = broken_first(topology.root, free, free)
+    found = choose_linked(topology.links, ordered, request.whole_gpus, blocks=request.blocks, must=must)
     if found is None:
         return None
     policy = "must-include" if must else "link"
@@ -127,20 +129,22 @@ def _must_text(uuid: GpuUuid, gpu: GpuAccount | None, request: Request) -> str:
     return f"GPU {gpu.label}" + (f" ({lack.of_gpu()})" if lack is not None else "")
 
 
-def choose_fragment(root: Branch, free: Collection[int], fitting: Collection[int]) -> int:
-    """The index of the GPU to allocate; `fitting` is a non-empty part of `free`.
+def broken_first(root: Branch, gpus: Sequence[GpuAccount], free: Sequence[GpuAccount]) -> list[GpuAccount]:
+    """Those in the branches that are broken up most come first; `gpus` is a part of `free`.
 
-    Descends from the root: at each level into the child with the fewest free GPUs among those that hold a fitting one;
-    of equals into the smaller one (the larger can become whole again), then the one with the lowest index.
+    Descending from the root, at each level the child with the fewest free GPUs; of equals the smaller one (the larger can
+    become whole again), then the one with the lowest index.
     """
+    indexes = {gpu.index for gpu in free}
 
-    def rank(child: Branch) -> tuple[int, int, int]:
-        return sum(gpu in free for gpu in child.gpus), len(child.gpus), child.gpus[0]
+    def rank(gpu: GpuAccount) -> tuple[tuple[int, int, int], ...]:
+        branch, path = root, []
+        while branch.children:
+            branch = next(child for child in branch.children if gpu.index in child.gpus)
+            path.append((len(indexes.intersection(branch.gpus)), len(branch.gpus), branch.gpus[0]))
+        return *path, (0, 0, gpu.index)
 
-    branch = root
-    while branch.children:
-        branch = min((c for c in branch.children if any(gpu in fitting for gpu in c.gpus)), key=rank)
-    return min(gpu for gpu in branch.gpus if gpu in fitting)
+    return sorted(gpus, key=rank)
 
 
 def _hinted(request: Request, usable: Sequence[GpuAccount], count: int) -> list[GpuAccount]:

@@ -111,7 +111,7 @@ def test_gpus_at_an_equal_link_cost_are_not_said_to_cost_more() -> None:
         [Link(kind=LinkKind.SELF if a == b else LinkKind.PIX if a // 2 == b // 2 else LinkKind.SYS) for b in range(5)]
         for a in range(5)
     ]
-    equal = "free, at the same link cost: of equals the lowest indexes are chosen"
+    equal = "free, at the same link cost: of equals those in the branches that are broken up most are chosen"
     for links, expected in (
         (everywhere, [equal]),
         (pairs, [equal, equal, "free, but at a higher link cost: 32000 with it, 2000 without"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import combinations
 
 import pytest
@@ -87,12 +88,47 @@ def test_t4_gpus_of_one_socket_stay_together() -> None:
 
 
 def test_six_gpus_fill_the_socket_of_four_or_that_of_two() -> None:
-    """Two GPUs are a PIX pair; four are the socket; one comes from the socket of two."""
+    """Two GPUs are a PIX pair, first that of the socket of two; four are the socket; one comes from that of two."""
     six = read_topology("six-cards-pix-phb-soc")
-    assert whole(six, 200) == (0, 1)
-    assert whole(six, 200, used=(1,)) == (2, 3)
+    assert whole(six, 200) == (4, 5)
+    assert whole(six, 200, used=(4,)) == (0, 1)
+    assert whole(six, 200, used=(1, 4)) == (2, 3)
     assert whole(six, 400) == (0, 1, 2, 3)
     assert whole(six, 100) == (4,)
+
+
+def test_of_equally_cheap_sets_the_branch_that_is_broken_up_is_taken() -> None:
+    """Seven P40 at switches of three and four, with 3 and 4 in use: two GPUs leave the three, and the next three are one
+    switch (6,000) and not spread over both (18,000)."""
+    p40 = read_topology("p40-x7-two-switches")
+    assert whole(p40, 200, used=(3, 4)) == (5, 6)
+    assert whole(p40, 300, used=(3, 4, 5, 6)) == (0, 1, 2)
+    assert set_cost(p40.links, (0, 1, 2)) == 6_000
+    assert whole(p40, 200, used=(0,)) == (1, 2)
+
+
+def test_fewer_pods_of_a_random_queue_are_spread_over_switches() -> None:
+    """Pods of one to three P40 that come and go; beside ties that go to the lowest indexes."""
+    p40 = read_topology("p40-x7-two-switches")
+
+    def lowest(count: int, used: tuple[int, ...]) -> tuple[int, ...]:
+        free = [index for index in range(7) if index not in used]
+        return min(combinations(free, count), key=lambda one: (set_cost(p40.links, one), one))
+
+    ours = spread_of_queue(lambda count, used: whole(p40, count * 100, used=used))
+    assert ours < 0.85 * spread_of_queue(lowest)
+
+
+def spread_of_queue(choose: Callable[[int, tuple[int, ...]], tuple[int, ...]]) -> int:
+    chance, running, spread = random.Random(42), list[tuple[int, ...]](), 0
+    for _ in range(2_000):
+        count, used = chance.choice((2, 3)), tuple(index for gpus in running for index in gpus)
+        if 7 - len(used) >= count:
+            running.append(choose(count, used))
+            spread += len({index < 3 for index in running[-1]}) == 2
+        if running and (chance.random() < 0.5 or 7 - len(used) < count):
+            running.pop(chance.randrange(len(running)))
+    return spread
 
 
 def test_a_single_gpu_can_be_given() -> None:
