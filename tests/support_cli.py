@@ -24,8 +24,8 @@ from msgspec import to_builtins
 from gpushare_agent.model.decision_records import Asked, Candidate, DecisionRecord, Outcome
 from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.model.usage import ContainerUse, ProcessSample, UsageRound
-from gpushare_agent.observability.node_snapshot import node_document
 from tests.support_deadline import DEADLINE_S, Changes
+from tests.support_json import written_node
 from tests.support_settings import clean_environment
 from tests.support_usage import UUIDS, allocation, facts, gpu_sample, inventory, key_of, snapshot
 
@@ -128,7 +128,7 @@ def busy_node() -> dict[str, Any]:
         },
         unattributed={UUIDS[0]: (ProcessSample(pid=4711, memory_bytes=100 * MIB, sm_ratio=0.02),)},
     )  # fmt: skip
-    return node_document(
+    return written_node(
         snapshot(
             facts(allocation(trainer, (0,), cores=40, blocks=16, pod="train"), core_limit=60),
             facts(allocation(evaluator, (0,), cores=20, blocks=8, pod="eval")),

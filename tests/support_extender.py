@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from msgspec import to_builtins
 
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import ALL_NODES
@@ -633,7 +634,7 @@ async def eventually(condition: Callable[[], bool], turn: Callable[[], Awaitable
 
 def state_document(state: ClusterState) -> list[Raw]:
     """Every node with what is allocated of it, sorted."""
-    return [document for name in state.node_names() if (document := state.node_document(name)) is not None]
+    return [to_builtins(found) for name in state.node_names() if (found := state.node_document(name)) is not None]
 
 
 class Replica:

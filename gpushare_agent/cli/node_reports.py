@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from gpushare_agent.cluster.node_annotations import (
@@ -100,7 +100,7 @@ def report_document(node: str, report: NodeReport, pods: Sequence[Pod]) -> dict[
         "node": node,
         "remark": report.remark,
         "gpus": [
-            reported_gpu_document(gpu, account_of(gpu, report.names, charged.get(gpu.index, NO_CHARGE)))
+            to_builtins(reported_gpu_document(gpu, account_of(gpu, report.names, charged.get(gpu.index, NO_CHARGE))))
             for gpu in report.gpus
         ],
         "containers": sorted(containers, key=lambda one: (one["namespace"], one["pod"])),

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Struct, field
 
 from gpushare_agent.extender.decisions.free_capacity import Signature, lack_together, score, signature_of
 from gpushare_agent.extender.decisions.ledger import ClusterLedger
-from gpushare_agent.extender.decisions.node_ledger import NodeLedger, node_document
+from gpushare_agent.extender.decisions.node_ledger import NodeLedger, NodeLedgerDocument, node_document
 from gpushare_agent.extender.decisions.pod_plan import plan_pod
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
@@ -255,7 +255,7 @@ class ClusterState:
         """Sorted."""
         return [ledger.node.name for ledger in self._ledger.nodes()]
 
-    def node_document(self, name: str) -> dict[str, Any] | None:
+    def node_document(self, name: str) -> NodeLedgerDocument | None:
         """One node with its GPUs and reservations, for a person."""
         ledger = self._ledger.node(name)
         return node_document(ledger) if ledger is not None else None

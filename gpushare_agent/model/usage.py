@@ -36,16 +36,14 @@ class ProcessSample(Struct, frozen=True, kw_only=True):
     decoder_ratio: float | None = None
 
 
-class GpuSample(Struct, frozen=True, kw_only=True):
-    """One GPU. `processes` is None where the GPU could not list them, else sorted by PID, each PID once."""
+class GpuUse(Struct, frozen=True, kw_only=True):
+    """What one GPU does, as it is shown."""
 
-    uuid: GpuUuid
     sm_ratio: float | None = None
     memory_ratio: float | None = None
     encoder_ratio: float | None = None
     decoder_ratio: float | None = None
     memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
     temperature_celsius: float | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
@@ -60,6 +58,13 @@ class GpuSample(Struct, frozen=True, kw_only=True):
     pcie_sent_bytes_per_second: float | None = None
     nvlink_received_bytes_total: int | None = None
     nvlink_sent_bytes_total: int | None = None
+
+
+class GpuSample(GpuUse, frozen=True, kw_only=True):
+    """One GPU. `processes` is None where the GPU could not list them, else sorted by PID, each PID once."""
+
+    uuid: GpuUuid
+    memory_total_bytes: int | None = None
     processes: tuple[ProcessSample, ...] | None = None
 
 

@@ -147,13 +147,13 @@ class _Display:
         self._before_reading = before_reading
 
     def __mapping__(self) -> dict[str, RpcHandler]:
-        from gpushare_agent.observability.display_document import encode_usage, graph_text, usage_json
+        from gpushare_agent.observability.display_document import encode_usage, graph_text, usage_document
         from gpushare_agent.wire.display import GraphResponse, UsageResponse, VersionResponse
         from gpushare_agent.wire.google.protobuf import Empty
 
         calls: list[tuple[str, Callable[[NodeSnapshot], object], type]] = [
             ("PrintGraph", lambda seen: GraphResponse(graph=graph_text(seen)), GraphResponse),
-            ("PrintUsages", lambda seen: encode_usage(usage_json(seen)), UsageResponse),
+            ("PrintUsages", lambda seen: encode_usage(usage_document(seen)), UsageResponse),
             ("Version", lambda seen: VersionResponse(version=seen.agent.version), VersionResponse),
         ]
         return {
@@ -182,11 +182,11 @@ def routes(snapshot: ReadSnapshot) -> list[Route]:
 
 def _json_handler(snapshot: ReadSnapshot, path: str) -> Handler:
     async def show(request: web.Request) -> web.Response:
-        from gpushare_agent.observability.display_document import graph_text, usage_json
+        from gpushare_agent.observability.display_document import graph_text, usage_document
 
         seen = snapshot()
         if path == "/usage":
-            return json_answer(request, usage_json(seen))
+            return json_answer(request, usage_document(seen))
         return json_answer(
             request, {"graph": graph_text(seen)} if path == "/graph" else {"version": seen.agent.version}
         )

@@ -30,10 +30,10 @@ from gpushare_agent.model.resources import (
     UnitLayout,
     UnitTerms,
 )
-from gpushare_agent.observability.node_snapshot import node_document
 from tests.admission.test_admission import Scripted
 from tests.support_agent import poll_until
 from tests.support_core import allocation, container, ids, inventory, pod
+from tests.support_json import written_node
 from tests.support_usage import facts, snapshot
 
 RESOURCE = "example.com/slice"
@@ -136,7 +136,7 @@ async def test_its_isolation_keeps_it_to_its_part_of_the_gpu() -> None:
     _, slices = await admitted()
     limits = share_limits(slices, {}, GPUS.by_uuid(), NAMES)
     assert limits == ShareLimits(cores=37, memory_bytes=9216 * MIB, core_limit=0, is_limited=True)
-    (shown,) = node_document(snapshot(facts(slices)))["containers"]
+    (shown,) = written_node(snapshot(facts(slices)))["containers"]
     assert shown["units"] == {"resource": RESOURCE, "count": 3, "sharing": "shares"}
 
 

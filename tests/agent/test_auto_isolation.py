@@ -12,10 +12,10 @@ from gpushare_agent.cli.check.check import check_node
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.observability.node_snapshot import node_document
 from gpushare_agent.settings.settings import Settings, SettingsError, load_settings
 from tests.support_agent import open_agent
 from tests.support_hami_core import fake_library
+from tests.support_json import written_node
 from tests.support_sandbox import open_test_node
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
@@ -85,7 +85,7 @@ async def test_document_and_check_have_the_choice_and_its_reason(short_dir: Path
     async with open_test_node() as node:
         flags = ("--isolation=auto", f"--hami-core.library={library}", f"--hami-core.directory={short_dir / 'hami'}")
         async with open_agent(node, *flags) as agent:
-            document = node_document(agent.parts.observability.snapshots.current())["agent"]
+            document = written_node(agent.parts.observability.snapshots.current())["agent"]
     assert document["isolation"] == "hami-core" and "library" in document["isolation_reason"]
     assert [one["name"] for one in document["isolations"]] == ["hami-core"]
     findings = await check_node(settings_of(short_dir))

@@ -18,10 +18,10 @@ from gpushare_agent.model.allocations import ClaimRef, ClaimShare
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.gpus import MigPlace
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
-from gpushare_agent.observability.node_snapshot import node_document
 from gpushare_agent.settings.settings import Settings
 from gpushare_agent.settings.sources import read_flags
 from tests.docs.generated import families, outdated
+from tests.support_json import written_node
 from tests.support_usage import allocation, facts, key_of, snapshot
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def test_the_api_document_names_every_field() -> None:
     place = MigPlace(profile="1g.10gb", parent=gpu.uuid, number=0, parent_index=0, gi=1, ci=2)
     shown = replace(shown, inventory=replace(shown.inventory, gpus=(replace(gpu, mig=place), *others)))
     named = set(re.findall(r"\w+", (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")))
-    document = node_document(shown)
+    document = written_node(shown)
     document["agent"]["not_kept_texts"] = {}  # by the terms of isolation.md
     assert set(_fields(document)) - named == set()
 

@@ -11,12 +11,12 @@ import pytest
 
 from gpushare_agent import isolation
 from gpushare_agent.cli.check.check import check_node
-from gpushare_agent.observability.node_snapshot import node_document
 from gpushare_agent.settings.isolation_names import isolation_names
 from gpushare_agent.settings.reference import markdown
 from gpushare_agent.settings.settings import SettingsError, load_settings
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 from tests.support_agent import calls_of, open_agent, wait_running
+from tests.support_json import written_node
 from tests.support_sandbox import CORE, container, open_test_node, pod, wait_allocatable
 from tests.support_settings import ROOT
 
@@ -95,7 +95,7 @@ async def test_a_pod_gets_its_edits_and_the_node_document_shows_it() -> None:
             name: [ContainerAllocateResponse.parse(call.response).envs for call in calls_of(node, name)]
             for name in ("share", "whole")
         }
-        document = node_document(agent.parts.observability.snapshots.current())
+        document = written_node(agent.parts.observability.snapshots.current())
     assert {"2048"} == {env["EXAMPLE_MEMORY_MIB"] for env in given["share"] if "EXAMPLE_MEMORY_MIB" in env}
     assert not any("EXAMPLE_MEMORY_MIB" in env for env in given["whole"])
     assert document["agent"]["isolation"] == "example"

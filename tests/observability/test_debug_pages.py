@@ -23,11 +23,12 @@ from gpushare_agent.observability.http.debug_pages import (
 )
 from tests.support_debug import sources
 from tests.support_display import SECRET, train_pod
+from tests.support_json import written
 
 
 def test_allocations_are_shown_by_pod_with_runs_of_devices() -> None:
     """Sorted by namespace and name; hundreds of IDs are one range."""
-    found = allocations_page(sources())
+    found = written(allocations_page(sources()))
     assert [row["pod"] for row in found["allocations"]] == ["big", "train"]
     assert found["allocations"][1]["devices"] == {"vcore": {"GPU-0": "0-29"}, "vmemory": {"GPU-0": "0-7"}}
     assert found["allocations"][1]["age_seconds"] == 12.5
@@ -46,7 +47,7 @@ def test_devices_are_runs_by_gpu() -> None:
 def test_values_that_may_be_secrets_are_left_out() -> None:
     """Of variables and foreign annotations only the names are shown; the agent's own annotations with values."""
     own = replace(train_pod(), annotations={"tencent.com/predicate-node": "n1", "note": SECRET}, labels={"app": SECRET})
-    found = pods_page(replace(sources(), pods=lambda: [own]))
+    found = written(pods_page(replace(sources(), pods=lambda: [own])))
     text = json.dumps(found)
     assert SECRET not in text
     (row,) = found["pods"]
@@ -58,13 +59,13 @@ def test_values_that_may_be_secrets_are_left_out() -> None:
 def test_many_pods_are_cut_and_counted() -> None:
     """An answer is bounded whatever is in the store."""
     many = [replace(train_pod(), uid=PodUid(f"u{n}")) for n in range(MAX_ROWS + 7)]
-    found = pods_page(replace(sources(), pods=lambda: many))
+    found = written(pods_page(replace(sources(), pods=lambda: many)))
     assert (len(found["pods"]), found["left_out"]) == (MAX_ROWS, 7)
 
 
 def test_the_topology_is_shown_as_matrix_tree_and_text() -> None:
     """All three agree on two GPUs."""
-    found = topology_page(sources())
+    found = written(topology_page(sources()))
     assert found["links"] == [["X", "PIX"], ["PIX", "X"]]
     assert found["tree"]["gpus"] == [0, 1]
     assert found["graph"][0] == "ROOT:2"
@@ -73,7 +74,7 @@ def test_the_topology_is_shown_as_matrix_tree_and_text() -> None:
 
 def test_settings_tell_their_value_and_whether_it_is_the_default() -> None:
     """As one would write it in a flag."""
-    found = settings_page(sources("--health.check-period-s=7"))["settings"]
+    found = written(settings_page(sources("--health.check-period-s=7")))["settings"]
     assert found["health.check_period_s"] == {"value": "7", "is_default": False}
     assert found["web.port"] == {"value": "5678", "is_default": True}
     assert found["debug.token_file"] == {"value": "", "is_default": True}

@@ -16,14 +16,16 @@ from typing import Any
 import pytest
 import structlog
 from aiohttp import ClientSession
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.gpus import Health
 from gpushare_agent.observability.display import DisplayServer, routes
-from gpushare_agent.observability.display_document import encode_usage, graph_text, usage_json
+from gpushare_agent.observability.display_document import Usage, encode_usage, graph_text, usage_document
 from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics
+from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.wire.display import GraphResponse, UsageResponse, VersionResponse
 from tests.support_agent import poll_until
 from tests.support_display import GPU_0, GPU_1, GPU_MIB, snapshot, usage_round
@@ -89,9 +91,15 @@ def test_the_graph_names_the_health_of_a_gpu_in_one_line() -> None:
     assert len(lines) == 4
 
 
+def shown_usage(seen: NodeSnapshot) -> dict[str, Any]:
+    """As it is written."""
+    found: dict[str, Any] = to_builtins(usage_document(seen))
+    return found
+
+
 def test_usage_is_reported_in_percent_and_mib_by_pod_and_container() -> None:
     """Keys, units and whose it is are gpu-manager's; what is zero is left out, as its gateway does."""
-    assert usage_json(snapshot(usage=usage_round())) == {
+    assert shown_usage(snapshot(usage=usage_round())) == {
         "usage": {
             "uid-big": {
                 "project": "default",
@@ -115,18 +123,18 @@ def test_usage_is_reported_in_percent_and_mib_by_pod_and_container() -> None:
 
 def test_containers_are_listed_before_the_first_sample() -> None:
     """From the moment of allocation, with nothing used."""
-    found = usage_json(snapshot())["usage"]["uid-train"]["stat"]["train"]
+    found = shown_usage(snapshot())["usage"]["uid-train"]["stat"]["train"]
     assert found == {"dev": [{"id": "0000:00:00.0", "card_idx": "0"}]}
 
 
 @pytest.mark.parametrize("round_of", [usage_round, lambda: None])
 def test_the_bytes_of_usage_are_those_of_the_generated_class(round_of: Any) -> None:
     """Whatever is in the document, the proto's own decoder reads it."""
-    document = usage_json(snapshot(usage=round_of()))
+    document = usage_document(snapshot(usage=round_of()))
     read = UsageResponse.parse(encode_usage(document))
-    assert read == UsageResponse.parse(bytes(UsageResponse.from_dict(document)))
+    assert read == UsageResponse.parse(bytes(UsageResponse.from_dict(to_builtins(document))))
     assert read.usage["uid-train"].stat["train"].dev[0].card_idx == "0"
-    assert UsageResponse.parse(encode_usage({})) == UsageResponse()
+    assert UsageResponse.parse(encode_usage(Usage())) == UsageResponse()
 
 
 def test_a_node_without_gpus_and_pods_has_an_empty_usage_and_a_bare_root() -> None:
@@ -143,7 +151,7 @@ def test_a_node_without_gpus_and_pods_has_an_empty_usage_and_a_bare_root() -> No
             ),
         ),
     )
-    assert usage_json(nothing) == {}
+    assert shown_usage(nothing) == {}
     assert graph_text(nothing) == "ROOT:0\n"
 
 
@@ -156,7 +164,7 @@ async def test_a_foreign_client_reads_all_three(short_dir: Path, grpc: ModuleTyp
     graph_bytes, usage_bytes, version_bytes = answers
     assert GraphResponse.parse(graph_bytes).graph == GRAPH
     assert UsageResponse.parse(usage_bytes) == UsageResponse.parse(
-        encode_usage(usage_json(snapshot(usage=usage_round())))
+        encode_usage(usage_document(snapshot(usage=usage_round())))
     )
     assert VersionResponse.parse(version_bytes).version == "1.2.3"
     assert not path.exists()
@@ -272,7 +280,7 @@ async def test_the_web_port_gives_the_same_messages_as_json() -> None:
         async with session.post(url + "/usage") as answer:
             assert answer.status == 405
     assert found["/graph"] == {"graph": GRAPH}
-    assert found["/usage"] == usage_json(snapshot(usage=usage_round()))
+    assert found["/usage"] == shown_usage(snapshot(usage=usage_round()))
     assert found["/version"] == {"version": "1.2.3"}
 
 

@@ -14,7 +14,7 @@ from gpushare_agent.model.names import MIB, device_id
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.model.usage import GpuSample, UsageRound
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
-from gpushare_agent.observability.display_document import usage_json
+from gpushare_agent.observability.display_document import usage_document
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import THROTTLE_REASONS, node_series
 from gpushare_agent.observability.metrics.text import MAX_LABEL, NodePage, Series, labels_text
@@ -86,8 +86,8 @@ def test_compute_that_follows_the_memory_is_requested_compute_as_the_usage_repor
     one = allocation(key, cores=0, blocks=0).with_ids(ResourceKind.GPU_MEM, units)
     shown = snapshot(replace(facts(one), cores=66, allocated_cores=66))
     assert rows_of(shown)["container_request_gpu_utilization"] == [({**LEGACY, "req_of_gpu": "total"}, 0.66)]
-    (pod_usage,) = usage_json(shown)["usage"].values()
-    assert pod_usage["spec"][key.container]["gpu"] == 0.66
+    (pod_usage,) = usage_document(shown).usage.values()
+    assert pod_usage.spec[key.container].gpu == 0.66
 
 
 def test_who_keeps_a_container_to_its_share_is_one_row_of_one() -> None:

@@ -20,10 +20,11 @@ from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.resources import Request, ResourceKind, ResourceNames
 from gpushare_agent.observability.display_document import graph_text
 from gpushare_agent.observability.metrics.node import gpu_series
-from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_document
+from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.placement import Placed, place
 from gpushare_agent.placement.gpu_account import account_of
 from tests.support_cli import candidate, decision
+from tests.support_json import written_node
 from tests.support_usage import UUIDS, inventory, snapshot
 
 FIRST = GpuUuid("MIG-0")
@@ -54,7 +55,7 @@ def test_every_view_has_the_cores_that_the_node_offers(*, shares_in_mig: bool, a
     """An instance in which the isolation keeps no share has none, though one is given whole by NVIDIA's name."""
     node = divided_node(shares_in_mig=shares_in_mig)
     assert sum(node.names.units(gpu, ResourceKind.VCORE) for gpu in node.inventory.gpus) == capacity
-    raw: Any = node_document(node)
+    raw: Any = written_node(node)
     document = cast("NodeDocument", raw)
     assert sum(gpu["cores"]["capacity"] for gpu in document["gpus"]) == capacity
     assert sum(gpu["cores"]["free"] for gpu in graph_document(document)["gpus"]) == capacity - allocated
@@ -72,7 +73,7 @@ def test_every_view_has_the_cores_that_the_node_offers(*, shares_in_mig: bool, a
 def test_every_view_has_nvidias_name_of_an_instance() -> None:
     """Also those that had the agent's own count of GPUs: decisions, refusals, Events and the topology."""
     node = divided_node(shares_in_mig=True)
-    raw: Any = node_document(node)
+    raw: Any = written_node(node)
     document = cast("NodeDocument", raw)
     assert [line.cells["GPU / CONTAINER"].split()[0] for line in top_lines(document) if line.is_gpu] == [
         "0",

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 
 from bench.sample_node import SampleNode
 from gpushare_agent.observability.http import answers as web_answers
-from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_document
+from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.observability.usage_history import UsageHistory
+from tests.support_json import written_node
 from tests.support_kube import DEADLINE_S
 from tests.support_web import served_node
 
@@ -35,7 +36,7 @@ async def test_the_node_is_the_one_document() -> None:
     node = SampleNode(gpus=2, containers=3)
     async with served_node(node) as served:
         status, found, headers = await _get(f"{served.url}/api/v1/node")
-    wanted = json.loads(json.dumps(node_document(node.snapshot())))
+    wanted = json.loads(json.dumps(written_node(node.snapshot())))
     for document in (found, wanted):
         del document["at"], document["agent"]["sampled_at"], document["agent"]["started_at"]
     assert (status, found) == (200, wanted)

@@ -8,7 +8,7 @@ from gpushare_agent.model.names import unit_id
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.observability.metrics.containers import container_series
-from gpushare_agent.observability.node_snapshot import node_document
+from tests.support_json import written_node
 from tests.support_usage import allocation, driver_sample, facts, gpu_sample, key_of, snapshot
 
 
@@ -19,7 +19,7 @@ def test_units_have_their_resource_and_what_limits_them() -> None:
     without_ids = replace(share, ids={}, gpu_resource="nvidia.com/gpu")
     replicas = without_ids.with_ids(ResourceKind.GPU, frozenset({unit_id(uuid, 0, "4m"), unit_id(uuid, 2, "4m")}))
     whole = replace(without_ids, ids={ResourceKind.GPU: frozenset({unit_id(uuid, 0, "1")})}, is_whole=True)
-    found = [node_document(snapshot(facts(one)))["containers"][0]["units"] for one in (replicas, whole, share)]
+    found = [written_node(snapshot(facts(one)))["containers"][0]["units"] for one in (replicas, whole, share)]
     assert found == [
         {"resource": "nvidia.com/gpu", "count": 2, "sharing": "mps"},
         {"resource": "nvidia.com/gpu", "count": 1, "sharing": None},
@@ -33,7 +33,7 @@ def test_replicas_on_two_gpus_have_their_part_of_each() -> None:
     ids = {unit_id(both.gpus[0], 0, "4"), unit_id(both.gpus[1], 1, "4"), unit_id(both.gpus[1], 2, "4")}
     replicas = replace(both, ids={ResourceKind.GPU: frozenset(ids)}, gpu_resource="nvidia.com/gpu", is_whole=False)
     shown = snapshot(facts(replicas))
-    (container,) = node_document(shown)["containers"]
+    (container,) = written_node(shown)["containers"]
     parts = {gpu.index: gpu.memory_mib << 18 for gpu in shown.inventory.gpus}
     assert [(one["cores"], one["memory_bytes"]) for one in container["gpus"]] == [(25, parts[0]), (50, 2 * parts[1])]
     limits = next(one for one in container_series(shown) if one.name.endswith("container_memory_limit_bytes"))
@@ -45,9 +45,9 @@ def test_a_container_has_no_use_on_a_gpu_that_lists_no_processes() -> None:
     allocated = allocation(key_of(1), (0, 1), cores=200, blocks=0)
     gpus = driver_sample(gpu_sample(0, lists=False), gpu_sample(1))
     usage = join_usage(gpus, {}, AllocatedContainers(gpus={allocated.key: allocated.gpus}, by_id={}), sampled_at=1.0)
-    [container] = node_document(snapshot(facts(allocated), usage=usage))["containers"]
+    [container] = written_node(snapshot(facts(allocated), usage=usage))["containers"]
     silent, listing = (gpu["usage"] for gpu in container["gpus"])
     assert silent is None
     assert (listing["sm_ratio"], listing["memory_bytes"], listing["pids"]) == (0.0, 0, [])
-    [before] = node_document(snapshot(facts(allocated)))["containers"]
+    [before] = written_node(snapshot(facts(allocated)))["containers"]
     assert [gpu["usage"] for gpu in before["gpus"]] == [None, None]

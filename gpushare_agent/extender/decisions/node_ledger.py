@@ -6,15 +6,16 @@ change raises `version`, which outdates the answers worked out for the node.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
 
 from gpushare_agent.extender.values import ClusterNode, Reservation
 from gpushare_agent.model.allocations import NO_CHARGE, Charge, add_charges
 from gpushare_agent.model.gpus import GpuReport
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.observability.node_snapshot import reported_gpu_document
+from gpushare_agent.observability.node_snapshot import ReportedGpuDocument, reported_gpu_document
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of, capacity_of
 from gpushare_agent.placement.lack import Capacity
@@ -118,31 +119,50 @@ class NodeLedger:
         self._gpus = self._capacity = None
 
 
-def node_document(ledger: NodeLedger) -> dict[str, Any]:
+class ReservationDocument(Struct, kw_only=True):
+    """`containers` are the GPUs by container, `charges` cores, blocks, units and whole GPUs by GPU index."""
+
+    pod: str
+    pod_uid: str
+    stage: str
+    containers: Mapping[str, Sequence[int]]
+    charges: Mapping[str, Sequence[int]]
+
+
+class NodeLedgerDocument(Struct, kw_only=True):
+    name: str
+    model: str
+    pool: str
+    is_exact: bool
+    gpus: Sequence[ReportedGpuDocument]
+    reservations: Sequence[ReservationDocument]
+    unattributed: Sequence[PodUid]
+
+
+def node_document(ledger: NodeLedger) -> NodeLedgerDocument:
     """One node for a person: its GPUs, and the pods that have some of them. Sorted."""
-    return {
-        "name": ledger.node.name,
-        "model": ledger.node.model,
-        "pool": ledger.node.pool,
-        "is_exact": ledger.node.is_exact,
-        "gpus": [
-            reported_gpu_document(reported, gpu) for gpu, reported in zip(ledger.gpus, ledger.node.gpus, strict=True)
-        ],
-        "reservations": [
-            {
-                "pod": f"{reservation.namespace}/{reservation.pod}",
-                "pod_uid": reservation.pod_uid,
-                "stage": reservation.stage.value,
-                "containers": {c.name: list(c.gpus) for c in reservation.plan.containers if c.gpus},
-                "charges": {
-                    str(index): [one.cores, one.blocks, one.units, one.wholes]
-                    for index, one in reservation.plan.charges.items()
+    node = ledger.node
+    return NodeLedgerDocument(
+        name=node.name,
+        model=node.model,
+        pool=node.pool,
+        is_exact=node.is_exact,
+        gpus=[reported_gpu_document(reported, gpu) for gpu, reported in zip(ledger.gpus, node.gpus, strict=True)],
+        reservations=[
+            ReservationDocument(
+                pod=f"{one.namespace}/{one.pod}",
+                pod_uid=one.pod_uid,
+                stage=one.stage.value,
+                containers={c.name: c.gpus for c in one.plan.containers if c.gpus},
+                charges={
+                    str(index): (charge.cores, charge.blocks, charge.units, charge.wholes)
+                    for index, charge in one.plan.charges.items()
                 },
-            }
-            for _, reservation in sorted(ledger.reservations.items())
+            )
+            for _, one in sorted(ledger.reservations.items())
         ],
-        "unattributed": sorted(ledger.unattributed),
-    }
+        unattributed=sorted(ledger.unattributed),
+    )
 
 
 def _facts(node: ClusterNode) -> tuple[object, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from msgspec import Struct, field
 
@@ -144,7 +143,7 @@ def parse_quota(data: Mapping[str, str]) -> Quota:
     return Quota(namespaces={name: _namespace(name, entry) for name, entry in raw.items()})
 
 
-def _namespace(name: str, raw: Any) -> NamespaceQuota:
+def _namespace(name: str, raw: object) -> NamespaceQuota:
     where = f"quota, key {QUOTA_KEY}, namespace {_shown(name)}"
     _check_name(name, where)
     if not isinstance(raw, dict):
@@ -159,7 +158,7 @@ def _namespace(name: str, raw: Any) -> NamespaceQuota:
     return NamespaceQuota(pools=_pools(raw, where), gpus=gpus, vcore=vcore, vmemory=vmemory)
 
 
-def _pools(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
+def _pools(raw: Mapping[str, object], where: str) -> tuple[str, ...]:
     pools = raw.get("pool", [])
     if not isinstance(pools, list) or len(pools) > MAX_NAMES:
         raise Corrupt(f"{where}, field pool: {_shown(pools)} is no list of at most {MAX_NAMES} pools")
@@ -168,7 +167,7 @@ def _pools(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return tuple(sorted(set(pools)))
 
 
-def _gpus(raw: Any, where: str) -> dict[str, int]:
+def _gpus(raw: object, where: str) -> dict[str, int]:
     if not isinstance(raw, dict) or len(raw) > MAX_NAMES:
         raise Corrupt(
             f"{where}, field quota: {_shown(raw)} is no object with GPUs for each of at most {MAX_NAMES} models"
@@ -186,7 +185,7 @@ def _gpus(raw: Any, where: str) -> dict[str, int]:
     return gpus
 
 
-def _hundredths(number: Any) -> int | None:
+def _hundredths(number: object) -> int | None:
     if isinstance(number, _Written):
         match = _PARTS.fullmatch(number.text)
         return int(match[1]) * CORES_PER_GPU + int(f"{match[2]:0<2}") if match else None
@@ -195,7 +194,7 @@ def _hundredths(number: Any) -> int | None:
     return number * CORES_PER_GPU
 
 
-def _total(raw: Mapping[str, Any], name: str, where: str) -> int | None:
+def _total(raw: Mapping[str, object], name: str, where: str) -> int | None:
     if name not in raw:
         return None
     total = raw[name]
@@ -204,14 +203,14 @@ def _total(raw: Mapping[str, Any], name: str, where: str) -> int | None:
     return total
 
 
-def _check_name(name: Any, where: str) -> None:
+def _check_name(name: object, where: str) -> None:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
         raise Corrupt(f"{where}: {_shown(name)} is no name of 1 to {MAX_NAME_CHARS} printable characters")
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """JSON readers take the last of two values silently: one of the two is a mistake."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in pairs:
         if name in found:
             raise ValueError(f"{_shown(name)} is given twice")
@@ -223,7 +222,7 @@ def _keys_instead(data: Mapping[str, str]) -> str:
     return f"; it has {_listed([_shown(key) for key in sorted(data)])}" if data else ""
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """The text of a plain value, shortened; a nested one may be of any length, and is only named."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"

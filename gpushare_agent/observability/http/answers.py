@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -132,13 +132,15 @@ def accepts_html(request: web.BaseRequest) -> bool:
     return _HTML.search(request.headers.get("Accept", "")) is not None
 
 
-def encode(document: Any) -> bytes:
-    """Compact JSON. Half a surrogate pair, which UTF-8 cannot have, stays the escape that it was: any text of a node's
-    annotation may hold one."""
-    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode(errors="backslashreplace")
+def encode(document: object) -> bytes:
+    """Compact JSON of Structs and what JSON has. Half a surrogate pair, which UTF-8 cannot have, stays the escape that it
+    was: any text of a node's annotation may hold one."""
+    return json.dumps(to_builtins(document), separators=(",", ":"), ensure_ascii=False).encode(
+        errors="backslashreplace"
+    )
 
 
-def json_answer(request: web.BaseRequest, document: Any, *, status: int = 200) -> web.Response:
+def json_answer(request: web.BaseRequest, document: object, *, status: int = 200) -> web.Response:
     """The document, gzipped where the client accepts it and it is large enough; not to be cached."""
     body = JsonBody(encode(document))
     return body.response(is_packed=body.is_worth_packing and accepts_gzip(request), status=status)

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from msgspec import Struct
 
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.names import split_device_id
 from gpushare_agent.model.pods import ContainerSpec, Pod
-from gpushare_agent.observability.node_snapshot import NodeSnapshot, topology_document
+from gpushare_agent.observability.node_snapshot import BranchDocument, NodeSnapshot, topology_document
 from gpushare_agent.settings.reference import all_keys, text_of
 from gpushare_agent.settings.settings import Settings
 
@@ -46,24 +46,42 @@ class DebugSources(Struct, frozen=True, kw_only=True):
     now: Callable[[], float]
 
 
-def allocations_page(sources: DebugSources) -> dict[str, Any]:
+class AllocationRow(Struct, kw_only=True):
+    namespace: str
+    pod: str
+    pod_uid: str
+    container: str
+    kind: str
+    is_whole: bool
+    gpus: Sequence[str]
+    devices: Mapping[str, Mapping[str, str]]
+    """By kind of resource and GPU, the numbers of its device IDs."""
+    age_seconds: float
+
+
+class AllocationsPage(Struct):
+    allocations: Sequence[AllocationRow]
+    left_out: int
+
+
+def allocations_page(sources: DebugSources) -> AllocationsPage:
     """The ledger: each container's devices."""
     rows, left_out = _bounded(sorted(sources.allocations(), key=lambda a: (a.namespace, a.pod_name, a.key)))
-    return {"allocations": [_allocation(row, sources.now()) for row in rows], "left_out": left_out}
+    return AllocationsPage([_allocation(row, sources.now()) for row in rows], left_out)
 
 
-def _allocation(allocation: Allocation, now: float) -> dict[str, Any]:
-    return {
-        "namespace": allocation.namespace,
-        "pod": allocation.pod_name,
-        "pod_uid": allocation.key.pod_uid,
-        "container": allocation.container_name,
-        "kind": allocation.kind.value,
-        "is_whole": allocation.is_whole,
-        "gpus": list(allocation.gpus),
-        "devices": dict(sorted((kind.value, device_ranges(ids)) for kind, ids in allocation.ids.items())),
-        "age_seconds": round(now - allocation.allocated_at, 3),
-    }
+def _allocation(allocation: Allocation, now: float) -> AllocationRow:
+    return AllocationRow(
+        namespace=allocation.namespace,
+        pod=allocation.pod_name,
+        pod_uid=allocation.key.pod_uid,
+        container=allocation.container_name,
+        kind=allocation.kind.value,
+        is_whole=allocation.is_whole,
+        gpus=allocation.gpus,
+        devices=dict(sorted((kind.value, device_ranges(ids)) for kind, ids in allocation.ids.items())),
+        age_seconds=round(now - allocation.allocated_at, 3),
+    )
 
 
 def device_ranges(ids: Iterable[str]) -> dict[str, str]:
@@ -88,86 +106,162 @@ def _runs(numbers: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def pods_page(sources: DebugSources) -> dict[str, Any]:
+class ContainerRow(Struct, kw_only=True):
+    name: str
+    kind: str
+    position: int
+    requests: Mapping[str, int]
+    env_names: Sequence[str]
+
+
+class PodRow(Struct, kw_only=True):
+    namespace: str
+    name: str
+    uid: str
+    phase: str
+    node: str
+    resource_version: str
+    is_deleting: bool
+    is_static: bool
+    has_started: bool
+    controller_kind: str
+    reason: str
+    message: str
+    running: Sequence[str]
+    container_ids: Mapping[str, str]
+    containers: Sequence[ContainerRow]
+    annotations: Mapping[str, str]
+    label_names: Sequence[str]
+
+
+class PodsPage(Struct):
+    pods: Sequence[PodRow]
+    left_out: int
+
+
+def pods_page(sources: DebugSources) -> PodsPage:
     """The pod store, as the informer left it."""
     rows, left_out = _bounded(sorted(sources.pods(), key=lambda pod: (pod.namespace, pod.name, pod.uid)))
-    return {"pods": [_pod(row) for row in rows], "left_out": left_out}
+    return PodsPage([_pod(row) for row in rows], left_out)
 
 
-def _pod(pod: Pod) -> dict[str, Any]:
-    return {
-        "namespace": pod.namespace,
-        "name": pod.name,
-        "uid": pod.uid,
-        "phase": pod.phase.value,
-        "node": pod.node_name,
-        "resource_version": pod.resource_version,
-        "is_deleting": pod.is_deleting,
-        "is_static": pod.is_static,
-        "has_started": pod.has_started,
-        "controller_kind": pod.controller_kind,
-        "reason": pod.reason[:_TEXT_SHOWN],
-        "message": pod.message[:_TEXT_SHOWN],
-        "running": sorted(pod.running),
-        "container_ids": dict(sorted(pod.container_ids.items())),
-        "containers": [_container(container) for container in pod.containers],
-        "annotations": {
+def _pod(pod: Pod) -> PodRow:
+    return PodRow(
+        namespace=pod.namespace,
+        name=pod.name,
+        uid=pod.uid,
+        phase=pod.phase.value,
+        node=pod.node_name,
+        resource_version=pod.resource_version,
+        is_deleting=pod.is_deleting,
+        is_static=pod.is_static,
+        has_started=pod.has_started,
+        controller_kind=pod.controller_kind,
+        reason=pod.reason[:_TEXT_SHOWN],
+        message=pod.message[:_TEXT_SHOWN],
+        running=sorted(pod.running),
+        container_ids=dict(sorted(pod.container_ids.items())),
+        containers=[_container(container) for container in pod.containers],
+        annotations={
             name: value[:_TEXT_SHOWN] if name.startswith(_OWN_ANNOTATIONS) else "(not shown)"
             for name, value in sorted(pod.annotations.items())
         },
-        "label_names": sorted(pod.labels),
-    }
+        label_names=sorted(pod.labels),
+    )
 
 
-def _container(container: ContainerSpec) -> dict[str, Any]:
-    return {
-        "name": container.name,
-        "kind": container.kind.value,
-        "position": container.position,
-        "requests": dict(sorted(container.requests.items())),
-        "env_names": sorted(container.env),
-    }
+def _container(container: ContainerSpec) -> ContainerRow:
+    return ContainerRow(
+        name=container.name,
+        kind=container.kind.value,
+        position=container.position,
+        requests=dict(sorted(container.requests.items())),
+        env_names=sorted(container.env),
+    )
 
 
-def topology_page(sources: DebugSources) -> dict[str, Any]:
-    """The GPUs, the matrix of links, the tree that placement walks, and the tree as people read it."""
+class LinkRow(Struct):
+    number: int
+    remote_bus_id: str
+
+
+class GpuRow(Struct, kw_only=True):
+    index: int
+    minor: int | None
+    uuid: str
+    bus_id: str
+    name: str
+    numa: int | None
+    health: str
+    health_reason: str
+    nvlinks: Sequence[LinkRow]
+
+
+class UnreadableRow(Struct):
+    index: int
+    reason: str
+
+
+class TopologyPage(Struct, kw_only=True):
+    """`links` and `tree` as in /api/v1/node, `graph` the tree as people read it."""
+
+    gpus: Sequence[GpuRow]
+    unreadable: Sequence[UnreadableRow]
+    links: Sequence[Sequence[str]]
+    tree: BranchDocument
+    graph: Sequence[str]
+
+
+def topology_page(sources: DebugSources) -> TopologyPage:
+    """The GPUs, the matrix of links, and the tree that placement walks."""
     from gpushare_agent.observability.display_document import graph_text
 
     snapshot = sources.snapshot()
     inventory = snapshot.inventory
-    return {
-        "gpus": [
-            {
-                "index": gpu.index,
-                "minor": gpu.minor,
-                "uuid": gpu.uuid,
-                "bus_id": gpu.bus_id,
-                "name": gpu.name,
-                "numa": gpu.numa_node,
-                "health": gpu.health.value,
-                "health_reason": gpu.unhealthy_reason,
-                "nvlinks": [{"number": link.number, "remote_bus_id": link.remote_bus_id} for link in gpu.nvlinks],
-            }
+    topology = topology_document(inventory.topology)
+    return TopologyPage(
+        gpus=[
+            GpuRow(
+                index=gpu.index,
+                minor=gpu.minor,
+                uuid=gpu.uuid,
+                bus_id=gpu.bus_id,
+                name=gpu.name,
+                numa=gpu.numa_node,
+                health=gpu.health.value,
+                health_reason=gpu.unhealthy_reason,
+                nvlinks=[LinkRow(link.number, link.remote_bus_id) for link in gpu.nvlinks],
+            )
             for gpu in sorted(inventory.gpus, key=lambda gpu: gpu.index)
         ],
-        "unreadable": [{"index": index, "reason": reason} for index, reason in inventory.unreadable],
-        **topology_document(inventory.topology),
-        "graph": graph_text(snapshot).splitlines(),
-    }
+        unreadable=[UnreadableRow(index, reason) for index, reason in inventory.unreadable],
+        links=topology.links,
+        tree=topology.tree,
+        graph=graph_text(snapshot).splitlines(),
+    )
 
 
-def settings_page(sources: DebugSources) -> dict[str, Any]:
+class SettingRow(Struct):
+    value: str
+    is_default: bool
+
+
+class SettingsPage(Struct):
+    settings: Mapping[str, SettingRow]
+
+
+def settings_page(sources: DebugSources) -> SettingsPage:
     """Every setting in force. None is a secret: files that hold one are named, never read here."""
-    shown: dict[str, Any] = {}
+    shown = {}
     for key in all_keys():
-        value: Any = sources.settings
+        value: object = sources.settings
         for part in key.name.split("."):
             value = getattr(value, part)
-        shown[key.name] = {"value": text_of(value), "is_default": value == key.default}
-    return {"settings": shown}
+        shown[key.name] = SettingRow(text_of(value), value == key.default)
+    return SettingsPage(shown)
 
 
-def tasks_page(tasks: Iterable[asyncio.Task[Any]]) -> str:
+def tasks_page(tasks: Iterable[asyncio.Task[object]]) -> str:
     """Every task with where it waits, those that wait at the same place together."""
     listed, left_out = _bounded(sorted(tasks, key=lambda task: task.get_name()), MAX_TASKS)
     by_stack: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
@@ -187,11 +281,11 @@ def _group(row: tuple[tuple[str, ...], list[str]]) -> str:
     return f"\n{title}{', '.join(names[:_NAMES_SHOWN])}{more}\n" + "".join(f"  {line}\n" for line in stack)
 
 
-def task_stack(task: asyncio.Task[Any]) -> tuple[str, ...]:
+def task_stack(task: asyncio.Task[object]) -> tuple[str, ...]:
     """From the task's coroutine to what it awaits, outermost first. Task.get_stack() knows only the outermost of one
     that waits."""
     lines: list[str] = []
-    waits_for: Any = task.get_coro()
+    waits_for: object = task.get_coro()
     while waits_for is not None and len(lines) < MAX_FRAMES:
         frame = _frame_of(waits_for)
         if frame is None:
@@ -203,7 +297,7 @@ def task_stack(task: asyncio.Task[Any]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _frame_of(awaited: Any) -> FrameType | None:
+def _frame_of(awaited: object) -> FrameType | None:
     """Of a coroutine, a generator or an asynchronous generator."""
     for name in ("cr_frame", "gi_frame", "ag_frame"):
         frame = getattr(awaited, name, None)
@@ -212,10 +306,11 @@ def _frame_of(awaited: Any) -> FrameType | None:
     return None
 
 
-def _awaited(awaiting: Any) -> Any:
+def _awaited(awaiting: object) -> object:
     for name in ("cr_await", "gi_yieldfrom", "ag_await"):
         if hasattr(awaiting, name):
-            return getattr(awaiting, name)
+            found: object = getattr(awaiting, name)
+            return found
     return None
 
 

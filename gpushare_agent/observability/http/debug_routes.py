@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 from aiohttp import web
+from msgspec import Struct, to_builtins
 
 from gpushare_agent import __version__
 from gpushare_agent.kit.http_server import Handler
@@ -114,7 +115,7 @@ def _index_html(pages: Sequence[_Page]) -> str:
     )
 
 
-def _json(make: Callable[[DebugSources], dict[str, Any]], sources: DebugSources) -> Handler:
+def _json(make: Callable[[DebugSources], Struct], sources: DebugSources) -> Handler:
     async def show(request: web.Request) -> web.Response:
         read_query(request.query, {})
         return _json_text(make(sources))
@@ -122,8 +123,8 @@ def _json(make: Callable[[DebugSources], dict[str, Any]], sources: DebugSources)
     return show
 
 
-def _json_text(content: Any) -> web.Response:
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+def _json_text(content: object) -> web.Response:
+    text = json.dumps(to_builtins(content), indent=1, ensure_ascii=False) + "\n"
     return web.Response(text=text, content_type="application/json")
 
 

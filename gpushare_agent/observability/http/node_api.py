@@ -24,7 +24,7 @@ from gpushare_agent.observability.http.answers import (
     join_in_slices,
     read_query,
 )
-from gpushare_agent.observability.node_snapshot import NodeSnapshot, node_document
+from gpushare_agent.observability.node_snapshot import NodeDocument, NodeSnapshot, node_document
 from gpushare_agent.observability.usage_history import UsageHistory
 
 if TYPE_CHECKING:
@@ -112,10 +112,11 @@ class NodeApi(Struct, kw_only=True, eq=False):
             yield b"," + known[1] if index else known[1]
 
 
-def _node_answer(document: dict[str, Any]) -> JsonBody:
+def _node_answer(document: NodeDocument) -> JsonBody:
     """Its tag is that of all but `at`, which is of the moment of the question."""
-    at = encode(document.pop("at"))
-    rest = encode(document)
+    fields = to_builtins(document)
+    at = encode(fields.pop("at"))
+    rest = encode(fields)
     return JsonBody(b'{"at":' + at + b"," + rest[1:], tag=hashlib.blake2b(rest, digest_size=16).hexdigest())
 
 
