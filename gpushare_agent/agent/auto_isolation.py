@@ -13,13 +13,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.gpus.part import NodeDriver, open_driver
-from gpushare_agent.isolation.choice import NodeFindings, choose
+from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.isolation.choice import Candidate, NodeFindings, choose
 from gpushare_agent.isolation.part import NodeProbe, build_probes
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.isolation import AUTO
 from gpushare_agent.runtime.cgroups import Cgroups
-from gpushare_agent.runtime.machine import read_kernel_module
 from gpushare_agent.settings.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -71,13 +71,13 @@ async def _mig_profiles(driver: NodeDriver) -> frozenset[str]:
 
 async def _find(settings: Settings, driver: NodeDriver) -> NodeFindings:
     probes = build_probes(settings, driver)
-    return NodeFindings(
-        problems={name: await _problem(probe.check) for name, probe in probes.items()},
-        running=await _running(settings, probes),
-        is_exclusive_process=await _is_exclusive_process(driver),
-        module=read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None,
-        sets_driver_limits=settings.driver_limits.set_by_agent,
-    )
+    running = await _running(settings, probes)
+    candidates = [
+        Candidate(name=name, standing=probe.standing, problem=await _problem(probe.check), is_running=name in running)
+        for name, probe in probes.items()
+    ]
+    is_exclusive = await _is_exclusive_process(driver)
+    return NodeFindings(candidates=candidates, names=list(ISOLATIONS), is_exclusive_process=is_exclusive)
 
 
 async def _problem(check: Callable[[], Awaitable[object]]) -> str:

@@ -85,9 +85,11 @@ async def build_node(
     own = [f"--node-name={node.name}", f"--debug.port={debug_port(flags, is_first=is_first)}"]
     if load_settings(flags, os.environ).settings.web.port == 0:
         own.append(f"--web.port={free_port()}")  # can be printed, and stays over restarts of the agent
-    arguments = [*node.agent_arguments(), *named_isolation(flags), *flags, *own]
+    arguments = [*node.agent_arguments(), *flags, *own]
     settings = load_settings(arguments, os.environ).settings
-    await _check_isolation(settings, node.paths, driver)
+    note = await _check_isolation(settings, node.paths, driver)
+    if note and is_first:
+        notify(note)
     inventory = await driver.read()
     shown = ReportedNode(
         node=node, gpus=inventory.gpus, names=resource_names(settings, inventory.mig_profiles),
@@ -110,18 +112,22 @@ async def _read_agent(url: str) -> NodeDocument:
         return await read_node(agent)
 
 
-async def _check_isolation(settings: Settings, paths: NodePaths, driver: NodeDriver) -> None:
-    """Its agent would wait for a library or a daemon that nobody brings. Raises StartupError."""
+async def _check_isolation(settings: Settings, paths: NodePaths, driver: NodeDriver) -> str:
+    """What its shares do without, empty where nothing is missing. Raises StartupError where the agent would wait for a
+    library or a daemon that nobody brings."""
     probes = build_probes(settings, driver)
+    notes = []
     try:
         for name in isolation_parts(settings.isolation):
             if name in probes and probes[name].is_for_sandbox and not _has_fake_mps(name, settings, paths):
                 await probes[name].check()
+                notes += [probes[name].note] if probes[name].note else []
     except (StartupError, Unavailable) as error:
         raise StartupError(
             f"no share could be given under isolation {settings.isolation}: {error}. Without a setting of the isolation the"
             " sandbox takes one that needs neither a library nor a daemon"
         ) from error
+    return "; ".join(notes)
 
 
 def debug_port(flags: Sequence[str], *, is_first: bool) -> int:
@@ -129,13 +135,6 @@ def debug_port(flags: Sequence[str], *, is_first: bool) -> int:
     loaded = load_settings(flags, os.environ)
     is_set = is_first and loaded.sources["debug.port"] != "default"
     return (loaded.settings.debug.port if is_set else 0) or free_port()
-
-
-def named_isolation(flags: Sequence[str]) -> tuple[str, ...]:
-    """The isolation of flags, variables or file: a flag of the sandbox's own would win over the latter two."""
-    loaded = load_settings(flags, os.environ)
-    is_named = loaded.sources["isolation"] != "default"
-    return (f"--isolation={loaded.settings.isolation}",) if is_named else ()
 
 
 def addresses_of(settings: Settings) -> dict[str, str]:

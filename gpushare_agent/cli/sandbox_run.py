@@ -25,7 +25,6 @@ from gpushare_agent.cli.sandbox_nodes import (
     agent_lines,
     build_node,
     check_driver,
-    named_isolation,
     node_names,
     running,
 )
@@ -122,7 +121,7 @@ def _introduce(
     places = f"web {webs}{debug}  API server {cluster.api.url}  agent's log {logs}{asked}"
     what = f"embedded node {first.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
     notify(f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}")
-    notify(f"{settings.driver} GPUs; {_containers_text(first.shown.node)}{_isolation_text(settings, plan.flags)}")
+    notify(f"{settings.driver} GPUs; {_containers_text(first.shown.node)}{_isolation_text(settings)}")
     where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
     return [
         f"other terminal: {runnable()} sandbox{where} "
@@ -154,16 +153,11 @@ def _agents_text(nodes: Sequence[RunningNode]) -> str:
     return f"the agent of {nodes[0].controller.name} (`status` has every node's web, debug and control socket):"
 
 
-def _isolation_text(settings: Settings, flags: Sequence[str]) -> str:
-    """Where a share is not limited, and where the sandbox chose another isolation than an agent would."""
-    if settings.isolation in ISOLATIONS and not ISOLATIONS[settings.isolation].limits:
-        return f"\nisolation {settings.isolation}: shares are allocated and not enforced; containers get no limit"
-    if named_isolation(flags):
+def _isolation_text(settings: Settings) -> str:
+    """Where a share is not limited."""
+    if settings.isolation not in ISOLATIONS or ISOLATIONS[settings.isolation].limits:
         return ""
-    return (
-        f"\nisolation {settings.isolation}, the sandbox's own default: it shows each container's limits without a library or"
-        f" a driver; an agent's is {Settings.model_fields['isolation'].default} (--isolation)"
-    )
+    return f"\nisolation {settings.isolation}: shares are allocated and not enforced; containers get no limit"
 
 
 def _check_port(host: str, port: int) -> None:

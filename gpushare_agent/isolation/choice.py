@@ -1,37 +1,44 @@
-"""Isolation `auto`: which isolation a node gets, from what is found on it. Pure.
-
-The order, and why, is docs/explanation/isolation.md's, from what was measured: HAMi-core holds most programs of today, MPS
-more of them where programs trust each other, vcuda those up to CUDA 11.5.
-"""
+"""Which isolation a node gets with the setting `auto`, from what is found on it, and a pod by its annotation. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence
 
-from msgspec import Struct, field
+from msgspec import Struct
 
-from gpushare_agent.isolation.hami_core.edits import hides_compute
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
-
-_HAMI_CORE, _MPS, _VCUDA, _DRIVER = "hami-core", "mps", "vcuda", "driver"
-_COMBINED = {_HAMI_CORE: "hami-core+driver", _MPS: "mps+driver"}
-
 
 _SHOWN_CHARS = 40
 
 
-class NodeFindings(Struct, frozen=True, kw_only=True):
-    """`problems` has, for each isolation that is no combination, why it cannot be had, empty where it can. `running` are
-    those that keep containers of this moment, which a restart of the agent must not take away. `sets_driver_limits`:
-    the agent sets the driver's limits, so they are there."""
+class Standing(Struct, frozen=True, kw_only=True):
+    """An isolation's own word on when `auto` takes it. `place` is its place in the order, the smallest first; `because` says
+    what of the node speaks for it, and `drawback` why its place is a later one than usual. `serves_exclusive`: programs
+    under it reach GPUs in compute mode EXCLUSIVE_PROCESS."""
 
-    problems: Mapping[str, str]
-    running: Set[str] = field(default_factory=frozenset)
+    place: int
+    because: str
+    drawback: str = ""
+    serves_exclusive: bool = False
+
+
+class Candidate(Struct, frozen=True, kw_only=True):
+    """An isolation that is no combination. `problem` is why it cannot be had now, empty where it can. `is_running`: it
+    limits containers of this moment, which a restart of the agent must not take away."""
+
+    name: str
+    standing: Standing
+    problem: str = ""
+    is_running: bool = False
+
+
+class NodeFindings(Struct, frozen=True, kw_only=True):
+    """`names` are those of all isolations, combinations too."""
+
+    candidates: Sequence[Candidate]
+    names: Collection[str]
     is_exclusive_process: bool = False
-    module: KernelModule | None = None
-    sets_driver_limits: bool = False
 
 
 class Choice(Struct, frozen=True, kw_only=True):
@@ -42,46 +49,41 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 def choose(found: NodeFindings) -> Choice:
-    """The first of these that applies; with the driver's memory limits beside HAMi-core or MPS where the agent sets them.
+    """The first of these that applies, with the driver's memory limits beside it where the agent sets them:
 
-    1. Containers run that one of the libraries keeps: that one, for they have its files mounted.
-    2. The GPUs are in compute mode EXCLUSIVE_PROCESS: MPS, for nobody but its server may open them.
-    3. HAMi-core, unless the kernel module keeps it from seeing its own use of compute and MPS can be had.
-    4. MPS, 5. vcuda, 6. the driver's memory limits alone: whichever can be had.
-    7. HAMi-core, whose shares are refused with the cure.
+    1. The isolation that containers run under, for they have its files mounted; of several the first in order.
+    2. The GPUs are in compute mode EXCLUSIVE_PROCESS: what serves those, for nobody else may open them.
+    3. The first in order that can be had.
+    4. The first in order, whose shares are refused with the cure.
+
+    Isolation none has no place in the order, so it is never chosen.
     """
     base = _base(found)
-    if base.isolation in _COMBINED and not found.problems[_DRIVER] and found.sets_driver_limits:
-        return Choice(
-            isolation=_COMBINED[base.isolation], reason=f"{base.reason}; the driver limits memory (615 or later)"
-        )
+    combined = f"{base.isolation}+driver"
+    if combined in found.names and any(one.name == "driver" and not one.problem for one in found.candidates):
+        return Choice(isolation=combined, reason=f"{base.reason}; the driver limits memory (615 or later)")
     return base
 
 
 def _base(found: NodeFindings) -> Choice:
-    problems = found.problems
-    for library in (_HAMI_CORE, _VCUDA):
-        if library in found.running:
-            return Choice(isolation=library, reason=f"containers run here that {library} keeps")
-    if found.is_exclusive_process:
-        return Choice(isolation=_MPS, reason="the GPUs are in compute mode EXCLUSIVE_PROCESS, so all must use MPS")
-    is_blind = found.module is not None and hides_compute(found.module)
-    if not problems[_HAMI_CORE] and not (is_blind and not problems[_MPS]):
-        return Choice(isolation=_HAMI_CORE, reason="its library is there for this machine")
-    why_not = (
-        f"HAMi-core does not keep compute under the open kernel modules {found.module.version}"
-        if found.module is not None and not problems[_HAMI_CORE]
-        else f"HAMi-core cannot be had ({problems[_HAMI_CORE]})"
+    ordered = sorted(found.candidates, key=lambda one: (one.standing.place, one.name))
+    if running := [one.name for one in ordered if one.is_running]:
+        return Choice(isolation=running[0], reason=f"containers run here that {running[0]} keeps")
+    serving = [one.name for one in ordered if one.standing.serves_exclusive]
+    if found.is_exclusive_process and serving:
+        reason = f"the GPUs are in compute mode EXCLUSIVE_PROCESS, so all must use {serving[0]}"
+        return Choice(isolation=serving[0], reason=reason)
+    can_be_had = [one for one in ordered if not one.problem]
+    chosen = can_be_had[0] if can_be_had else ordered[0]
+    before = ordered[: ordered.index(chosen)] if can_be_had else ordered
+    notes = [f"{one.name} cannot be had ({one.problem})" for one in before]
+    notes += [f"{one.name} {one.standing.drawback}" for one in can_be_had[1:] if one.standing.drawback]
+    text = (
+        chosen.standing.because
+        if can_be_had
+        else f"no isolation can be had, so the shares of {chosen.name} are refused"
     )
-    if not problems[_MPS]:
-        return Choice(isolation=_MPS, reason=f"an MPS daemon answers, and {why_not}")
-    if not problems[_VCUDA]:
-        return Choice(
-            isolation=_VCUDA, reason=f"its control library is installed, no MPS daemon answers, and {why_not}"
-        )
-    if not problems[_DRIVER] and found.sets_driver_limits:
-        return Choice(isolation=_DRIVER, reason=f"the driver limits memory, nothing here limits compute, and {why_not}")
-    return Choice(isolation=_HAMI_CORE, reason=f"no isolation can be had, so its shares are refused: {why_not}")
+    return Choice(isolation=chosen.name, reason="; ".join([text, *notes]))
 
 
 def choose_isolation(annotations: Mapping[str, str], node: str, allowed: Collection[str]) -> str | Refused:

@@ -61,6 +61,8 @@ class Kept(Struct, frozen=True, kw_only=True):
     memory_by: str
     compute_by: str
     not_kept: tuple[NotKept, ...] = ()
+    keeps_managed_memory: bool = False
+    """Measured to keep it: beside the driver's limit, which does not count it, it is then no term."""
 
     @property
     def text(self) -> str:
@@ -109,8 +111,7 @@ def with_memory_of(kept: Kept, limit: Kept) -> Kept:
     """A combination: the first's compute, and the memory of the second, where that limits it."""
     if limit.memory_by == NOBODY:
         return kept
-    # HAMi-core keeps managed memory (measured), the one kind that the driver does not count.
-    own = () if kept.memory_by == "hami-core" else limit.not_kept
+    own = () if kept.keeps_managed_memory else limit.not_kept
     terms = {*(set(kept.not_kept) - _OF_MEMORY), *own}
     return Kept(memory_by=limit.memory_by, compute_by=kept.compute_by, not_kept=tuple(sorted(terms)))
 

@@ -14,6 +14,7 @@ from msgspec import Struct, field
 
 from gpushare_agent.isolation import ISOLATIONS, module_of
 from gpushare_agent.isolation.availability import PERIOD_S
+from gpushare_agent.isolation.choice import Standing
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.kept import Circumstances, ProbeResult
 from gpushare_agent.isolation.vdevice.virtual_manager import VirtualManager
@@ -119,13 +120,16 @@ async def all_of(*checks: Check | None) -> None:
 
 
 class NodeProbe(Struct, frozen=True, kw_only=True):
-    """Whether an isolation can be had on a node where its part does not run: `check` is bounded, and raises AgentError
-    with the cure. `pods` are those with files of it, for it must stay theirs while they run; bounded by the caller.
-    `is_for_sandbox`: simulated GPUs need the same."""
+    """Whether an isolation can be had on a node where its part does not run: `check` is bounded, and raises AgentError with
+    the cure. `pods` are those with files of it, for it must stay theirs while they run; bounded by the caller.
+    `is_for_sandbox`: simulated GPUs need the same; `note` is what they do without, empty where nothing is missing.
+    `standing` is when `auto` takes it."""
 
     check: Check
+    standing: Standing
     pods: Callable[[], Sequence[PodUid]] | None = None
     is_for_sandbox: bool = False
+    note: str = ""
 
 
 def build_probes(settings: Settings, driver: MemoryLimiter) -> dict[str, NodeProbe]:

@@ -78,13 +78,16 @@ class PrivateCaches:
         stamp = await self._in_thread(self._files.check_library, f"reading {self._files.kind.owner} library")
         if stamp != self._installed:
             await self._in_thread(self._files.install, f"installing {self._files.kind.owner} library")
+            self._installed = stamp
+            if note := self._files.without_library:
+                log.warning("isolation_library_missing", detail=note)
+                return
             log.info(
                 "isolation_library_installed",
                 isolation=self._files.kind.isolation,
                 library=str(self._files.library),
                 directory=str(self._files.directory),
             )
-            self._installed = stamp
 
     async def look(self) -> None:
         """Whether `check` will find all that it needs. Raises AgentError with the cure."""

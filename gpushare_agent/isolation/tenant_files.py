@@ -72,6 +72,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 LibraryStamp = tuple[int, int, int]
 """Inode, size, and time of change in nanoseconds."""
+_NO_LIBRARY: LibraryStamp = (0, 0, 0)
 
 
 class PreloadedLibrary(Struct, frozen=True, kw_only=True):
@@ -93,10 +94,21 @@ class TenantFiles:
 
     kind: PreloadedLibrary
 
-    def __init__(self, library: Path, directory: Path) -> None:
+    def __init__(self, library: Path, directory: Path, *, is_library_optional: bool = False) -> None:
+        """`is_library_optional`: where there is none an empty file is mounted in its place, and nothing preloaded."""
         self.library = library
         self.directory = directory
         self.containers = directory / CONTAINERS_NAME
+        self._is_library_optional = is_library_optional
+
+    @property
+    def without_library(self) -> str:
+        """What containers get where there is no library and none is needed, for people; else empty."""
+        if not self._is_library_optional or self.library.exists():
+            return ""
+        return (
+            f"isolation {self.kind.isolation}: no library at {self.library}, so containers get limits and mounts alone"
+        )
 
     def _fill(self, key: ContainerKey, directory: int) -> None:
         """The files of a container that is about to start, in its empty directory. Raises OSError, AgentError."""
@@ -117,6 +129,8 @@ class TenantFiles:
     def check_library(self) -> LibraryStamp:
         """Reads only; differs for another file in its place. Raises StartupError where there is no library, one
         for another machine, or a place that programs cannot load it from."""
+        if self.without_library:
+            return _NO_LIBRARY
         try:
             status = self._library_status()
             from gpushare_agent.isolation.driver_volume.elf import read_elf  # a twentieth of the start, not yet needed
@@ -150,7 +164,10 @@ class TenantFiles:
         cure."""
         self.check_library()
         self.library_content()
-        require_writable(self.directory)
+        try:
+            require_writable(self.directory)
+        except Unavailable as e:
+            raise Unavailable(f"{e} (setting {self.kind.setting})") from e
 
     def install(self) -> None:
         """Makes the directory, and library and preload file as they are now. Raises StartupError."""
@@ -160,7 +177,8 @@ class TenantFiles:
                 with self._open_containers(make=True, library=content):
                     pass
         except AgentError as e:
-            raise StartupError(f"isolation {self.kind.isolation} cannot keep its files: {e}") from e
+            where = f" (setting {self.kind.setting})" if isinstance(e, NotFound) else ""
+            raise StartupError(f"isolation {self.kind.isolation} cannot keep its files: {e}{where}") from e
 
     def prepare(self, key: ContainerKey) -> None:
         """New files in place of what an earlier instance left; preload file and library are put back if need be.
@@ -261,7 +279,10 @@ class TenantFiles:
             if make:
                 if library is not None:
                     replace_file(root, self.kind.name, library, is_synced=True)
-                replace_file(root, PRELOAD_NAME, f"{self.kind.path_in_container}\n".encode())
+                # The loader prints a line in every program for a file that it cannot preload, as an empty one.
+                installed = status_of(root, self.kind.name)
+                is_empty = installed is not None and installed.st_size == 0
+                replace_file(root, PRELOAD_NAME, b"" if is_empty else f"{self.kind.path_in_container}\n".encode())
             with self._opened_containers(root, make=make) as containers:
                 yield containers
 
@@ -279,7 +300,7 @@ class TenantFiles:
             status = (self.directory / self.kind.name).lstat()
         except FileNotFoundError:
             return False
-        return stat.S_ISREG(status.st_mode) and status.st_size > 0
+        return stat.S_ISREG(status.st_mode) and (status.st_size > 0 or bool(self.without_library))
 
     def _library_status(self) -> os.stat_result:
         """Raises Unavailable."""
@@ -293,6 +314,8 @@ class TenantFiles:
 
     def library_content(self) -> bytes:
         """The library, at most MAX_LIBRARY_BYTES. Raises Unavailable, also where it is another one than the isolation's."""
+        if self.without_library:
+            return b""
         self._library_status()
         try:
             with self.library.open("rb") as file:

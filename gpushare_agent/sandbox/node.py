@@ -42,7 +42,6 @@ class EmbeddedNode(Struct, frozen=True, kw_only=True):
             "node-name": self.name,
             "kubeconfig": self.paths.kubeconfig,
             **self.paths.of_agent,
-            "isolation": "vcuda",  # of those that limit, the one that needs neither a library nor a daemon
             "mps.control": self.paths.mps_control,
             # on a busy machine an agent is offered a pod before it has loaded its Kubernetes client and read the Node
             "kubelet.pod-lookup-timeout-s": 10,

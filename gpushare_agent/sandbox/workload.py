@@ -125,7 +125,7 @@ class WorkloadPlayer:
         shown: ReportedNode,
         path: Path,
         *,
-        isolation: str = "vcuda",
+        isolation: str = "gpushare",
         allowed: Iterable[str] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:

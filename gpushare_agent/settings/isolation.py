@@ -114,7 +114,7 @@ class HamiCoreSettings(Section):
 
 
 class LibgpushareSettings(Section):
-    """The project's own library (isolation gpushare, experimental)."""
+    """libgpushare, the project's own library (isolation gpushare)."""
 
     library: GivenPath = Field(
         default=Path("/usr/local/gpushare/libgpushare.so"),
@@ -132,7 +132,7 @@ class LibgpushareSettings(Section):
 
 
 class DriverLimitsSettings(Section):
-    """The driver's own memory limits (isolation driver, also in hami-core+driver and mps+driver)."""
+    """The driver's own memory limits (isolation driver, also in gpushare+driver, hami-core+driver and mps+driver)."""
 
     set_by_agent: bool = Field(
         default=False,

@@ -100,7 +100,7 @@ class Settings(BaseSettings):
         description="Source of the GPUs: NVML (also named nvidia), or simulated GPUs.",
     )
     isolation: NodeIsolation = Field(
-        default="hami-core",
+        default="gpushare",
         description="What limits a container to its share (docs/explanation/isolation.md). auto: the agent chooses at its"
         " start.",
     )

@@ -22,10 +22,13 @@ UID = PodUid("11111111-2222-3333-4444-555555555555")
 
 
 def settings_of(root: Path, *flags: str) -> Settings:
-    """A node with nothing on it: no library, no daemon, no driver volume, no container."""
+    """A node with nothing on it: no library of use, no daemon, no driver volume, no container."""
+    (root / "libgpushare.so").write_bytes(b"without any simulated GPUs would do")
     (root / "cgroup").mkdir(exist_ok=True)
     (root / "cgroup" / "cgroup.controllers").touch()
     places = {
+        "libgpushare.library": root / "libgpushare.so",
+        "libgpushare.directory": root / "gpushare",
         "hami-core.library": root / "libvgpu.so",
         "hami-core.directory": root / "hami",
         "mps.pipe-directory": root / "pipe",
@@ -55,11 +58,19 @@ async def test_a_library_that_is_there_is_used(short_dir: Path) -> None:
     assert (line["isolation"], line["reason"]) == ("hami-core", found.isolation_reason)
 
 
+async def test_simulated_gpus_need_no_library_of_the_projects_own(short_dir: Path) -> None:
+    """No program computes on them."""
+    settings = settings_of(short_dir)
+    settings.libgpushare.library.unlink()
+    assert (await resolve_isolation(settings)).settings.isolation == "gpushare"
+
+
 async def test_with_nothing_on_the_node_shares_will_be_refused(short_dir: Path) -> None:
     """By the isolation that is chosen all the same; the reason has the missing path."""
     found = await resolve_isolation(settings_of(short_dir))
-    assert found.settings.isolation == "hami-core"
-    assert "no isolation can be had" in found.isolation_reason and "libvgpu.so" in found.isolation_reason
+    assert found.settings.isolation == "gpushare"
+    assert "no isolation can be had" in found.isolation_reason
+    assert "libgpushare.so" in found.isolation_reason and "libvgpu.so" in found.isolation_reason
 
 
 async def test_the_driver_limits_memory_beside_it_where_the_agent_sets_that(short_dir: Path) -> None:
@@ -83,7 +94,10 @@ async def test_document_and_check_have_the_choice_and_its_reason(short_dir: Path
     """The document names the isolation, never auto."""
     library = fake_library(short_dir / "libvgpu.so")
     async with open_test_node() as node:
-        flags = ("--isolation=auto", f"--hami-core.library={library}", f"--hami-core.directory={short_dir / 'hami'}")
+        flags = (
+            *("--isolation=auto", "--libgpushare.library=/proc/self/status"),
+            *(f"--hami-core.library={library}", f"--hami-core.directory={short_dir / 'hami'}"),
+        )
         async with open_agent(node, *flags) as agent:
             document = written_node(agent.parts.observability.snapshots.current())["agent"]
     assert document["isolation"] == "hami-core" and "library" in document["isolation_reason"]

@@ -117,7 +117,8 @@ async def test_an_agent_that_stands_by_is_ready_and_one_that_asks_is_not() -> No
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--virtual-manager.path=/proc/nope/vm"], "virtual_manager.path"),
+        (["--libgpushare.directory=/proc/nope/gpushare"], "libgpushare.directory"),
+        (["--isolation=vcuda", "--virtual-manager.path=/proc/nope/vm"], "virtual_manager.path"),
         (["--isolation=hami-core", "--hami-core.library=/nope/libvgpu.so"], "/nope/libvgpu.so"),
         (["--isolations-allowed=hami-core", "--hami-core.library=/nope/libvgpu.so"], "/nope/libvgpu.so"),
         (["--isolation=mps", "--mps.pipe-directory=/nope/pipe"], "/nope/pipe"),
@@ -145,7 +146,7 @@ async def test_a_newcomer_takes_over_once_shares_can_be_given(short_dir: Path) -
     """The cause was on the node and is mended: no other rollout is needed."""
     in_the_way = short_dir / "file"
     in_the_way.touch()
-    flag = f"--virtual-manager.path={in_the_way / 'vm'}"
+    flag = f"--libgpushare.directory={in_the_way / 'gpushare'}"
     async with open_test_node() as node, open_agent(node) as old, open_agent(node, flag, wait=False) as new:
         new.parts.readiness.period_s = 0.05
         await poll_until(lambda: str(in_the_way) in str(new.parts.readiness.not_ready()), "the newcomer has looked")
@@ -156,9 +157,9 @@ async def test_a_newcomer_takes_over_once_shares_can_be_given(short_dir: Path) -
 
 async def test_a_newcomer_that_could_give_no_share_serves_when_the_other_agent_has_ended() -> None:
     """What can be had is given, a share is refused with the setting as it is written, and the agent stays not Ready."""
-    flags = ("--virtual-manager.path=/proc/nope/vm", "--isolations-allowed=none")
+    flags = ("--libgpushare.directory=/proc/nope/gpushare", "--isolations-allowed=none")
     async with open_test_node() as node, open_child(node) as old, open_agent(node, *flags, wait=False) as new:
-        await poll_until(lambda: "vm" in str(new.parts.readiness.not_ready()), "the newcomer has looked")
+        await poll_until(lambda: "nope" in str(new.parts.readiness.not_ready()), "the newcomer has looked")
         await _end(old, signal.SIGTERM)
         await poll_until(lambda: new.parts.kubelet.has_recovered, "the newcomer serves")
         await wait_registered(node)
@@ -166,8 +167,8 @@ async def test_a_newcomer_that_could_give_no_share_serves_when_the_other_agent_h
         node.api.create_pod(pod("unlimited", container(cores=40, blocks=8), annotations=unlimited))
         await wait_running(node, "unlimited")
         node.api.create_pod(pod("limited", container(cores=40, blocks=8)))
-        assert "(setting virtual_manager.path)" in await wait_settled(node, "limited")
-        assert "(setting virtual_manager.path)" in str(new.parts.readiness.not_ready())
+        assert "(setting libgpushare.directory)" in await wait_settled(node, "limited")
+        assert "(setting libgpushare.directory)" in str(new.parts.readiness.not_ready())
 
 
 async def test_an_agent_is_not_ready_before_shares_can_be_given_and_ready_from_then_on(short_dir: Path) -> None:

@@ -6,67 +6,99 @@ from itertools import combinations
 
 import pytest
 
-from gpushare_agent.isolation.choice import Choice, NodeFindings, choose
-from gpushare_agent.model.gpus import KernelModule
+from gpushare_agent.gpus.simulated.driver import SimulatedDriver
+from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.isolation.choice import Candidate, Choice, NodeFindings, Standing, choose
+from gpushare_agent.isolation.part import build_probes
+from gpushare_agent.settings.settings import load_settings
 
-SIMPLE = HAMI, MPS, VCUDA, DRIVER = "hami-core", "mps", "vcuda", "driver"
-OPEN_565 = KernelModule(version="565.57.01", is_open=True)
+STANDINGS = {
+    name: probe.standing
+    for name, probe in build_probes(load_settings(["--driver=simulated"], {}).settings, SimulatedDriver).items()  # type: ignore[arg-type]
+}
+SIMPLE = OURS, HAMI, MPS, VCUDA, DRIVER = "gpushare", "hami-core", "mps", "vcuda", "driver"
+BLIND = {HAMI: Standing(place=35, because="its library is there", drawback="does not see its own use")}
 
 
-def chosen(*usable: str, **others: object) -> Choice:
-    problems = {name: "" if name in usable else f"no {name} here" for name in SIMPLE}
-    return choose(NodeFindings(problems=problems, **others))  # type: ignore[arg-type]
+def chosen(
+    *usable: str,
+    running: tuple[str, ...] = (),
+    is_exclusive: bool = False,
+    standings: dict[str, Standing] | None = None,
+) -> Choice:
+    candidates = [
+        Candidate(
+            name=name,
+            standing=standing,
+            problem="" if name in usable else f"no {name} here",
+            is_running=name in running,
+        )
+        for name, standing in (STANDINGS | (standings or {})).items()
+    ]
+    return choose(NodeFindings(candidates=candidates, names=list(ISOLATIONS), is_exclusive_process=is_exclusive))
+
+
+def test_every_isolation_that_limits_has_a_place_of_its_own() -> None:
+    assert sorted(STANDINGS) == sorted(SIMPLE)
+    assert len({one.place for one in STANDINGS.values()}) == len(SIMPLE)
 
 
 @pytest.mark.parametrize(
     ("usable", "expected"),
     [
-        (SIMPLE, HAMI),
+        (SIMPLE[:-1], OURS),
+        ((HAMI, MPS, VCUDA), HAMI),
         ((MPS, VCUDA), MPS),
         ((VCUDA,), VCUDA),
-        ((), HAMI),
-        ((DRIVER,), HAMI),
+        ((DRIVER,), DRIVER),
+        ((), OURS),
     ],
 )
 def test_the_first_that_can_be_had_is_chosen(usable: tuple[str, ...], expected: str) -> None:
-    """HAMi-core, MPS, vcuda; without any HAMi-core, whose shares are refused with the cure."""
+    """gpushare, HAMi-core, MPS, vcuda, the driver alone; without any gpushare, whose shares are refused with the cure."""
     assert chosen(*usable).isolation == expected
 
 
 def test_the_reason_names_what_was_missing() -> None:
     """An operator who expected something else finds it there."""
-    assert "no hami-core here" in chosen(MPS).reason and "an MPS daemon answers" in chosen(MPS).reason
-    assert "no isolation can be had" in chosen().reason and "no hami-core here" in chosen().reason
+    found = chosen(MPS)
+    assert found.reason == (
+        "an MPS daemon answers; gpushare cannot be had (no gpushare here); hami-core cannot be had (no hami-core here)"
+    )
+    assert chosen(OURS, MPS).reason == "libgpushare is there for this machine"
+    assert "no isolation can be had" in chosen().reason and all(f"no {name} here" in chosen().reason for name in SIMPLE)
 
 
 def test_exclusive_gpus_need_mps() -> None:
     """Also while its daemon does not answer: nobody else may open such a GPU."""
-    for usable in ((HAMI, MPS), (HAMI,)):
-        found = chosen(*usable, is_exclusive_process=True)
+    for usable in ((OURS, MPS), (OURS,)):
+        found = chosen(*usable, is_exclusive=True)
         assert found.isolation == MPS and "EXCLUSIVE_PROCESS" in found.reason
 
 
-def test_where_hami_core_sees_no_use_of_compute_mps_goes_before_it() -> None:
-    """But is better than nothing: memory it keeps."""
-    assert chosen(HAMI, MPS, module=OPEN_565).isolation == MPS
-    assert "565.57.01" in chosen(HAMI, MPS, module=OPEN_565).reason
-    assert chosen(HAMI, VCUDA, module=OPEN_565).isolation == HAMI
+def test_a_drawback_gives_an_isolation_a_later_place_and_the_reason_names_it() -> None:
+    """Of HAMi-core, which sees no use of compute under some kernel modules; it is better than nothing: memory it keeps."""
+    assert chosen(HAMI, MPS, standings=BLIND).isolation == MPS
+    assert "hami-core does not see its own use" in chosen(HAMI, MPS, standings=BLIND).reason
+    assert chosen(HAMI, VCUDA, standings=BLIND).isolation == HAMI
+    assert chosen(OURS, HAMI, standings=BLIND).isolation == OURS
 
 
 def test_running_containers_keep_their_library() -> None:
     """A restart of the agent must not take it from them, whatever else is there now."""
-    assert chosen(HAMI, MPS, VCUDA, running=frozenset({VCUDA})).isolation == VCUDA
-    assert chosen(MPS, running=frozenset({HAMI})).isolation == HAMI
-    assert "containers run" in chosen(MPS, running=frozenset({HAMI})).reason
+    assert chosen(OURS, HAMI, MPS, VCUDA, running=(VCUDA,)).isolation == VCUDA
+    found = chosen(OURS, MPS, running=(HAMI,))
+    assert found.isolation == HAMI and "containers run" in found.reason
+    assert chosen(OURS, HAMI, running=(HAMI, OURS)).isolation == OURS
 
 
 def test_the_drivers_limits_are_added_where_the_agent_sets_them() -> None:
-    """Elsewhere nobody knows whether NVIDIA's toolkit does."""
-    assert chosen(HAMI, DRIVER).isolation == HAMI
-    assert chosen(HAMI, DRIVER, sets_driver_limits=True).isolation == "hami-core+driver"
-    assert chosen(MPS, DRIVER, sets_driver_limits=True).isolation == "mps+driver"
-    assert chosen(DRIVER, sets_driver_limits=True).isolation == DRIVER
-    assert chosen(VCUDA, DRIVER, sets_driver_limits=True).isolation == VCUDA
+    """Elsewhere nobody knows whether NVIDIA's toolkit does, and its check says so."""
+    for name in (OURS, HAMI, MPS):
+        assert chosen(name).isolation == name
+        assert chosen(name, DRIVER).isolation == f"{name}+driver"
+    assert chosen(VCUDA, DRIVER).isolation == VCUDA
+    assert "615" in chosen(OURS, DRIVER).reason
 
 
 def test_none_is_never_chosen_and_a_reason_is_never_missing() -> None:
@@ -74,7 +106,6 @@ def test_none_is_never_chosen_and_a_reason_is_never_missing() -> None:
     for count in range(len(SIMPLE) + 1):
         for usable in combinations(SIMPLE, count):
             for is_exclusive in (False, True):
-                for sets in (False, True):
-                    found = chosen(*usable, is_exclusive_process=is_exclusive, sets_driver_limits=sets, module=OPEN_565)
-                    assert found.isolation not in ("none", "auto")
-                    assert found.reason and not found.reason.endswith(".")
+                found = chosen(*usable, is_exclusive=is_exclusive, standings=BLIND)
+                assert found.isolation not in ("none", "auto")
+                assert found.reason and not found.reason.endswith(".")

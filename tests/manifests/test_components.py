@@ -213,8 +213,8 @@ def test_the_component_prometheus_operator_scrapes_the_port_that_the_pods_have_o
     [
         ("vcuda", "vcuda", ("envvar", "device-nodes"), "nvml"),
         ("mps", "mps", ("envvar", "device-nodes"), "nvml"),
-        ("cdi", "hami-core", ("cdi-cri",), "nvml"),
-        ("simulated", "vcuda", ("envvar", "device-nodes"), "simulated"),
+        ("cdi", "gpushare", ("cdi-cri",), "nvml"),
+        ("simulated", "gpushare", ("envvar", "device-nodes"), "simulated"),
     ],
 )
 def test_an_overlay_is_what_its_name_says(overlay: str, isolation: str, strategy: tuple[str, ...], driver: str) -> None:
@@ -273,7 +273,7 @@ def test_the_component_isolation_none_takes_away_all_that_isolation_brought() ->
     }
 
 
-def test_the_component_vcuda_mounts_what_its_settings_name_and_takes_hami_core_away() -> None:
+def test_the_component_vcuda_mounts_what_its_settings_name() -> None:
     """The containers' directories for writing, the driver directory for reading, both under the host's paths, which Allocate
     answers name."""
     spec = patched(VCUDA)
@@ -290,7 +290,6 @@ def test_the_component_vcuda_mounts_what_its_settings_name_and_takes_hami_core_a
         paths = [settings.virtual_manager.path, *directories]
         for mount in (mounts[parent] for path in paths for parent in path.parents if parent in mounts):
             assert mount["host"] == mount["mountPath"]
-    assert settings.hami_core.directory not in mounts
 
 
 def test_the_component_nvidia_mig_monitor_adds_one_variable_and_one_capability() -> None:
@@ -344,7 +343,7 @@ def test_the_component_without_host_pid_changes_nothing_else() -> None:
     assert spec == {key: value for key, value in pod_spec().items() if key != "hostPID"}
 
 
-def test_the_component_mps_mounts_the_daemons_directory_and_takes_hami_core_away() -> None:
+def test_the_component_mps_mounts_the_daemons_directory_and_takes_that_of_the_libraries_away() -> None:
     """Under the host's path, which Allocate answers name."""
     spec = patched("components/mps/mps.yaml")
     settings = effective_settings(spec)
@@ -422,18 +421,16 @@ def test_the_component_prune_gives_one_capability_to_the_init_container_alone() 
 
 def test_the_simulated_overlay_needs_no_driver() -> None:
     """It sets the simulated driver on the same container, without NVIDIA's runtime, a driver directory or what makes one."""
-    spec = patched(VCUDA, "overlays/simulated/simulated.yaml")
+    spec = patched("overlays/simulated/simulated.yaml")
     settings = effective_settings(spec)
-    assert (settings.driver, settings.isolation, settings.volume_config) == ("simulated", "vcuda", None)
+    assert (settings.driver, settings.isolation, settings.volume_config) == ("simulated", "gpushare", None)
     assert "runtimeClassName" not in spec
-    assert spec["initContainers"] == []
+    assert "initContainers" not in spec
     assert volumes_are_those_mounted(spec)
     assert not [name for name in variables(spec["containers"][0]) if name.startswith("NVIDIA_")]
     mounts = host_mounts(spec["containers"][0], spec)
-    assert not mount_of(settings.virtual_manager.path, mounts).get("readOnly"), (
-        "containers find /etc/vcuda all the same"
-    )
-    assert not [path for path in mounts if path.is_relative_to("/etc/gpu-manager/vdriver")]
+    for path in (settings.virtual_manager.path, settings.libgpushare.directory):
+        assert not mount_of(path, mounts).get("readOnly"), "containers find /etc/vcuda all the same"
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ def test_every_path_that_the_agent_uses_is_mounted_from_the_host() -> None:
     assert settings.health.state_file is not None and settings.resize.state_file is not None
     writable = {
         settings.kubelet.device_plugin_path,
+        settings.libgpushare.directory,
+        settings.virtual_manager.path,
         settings.hami_core.directory,
         settings.health.state_file.parent,
         settings.resize.state_file.parent,
@@ -119,10 +121,13 @@ def test_no_base_container_can_reach_the_runtimes_socket() -> None:
 def test_what_containers_get_mounted_has_the_same_path_inside_and_outside() -> None:
     """The answer to an Allocate names the host's paths, but the agent makes what lies there."""
     settings = deployed()
-    assert settings.isolation == "hami-core"
+    assert settings.isolation == "gpushare"
     (container,) = pod_spec()["containers"]
-    mount = host_mounts(container, pod_spec())[settings.hami_core.directory]
-    assert mount["host"] == mount["mountPath"]
+    mounts = host_mounts(container, pod_spec())
+    # hami-core's too: an update leaves containers running that have it.
+    for path in (settings.libgpushare.directory, settings.virtual_manager.path, settings.hami_core.directory):
+        mount = mount_of(path, mounts)
+        assert mount["host"] == mount["mountPath"]
 
 
 def test_the_image_has_hami_cores_library_where_the_settings_look() -> None:

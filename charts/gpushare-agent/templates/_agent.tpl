@@ -21,7 +21,8 @@
 {{- $_ := set $container "resources" $values.resources -}}
 
 {{- $variables := list -}}
-{{- if not (has $values.isolation (list "hami-core" "vcuda" "mps" "none")) -}}
+{{- /* The base has gpushare, and three components their own. */ -}}
+{{- if not (has $values.isolation (ternary (list "gpushare") (list "gpushare" "vcuda" "mps" "none") $values.simulated.enabled)) -}}
   {{- $variables = append $variables (dict "name" "GPUSHARE_ISOLATION" "value" $values.isolation) -}}
 {{- end -}}
 {{- with include "gpushare-agent.strategies" . -}}

@@ -43,17 +43,16 @@ manifests/components/{{ . }}
 {{- /* Combinations that no node could run, refused before anything is installed. */ -}}
 {{- define "gpushare-agent.refusals" -}}
 {{- $values := .Values -}}
-{{- $vcuda := or (eq $values.isolation "vcuda") $values.simulated.enabled -}}
-{{- if and $values.simulated.enabled (not (has $values.isolation (list "hami-core" "vcuda"))) -}}
-  {{- fail "simulated GPUs have isolation vcuda: leave `isolation` out" -}}
+{{- if and $values.simulated.enabled (not (has $values.isolation (list "gpushare" "hami-core" "vcuda"))) -}}
+  {{- fail "simulated GPUs have no driver: leave `isolation` out, or choose hami-core or vcuda" -}}
 {{- end -}}
 {{- if and (or $values.vcuda.driverContainer $values.vcuda.pruneDriverVolume) (or $values.simulated.enabled (ne $values.isolation "vcuda")) -}}
   {{- fail "vcuda.driverContainer and vcuda.pruneDriverVolume are for `isolation: vcuda`" -}}
 {{- end -}}
 {{- if and $values.driverLimits.setByAgent (not (has "driver" (splitList "+" $values.isolation))) -}}
-  {{- fail "driverLimits.setByAgent needs `isolation: hami-core+driver`, `mps+driver` or `driver`" -}}
+  {{- fail "driverLimits.setByAgent needs `isolation: gpushare+driver`, `hami-core+driver`, `mps+driver` or `driver`" -}}
 {{- end -}}
-{{- if and $vcuda (kindIs "bool" $values.hostPID) (not $values.hostPID) -}}
+{{- if and (eq $values.isolation "vcuda") (kindIs "bool" $values.hostPID) (not $values.hostPID) -}}
   {{- fail "isolation vcuda counts by the host's PIDs: not with `hostPID: false`" -}}
 {{- end -}}
 {{- if and $values.dra.wholeGpus.enabled (not $values.dra.enabled) -}}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from msgspec.structs import replace
 
+from gpushare_agent.isolation.choice import Standing
 from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.driver.edits import MemoryShare, memory_shares
 from gpushare_agent.isolation.driver.limits import DriverLimits, check_driver_limits
 from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe
 from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.runtime.cgroups import Cgroups
@@ -56,7 +56,16 @@ def build(host: IsolationHost) -> IsolationPart:
 
 def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
     cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
-    return NodeProbe(check=partial(check_driver_limits, driver, cgroups, may_set=settings.driver_limits.set_by_agent))
+    may_set = settings.driver_limits.set_by_agent
+
+    async def check() -> None:
+        await check_driver_limits(driver, cgroups, may_set=may_set)
+        if not may_set:
+            # Whether NVIDIA's toolkit sets them nobody knows before a container runs.
+            raise Unavailable("the agent does not set the driver's limits (driver_limits.set_by_agent)")
+
+    standing = Standing(place=50, because="the driver limits memory, nothing here limits compute")
+    return NodeProbe(check=check, standing=standing)
 
 
 def _shares(host: IsolationHost) -> dict[ContainerKey, list[MemoryShare]]:

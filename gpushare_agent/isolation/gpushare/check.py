@@ -25,10 +25,13 @@ _BUILD = "build it with python -m native.build_gpushare"
 async def check_gpushare(settings: Settings) -> list[Finding]:
     """The library is there for this machine, and the agent's own directory can be written."""
     config = settings.libgpushare
+    files = gpushare_files(settings)
     try:
-        await asyncio.to_thread(gpushare_files(settings).look)
+        await asyncio.to_thread(files.look)
     except AgentError as failure:
         return [error("gpushare", str(failure), f"{_BUILD}; without it its shares are refused")]
+    if note := files.without_library:
+        return [warning("gpushare", note, _BUILD)]
     text = f"{config.library} is a library for this machine, {config.directory} can be written"
     found = await asyncio.to_thread(library_finding, "gpushare", config.library, _HOOKS, "libgpushare's", _BUILD)
     return [ok("gpushare", text), found]

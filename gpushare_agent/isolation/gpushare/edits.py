@@ -94,7 +94,12 @@ def _limits(uuid: GpuUuid, share: ShareLimits) -> GpuLimits:
 
 
 def _keeps(_: Circumstances) -> Kept:
-    return Kept(memory_by="gpushare", compute_by="gpushare", not_kept=(NotKept.BYPASS, NotKept.MUSL))
+    return Kept(
+        memory_by="gpushare",
+        compute_by="gpushare",
+        not_kept=(NotKept.BYPASS, NotKept.MUSL),
+        keeps_managed_memory=True,
+    )
 
 
 ISOLATION = Isolation(

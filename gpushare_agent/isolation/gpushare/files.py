@@ -47,7 +47,7 @@ from gpushare_agent.isolation.tenant_files import (
 from gpushare_agent.kit.directories import DIRECTORY, DIRECTORY_MODE, opened, replace_file, status_of
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Corrupt, NotFound, Unavailable
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import GpuUuid, PodUid
 
 LIBRARY = PreloadedLibrary(
     isolation="gpushare",
@@ -76,8 +76,10 @@ class GpushareFiles(TenantFiles):
         containers: Path,
         limits: Callable[[ContainerKey], Sequence[GpuLimits] | None] = lambda _: None,
         is_claims: Callable[[ContainerKey], bool] = lambda _: False,
+        *,
+        is_library_optional: bool = False,
     ) -> None:
-        super().__init__(library, directory)
+        super().__init__(library, directory, is_library_optional=is_library_optional)
         self._writing = threading.Lock()
         self._mapped: dict[ContainerKey, tuple[mmap.mmap, dict[str, int]]] = {}
         self.containers = containers
@@ -94,6 +96,10 @@ class GpushareFiles(TenantFiles):
                     self.write_limits(key, self._known_limits(key))
                     return
         super().prepare(key)
+
+    def list_pods(self) -> tuple[PodUid, ...]:
+        """Those that have a gpushare.config; beside them may be pods of isolation vcuda. Raises Unavailable."""
+        return tuple(uid for uid in super().list_pods() if any(self.containers.glob(f"{uid}/*/{CONFIG_NAME}")))
 
     def _known_limits(self, key: ContainerKey) -> Sequence[GpuLimits]:
         if (limits := self._limits(key)) is None:

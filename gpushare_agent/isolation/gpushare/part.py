@@ -6,15 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from gpushare_agent.isolation.choice import Standing
 from gpushare_agent.isolation.gpushare.edits import live_limits
 from gpushare_agent.isolation.gpushare.files import GpushareFiles
 from gpushare_agent.isolation.gpushare.format import GpuLimits
 from gpushare_agent.isolation.gpushare.observed import TIMEOUT_S, ObservedContainers
 from gpushare_agent.isolation.gpushare.probing import with_probe
-from gpushare_agent.isolation.part import IsolationHost, IsolationPart, all_of
-from gpushare_agent.isolation.private_caches import PrivateCaches
+from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe, all_of
+from gpushare_agent.isolation.private_caches import FILES_TIMEOUT_S, PrivateCaches
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.memory_limits import MemoryLimiter
 from gpushare_agent.model.names import MIB
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.settings.settings import Settings
@@ -83,11 +85,31 @@ def build(host: IsolationHost) -> IsolationPart:
     return with_probe(part, files, host) if node.settings.driver == "nvml" and node.settings.libgpushare.probe else part
 
 
+def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
+    files = gpushare_files(settings)
+    thread = DaemonThread("isolation-files", advice=f"Check the disk of the setting {files.kind.setting}.")
+    check = partial(thread.call, files.check_library, "reading libgpushare", FILES_TIMEOUT_S)
+    standing = Standing(place=10, because="libgpushare is there for this machine")
+    return NodeProbe(
+        check=check, standing=standing, pods=files.list_pods, is_for_sandbox=True, note=files.without_library
+    )
+
+
 def gpushare_files(
     settings: Settings,
     limits: Callable[[ContainerKey], Sequence[GpuLimits] | None] = lambda _: None,
     is_claims: Callable[[ContainerKey], bool] = lambda _: False,
 ) -> GpushareFiles:
-    """`limits` and `is_claims` are for what prepares containers."""
+    """No program computes on simulated GPUs, so they do without the library: containers get limits and mounts all the same.
+
+    `limits` and `is_claims` are for what prepares containers.
+    """
     own = settings.libgpushare
-    return GpushareFiles(own.library, own.directory, settings.virtual_manager.path, limits, is_claims)
+    return GpushareFiles(
+        own.library,
+        own.directory,
+        settings.virtual_manager.path,
+        limits,
+        is_claims,
+        is_library_optional=settings.driver == "simulated",
+    )

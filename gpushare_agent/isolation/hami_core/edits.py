@@ -189,6 +189,7 @@ def _keeps(found: Circumstances) -> Kept:
             NotKept.POOLS,
             NotKept.SMALL_LAUNCHES,
         ),
+        keeps_managed_memory=True,
     )
     if not found.has_core_limit:
         return without_compute(kept)

@@ -23,7 +23,14 @@ import structlog
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH, lifts_cores, live_limits, opts_out
+from gpushare_agent.isolation.choice import Standing
+from gpushare_agent.isolation.hami_core.edits import (
+    LIBRARY_PATH,
+    hides_compute,
+    lifts_cores,
+    live_limits,
+    opts_out,
+)
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.hami_core.region_watch import RegionWatch
 from gpushare_agent.isolation.kept import Circumstances
@@ -38,6 +45,7 @@ from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.node import ClaimPods
+from gpushare_agent.runtime.machine import read_kernel_module
 from gpushare_agent.settings.isolation import HamiCoreSettings
 from gpushare_agent.settings.settings import Settings
 
@@ -185,7 +193,17 @@ def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
     files = hami_core_files(settings)
     thread = DaemonThread("isolation-files", advice="Check the disk of the setting hami_core.directory.")
     check = partial(thread.call, files.check_library, "reading HAMi-core's library", FILES_TIMEOUT_S)
-    return NodeProbe(check=check, pods=files.list_pods, is_for_sandbox=True)
+    return NodeProbe(check=check, standing=_standing(settings), pods=files.list_pods, is_for_sandbox=True)
+
+
+def _standing(settings: Settings) -> Standing:
+    """Behind mps where the kernel module keeps it from seeing its own use of compute."""
+    because = "HAMi-core's library is there for this machine"
+    module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
+    if module is None or not hides_compute(module):
+        return Standing(place=20, because=because)
+    drawback = f"does not keep compute under the open kernel modules {module.version}"
+    return Standing(place=35, because=because, drawback=drawback)
 
 
 def hami_core_files(settings: Settings) -> HamiCoreFiles:

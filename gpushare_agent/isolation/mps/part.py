@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpushare_agent.isolation.choice import Standing
 from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe
 from gpushare_agent.model.memory_limits import MemoryLimiter
@@ -19,7 +20,8 @@ def build(host: IsolationHost) -> IsolationPart:
 
 
 def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
-    return NodeProbe(check=mps_control(settings).check, is_for_sandbox=True)
+    standing = Standing(place=30, because="an MPS daemon answers", serves_exclusive=True)
+    return NodeProbe(check=mps_control(settings).check, standing=standing, is_for_sandbox=True)
 
 
 def mps_control(settings: Settings) -> MpsControl:

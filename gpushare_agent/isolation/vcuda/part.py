@@ -6,6 +6,7 @@ from functools import partial
 
 import structlog
 
+from gpushare_agent.isolation.choice import Standing
 from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
 from gpushare_agent.isolation.driver_volume.config import driver_volumes
 from gpushare_agent.isolation.driver_volume.values import VolumeName
@@ -53,4 +54,5 @@ def build(host: IsolationHost) -> IsolationPart:
 
 def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
     shared = SharedVolumeCheck(driver_volumes(settings).get(VolumeName.SHARED))
-    return NodeProbe(check=shared.check, pods=VDeviceFiles(settings.virtual_manager.path).pod_names)
+    standing = Standing(place=40, because="its control library is installed")
+    return NodeProbe(check=shared.check, standing=standing, pods=VDeviceFiles(settings.virtual_manager.path).pod_names)
