@@ -48,7 +48,9 @@ def build_for_gpushare(directory: Path) -> GpushareBuilt:
     programs.mkdir()
     source, library = NATIVE / "gpu_program.c", directory / "libgpushare.so"
     build_program(programs / "gpu_program", source, ["-ldl"])
-    build_program(programs / "gpu_program_linked", source, ["-DLINKED", f"-L{driver}", "-Wl,--no-as-needed", "-lcuda"])
+    linked = [f"-L{driver}", "-Wl,--no-as-needed", "-lcuda", "-ldl"]
+    build_program(programs / "gpu_program_linked", source, ["-DLINKED", *linked])
+    build_program(programs / "hard_program", NATIVE / "hard_program.c", linked)
     build_gpushare(cuda_include(), library, directory=".")
     virtual_time = directory / "libvirtualtime.so"
     build_program(virtual_time, NATIVE / "virtual_time.c", ["-shared", "-fPIC"])
@@ -131,13 +133,23 @@ class Container:
         env: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
-        built = self.machine.built
-        program = built.programs / ("gpu_program_linked" if way == "link" else "gpu_program")
+        program = self.machine.built.programs / ("gpu_program_linked" if way == "link" else "gpu_program")
+        return self.start_command([*prefix, str(program), way, str(version), *actions], preload=preload, env=env)
+
+    def start_command(
+        self,
+        command: Sequence[str],
+        *,
+        preload: Sequence[Path] | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+    ) -> subprocess.Popen[str]:
+        own = self.machine.env([self.machine.built.library] if preload is None else preload)
         return subprocess.Popen(
-            [*prefix, program, way, str(version), *actions],
+            command,
             cwd=self.directory,
-            env=self.machine.env([built.library] if preload is None else preload) | dict(env or {}),
-            stdin=subprocess.DEVNULL,
+            env=own | dict(env or {}),
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -93,6 +93,7 @@ CUdevice current_device(void); /* of the current context; -1: there is none */
 int gpu_of_device(CUdevice device); /* its index in both files; -1: the agent does not know it */
 void say_once(int *said, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void watch_forks(void);
+void notice_fork(void); /* in a child: forgets what was the parent's */
 
 /* ---- memory.c ---- */
 

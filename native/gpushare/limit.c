@@ -247,13 +247,15 @@ static double share_of(const struct usage_gpu *use, const struct limits *limits)
 static void refill(struct usage_gpu *use, double share, uint64_t now)
 {
     uint64_t since = LOAD(use->refilled_at);
-    if (now <= since || !EXCHANGE_IF(use->refilled_at, &since, now)) /* another one has just done it */
+    /* A time far ahead is of another clock, or written by the program: it must not stop the refill until it comes. */
+    bool is_ahead = since > now && since - now > SECOND_NS;
+    if ((now <= since && !is_ahead) || !EXCHANGE_IF(use->refilled_at, &since, now)) /* another one has just done it */
         return;
-    uint64_t elapsed = since == 0 ? 0 : now - since > SECOND_NS ? SECOND_NS : now - since;
+    uint64_t elapsed = since == 0 || is_ahead ? 0 : now - since > SECOND_NS ? SECOND_NS : now - since;
     uint64_t earned = (uint64_t)((double)elapsed * share);
     ADD(use->unobserved, elapsed);
     ADD(use->earned, earned);
-    int64_t tokens = ADD(use->tokens, (int64_t)earned) + (int64_t)earned;
+    int64_t tokens = (int64_t)((uint64_t)ADD(use->tokens, (int64_t)earned) + earned);
     while (tokens > BURST_NS && !EXCHANGE_IF(use->tokens, &tokens, (int64_t)BURST_NS))
         ;
 }
@@ -281,12 +283,16 @@ static void pay_and_wait(const struct launch *launch, struct measurement *measur
     int64_t had = ADD(use->tokens, -(int64_t)measurement->paid);
     ADD(use->launched, measurement->paid);
     while (limits->limits_cores && had < 0) {
-        int64_t lacking = -had - (int64_t)(LOAD(use->earned) - earned);
-        if (lacking <= 0)
+        uint64_t debt = -(uint64_t)had,
+                 paid = LOAD(use->earned) - earned; /* unsigned: the program may have written anything there */
+        if (paid >= debt)
             break;
-        double wait = (double)lacking / share;
+        double wait = (double)(debt - paid) / share;
         uint64_t ns = wait > LONGEST_WAIT_NS ? LONGEST_WAIT_NS : wait < SHORTEST_WAIT_NS ? SHORTEST_WAIT_NS : (uint64_t)wait;
+        /* A signal's handler may leave the sleep by longjmp: the thread must not count as within a hook for ever. */
+        leave_hook();
         clock_nanosleep(CLOCK_MONOTONIC, 0, &(struct timespec){.tv_nsec = (long)ns}, NULL);
+        enter_hook();
         read_limits(gpu, limits);
         uint64_t before = now;
         now = now_ns();
@@ -334,8 +340,9 @@ void begin_launch(const struct launch *launch, struct measurement *measurement)
 {
     struct limits limits;
     *measurement = (struct measurement){.gpu = gpu_of_device(current_device())};
-    if (measurement->gpu < 0 || !own_slot())
+    if (measurement->gpu < 0)
         return;
+    (void)own_slot(); /* so the agent sees the process; one that finds no free slot computes within the share all the same */
     read_limits(measurement->gpu, &limits);
     if (!limits.limits_cores || is_capturing(launch->stream, launch->is_per_thread)) /* captured, it is paid for by its graph */
         return;

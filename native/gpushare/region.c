@@ -3,12 +3,18 @@
  * No lock is held anywhere: a program may be killed at every instruction, and the next one must find a state that is right. So each
  * process writes the memory that it has into a slot of its own and nowhere else, and the container's use is the sum of the slots. A
  * slot is its process's as long as that holds a lock on one byte of the file; who finds the byte unlocked takes the slot as empty.
+ *
+ * Whose the lock is, and when it ends, must not depend on what the program does with its files: a daemon closes all descriptors that
+ * it does not know. So no descriptor is kept. A lock of F_OFD_SETLK is the open file's, and a map keeps the file open as well as a
+ * descriptor does: each slot's lock hangs on a map of its own, which nothing but the process's end or exec removes. It is not
+ * inherited by a child of fork, who would hold its parent's slot beyond the parent's end.
  */
 #define _GNU_SOURCE
 #include "region.h"
 
 #include "library.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -23,14 +29,14 @@
 #endif
 #define CONFIG_PATH GPUSHARE_DIRECTORY "/gpushare.config"
 #define USAGE_PATH GPUSHARE_DIRECTORY "/usage"
-enum { MOST_TRIES = 100, CONTENTION_TRIES = 2000 };
+enum { MOST_TRIES = 100, CONTENTION_TRIES = 2000, RETRY_NS = 100000000 };
 
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER; /* of opening, and of taking a slot */
 static const struct config *config;
 static struct usage *usage;
-static int usage_file = -1;
 static struct usage_slot *_Atomic slot;
-static enum { NOT_OPENED, OPENED, REFUSED } state;
+static void *lock_of_slot; /* the map on which it hangs */
+static _Atomic bool is_opened;
 
 #define LOAD(field) atomic_load_explicit((_Atomic __typeof__(field) *)&(field), memory_order_relaxed)
 #define STORE(field, value) atomic_store_explicit((_Atomic __typeof__(field) *)&(field), value, memory_order_relaxed)
@@ -46,11 +52,21 @@ uint64_t now_ns(void)
 
 /* ---- opening ---- */
 
+/* Not one of the thread's cancellation points: it would end with the lock of `guard`. */
+static int open_file(const char *path, int access)
+{
+    int unused, before = PTHREAD_CANCEL_ENABLE;
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
+    int file = open(path, access | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    pthread_setcancelstate(before, &unused);
+    return file;
+}
+
 /* NULL with the reason; the size is looked at first, for to read behind a file's end is a signal. */
-static void *map_file(const char *path, size_t size, int access, int *kept, const char **reason)
+static void *map_file(const char *path, size_t size, int access, const char **reason)
 {
     struct stat found;
-    int file = open(path, (access & PROT_WRITE ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    int file = open_file(path, access & PROT_WRITE ? O_RDWR : O_RDONLY);
     void *mapped = MAP_FAILED;
     if (file < 0)
         *reason = "it cannot be opened";
@@ -58,16 +74,14 @@ static void *map_file(const char *path, size_t size, int access, int *kept, cons
         *reason = "it is too short";
     else if ((mapped = mmap(NULL, size, access, MAP_SHARED, file, 0)) == MAP_FAILED)
         *reason = "it cannot be mapped";
-    if (file >= 0 && (!kept || mapped == MAP_FAILED))
+    if (file >= 0)
         close(file);
-    else if (kept)
-        *kept = file;
     return mapped == MAP_FAILED ? NULL : mapped;
 }
 
 static const struct config *open_config(const char **reason)
 {
-    const struct config *opened = map_file(CONFIG_PATH, CONFIG_BYTES, PROT_READ, NULL, reason);
+    const struct config *opened = map_file(CONFIG_PATH, CONFIG_BYTES, PROT_READ, reason);
     if (opened && (memcmp(opened->magic, CONFIG_MAGIC, 4) != 0 || opened->layout != CONFIG_LAYOUT || opened->size != CONFIG_BYTES ||
                    opened->gpus > MOST_GPUS)) {
         *reason = "it is of another version of the agent";
@@ -79,44 +93,52 @@ static const struct config *open_config(const char **reason)
 
 static struct usage *open_usage(const char **reason)
 {
-    struct usage *opened = map_file(USAGE_PATH, sizeof *opened, PROT_READ | PROT_WRITE, &usage_file, reason);
+    struct usage *opened = map_file(USAGE_PATH, sizeof *opened, PROT_READ | PROT_WRITE, reason);
     if (opened && (memcmp(opened->magic, USAGE_MAGIC, 4) != 0 || opened->layout != USAGE_LAYOUT || opened->slots != MOST_SLOTS)) {
         *reason = "it is of another version of the agent";
         munmap(opened, sizeof *opened);
-        close(usage_file);
-        usage_file = -1;
         return NULL;
     }
     return opened;
 }
 
+/* What has failed once is tried again, but not at each of a million launches. A child of fork may have another clock (time
+   namespaces), before which `next` lies by days. */
+static bool is_time_for(uint64_t *next, uint64_t now)
+{
+    bool is_time = now >= *next || *next - now > RETRY_NS;
+    if (is_time)
+        *next = now + RETRY_NS;
+    return is_time;
+}
+
 bool open_region(void)
 {
     static int said;
+    static uint64_t next;
     const char *reason = NULL, *path = CONFIG_PATH;
+    if (atomic_load_explicit(&is_opened, memory_order_acquire))
+        return true;
     pthread_mutex_lock(&guard);
-    if (state == NOT_OPENED) {
-        config = open_config(&reason);
+    if (!is_opened && is_time_for(&next, now_ns())) {
+        config = config ? config : open_config(&reason);
         if (config && (path = USAGE_PATH) != NULL)
             usage = open_usage(&reason);
-        state = config && usage ? OPENED : REFUSED;
-        if (state == REFUSED)
+        if (usage)
+            atomic_store_explicit(&is_opened, true, memory_order_release);
+        else
             say_once(&said, "%s: %s: no memory of a GPU can be allocated. Start the container anew", path, reason);
-    } else if (state == OPENED && usage_file < 0) { /* in a child of fork: the maps are there, the lock is not */
-        usage_file = open(USAGE_PATH, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     }
-    bool is_open = state == OPENED && usage_file >= 0;
+    bool is_open = is_opened;
     pthread_mutex_unlock(&guard);
     return is_open;
 }
 
+/* Its limits stay the parent's, as both are of one container; the slot does not. */
 void forget_region(void)
 {
     guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    /* The descriptor has the parent's lock, which would live on in the child when the parent has ended. */
-    if (usage_file >= 0)
-        close(usage_file);
-    usage_file = -1;
+    lock_of_slot = NULL; /* not in the child's memory */
     atomic_store(&slot, NULL);
 }
 
@@ -165,10 +187,11 @@ struct usage_gpu *usage_of(int gpu) { return &usage->gpu[gpu]; }
 
 /* ---- slots ---- */
 
-static bool lock_slot(unsigned index, short type)
+/* 0, or an errno: EAGAIN where another process holds it. */
+static int lock_slot(int file, unsigned index, short type)
 {
     struct flock byte = {.l_type = type, .l_whence = SEEK_SET, .l_start = FIRST_LOCKED_BYTE + (off_t)index, .l_len = 1};
-    return fcntl(usage_file, F_OFD_SETLK, &byte) == 0;
+    return fcntl(file, F_OFD_SETLK, &byte) == 0 ? 0 : errno == EACCES ? EAGAIN : errno;
 }
 
 /* Most containers have a few processes: who sums need not look at all slots. */
@@ -197,40 +220,78 @@ static void clear_slot(struct usage_slot *of)
     STORE(of->unhooked, 0);
 }
 
-struct usage_slot *own_slot(void)
+/* The first slot that no process holds; NULL with an errno. */
+static struct usage_slot *take_slot(int *failed)
+{
+    int file = open_file(USAGE_PATH, O_RDWR);
+    struct usage_slot *taken = NULL;
+    *failed = file < 0 ? errno : EAGAIN;
+    for (unsigned i = 0; i < MOST_SLOTS && *failed == EAGAIN; i++)
+        if ((*failed = lock_slot(file, i, F_WRLCK)) == 0)
+            taken = &usage->slot[i];
+    if (taken) {
+        lock_of_slot = mmap(NULL, 1, PROT_NONE, MAP_SHARED, file, 0);
+        if (lock_of_slot == MAP_FAILED || madvise(lock_of_slot, 1, MADV_DONTFORK) != 0) {
+            *failed = errno;
+            taken = NULL;
+            if (lock_of_slot != MAP_FAILED)
+                munmap(lock_of_slot, 1);
+        }
+    }
+    if (file >= 0)
+        close(file); /* the map keeps the lock */
+    return taken;
+}
+
+static void say_why_no_slot(int failed)
 {
     static int said;
+    if (failed == EAGAIN)
+        say_once(&said, "more than %d processes of the container use a GPU: this one gets no memory there", MOST_SLOTS);
+    else
+        say_once(&said, "%s cannot be opened, mapped or locked (F_OFD_SETLK): %s: this process gets no memory of a GPU", USAGE_PATH,
+                 strerror(failed));
+}
+
+struct usage_slot *own_slot(void)
+{
+    static uint64_t next;
+    int failed = 0;
     struct usage_slot *own = atomic_load_explicit(&slot, memory_order_acquire);
     if (own || !open_region())
         return own;
     pthread_mutex_lock(&guard);
     own = atomic_load(&slot);
-    for (unsigned i = 0; i < MOST_SLOTS && !own; i++)
-        if (lock_slot(i, F_WRLCK)) { /* whose process has died may be in it still: the lock says so */
-            own = &usage->slot[i];
-            clear_slot(own);
-            note_used_slot(i);
-            STORE(own->started_at, now_ns());
-            STORE(own->pid, getpid());
-            atomic_store_explicit(&slot, own, memory_order_release);
-        }
+    if (!own && is_time_for(&next, now_ns()) && (own = take_slot(&failed)) != NULL) {
+        clear_slot(own); /* whose process has died may be in it still: the lock says that it is nobody's */
+        note_used_slot((uint32_t)(own - usage->slot));
+        STORE(own->started_at, now_ns());
+        STORE(own->pid, getpid());
+        next = 0;
+        atomic_store_explicit(&slot, own, memory_order_release);
+    }
     pthread_mutex_unlock(&guard);
-    if (!own)
-        say_once(&said, "more than %d processes of the container use a GPU: this one gets no memory there", MOST_SLOTS);
+    if (failed)
+        say_why_no_slot(failed);
     return own;
 }
 
 /* What processes had that are dead. The lock that is taken for it keeps a new process out meanwhile. */
 void reclaim_dead(void)
 {
-    pthread_mutex_lock(&guard); /* of two threads the second one would unlock what the first one holds */
-    for (struct usage_slot *one = usage->slot; one < end_of_slots(); one++) {
+    if (!open_region())
+        return;
+    pthread_mutex_lock(&guard);
+    int file = open_file(USAGE_PATH, O_RDWR); /* none after chroot, or where the user may no more: then others do it */
+    for (struct usage_slot *one = usage->slot; file >= 0 && one < end_of_slots(); one++) {
         unsigned i = (unsigned)(one - usage->slot);
-        if (one == atomic_load(&slot) || LOAD(one->pid) == 0 || !lock_slot(i, F_WRLCK))
+        if (one == atomic_load(&slot) || LOAD(one->pid) == 0 || lock_slot(file, i, F_WRLCK) != 0)
             continue;
         clear_slot(one);
-        lock_slot(i, F_UNLCK);
+        lock_slot(file, i, F_UNLCK);
     }
+    if (file >= 0)
+        close(file);
     pthread_mutex_unlock(&guard);
 }
 
@@ -261,7 +322,7 @@ static void sum_slots(int gpu, uint64_t *held, uint64_t *pending)
 static uint64_t with_unattributed(int gpu, uint64_t held)
 {
     int64_t more = LOAD(usage->gpu[gpu].unattributed);
-    return more < 0 && held < (uint64_t)-more ? 0 : held + (uint64_t)more;
+    return more < 0 && held < -(uint64_t)more ? 0 : held + (uint64_t)more; /* unsigned: it may be any number */
 }
 
 /* The difference of what the driver has of the container and what the slots say, if nothing has changed since: of contexts that were
@@ -277,7 +338,8 @@ static void attribute(int gpu, const struct config_gpu *seen, uint64_t held)
         if (LOAD(one->pid) != 0)
             estimated += LOAD(one->of_kind[CONTEXT]) + LOAD(one->of_kind[POOL]) + LOAD(one->of_kind[GRAPH]);
     int64_t more = (int64_t)(seen->observed_bytes - held);
-    STORE(use->unattributed, more < -(int64_t)estimated ? -(int64_t)estimated : more);
+    bool is_less = more < 0 && -(uint64_t)more > estimated;
+    STORE(use->unattributed, is_less ? (int64_t)-estimated : more);
 }
 
 uint64_t held_bytes(int gpu, const struct limits *limits)

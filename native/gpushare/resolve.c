@@ -111,7 +111,7 @@ static dlsym_function *real_dlsym(void) { return (dlsym_function *)find_in_libc(
 void *real_functions[SLOTS];
 static bool is_in_driver[SLOTS];
 static unsigned by_address[SLOTS], hooks_by_address; /* slots of hooks in order of the driver's address */
-static pthread_once_t cuda_once = PTHREAD_ONCE_INIT, nvml_once = PTHREAD_ONCE_INIT;
+static pthread_once_t cuda_once = PTHREAD_ONCE_INIT, nvml_once = PTHREAD_ONCE_INIT, forks_once = PTHREAD_ONCE_INIT;
 static __thread bool is_inside __attribute__((tls_model("initial-exec")));
 
 static CUresult answer_not_supported(void) { return CUDA_ERROR_NOT_SUPPORTED; }
@@ -121,6 +121,7 @@ static int answer_not_found(void) { return 13; /* NVML_ERROR_FUNCTION_NOT_FOUND 
 static void find_real(const char *library, unsigned from, unsigned until, void *absent)
 {
     dlsym_function *find = real_dlsym();
+    pthread_once(&forks_once, watch_forks);
     void *handle = find ? dlopen(library, RTLD_NOW | RTLD_LOCAL) : NULL;
     for (unsigned slot = from; slot < until; slot++) {
         void *found = handle ? find(handle, table[slot].name) : NULL;
@@ -139,8 +140,8 @@ static int compare_addresses(const void *one, const void *other)
 static void find_cuda(void)
 {
     is_inside = true; /* the driver's constructors may look for functions of their own */
-    watch_forks();
     find_real("libcuda.so.1", 0, FIRST_OF_NVML, (void *)answer_not_supported);
+    hooks_by_address = 0; /* begun anew in a child whose parent forked in the midst of it */
     for (unsigned slot = 0; slot < FIRST_OF_NVML; slot++)
         if (table[slot].hook && is_in_driver[slot])
             by_address[hooks_by_address++] = slot;
@@ -168,6 +169,7 @@ bool enter_hook(void)
     if (is_inside)
         return false;
     pthread_once(&cuda_once, find_cuda);
+    notice_fork();
     return is_inside = true;
 }
 
@@ -178,6 +180,7 @@ bool enter_nvml_hook(void)
         return false;
     }
     pthread_once(&nvml_once, find_nvml);
+    notice_fork();
     return is_inside = true;
 }
 

@@ -3,30 +3,45 @@
 #include "library.h"
 #include "region.h"
 
+#include <errno.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { MOST_DEVICES = 64 };
+enum { MOST_DEVICES = 64, LONGEST_WAIT_MS = 100 };
 
-/* To standard error, where a person reads it, and once in a process: a loop that is refused must not fill the log. */
+/* To standard error, where a person reads it, and once in a process: a loop that is refused must not fill the log. A program whose
+   standard error nobody reads any more must not end by it (SIGPIPE), nor wait for ever. */
 void say_once(int *said, const char *format, ...)
 {
     char text[512];
     va_list values;
-    if (atomic_exchange((_Atomic int *)said, 1))
+    sigset_t pipe_signal, before, pending;
+    struct pollfd error = {.fd = STDERR_FILENO, .events = POLLOUT};
+    if (atomic_exchange((_Atomic int *)said, 1) || poll(&error, 1, LONGEST_WAIT_MS) != 1)
         return;
     va_start(values, format);
     vsnprintf(text, sizeof text, format, values);
     va_end(values);
-    dprintf(STDERR_FILENO, "gpushare: %s\n", text);
+    sigemptyset(&pipe_signal);
+    sigaddset(&pipe_signal, SIGPIPE);
+    pthread_sigmask(SIG_BLOCK, &pipe_signal, &before);
+    sigpending(&pending);
+    if (dprintf(STDERR_FILENO, "gpushare: %s\n", text) < 0 && errno == EPIPE && !sigismember(&pending, SIGPIPE))
+        sigtimedwait(&pipe_signal, NULL, &(struct timespec){0}); /* ours, taken away before the program could see it */
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 /* ---- GPUs ---- */
 
-static _Atomic int gpus[MOST_DEVICES]; /* index + 1 of each of CUDA's ordinals; 0: not asked yet; -1: unknown */
+static _Atomic int gpus[MOST_DEVICES]; /* index + 1 of each of CUDA's ordinals; 0: not known yet */
 
 static int find_gpu(CUdevice device)
 {
@@ -35,7 +50,7 @@ static int find_gpu(CUdevice device)
     bool is_new = has_real(SLOT_cuDeviceGetUuid_v2); /* only that one knows instances of MIG */
     CUresult result = is_new ? REAL(cuDeviceGetUuid_v2)(&id, device) : REAL(cuDeviceGetUuid)(&id, device);
     if (result != CUDA_SUCCESS)
-        return -1;
+        return -1; /* as before cuInit */
     for (unsigned i = 0, at = 0; i < 16; i++) {
         if (i == 4 || i == 6 || i == 8 || i == 10)
             text[at++] = '-';
@@ -50,12 +65,11 @@ int gpu_of_device(CUdevice device)
     if (device < 0 || device >= MOST_DEVICES)
         return -1;
     int known = atomic_load_explicit(&gpus[device], memory_order_relaxed);
-    if (known == 0) {
-        int found = find_gpu(device);
-        known = found < 0 ? -1 : found + 1;
+    if (known == 0) { /* what is not known now may be later: after cuInit, or when the files are there */
+        known = find_gpu(device) + 1;
         atomic_store_explicit(&gpus[device], known, memory_order_relaxed);
     }
-    return known < 0 ? -1 : known - 1;
+    return known - 1;
 }
 
 CUdevice current_device(void)
@@ -75,14 +89,41 @@ HOOK(cuInit, (unsigned int flags), (flags))
 /* ---- fork ---- */
 
 /* The driver's state does not survive fork, and a child may call cuInit and use GPUs of its own. It has the parent's memory with all
-   tables, and maybe a lock that another thread held. Its slot is the parent's: it takes another one when it first needs one. */
-static void forget_parent(void)
+   tables, and maybe locks that other threads held: at its first call all of that is made new. Most children only call exec, so not
+   before. A child of clone or _Fork, which run no handlers, is known by the page that the kernel wipes. */
+enum { IS_CHILD, IS_FORGETTING, IS_SETTLED };
+static _Atomic uint32_t *mark;
+
+void notice_fork(void)
 {
-    leave_hook();
-    forget_region();
-    forget_memory();
-    forget_graphs();
-    forget_launches();
+    uint32_t found = IS_CHILD;
+    if (atomic_load_explicit(mark, memory_order_acquire) == IS_SETTLED)
+        return;
+    if (atomic_compare_exchange_strong(mark, &found, IS_FORGETTING)) {
+        memset((void *)gpus, 0, sizeof gpus); /* CUDA_VISIBLE_DEVICES may be another one */
+        forget_region();
+        forget_memory();
+        forget_graphs();
+        forget_launches();
+        atomic_store_explicit(mark, IS_SETTLED, memory_order_release);
+    }
+    while (atomic_load_explicit(mark, memory_order_acquire) != IS_SETTLED) /* another thread of the child is at it */
+        sched_yield();
 }
 
-void watch_forks(void) { pthread_atfork(NULL, NULL, forget_parent); }
+static void mark_child(void)
+{
+    leave_hook();
+    atomic_store(mark, IS_CHILD);
+}
+
+void watch_forks(void)
+{
+    static _Atomic uint32_t without_page;
+    void *page = mmap(NULL, sizeof *mark, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    mark = page == MAP_FAILED ? &without_page : page;
+    if (page != MAP_FAILED)
+        (void)madvise(page, sizeof *mark, MADV_WIPEONFORK); /* before Linux 4.14 there are the handlers alone */
+    atomic_store(mark, IS_SETTLED);
+    pthread_atfork(NULL, NULL, mark_child);
+}

@@ -12,7 +12,7 @@
 static bool read_share(int gpu, uint64_t *total, uint64_t *used)
 {
     struct limits limits;
-    if (gpu < 0 || !own_slot())
+    if (gpu < 0)
         return false;
     read_limits(gpu, &limits);
     if (!limits.limits_memory)
@@ -140,9 +140,9 @@ static nvmlReturn_t list_own(int gpu, unsigned *count, void *entries, size_t siz
     return found > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
-#define LIST_OWN                                                                                                  \
-    int gpu = count ? gpu_of_handle(device) : -1;                                                                 \
-    return gpu < 0 || !own_slot() ? real(device, count, entries) : list_own(gpu, count, entries, sizeof *entries)
+#define LIST_OWN                                                                                   \
+    int gpu = count ? gpu_of_handle(device) : -1;                                                  \
+    return gpu < 0 ? real(device, count, entries) : list_own(gpu, count, entries, sizeof *entries)
 
 HOOK_NVML(nvmlDeviceGetComputeRunningProcesses, (nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_v1_t *entries),
           (device, count, entries))

@@ -217,9 +217,9 @@ def test_threads_of_a_program_spoil_nothing(
     assert result["after"] == result["before"] == 64 << 20, result
 
 
-def test_more_processes_than_slots_get_memory_one_after_the_other(include: Path, tmp_path: Path) -> None:
-    """64 processes, each of which takes and gives a thousand times."""
-    found = stress(build_stress(include, tmp_path, "address"), "hammer", "64", "1", "1000")
+def test_many_processes_take_and_give_exactly(include: Path, tmp_path: Path) -> None:
+    """64 processes, each of which takes and gives ten thousand times."""
+    found = stress(build_stress(include, tmp_path, "address"), "hammer", "64", "1", "10000")
     assert (found["above"], found["held"], found["failed"], found["ended"]) == (0, 0, 0, 64), found
 
 

@@ -10,6 +10,7 @@
 #include "region.h"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -20,8 +21,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-static struct { _Atomic uint64_t taken, most, above, refused, ended; } *seen; /* shared by all processes */
-static int rounds;
+static struct { _Atomic uint64_t taken, most, above, refused, ended, begun; } *seen; /* shared by all processes */
+static int rounds, all_threads;
 
 /* start.c's, without its CUDA. */
 void say_once(int *said, const char *format, ...)
@@ -41,6 +42,9 @@ static void *hammer(void *seed)
     struct limits limits;
     uint64_t own[8] = {0};
     read_limits(0, &limits);
+    /* All at once: on a busy machine each would else be done before the next one begins. */
+    for (atomic_fetch_add(&seen->begun, 1); atomic_load(&seen->begun) < (uint64_t)all_threads;)
+        sched_yield();
     for (int i = 0; i < rounds; i++) {
         uint64_t *place = &own[rand_r(&state) % 8];
         if (*place) { /* first less, then given: `taken` is never more than what is held */
@@ -87,6 +91,7 @@ static int hammer_all(int processes, int threads)
     if (!open_region() || !own_slot())
         return 3;
     seen = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    all_threads = processes * threads;
     for (int i = 0; i < processes; i++)
         if (fork() == 0)
             be_process(i, threads);

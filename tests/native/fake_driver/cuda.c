@@ -69,10 +69,15 @@ static int is_gpu(CUdevice ordinal)
     return ordinal >= 0 && (unsigned)ordinal < gpu_count;
 }
 
+static void free_locks_in_child(void);
+static void watch_forks(void) { pthread_atfork(NULL, NULL, free_locks_in_child); }
+
 CUresult CUDAAPI cuInit(unsigned int flags)
 {
+    static pthread_once_t watched = PTHREAD_ONCE_INIT;
     log_call("cuInit");
     (void)flags;
+    pthread_once(&watched, watch_forks);
     pthread_once(&enumerated, enumerate);
     is_initialized = 1;
     return gpu_count ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
@@ -109,6 +114,8 @@ CUresult CUDAAPI cuDeviceGetName(char *name, int size, CUdevice device)
 CUresult CUDAAPI cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
 {
     uint64_t used, total;
+    if (!is_initialized)
+        return CUDA_ERROR_NOT_INITIALIZED;
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
     memory_of_caller(minors[device], &total, &used);
@@ -149,6 +156,8 @@ CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, 
 CUresult CUDAAPI cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
 {
     char text[96];
+    if (!is_initialized)
+        return CUDA_ERROR_NOT_INITIALIZED;
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
     gpu_uuid(minors[device], text);
@@ -306,6 +315,13 @@ typedef struct { CUdeviceptr address; size_t bytes; CUdevice device; memory_kind
 typedef struct { CUdeviceptr address, handle; } mapping;
 static struct { pthread_mutex_t guard; allocation *all; size_t count, room; CUdeviceptr next; mapping *mapped; size_t mappings; }
     memory = {.guard = PTHREAD_MUTEX_INITIALIZER, .next = FIRST_ADDRESS};
+
+/* Another thread may have held it at the fork; what was allocated is the parent's. */
+static void free_locks_in_child(void)
+{
+    memory.guard = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    memory.count = 0;
+}
 
 static uint64_t higher(uint64_t one, uint64_t other) { return one > other ? one : other; }
 
