@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.support_driver import require_cc
 from tests.support_vdevice import POD
 
-SOURCE = Path(__file__).parent.parent / "native" / "gpu-client.c"
+SOURCES = [Path(__file__).parent.parent / "native" / name for name in ("gpu-client.c", "vdevice.c")]
 DEADLINE_S = 60.0
 _WARNINGS = ("-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wpedantic", "-Wconversion", "-Wshadow")
 _SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -38,7 +38,7 @@ def compile_gpu_client(program: Path, *, calls_ms: int | None = None, attempt_ms
     """With sanitizers where times are given, for tests of answers; without them as it is built for containers."""
     flags = ["-O2"] if calls_ms is None else [f"-DCALLS_MS={calls_ms}", *sanitizer_flags()]
     flags += [f"-DATTEMPT_MS={attempt_ms}"] if attempt_ms is not None else []
-    subprocess.run([require_cc(), *_WARNINGS, *flags, "-o", program, SOURCE], check=True, timeout=120)
+    subprocess.run([require_cc(), *_WARNINGS, *flags, "-o", program, *SOURCES], check=True, timeout=120)
     return program
 
 

@@ -57,6 +57,7 @@ class FakeNode:
     refreshed: list[tuple[ContainerKey, str | None]] = field(default_factory=list)
     codes: list[str] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
+    noted: list[tuple[ContainerKey, int]] = field(default_factory=list)
     fails: AgentError | Exception | None = None
     refresh_hangs: bool = False
     runtime_fails: AgentError | None = None
@@ -84,6 +85,9 @@ class FakeNode:
                 self.files.copy_for_id(key, container_id)
         self.refreshed.append((key, container_id))
 
+    async def note_process(self, key: ContainerKey, pid: int) -> None:
+        self.noted.append((key, pid))
+
     def vdevice_registered(self, code: str) -> None:
         self.codes.append(code)
 
@@ -110,6 +114,7 @@ def server_of(
         identify=node.identify,
         find_container=node.find_container,
         refresh=node.refresh,
+        note_process=node.note_process,
         metrics=node,
         run_blocking=run_blocking,
         limits=limits,

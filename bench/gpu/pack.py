@@ -148,7 +148,7 @@ def build_probe(output: Path) -> None:
 def _build_gpu_client(output: Path) -> None:
     """Static, for any container, as the image's; by zig, which the other programs need anyway. Raises CannotPack."""
     flags = ["-target", f"{os.uname().machine}-linux-musl", "-static", "-Os", "-std=c11", "-D_GNU_SOURCE"]
-    _compile(ROOT / "native" / "gpu-client.c", output, flags)
+    _compile(ROOT / "native" / "gpu-client.c", output, [*flags, "vdevice.c"])
 
 
 def _compile(source: Path, output: Path, flags: Sequence[str]) -> None:

@@ -270,6 +270,17 @@ class Cgroups:
                 found[pid] = parse_namespace_pids(_read_bounded(f"{self._proc}/{pid}/status", MAX_STATUS_BYTES))
         return found
 
+    def started(self, pids: Iterable[int]) -> Mapping[int, int]:
+        """When each process has started, in ticks since the boot: another process of that PID has another time. Those that
+        have ended are left out. Source: field 22 of /proc/<pid>/stat."""
+        found = {}
+        for pid in pids:
+            with suppress(OSError, ValueError, IndexError):
+                content = _read_bounded(f"{self._proc}/{pid}/stat", MAX_STATUS_BYTES)
+                # The process's name is in brackets, and may have any in it.
+                found[pid] = int(content[content.rindex(b")") + 1 :].split()[19])
+        return found
+
     def check_driver(self, setting: str) -> str | None:
         """The text for the user if the setting disagrees with the pods that are there; None if not, or with no pods yet."""
         if not setting:
@@ -309,6 +320,11 @@ class Cgroups:
     async def namespace_pids_in_thread(self, pids: Collection[int]) -> Mapping[int, tuple[int, ...]]:
         return await self._rounds.call(
             partial(self.namespace_pids, tuple(pids)), f"reading the status of {len(pids)} processes", ROUND_TIMEOUT_S
+        )
+
+    async def started_in_thread(self, pids: Collection[int]) -> Mapping[int, int]:
+        return await self._peers.call(
+            partial(self.started, tuple(pids)), f"reading the starts of {len(pids)} processes", PEER_TIMEOUT_S
         )
 
     async def identify_in_thread(self, pid: int) -> PeerIdentity | None:

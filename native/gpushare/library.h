@@ -94,6 +94,7 @@ int gpu_of_device(CUdevice device); /* its index in both files; -1: the agent do
 void say_once(int *said, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void watch_forks(void);
 void notice_fork(void); /* in a child: forgets what was the parent's */
+void register_process(void); /* with the node's agent, once it has a slot */
 
 /* ---- memory.c ---- */
 

@@ -24,9 +24,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#ifndef GPUSHARE_DIRECTORY
-#define GPUSHARE_DIRECTORY "/etc/vcuda" /* of the container; a test builds with another one. No variable: the tenant sets those */
-#endif
 #define CONFIG_PATH GPUSHARE_DIRECTORY "/gpushare.config"
 #define USAGE_PATH GPUSHARE_DIRECTORY "/usage"
 enum { MOST_TRIES = 100, CONTENTION_TRIES = 2000, RETRY_NS = 100000000 };
@@ -253,9 +250,17 @@ static void say_why_no_slot(int failed)
                  strerror(failed));
 }
 
+void container_names(char *pod_uid, char *container)
+{
+    memcpy(pod_uid, config->pod_uid, sizeof config->pod_uid);
+    memcpy(container, config->container, sizeof config->container);
+    pod_uid[sizeof config->pod_uid - 1] = container[sizeof config->container - 1] = 0;
+}
+
 struct usage_slot *own_slot(void)
 {
     static uint64_t next;
+    bool is_new = false;
     int failed = 0;
     struct usage_slot *own = atomic_load_explicit(&slot, memory_order_acquire);
     if (own || !open_region())
@@ -268,11 +273,14 @@ struct usage_slot *own_slot(void)
         STORE(own->started_at, now_ns());
         STORE(own->pid, getpid());
         next = 0;
+        is_new = true;
         atomic_store_explicit(&slot, own, memory_order_release);
     }
     pthread_mutex_unlock(&guard);
     if (failed)
         say_why_no_slot(failed);
+    if (is_new) /* a child of fork, too, for it has come here anew */
+        register_process();
     return own;
 }
 

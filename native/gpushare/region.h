@@ -4,11 +4,16 @@
 
 #include <stdint.h>
 
+#ifndef GPUSHARE_DIRECTORY
+#define GPUSHARE_DIRECTORY "/etc/vcuda" /* of the container; a test builds with another one. No variable: the tenant sets those */
+#endif
+
 struct slot_use {
     int32_t pid;
     uint64_t bytes;
 };
 unsigned list_slots(int gpu, struct slot_use *uses, unsigned room); /* of the processes that are alive and have memory there */
 void forget_region(void); /* in a child of fork */
+void container_names(char *pod_uid, char *container); /* of gpushare.config, into as many bytes as it has for them */
 
 #endif

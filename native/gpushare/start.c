@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "library.h"
 #include "region.h"
+#include "vdevice.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -84,6 +85,20 @@ HOOK(cuInit, (unsigned int flags), (flags))
     if (result == CUDA_SUCCESS)
         (void)own_slot(); /* so the agent sees the process, and what is wrong with the files is said before memory is refused */
     return result;
+}
+
+/* ---- the agent ---- */
+
+/* So it learns the process's PID on the host from the kernel, also where it cannot tell by cgroups whose a process is. Limits are in
+   the files, and whatever it answers, or where it does not in time, the program goes on. */
+void register_process(void)
+{
+    char pod_uid[sizeof((struct config *)0)->pod_uid], container[sizeof((struct config *)0)->container];
+    int before = errno;
+    container_names(pod_uid, container);
+    struct vdevice_names names = {.addr = GPUSHARE_DIRECTORY "/vcuda.sock", .pod_uid = pod_uid, .name = container, .id = ""};
+    (void)register_vdevice(&names, LONGEST_WAIT_MS);
+    errno = before;
 }
 
 /* ---- fork ---- */

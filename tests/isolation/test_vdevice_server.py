@@ -184,7 +184,7 @@ async def test_an_unknown_caller_is_the_sockets_container_and_this_is_said_once(
                 await register(path, name="cuda")
             with pytest.raises(GRPCError):
                 await register(path, name="other")
-    assert node.refreshed == [(KEY, None)] * 3
+    assert node.refreshed == [(KEY, None)] * 3 and node.noted == [(KEY, os.getpid())] * 3
     assert [entry["event"] for entry in logs] == ["vdevice_peer_unknown", "vdevice_registration_refused"]
 
 

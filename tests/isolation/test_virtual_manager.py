@@ -505,6 +505,22 @@ async def test_under_the_open_kernel_module_the_list_has_the_containers_own_pids
         assert world.pids == ((1, 12) if version == "570.86.15" else (1, 7, 12)), "a process keeps its PIDs"
 
 
+async def test_a_process_whose_cgroup_names_no_container_is_listed_once_it_registered(short_dir: Path) -> None:
+    """Its PID is the kernel's. Another process that has it later is not taken for it."""
+    world = World(short_dir)
+    world.known = None
+    own = world.proc / str(os.getpid())
+    (own / "cgroup").write_text(f"0::/kubepods/burstable/pod{POD}/nobody-knows-this-name\n")
+    (own / "stat").write_text(f"{os.getpid()} (a) b) R {' '.join('0' * 18)} 4711 0\n")
+    async with Running(world) as manager:
+        assert await manager.prepare([KEY]) is None
+        await register(world.directory / "vcuda.sock", name="cuda")
+        assert world.pids == (7, 11, os.getpid())  # those of its pod, until its ID is known
+        (own / "stat").write_text(f"{os.getpid()} (other) R {' '.join('0' * 18)} 4712 0\n")
+        await manager.poll()
+        assert world.pids == (7, 11)
+
+
 async def test_of_many_registrations_at_once_two_are_carried_out(short_dir: Path) -> None:
     """The one under way, and one that begins after the last of them came: hostile containers delay nobody."""
     world = World(short_dir)

@@ -5,7 +5,7 @@
 | fake driver | tests/native/fake_driver, NVIDIA's headers | cc |
 | HAMi-core | $HAMI_CORE_SOURCE | zig, with native/build_hami_core.py as in the image |
 | vcuda-control | $VCUDA_SOURCE | cc |
-| gpu-client | native/gpu-client.c | cc |
+| gpu-client | native/gpu-client.c, native/vdevice.c | cc |
 
 A source is a directory, a tar archive, or a git URL with `#` and a revision; by default the archive in the folder
 shared/third-party beside the checkout, where there is one. The headers cuda.h and nvml.h are those of NVIDIA's
@@ -129,7 +129,8 @@ def build_gpu_client(output: Path) -> Path:
     """The static program that vcuda-control runs to register, with the machine's own C library; the image's is built with
     musl. Raises CannotBuildError."""
     flags = ["-static", "-O2", "-std=c11", "-D_GNU_SOURCE", *_WARNINGS]
-    run([_compiler(), *flags, "-o", str(output), str(NATIVE.parents[1] / "native/gpu-client.c")])
+    sources = [str(NATIVE.parents[1] / "native" / name) for name in ("gpu-client.c", "vdevice.c")]
+    run([_compiler(), *flags, "-o", str(output), *sources])
     return output
 
 

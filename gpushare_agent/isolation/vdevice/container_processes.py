@@ -49,6 +49,8 @@ class _Instance(Struct, kw_only=True):
     unknown_since: float | None = None
     registered: dict[str, PodUid | None] = field(default_factory=dict)
     """Of a claim: the containers that registered, by ID, with their pods."""
+    noted: dict[int, int] = field(default_factory=dict)
+    """Processes that registered and whose cgroup does not say whose they are: when each has started."""
     listed: Sequence[CgroupProcesses] = ()
     """As of the last read; none while it is not known which cgroups are the container's own."""
     namespace_pids: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -114,6 +116,15 @@ class ContainerProcesses(Struct, eq=False):
         """A container that uses the claim registered, and the kernel confirmed its ID."""
         self._instances.setdefault(key, _Instance()).registered[container_id] = pod_uid
 
+    async def note_process(self, key: ContainerKey, pid: int) -> None:
+        """It called through the container's own socket, and holds the connection; no cgroup says whose it is. Raises
+        Unavailable."""
+        started = await self.cgroups.started_in_thread([pid])
+        noted = self._instances.setdefault(key, _Instance()).noted
+        noted |= started
+        if len(noted) > MAX_PIDS:
+            del noted[next(iter(noted))]
+
     def unknown(self, keys: Iterable[ContainerKey]) -> frozenset[Instance]:
         """The instances whose ID is not known yet."""
         own = [key for key in keys if self.sharers(key) is None]
@@ -155,7 +166,8 @@ class ContainerProcesses(Struct, eq=False):
         cgroups = own | await self._pods_cgroups(
             {key: one for key, one in instances.items() if key not in own and self.sharers(key) is None}
         )
-        if not cgroups:
+        noted = await self._alive(instances)
+        if not cgroups and not noted:
             return {}
         every = [place for places in cgroups.values() for place in places]
         read = await self.cgroups.processes_round_in_thread(every) if every else {}
@@ -165,11 +177,22 @@ class ContainerProcesses(Struct, eq=False):
             if lists or not places:
                 host_pids[key] = sorted({pid for listed in lists for pid in listed.pids})
                 instances[key].listed = lists if key in own else ()
+        for key, pids in noted.items():
+            host_pids[key] = sorted({*host_pids.get(key, ()), *pids})
         await self._read_namespace_pids(instances, host_pids)
         return {
             key: Processes(pids=self._reported(instances[key], pids), instance=instances[key])
             for key, pids in host_pids.items()
         }
+
+    async def _alive(self, instances: Mapping[ContainerKey, _Instance]) -> dict[ContainerKey, Collection[int]]:
+        """Of those noted; the others are forgotten."""
+        every = [pid for instance in instances.values() for pid in instance.noted]
+        started = await self.cgroups.started_in_thread(every) if every else {}
+        for instance in instances.values():
+            for pid in [pid for pid, at in instance.noted.items() if started.get(pid) != at]:
+                del instance.noted[pid]
+        return {key: instance.noted for key, instance in instances.items() if instance.noted}
 
     def _reported(self, instance: _Instance, host_pids: Sequence[int]) -> tuple[int, ...]:
         known = instance.namespace_pids

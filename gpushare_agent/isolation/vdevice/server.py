@@ -65,6 +65,8 @@ FindContainer = Callable[[str], Awaitable[ContainerKey | None]]
 Refresh = Callable[[ContainerKey, str | None, PeerIdentity | None], Awaitable[None]]
 """Brings the files of a container up to date; with an ID, those in `<container id>/` too. The caller as the kernel has it,
 None where it cannot be known. Raises AgentError."""
+NoteProcess = Callable[[ContainerKey, int], Awaitable[None]]
+"""A process is the container's, though its cgroup does not say so. Raises Unavailable."""
 IsUser = Callable[[ContainerKey, ContainerKey], bool]
 """Whether the second, a container, uses the claim that the first names. Raises Unavailable: not known yet."""
 
@@ -99,6 +101,7 @@ class VDeviceServer:
         identify: IdentifyPeer,
         find_container: FindContainer,
         refresh: Refresh,
+        note_process: NoteProcess,
         metrics: CountsRegistrations,
         run_blocking: RunsBlocking,
         limits: VDeviceLimits | None = None,
@@ -114,6 +117,7 @@ class VDeviceServer:
         self._identify = identify
         self._find_container = find_container
         self._refresh = refresh
+        self._note_process = note_process
         self._metrics = metrics
         self._clock = asyncio.get_running_loop().time
         self._asking = asyncio.Lock()
@@ -215,6 +219,8 @@ class VDeviceServer:
             )
             self._warn_once("vdevice_registration_refused", pid, detail=str(e))
             raise GRPCError(Status.PERMISSION_DENIED, text) from e
+        if pid > 0 and (peer is None or peer.container_id is None):
+            await self._note_process(self.key, pid)
         await self._refresh(self.key, claim.container_id, peer)
         await stream.send_message(VDeviceResponse())
 

@@ -364,6 +364,7 @@ class VirtualManager:
             identify=self._identify,
             find_container=self._processes.owner_of,
             refresh=self.refresh,
+            note_process=self._processes.note_process,
             is_user=self._is_sharer if self._pods.sharers(key) is not None else None,
             metrics=self._metrics,
             run_blocking=self._in_thread,

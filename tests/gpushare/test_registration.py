@@ -1,0 +1,91 @@
+"""libgpushare registers each process with the agent by the vDevice socket beside its files, and never depends on it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME, GpuLimits, encode_config, encode_usage
+from gpushare_agent.isolation.vdevice.files import VDeviceFiles
+from gpushare_agent.isolation.vdevice.format import SOCKET_NAME
+from gpushare_agent.kit.sockets import connectable_path
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.runtime.cgroup_paths import PeerIdentity
+from tests.gpushare.conftest import MachineWith
+from tests.support_gpushare import BLOCK_MIB, MIB, Container, Machine, finish
+from tests.support_vdevice import KEY, OTHER_ID, OTHER_POD, FakeNode, serving
+
+pytestmark = pytest.mark.isolation
+
+TAKE = f"alloc:alloc:{BLOCK_MIB}:20"
+BLOCKS = 8
+"""Of 256 MiB in 2,560 MiB, with a context of 300."""
+
+
+def container(machine: Machine, root: Path) -> Container:
+    """With its limits in its vDevice directory."""
+    directory = VDeviceFiles(root).path(KEY)
+    directory.mkdir(parents=True, exist_ok=True)
+    limits = GpuLimits(uuid=f"GPU-00000000-0000-4000-8000-{0:012x}", memory_bytes=2560 * MIB)
+    (directory / CONFIG_NAME).write_bytes(encode_config(KEY.pod_uid, KEY.container, [limits]))
+    (directory / USAGE_NAME).write_bytes(encode_usage())
+    return Container(machine, directory)
+
+
+async def took(share: Container, *actions: str) -> list[int]:
+    """The blocks that each step got, while the loop serves the socket."""
+    ended = await asyncio.to_thread(finish, share.start(*actions))
+    assert (ended.code, ended.error) == (0, "")
+    return [step["blocks"] for step in ended.steps if step["action"] == "alloc"]
+
+
+@pytest.mark.smoke
+async def test_a_process_registers_once_and_its_child_anew(machine_with: MachineWith, short_dir: Path) -> None:
+    """By the names in gpushare.config; the PIDs are the kernel's."""
+    node, machine = FakeNode(), machine_with()
+    async with serving(short_dir, node):
+        share = container(machine, short_dir)
+        assert await took(share, TAKE, "free", TAKE) == [BLOCKS, BLOCKS]
+        assert (node.codes, node.refreshed) == (["OK"], [(KEY, None)])
+        assert await took(share, f"alloc:alloc:{BLOCK_MIB}:2", "fork", TAKE) == [2, BLOCKS - 3]
+        _, processes = share.usage()
+    assert node.codes == ["OK"] * 3
+    assert len(set(node.noted)) == 3 and {key for key, _ in node.noted} == {KEY}
+    assert {process.pid for process in processes} <= {pid for _, pid in node.noted}
+
+
+@pytest.mark.parametrize("answer", ["refused", "unavailable", "hangs"])
+async def test_no_answer_of_the_agents_keeps_a_program_from_its_gpu(
+    machine_with: MachineWith, short_dir: Path, answer: str
+) -> None:
+    node = FakeNode(refresh_hangs=answer == "hangs")
+    if answer == "refused":
+        node.peers = _EveryoneElse()
+    if answer == "unavailable":
+        node.fails = Unavailable("the disk does not answer")
+    async with serving(short_dir, node):
+        assert await took(container(machine_with(), short_dir), TAKE) == [BLOCKS]
+    expected = {"refused": "PERMISSION_DENIED", "unavailable": "UNAVAILABLE", "hangs": "CANCELLED"}
+    assert node.codes == [expected[answer]]
+
+
+class _EveryoneElse(dict[int, PeerIdentity | None]):
+    """Whoever calls is in another container."""
+
+    def get(self, pid: int, default: object = None) -> PeerIdentity | None:  # type: ignore[override]
+        return PeerIdentity(pod_uid=OTHER_POD, container_id=OTHER_ID)
+
+
+@pytest.mark.parametrize("listens", [True, False])
+async def test_an_agent_that_is_away_or_accepts_nobody_is_not_waited_for(
+    machine_with: MachineWith, short_dir: Path, listens: bool
+) -> None:
+    share = container(machine_with(), short_dir)
+    with socket.socket(socket.AF_UNIX) as nobody, connectable_path(share.directory) as directory:
+        nobody.bind(f"{directory}/{SOCKET_NAME}")
+        if listens:
+            nobody.listen(0)
+        assert await took(share, TAKE) == [BLOCKS]
