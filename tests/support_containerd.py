@@ -33,7 +33,7 @@ from grpclib.const import Cardinality
 from grpclib.encoding.base import CodecBase
 from grpclib.exceptions import StreamTerminatedError
 
-from gpushare_agent.kit.wire_scan import scan_fields
+from gpushare_agent.kit.protobuf import scan_fields
 from gpushare_agent.model.names import PodUid
 from tests.support_deadline import DEADLINE_S
 

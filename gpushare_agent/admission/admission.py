@@ -53,7 +53,7 @@ _CURED_BY_A_RELEASE = frozenset(
 
 
 class AdmissionGate(Protocol):
-    """Counts the calls that are open (kubelet/pod_resources_gate.py)."""
+    """Counts the calls that are open (kubelet/pod_resources.py)."""
 
     def preferring(self) -> AbstractAsyncContextManager[InsideLister]: ...
     def allocating(self) -> AbstractContextManager[None]: ...

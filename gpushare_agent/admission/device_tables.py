@@ -22,8 +22,7 @@ from msgspec.structs import replace
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
 from gpushare_agent.admission.decisions.recovery import gpus_of
-from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_table import DeviceTable, device_rows
 from gpushare_agent.model.allocations import Allocation, ContainerKey

@@ -26,8 +26,7 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.garbage import CorrectionKind, Evidence, Reconciliation, reconcile
 from gpushare_agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.admission.pod_processes import PodProcesses
-from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.kit.supervision import Reconciler, start_tasks, wait_for
+from gpushare_agent.kit.supervision import Reconciler, ReportOnce, start_tasks, wait_for
 from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -63,7 +62,7 @@ class Listing(Protocol):
 
 
 class QuietLists(Protocol):
-    """When a List does no harm (kubelet/pod_resources_gate.py)."""
+    """When a List does no harm (kubelet/pod_resources.py)."""
 
     @property
     def is_idle(self) -> bool: ...

@@ -49,7 +49,7 @@ _DELETED = "A pod deleted during its admission ends like this. If the pod still 
 
 
 class InsideLister(Protocol):
-    """The right to a PodResources List that an open GetPreferredAllocation gives (kubelet/pod_resources_gate.py)."""
+    """The right to a PodResources List that an open GetPreferredAllocation gives (kubelet/pod_resources.py)."""
 
     async def list_entries(self) -> Sequence[ListedDevices]: ...
 

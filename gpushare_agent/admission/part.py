@@ -45,8 +45,7 @@ from gpushare_agent.kubelet.handover import (
     instance_socket_name,
 )
 from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
-from gpushare_agent.kubelet.pod_resources import PodResourcesClient
-from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
+from gpushare_agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
 from gpushare_agent.kubelet.registration import Registrar, register
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import KernelModule

@@ -47,8 +47,7 @@ from gpushare_agent.admission.resize_file import MAX_SHARES, ResizeFile
 from gpushare_agent.cluster.events import PodEvents
 from gpushare_agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.isolation import Isolation
-from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.kit.supervision import Reconciler
+from gpushare_agent.kit.supervision import Reconciler, ReportOnce
 from gpushare_agent.model.allocations import (
     NO_CHARGE,
     Allocation,

@@ -28,7 +28,7 @@ from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.agent.node_configuration import NodeConfiguration
 from gpushare_agent.cluster.kube.configuration import find_configuration
 from gpushare_agent.gpus.part import open_driver
-from gpushare_agent.kit.h2_frames import bound_closed_streams, omit_data_texts
+from gpushare_agent.kit.grpc_codec import bound_closed_streams, omit_data_texts
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.process import raise_open_files_limit, sd_notify
 from gpushare_agent.kit.supervision import forever, start_tasks

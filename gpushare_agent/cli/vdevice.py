@@ -29,10 +29,10 @@ from gpushare_agent.isolation.vdevice.format import (
     decode_config,
     decode_pids,
 )
-from gpushare_agent.kit.pid_namespaces import is_host_pid_namespace, pid_namespace_of
+from gpushare_agent.kit.peer_credentials import is_host_pid_namespace, pid_namespace_of
 from gpushare_agent.kit.regular_file import read_regular
-from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import connectable_path
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import MIB, is_container_id
 
@@ -148,7 +148,7 @@ async def register(
     from grpclib import Status
 
     from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
-    from gpushare_agent.kit.wire_scan import MalformedMessageError
+    from gpushare_agent.kit.protobuf import MalformedMessageError
     from gpushare_agent.wire.vcuda import VDeviceRequest, VDeviceResponse
 
     request = VDeviceRequest(bus_id=bus_id, pod_uid=pod_uid, container_name=container_name, container_id=container_id)

@@ -27,8 +27,7 @@ from gpushare_agent.cluster.node_facts import (
     plan_facts_patch,
 )
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.model.errors import AgentError, Rejected
 
 log = structlog.get_logger(__name__)

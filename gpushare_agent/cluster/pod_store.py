@@ -28,7 +28,7 @@ from gpushare_agent.cluster.informer import Handler
 from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.cluster.kube.objects import pod_uid
 from gpushare_agent.cluster.kube.pods import pod_of_node, static_pod
-from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.errors import AgentError, Conflict, Corrupt, NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod, version_number

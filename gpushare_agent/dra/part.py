@@ -32,8 +32,7 @@ from gpushare_agent.dra.wake_pods import PodWaker
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.isolation.kept import Circumstances
-from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.kit.supervision import Tasks, start_tasks
+from gpushare_agent.kit.supervision import ReportOnce, Tasks, start_tasks
 from gpushare_agent.kubelet.handover import ServingLock, StaleSockets
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Refused, StartupError

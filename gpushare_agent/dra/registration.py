@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from gpushare_agent.kit.grpc_server import GrpcServer
-from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, file_identity, remove_socket
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.kit.watch_path import open_directory_watch
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.wire import pluginregistration

@@ -23,8 +23,7 @@ from gpushare_agent.cluster.informer import Handler
 from gpushare_agent.cluster.kube.claims import Device, Pool, ResourceSlice, SliceMeta, SliceSpec
 from gpushare_agent.cluster.kube.objects import KubeObject, OwnerReference, object_meta, object_name
 from gpushare_agent.kit.json_schema import NULL, decoded, decoded_or
-from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.kit.supervision import Reconciler
+from gpushare_agent.kit.supervision import Reconciler, ReportOnce
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound
 
 log = structlog.get_logger(__name__)

@@ -25,7 +25,7 @@ from gpushare_agent.extender.nodes import NodeReading
 from gpushare_agent.extender.pods import asks_for_ours, lean_pod, predicate_annotations
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterNode, Reservation, Stage
-from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames

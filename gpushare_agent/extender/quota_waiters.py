@@ -20,7 +20,7 @@ from msgspec import Struct, field
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.pod_writes import PodWrites
 from gpushare_agent.extender.quota_state import QuotaState
-from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod

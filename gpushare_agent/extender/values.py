@@ -17,7 +17,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import Request, ResourceNames
 from gpushare_agent.model.topology import Topology
-from gpushare_agent.placement.request import SharePolicy
+from gpushare_agent.placement.place import SharePolicy
 
 
 class ClusterNode(Struct, frozen=True, kw_only=True):

@@ -31,9 +31,8 @@ from gpushare_agent.gpus.health import GpuHealth, HealthState
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.gpus.saved_health import HealthStateWriter
 from gpushare_agent.kit.peer_credentials import peer_credentials
-from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, connectable_path, file_identity, remove_socket
-from gpushare_agent.kit.supervision import stop_task
+from gpushare_agent.kit.supervision import ReportOnce, stop_task
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.model.gpus import Gpu
 

@@ -20,9 +20,8 @@ from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 from gpushare_agent.gpus.health import NOTHING_SAVED, SavedHealth
 from gpushare_agent.gpus.inventory import GpuInventoryState
 from gpushare_agent.kit.backoff import Backoff
-from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.state_file import StateFile
-from gpushare_agent.kit.supervision import Reconciler
+from gpushare_agent.kit.supervision import Reconciler, ReportOnce
 from gpushare_agent.model.errors import Corrupt, Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid

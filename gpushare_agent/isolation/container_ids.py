@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import structlog
 
-from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.model.names import PodUid

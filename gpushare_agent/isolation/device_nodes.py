@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from gpushare_agent.kit.regular_file import read_regular
-from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.errors import StartupError
 
 log = structlog.get_logger(__name__)

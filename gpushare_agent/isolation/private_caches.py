@@ -26,8 +26,7 @@ from gpushare_agent.isolation.ahead import PreparedAhead
 from gpushare_agent.isolation.directories import REMOVAL_TIMEOUT_S
 from gpushare_agent.isolation.tenant_files import LibraryStamp, TenantFiles
 from gpushare_agent.kit.daemon_thread import DaemonThread
-from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.kit.supervision import forever
+from gpushare_agent.kit.supervision import ReportOnce, forever
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
 from gpushare_agent.node import Pods

@@ -1,19 +1,18 @@
 """What any asyncio service could use. Knows nothing of GPUs, pods or settings; everybody imports it.
 
-Tasks: supervision (rules for tasks in a TaskGroup; Reconciler, the loop of a level-triggered service),
-daemon_thread (blocking calls that may hang), process (this process and
-the operating system).
+Tasks: supervision (rules for tasks in a TaskGroup; Reconciler, the loop of a level-triggered service;
+ReportOnce, a repeated condition is logged once), daemon_thread (blocking calls that may hang), process (this process and the
+operating system).
 Times: backoff (delays between tries), rate (a token bucket), fair_queue (a bounded queue for many tenants).
-Logs: logs (the set-up), log_writer (the thread that writes them), report_once (a repeated condition is logged once),
-tenant_lines (what tenants cause has a limit).
+Logs: logs (the set-up), log_writer (the thread that writes them), tenant_lines (what tenants cause has a limit).
 JSON: json_schema (text from outside, read by msgspec Structs, exactly or leniently).
 Files: state_file (one JSON file that outlives the process), directories (by descriptors, no links
 followed), regular_file (whole files, never a pipe), watch_path (changes of one
 directory), sockets (unix sockets in the file system).
 Servers: grpc_server (corrected grpclib), bounded_grpc (the same for hostile peers), http_server (bounded aiohttp),
-tcp_listeners, peer_credentials and pid_namespaces (who connects).
-gRPC messages: grpc_client (calls over a unix socket), grpc_codec (strict decoding), wire_scan and wire_build (the large
-messages by hand), h2_frames (a cost of h2 that is left out).
+tcp_listeners, peer_credentials (who connects).
+gRPC messages: grpc_client (calls over a unix socket), grpc_codec (strict decoding; two costs of h2 that are left out),
+protobuf (the large messages by hand).
 
 State: LogWriter (the queue of log lines, one per process), DaemonThread (the blocking call under way), ReportOnce,
 TokenBucket, FairQueue, TenantLines (who logged how much), UnixChannel and the servers (their connections). Open

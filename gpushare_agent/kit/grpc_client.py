@@ -29,8 +29,8 @@ from grpclib.protocol import H2Protocol
 from h2.exceptions import ProtocolError as H2ProtocolError
 
 from gpushare_agent.kit.grpc_codec import StrictCodec
+from gpushare_agent.kit.protobuf import MalformedMessageError
 from gpushare_agent.kit.sockets import connectable_path
-from gpushare_agent.kit.wire_scan import MalformedMessageError
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 """What the kubelet, too, takes from a container runtime at most."""

@@ -41,7 +41,7 @@ from h2.exceptions import ProtocolError as H2ProtocolError
 from hpack.exceptions import HPACKError, OversizedHeaderListError
 
 from gpushare_agent.kit.grpc_codec import Decoder, StrictCodec
-from gpushare_agent.kit.wire_scan import MalformedMessageError
+from gpushare_agent.kit.protobuf import MalformedMessageError
 
 if TYPE_CHECKING:
     from grpclib._typing import IServable, IServerMethodFunc

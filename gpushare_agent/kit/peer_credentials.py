@@ -1,4 +1,5 @@
-"""Who is at the other end of a unix socket: as the kernel recorded it when the peer connected (SO_PEERCRED, unix(7)).
+"""Who is at the other end of a unix socket: as the kernel recorded it when the peer connected (SO_PEERCRED, unix(7)); and
+whether this process sees the PIDs of the whole machine, by which the peer is named.
 
 Not for what that process is: its container is found from the PID, elsewhere. No state.
 """
@@ -6,6 +7,7 @@ Not for what that process is: its container is found from the PID, elsewhere. No
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
 
@@ -38,3 +40,20 @@ def socket_peer(sock: socket.socket) -> PeerCredentials:
     """The same of a connected unix socket; of a client's, the one who listens. Raises OSError where it is closed."""
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return PeerCredentials(pid=pid, uid=uid, gid=gid)
+
+
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
+"""The inode number of the PID namespace that the kernel starts with (PROC_PID_INIT_INO)."""
+
+
+def is_host_pid_namespace() -> bool:
+    """False also where it is not known, and on a node that is itself a container."""
+    return pid_namespace_of("self") == _FIRST_PID_NAMESPACE
+
+
+def pid_namespace_of(process: int | str) -> int | None:
+    """A number that names the PID namespace of a process, None where it is gone or may not be read."""
+    try:
+        return os.stat(f"/proc/{process}/ns/pid").st_ino  # noqa: PTH116 - kit stays light: the in-container client uses it
+    except OSError:
+        return None

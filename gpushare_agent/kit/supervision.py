@@ -1,9 +1,13 @@
-"""Small rules for tasks in a TaskGroup: bodies that must not end, stopping one task, waiting for an event; and the loop of a
-service that reconciles. State owned: whether a step of that loop is requested."""
+"""Small rules for tasks in a TaskGroup: bodies that must not end, stopping one task, waiting for an event; the loop of a
+service that reconciles; and a repeated condition that is reported once.
+
+State owned: whether a step of that loop is requested (`Reconciler`); what was reported last of each subject (`ReportOnce`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
@@ -101,3 +105,28 @@ class Reconciler:
             self._is_requested.clear()  # before the step: what changes during it is seen by the next
             await step()
             await asyncio.sleep(pause_s)
+
+
+class ReportOnce:
+    """Keeps a repeated condition from filling the log: it is reported when it begins, when its reason changes, and when it
+    ends. One instance per kind of condition; `subject` names what it is about (a pod, a file), "" where there is only one.
+    Of at most `capacity` subjects, the oldest forgotten first.
+    """
+
+    def __init__(self, capacity: int = 256) -> None:
+        self._capacity = capacity
+        self._reasons: OrderedDict[str, str] = OrderedDict()
+
+    def is_new(self, reason: str, subject: str = "") -> bool:
+        """Whether to report `reason` now: it differs from what was last reported of the subject. It then counts as such."""
+        if self._reasons.get(subject) == reason:
+            return False
+        self._reasons[subject] = reason
+        self._reasons.move_to_end(subject)
+        if len(self._reasons) > self._capacity:
+            self._reasons.popitem(last=False)
+        return True
+
+    def is_over(self, subject: str = "") -> bool:
+        """Whether to report that the condition has ended: something was reported of the subject. It is then forgotten."""
+        return self._reasons.pop(subject, None) is not None

@@ -17,7 +17,7 @@ import structlog
 from asyncinotify import Inotify, Mask, Watch
 from msgspec import Struct, field
 
-from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import ReportOnce
 
 log = structlog.get_logger(__name__)
 

@@ -1,7 +1,7 @@
 """The device-plugin service of one resource: the kubelet's five methods, mapped to an admission handler.
 
 The handler decides; kubelet/plugin_endpoint.py has the socket and kubelet/registration.py registers it. Requests are
-decoded by kit/wire_scan.py and large answers are encoded by hand, because every admission of the node waits here.
+decoded by kit/protobuf.py and large answers are encoded by hand, because every admission of the node waits here.
 
 State owned: the open ListAndWatch streams.
 Format: protos/deviceplugin.proto.
@@ -22,12 +22,14 @@ from grpclib.server import Stream
 from msgspec import Struct, field
 
 from gpushare_agent.kit.grpc_codec import Decoder
-from gpushare_agent.kit.wire_build import bytes_field, integer_field, string_list
-from gpushare_agent.kit.wire_scan import (
+from gpushare_agent.kit.protobuf import (
     PreferredContainer,
+    bytes_field,
     decode_allocate,
     decode_pre_start,
     decode_preferred_allocation,
+    integer_field,
+    string_list,
 )
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_table import DeviceTable

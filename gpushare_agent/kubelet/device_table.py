@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.kit.wire_build import bytes_field, integer_field
+from gpushare_agent.kit.protobuf import bytes_field, integer_field
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health

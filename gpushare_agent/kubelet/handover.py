@@ -37,8 +37,8 @@ from grpclib.const import Cardinality, Handler
 from msgspec import Struct
 
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
+from gpushare_agent.kit.protobuf import MalformedMessageError
 from gpushare_agent.kit.sockets import connectable_path, file_identity, remove_socket
-from gpushare_agent.kit.wire_scan import MalformedMessageError
 from gpushare_agent.kubelet.device_plugin import AdmissionHandler, PreStart
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import Refused

@@ -24,11 +24,10 @@ from grpclib import Status
 
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
-from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.protobuf import MalformedMessageError
 from gpushare_agent.kit.sockets import FileIdentity, file_identity
-from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.kit.watch_path import open_directory_watch
-from gpushare_agent.kit.wire_scan import MalformedMessageError
 from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.wire import v1beta1

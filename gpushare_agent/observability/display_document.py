@@ -13,7 +13,7 @@ import struct
 
 from msgspec import Struct, field
 
-from gpushare_agent.kit.wire_build import bytes_field, varint
+from gpushare_agent.kit.protobuf import bytes_field, varint
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MIB

@@ -7,18 +7,63 @@ sets likewise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from msgspec import Struct
 
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceNames
 from gpushare_agent.model.topology import Branch, Topology
 from gpushare_agent.placement.gpu_account import GpuAccount, capacity_of
-from gpushare_agent.placement.lack import Cause, describe_request
-from gpushare_agent.placement.link import LinkSet, choose_linked
-from gpushare_agent.placement.request import Placed, SharePolicy
+from gpushare_agent.placement.lack import Cause, describe_request, memory_text
+from gpushare_agent.placement.link import EXACT_GPUS, LinkSet, choose_linked, set_cost
 
 DEFAULT_NAMES = ResourceNames()
+
+SharePolicy = Literal["binpack", "spread"]
+"""A share goes to the fullest GPU that still fits, or to the emptiest."""
+
+_VALID = f"Ask for 1 to {CORES_PER_GPU - 1} cores with memory (a share of one GPU), or a multiple of {CORES_PER_GPU}"
+_VALID_SHARING = f"{_VALID} (whole GPUs, memory optional)."
+_VALID_WHOLE = f"Ask for a multiple of {CORES_PER_GPU} cores (whole GPUs), or use a node that shares its GPUs."
+
+
+class Placed(Struct, frozen=True, kw_only=True):
+    """The chosen GPUs by index. `policy` is one of share, memory, fragment, link, hint, must-include."""
+
+    gpus: tuple[GpuUuid, ...]
+    policy: str
+    explanation: str
+
+
+def validate_request(request: Request, names: ResourceNames, *, share_mode: bool) -> Refused | None:
+    """Says what is wrong with a request whatever the node has, None where nothing is."""
+    cores, blocks = request.cores, request.blocks
+    reason, cure = RefusalReason.INVALID_REQUEST, _VALID_SHARING if share_mode else _VALID_WHOLE
+    if request.units and (cores or blocks):
+        others = " and ".join(name for name, count in ((names.vcore, cores), (names.vmemory, blocks)) if count)
+        problem = (
+            f"and {others} cannot be asked for by one container: the first is memory alone, the others are a share of"
+        )
+        problem, cure = f"{problem} compute and memory", "Ask for one or the other."
+    elif cores < 0 or blocks < 0:
+        problem = "is not possible: amounts cannot be negative"
+    elif not cores and not request.units:
+        problem = "asks for memory without cores" if blocks else "asks for nothing of a GPU"
+    elif cores > CORES_PER_GPU and cores % CORES_PER_GPU:
+        lower = cores // CORES_PER_GPU * CORES_PER_GPU
+        problem = "is neither a share of one GPU nor whole GPUs; the next valid numbers of cores are"
+        problem = f"{problem} {lower} and {lower + CORES_PER_GPU}"
+    elif cores < CORES_PER_GPU and not share_mode:
+        problem, cure = "is a share of a GPU, and sharing is switched off on this node", _VALID_WHOLE
+        reason = RefusalReason.SHARING_DISABLED
+    elif 0 < cores < CORES_PER_GPU and not blocks:
+        problem = f"is a share of a GPU without memory: add the memory, in blocks of {names.memory_block_mib} MiB"
+    else:
+        return None
+    return Refused(reason=reason, detail=f"{describe_request(request, names)} {problem}. {cure}")
 
 
 def place(
@@ -172,3 +217,74 @@ def _placed(gpus: Sequence[GpuAccount], policy: str, why: str) -> Placed:
         policy=policy,
         explanation=f"{'GPU' if len(gpus) == 1 else 'GPUs'} {names}: {why}",
     )
+
+
+# --- why a GPU that fits was not chosen: read from the accounts, so that it is true of them ---
+
+
+def why_not_chosen(
+    gpu: GpuAccount, request: Request, placed: Placed, gpus: Sequence[GpuAccount], topology: Topology
+) -> str:
+    """`gpus` are those of which `place` chose; `gpu` is one that the request fits."""
+    chosen = [one for one in gpus if one.uuid in placed.gpus]
+    match placed.policy:
+        case "hint":
+            return "fits, but the scheduler chose another"
+        case "replicas":
+            return "fits, but nvidia.replica_policy prefers the chosen one"
+        case "fragment":
+            free = {one.index for one in gpus if one.is_free}
+            return f"free, but {_compare_branches(topology.root, free, gpu.index, chosen[0].index)}"
+        case "share" | "memory":
+            return f"fits, but {_compare_shares(gpu, chosen[0], request)}"
+        case _ if not request.whole_gpus:
+            return "fits, but the kubelet's IDs name another"
+    return f"free, {_compare_links(gpu, chosen, request, gpus, topology)}"
+
+
+def _compare_shares(gpu: GpuAccount, chosen: GpuAccount, request: Request) -> str:
+    cores = 0 if request.units else gpu.free_cores - chosen.free_cores
+    memory_mib = gpu.memory_mib_of(request)[0] - chosen.memory_mib_of(request)[0]
+    if not cores and not memory_mib:
+        return f"GPU {chosen.label} has as much free and comes first"
+    size = f"{abs(cores)} cores" if cores else memory_text(abs(memory_mib))
+    return f"has {size} {'more' if (cores or memory_mib) > 0 else 'less'} free than GPU {chosen.label}"
+
+
+def _compare_branches(root: Branch, free: Collection[int], gpu: int, chosen: int) -> str:
+    """Where `broken_first` left the GPU's branch aside."""
+    branch = root
+    while branch.children:
+        own, its = (next(child for child in branch.children if index in child.gpus) for index in (gpu, chosen))
+        if own is not its:
+            own_free, its_free = (sum(index in free for index in child.gpus) for child in (own, its))
+            if own_free != its_free:
+                return f"its branch has {own_free} free GPUs, that of GPU {chosen} has {its_free}"
+            if len(own.gpus) != len(its.gpus):
+                sizes = f"{len(own.gpus)} GPUs, not {len(its.gpus)}"
+                return f"its branch has as many free GPUs as that of GPU {chosen}, and is larger: {sizes}"
+            return f"its branch is as that of GPU {chosen}, which comes first"
+        branch = own
+    return f"GPU {chosen} of the same branch comes first"
+
+
+def _compare_links(
+    gpu: GpuAccount, chosen: Sequence[GpuAccount], request: Request, gpus: Sequence[GpuAccount], topology: Topology
+) -> str:
+    """By the cheapest set with the GPU: it may share no other GPU with the chosen set."""
+    free = [one for one in gpus if one.is_free]
+    if len(free) > EXACT_GPUS:  # one search for each GPU: 5 ms in all for 16, and no truth beyond
+        return "but not in the cheapest set that was tried"
+    must = {one.index for one in chosen if one.uuid in request.must_gpus}
+    if len(must) == len(chosen):
+        return "but the kubelet's IDs name others"
+    links, with_it = topology.links, frozenset({gpu.index, *must})
+    best = choose_linked(links, free, len(chosen), blocks=request.blocks, must=with_it)
+    cost = set_cost(links, [one.index for one in chosen])
+    if best is None:
+        return "but no set with it has enough memory"
+    if best.cost < cost:  # the kubelet did not offer its IDs
+        return f"but not every set was tried: one with it has a link cost of {best.cost}, not {cost}"
+    if best.cost == cost:
+        return "at the same link cost: of equals those in the branches that are broken up most are chosen"
+    return f"but at a higher link cost: {best.cost} with it, {cost} without"

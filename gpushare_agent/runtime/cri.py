@@ -25,7 +25,7 @@ from grpclib import Status
 from msgspec import Struct
 
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
-from gpushare_agent.kit.wire_scan import MalformedMessageError
+from gpushare_agent.kit.protobuf import MalformedMessageError
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS

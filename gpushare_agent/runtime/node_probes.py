@@ -17,8 +17,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gpushare_agent.kit.peer_credentials import peer_credentials
-from gpushare_agent.kit.pid_namespaces import is_host_pid_namespace
+from gpushare_agent.kit.peer_credentials import is_host_pid_namespace, peer_credentials
 from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
 from gpushare_agent.model.errors import Unavailable
 

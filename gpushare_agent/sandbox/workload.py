@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from gpushare_agent.gpus.simulated.files import RehearsedProcess, encode_usage
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.choice import choose_isolation
-from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.model.pods import ContainerSpec

@@ -107,7 +107,7 @@ def matches(pattern: re.Pattern[str], problem: str) -> AfterValidator:
 
 _RESOURCE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 MAX_RESOURCE_NAME_CHARS = 127
-"""Kubernetes allows longer ones; the scanner of the kubelet's answers (kit/wire_scan.py) reads a one-byte length."""
+"""Kubernetes allows longer ones; the scanner of the kubelet's answers (kit/protobuf.py) reads a one-byte length."""
 MAX_NVIDIA_RESOURCE_NAME_CHARS = 63
 """Of NVIDIA's plugin, prefix included: api/config/v1/consts.go of k8s-device-plugin v0.20.0."""
 

@@ -14,8 +14,7 @@ from gpushare_agent.admission.decisions.identity import Call, Known, Target, suc
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.admission.identification import InsideLister
-from gpushare_agent.kubelet.pod_resources import PodListing
-from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
+from gpushare_agent.kubelet.pod_resources import PodListing, PodResourcesGate
 from gpushare_agent.kubelet.records import CheckpointEntry
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused, Unavailable

@@ -10,7 +10,7 @@ from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.placement.request import Placed
+from gpushare_agent.placement.place import Placed
 from tests.support_core import allocation, container, ids, inventory, pod
 
 

@@ -17,9 +17,8 @@ from grpclib.const import Cardinality, Handler
 
 from gpushare_agent.kit.grpc_client import UnixChannel
 from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.protobuf import bytes_field, decode_allocate, string_list
 from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.kit.wire_build import bytes_field, string_list
-from gpushare_agent.kit.wire_scan import decode_allocate
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (

@@ -33,8 +33,7 @@ from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
 from gpushare_agent.kubelet.device_table import DeviceTable
-from gpushare_agent.kubelet.pod_resources import PodResourcesClient
-from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
+from gpushare_agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import NotFound, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory

@@ -33,9 +33,8 @@ from h2.events import (
 
 from gpushare_agent.kit.grpc_codec import StrictCodec, decode_generated
 from gpushare_agent.kit.grpc_server import GrpcServer
+from gpushare_agent.kit.protobuf import MalformedMessageError, bytes_field, decode_allocate, integer_field, string_list
 from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.kit.wire_build import bytes_field, integer_field, string_list
-from gpushare_agent.kit.wire_scan import MalformedMessageError, decode_allocate
 from gpushare_agent.wire import v1, v1beta1
 from tests.support_plugin import DEADLINE_S, Recorder, serving, short_directory
 

@@ -20,7 +20,7 @@ from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.log_writer import WRITER
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.process import sd_notify
-from gpushare_agent.kit.supervision import EndedUnexpectedlyError, Reconciler, forever, stop_task, wait_for
+from gpushare_agent.kit.supervision import EndedUnexpectedlyError, Reconciler, ReportOnce, forever, stop_task, wait_for
 from tests.support_deadline import DEADLINE_S
 
 
@@ -282,3 +282,18 @@ async def test_no_step_without_a_request_where_none_is_due() -> None:
             await asyncio.sleep(0)
         await stop_task(running)
     assert steps == [1]
+
+
+def test_a_condition_is_reported_when_it_begins_changes_and_ends() -> None:
+    """A repetition is not."""
+    reports = ReportOnce()
+    assert [reports.is_new(reason) for reason in ("away", "away", "denied", "denied")] == [True, False, True, False]
+    assert (reports.is_over(), reports.is_over()) == (True, False)
+    assert reports.is_new("denied")
+
+
+def test_subjects_are_apart_and_the_oldest_is_forgotten() -> None:
+    """Whoever invents subjects cannot make the memory grow."""
+    reports = ReportOnce(capacity=2)
+    assert [reports.is_new("away", pod) for pod in ("a", "b", "a", "c", "a")] == [True, True, False, True, True]
+    assert not reports.is_over("b")

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from gpushare_agent.kubelet.pod_resources import PodListing
-from gpushare_agent.kubelet.pod_resources_gate import PodResourcesGate
+from gpushare_agent.kubelet.pod_resources import PodListing, PodResourcesGate
 from gpushare_agent.model.errors import Unavailable
 from tests.fakes.clock import FakeClock
 from tests.support_plugin import DEADLINE_S

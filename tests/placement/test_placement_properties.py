@@ -11,8 +11,7 @@ from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.resources import Request
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement import GpuAccount, Placed, place
-from gpushare_agent.placement.place import broken_first
-from gpushare_agent.placement.request import SharePolicy
+from gpushare_agent.placement.place import SharePolicy, broken_first
 from gpushare_agent.placement.topology_tree import build_topology
 from tests.support_gpus import gpu, indexes_of, read_topology, set_cost, uuid_of
 

@@ -21,8 +21,8 @@ from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.resources import Request, ResourceKind, ResourceNames, request_of
 from gpushare_agent.placement import GpuAccount
-from gpushare_agent.placement.comparison import why_not_chosen
 from gpushare_agent.placement.gpu_account import capacity_of
+from gpushare_agent.placement.place import why_not_chosen
 
 MAX_REASON_CHARS = 200
 """Of a driver's text in a verdict."""

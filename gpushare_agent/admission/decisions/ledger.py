@@ -19,7 +19,7 @@ from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, split_d
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.model.resources import Measure, ResourceKind, ResourceNames
 from gpushare_agent.placement.gpu_account import GpuAccount, account_of
-from gpushare_agent.placement.request import SharePolicy
+from gpushare_agent.placement.place import SharePolicy
 
 
 class Policy(Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import NOTHING, Request, ResourceNames, request_of
 from gpushare_agent.placement.lack import Capacity, describe_request
-from gpushare_agent.placement.request import SharePolicy
+from gpushare_agent.placement.place import SharePolicy
 
 MAX_SCORE = 10
 """MaxExtenderPriority of kube-scheduler."""

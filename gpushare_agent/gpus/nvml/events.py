@@ -18,7 +18,7 @@ import structlog
 
 from gpushare_agent.gpus.health import GpuEvent, GpuEventKind
 from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession, text_of
-from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.names import GpuUuid
 

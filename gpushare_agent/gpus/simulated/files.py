@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.gpus.health import GpuEventKind
 from gpushare_agent.kit import regular_file
-from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import MIB

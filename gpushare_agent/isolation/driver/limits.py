@@ -21,8 +21,7 @@ import structlog
 from msgspec import Struct, field
 
 from gpushare_agent.isolation.driver.edits import MemoryShare, pod_memory
-from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.kit.supervision import Reconciler
+from gpushare_agent.kit.supervision import Reconciler, ReportOnce
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Unavailable
 from gpushare_agent.model.memory_limits import MemoryLimit, MemoryLimiter

@@ -31,9 +31,8 @@ from gpushare_agent.isolation.gpushare.probe import FILES_TIMEOUT_S, LibraryProb
 from gpushare_agent.isolation.kept import ProbeResult, ProbeState
 from gpushare_agent.isolation.part import IsolationHost, IsolationPart, all_of
 from gpushare_agent.kit.daemon_thread import DaemonThread
-from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.state_file import StateFile
-from gpushare_agent.kit.supervision import wait_for
+from gpushare_agent.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, Corrupt, Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory

@@ -24,8 +24,8 @@ from gpushare_agent.isolation.vdevice.container_processes import ContainerProces
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.isolation.vdevice.format import decode_config
 from gpushare_agent.isolation.vdevice.server import RunsBlocking, VDeviceServer
-from gpushare_agent.kit.report_once import ReportOnce
 from gpushare_agent.kit.sockets import FileIdentity
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, Corrupt, Unavailable
 from gpushare_agent.model.names import PodUid

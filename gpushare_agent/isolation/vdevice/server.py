@@ -38,9 +38,9 @@ from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.isolation.vdevice.format import is_bus_id, split_container_name
 from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits, SharedBudget
 from gpushare_agent.kit.peer_credentials import peer_credentials
-from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.protobuf import MalformedMessageError
 from gpushare_agent.kit.sockets import FileIdentity
-from gpushare_agent.kit.wire_scan import MalformedMessageError
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, Unavailable
 from gpushare_agent.model.names import is_container_id

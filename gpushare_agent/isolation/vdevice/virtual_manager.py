@@ -31,8 +31,7 @@ from gpushare_agent.isolation.vdevice.reconcile import DirectoryReconciler, Pods
 from gpushare_agent.isolation.vdevice.server import CountsRegistrations, IdentifyPeer, VDeviceServer
 from gpushare_agent.kit.bounded_grpc import SharedBudget
 from gpushare_agent.kit.daemon_thread import DaemonThread
-from gpushare_agent.kit.report_once import ReportOnce
-from gpushare_agent.kit.supervision import forever, wait_for
+from gpushare_agent.kit.supervision import ReportOnce, forever, wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Rejected, Unavailable
 from gpushare_agent.model.names import PodUid

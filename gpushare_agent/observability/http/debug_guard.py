@@ -25,7 +25,7 @@ import structlog
 from msgspec import Struct
 
 from gpushare_agent.kit.daemon_thread import DaemonThread
-from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.kit.tcp_listeners import is_loopback
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.settings.observation import DebugSettings

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
-from gpushare_agent.kit.report_once import ReportOnce
+from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.kit.tcp_listeners import listen_tcp
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.observability.http.answers import SECURITY_HEADERS

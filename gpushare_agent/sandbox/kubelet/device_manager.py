@@ -25,7 +25,7 @@ from pathlib import Path
 import structlog
 from msgspec import Struct, field
 
-from gpushare_agent.kit.wire_build import bytes_field, string_list
+from gpushare_agent.kit.protobuf import bytes_field, string_list
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.sandbox.kubelet import wire_frames

@@ -23,8 +23,8 @@ from grpclib import Status
 from msgspec import Struct, field
 
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
+from gpushare_agent.kit.protobuf import MalformedMessageError
 from gpushare_agent.kit.sockets import file_identity
-from gpushare_agent.kit.wire_scan import MalformedMessageError
 from gpushare_agent.model.errors import NotFound, Rejected
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes

@@ -18,8 +18,7 @@ from grpclib.const import Cardinality, Handler
 from msgspec import Struct
 
 from gpushare_agent.kit.grpc_client import MessageTooLargeError, RpcFailed, UnixChannel
-from gpushare_agent.kit.wire_build import bytes_field, integer_field, string_list
-from gpushare_agent.kit.wire_scan import MalformedMessageError
+from gpushare_agent.kit.protobuf import MalformedMessageError, bytes_field, integer_field, string_list
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.sandbox.kubelet import wire_frames
 from gpushare_agent.wire.v1beta1 import DevicePluginOptions, RegisterRequest

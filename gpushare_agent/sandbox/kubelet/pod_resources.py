@@ -15,7 +15,7 @@ from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 from msgspec import Struct
 
-from gpushare_agent.kit.wire_build import bytes_field
+from gpushare_agent.kit.protobuf import bytes_field
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.sandbox.kubelet.calls import CallLog, PodResourcesCall
 from gpushare_agent.sandbox.kubelet.device_manager import DeviceManager

@@ -1,7 +1,7 @@
 """Reads the protobuf messages of device plugins that are large, and writes NUMA nodes.
 
 A node of 8 GPUs has thousands of device IDs; the generated classes need tens of milliseconds for such a message, a kubelet
-less than one. The counterpart for writing is kit/wire_build. Field numbers are those of protos/deviceplugin.proto and
+less than one. The counterpart for writing is kit/protobuf. Field numbers are those of protos/deviceplugin.proto and
 protos/podresources.proto. All functions raise MalformedMessageError for what is no such message.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpushare_agent.kit.wire_build import bytes_field, integer_field
-from gpushare_agent.kit.wire_scan import Fields, MalformedMessageError, scan_fields
+from gpushare_agent.kit.protobuf import Fields, MalformedMessageError, bytes_field, integer_field, scan_fields
 
 _VARINT = 0
 

@@ -1,4 +1,4 @@
-"""kit/wire_scan.py and kit/wire_build.py against the generated classes."""
+"""kit/protobuf.py and kit/protobuf.py against the generated classes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.kit import wire_scan
-from gpushare_agent.kit.wire_build import bytes_field, integer_field, string_list, varint
-from gpushare_agent.kit.wire_scan import (
+from gpushare_agent.kit import protobuf
+from gpushare_agent.kit.protobuf import (
     Fields,
     MalformedMessageError,
+    bytes_field,
     decode_allocate,
     decode_pod_containers,
     decode_pre_start,
     decode_preferred_allocation,
+    integer_field,
     scan_pod_bodies,
     scan_pod_entry,
     scan_single_pod,
+    string_list,
+    varint,
 )
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.pod_resources import decode_pod_entry
@@ -311,7 +314,7 @@ def test_a_megabyte_takes_a_bounded_number_of_steps(decode: Callable[[bytes], An
     def count(frame: FrameType, event: str, _argument: object) -> Any:
         nonlocal lines
         lines += event == "line"
-        return count if frame.f_code.co_filename == wire_scan.__file__ else None
+        return count if frame.f_code.co_filename == protobuf.__file__ else None
 
     before = sys.gettrace()
     sys.settrace(count)
@@ -328,13 +331,13 @@ def test_a_megabyte_of_device_ids_is_read() -> None:
     ids = [f"GPU-{n:04}::{n}" for n in range(60_000)]
     data = string_list(1, ids) + string_list(2, ids[:30_000]) + integer_field(3, 5)
     assert decode_preferred_allocation(bytes_field(1, data)) == [
-        wire_scan.PreferredContainer(available=ids, must_include=ids[:30_000], size=5)
+        protobuf.PreferredContainer(available=ids, must_include=ids[:30_000], size=5)
     ]
 
 
 def test_a_message_over_the_size_limit_is_refused_unread() -> None:
     """The limit holds for every entry."""
-    data = bytes(wire_scan.MAX_MESSAGE_BYTES + 1)
+    data = bytes(protobuf.MAX_MESSAGE_BYTES + 1)
     for decode in (decode_preferred_allocation, decode_allocate, decode_pre_start, decode_all_pods, scan_single_pod):
         with pytest.raises(MalformedMessageError, match="over the limit"):
             decode(data)
@@ -369,7 +372,7 @@ def test_the_last_of_several_names_counts() -> None:
 
 @given(IDS, st.integers(0, 2**63 - 1))
 def test_built_fields_read_back(ids: list[str], number: int) -> None:
-    """What wire_build writes is what the generated classes write."""
+    """What is written is what the generated classes write."""
     assert string_list(1, ids) == bytes(v1beta1.ContainerPreferredAllocationResponse(device_ids=ids))
     if number:
         assert integer_field(1, number) == bytes(v1beta1.NumaNode(id=number))

@@ -9,7 +9,7 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from hyperframe.frame import DataFrame
 
-from gpushare_agent.kit.h2_frames import MAX_CLOSED_STREAMS, bound_closed_streams, omit_data_texts
+from gpushare_agent.kit.grpc_codec import MAX_CLOSED_STREAMS, bound_closed_streams, omit_data_texts
 
 
 @pytest.fixture
