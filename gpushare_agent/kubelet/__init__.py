@@ -4,8 +4,8 @@ State owned: `PodResourcesGate` (open admission calls and Lists), `DeviceTable` 
 `Registrar` and `ResourceRegistrar` (the kubelet with which a resource is registered), `PluginEndpoint` (a plugin's
 socket), `KubeletFacts` (the kubelet's version), `StaticPods` (the last answer), `ServingLock` and `Handover` (which of two
 agents serves). What a call is answered is decided in admission, the handler of `device_plugin`. Every PodResources List
-passes `pod_resources_gate`, which decides when one may be sent: open it first.
+passes `PodResourcesGate` in pod_resources.py, which decides when one may be sent: open it first.
 
 Others import: checkpoint, device_ids, device_plugin, device_table, facts, handover, plugin_endpoint, pod_resources,
-pod_resources_gate, records, registration, static_pods.
+records, registration, static_pods.
 """
