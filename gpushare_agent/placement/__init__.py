@@ -4,7 +4,7 @@ Pure functions over values: no clock, no randomness, no I/O, no state. The resul
 nor on anything that happened before. Called by admission/decisions/plan.py, extender/decisions/pod_plan.py and, through the
 latter, simulation. Open `place.py` first for the choice, `gpu_account.py` for what counts as free, `lack.py` for the texts.
 
-Others import: front_ends, gpu_account, lack, place, topology_text, topology_tree.
+Others import: fragmentation, front_ends, gpu_account, lack, place, topology_text, topology_tree.
 """
 
 from gpushare_agent.placement.gpu_account import GpuAccount
