@@ -201,7 +201,7 @@ class DraManager(Struct, kw_only=True, eq=False):
             )
             record.pods.add(uid)
             if record.prepared_for != self.boot:
-                for driver in dict.fromkeys(str(one["driver"]) for one in results_of(raw)):
+                for driver in dict.fromkeys(one.driver for one in results_of(raw)):
                     record.cdi.setdefault(driver, [])  # it is to unprepare the claim, whatever becomes of this call
                     by_driver.setdefault(driver, []).append(record)
         for driver, claims in by_driver.items():

@@ -36,14 +36,14 @@ def claimed_shares(node: EmbeddedNode, namespace: str, name: str) -> list[Claime
         if (metadata["namespace"], metadata["name"]) != (namespace, name):
             continue
         for one in results_of(raw):
-            number = one["device"].removeprefix(_DEVICE)
-            if one["pool"] == node.name and number.isdigit():
-                amounts = one.get("consumedCapacity") or {}
+            number = one.device.removeprefix(_DEVICE)
+            if one.pool == node.name and number.isdigit():
+                amounts = one.consumed_capacity or {}
                 cores, memory = (whole_number(amounts.get(name, 0), name) for name in ("cores", "memory"))
                 found.append(
                     ClaimedShare(
                         claim=metadata["name"],
-                        request=one["request"],
+                        request=one.request,
                         gpu=int(number),
                         cores=cores,
                         memory_mib=memory // MIB,

@@ -9,7 +9,6 @@ choice leaves nothing for a later request the next is tried. Source: resource.k8
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from msgspec import Struct, field
 
@@ -19,6 +18,20 @@ DeviceKey = tuple[str, str, str]
 """Driver, pool, device."""
 Used = Mapping[DeviceKey, Mapping[str, int]]
 """What is consumed of each device that is allocated."""
+
+
+class Taint(Struct, frozen=True):
+    key: str
+    value: str | None = None
+    effect: str | None = None
+
+
+class Toleration(Struct, frozen=True, omit_defaults=True, rename="camel"):
+    key: str | None = None
+    operator: str | None = None
+    value: str | None = None
+    effect: str | None = None
+    toleration_seconds: int | None = None
 
 
 class Capacity(Struct, frozen=True, kw_only=True):
@@ -47,7 +60,7 @@ class Device(Struct, frozen=True, kw_only=True):
     key: DeviceKey
     view: DeviceView
     capacity: Mapping[str, Capacity] = field(default_factory=dict)
-    taints: tuple[Mapping[str, Any], ...] = ()
+    taints: tuple[Taint, ...] = ()
 
 
 class Option(Struct, frozen=True, kw_only=True):
@@ -58,7 +71,7 @@ class Option(Struct, frozen=True, kw_only=True):
     selects: Callable[[Device], bool] = lambda _device: True
     count: int | None = 1
     asked: Mapping[str, int] = field(default_factory=dict)
-    tolerations: tuple[Mapping[str, Any], ...] = ()
+    tolerations: tuple[Toleration, ...] = ()
 
 
 class Constraint(Struct, frozen=True, kw_only=True):
@@ -85,7 +98,7 @@ class Share(Struct, frozen=True, kw_only=True):
     request: str
     device: Device
     consumed: Mapping[str, int]
-    tolerations: tuple[Mapping[str, Any], ...] = ()
+    tolerations: tuple[Toleration, ...] = ()
 
 
 def allocate(claims: Sequence[ClaimRequests], devices: Sequence[Device], used: Used) -> list[list[Share]] | None:
@@ -167,15 +180,13 @@ class _Search:
         return True
 
 
-def tolerates(tolerations: Iterable[Mapping[str, Any]], taint: Mapping[str, Any]) -> bool:
+def tolerates(tolerations: Iterable[Toleration], taint: Taint) -> bool:
     """Whether the taint is tolerated, by the rules of nodes. A taint of the effect None keeps nothing away."""
-    if taint.get("effect") == "None":
+    if taint.effect == "None":
         return True
     for one in tolerations:
-        if one.get("effect") not in (None, "", taint.get("effect")) or one.get("key") not in (None, "", taint["key"]):
+        if one.effect not in (None, "", taint.effect) or one.key not in (None, "", taint.key):
             continue
-        if one.get("operator") == "Exists" or (
-            one.get("key") and (one.get("value") or "") == (taint.get("value") or "")
-        ):
+        if one.operator == "Exists" or (one.key and (one.value or "") == (taint.value or "")):
             return True
     return False

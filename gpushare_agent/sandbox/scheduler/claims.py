@@ -13,8 +13,11 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
+from msgspec import Struct, ValidationError, convert, field, to_builtins
+
+from gpushare_agent.cluster.kube.claims import DeviceResult
+from gpushare_agent.cluster.kube.objects import Quantity
 from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.dra.decisions.claim import MAX_RESULTS, MAX_USERS, POD_CLAIM_ANNOTATION
 from gpushare_agent.model.errors import Corrupt, Rejected
@@ -28,39 +31,87 @@ from gpushare_agent.sandbox.scheduler.allocation import (
     DeviceKey,
     Option,
     Share,
+    Taint,
+    Toleration,
     allocate,
 )
-from gpushare_agent.sandbox.scheduler.selectors import DeviceView, SelectorFailed, parse_selector, version
+from gpushare_agent.sandbox.scheduler.selectors import (
+    AttributeValue,
+    DeviceView,
+    SelectorFailed,
+    Version,
+    parse_selector,
+    version,
+)
 
 _UNITS = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 
 
+class _Range(Struct):
+    min: Quantity | None = None
+    max: Quantity | None = None
+    step: Quantity | None = None
+
+
+class _Policy(Struct, rename="camel"):
+    default: Quantity | None = None
+    valid_range: _Range | None = None
+
+
+class _Capacity(Struct, rename="camel"):
+    value: Quantity
+    request_policy: _Policy | None = None
+
+
+class _Device(Struct):
+    name: str
+    attributes: Mapping[str, Mapping[str, AttributeValue]] | None = None
+    """By name, the value by its kind: string, int, bool or version."""
+    capacity: Mapping[str, _Capacity] | None = None
+    taints: Sequence[Taint] | None = None
+
+
+class _Pool(Struct, rename="camel"):
+    name: str
+    generation: int = 0
+    resource_slice_count: int = 1
+
+
+class _Slice(Struct, rename="camel"):
+    driver: str
+    pool: _Pool
+    node_name: str | None = None
+    devices: Sequence[_Device] | None = None
+
+
 def read_devices(slices: Iterable[RawObject], node: str) -> list[Device]:
     """Those of one node, in the scheduler's order; none of a pool that is not complete."""
-    pools: dict[tuple[str, str], list[RawObject]] = {}
-    for raw in slices:
-        spec = raw["spec"]
-        if spec.get("nodeName") == node:
-            pools.setdefault((spec["driver"], spec["pool"]["name"]), []).append(raw)
+    pools: dict[tuple[str, str], list[_Slice]] = {}
+    for raw in sorted(slices, key=lambda one: str(one["metadata"].get("name"))):
+        try:
+            one = convert(raw["spec"], _Slice)
+        except ValidationError:  # a real API server has none such
+            continue
+        if one.node_name == node:
+            pools.setdefault((one.driver, one.pool.name), []).append(one)
     found: list[Device] = []
-    for key in sorted(pools):
-        newest = max(raw["spec"]["pool"].get("generation", 0) for raw in pools[key])
-        members = [raw for raw in pools[key] if raw["spec"]["pool"].get("generation", 0) == newest]
-        if len(members) == members[0]["spec"]["pool"].get("resourceSliceCount", 1):
-            for raw in sorted(members, key=lambda one: str(one["metadata"]["name"])):
-                found += [_device(device, *key) for device in raw["spec"].get("devices") or ()]
+    for driver, pool in sorted(pools):
+        newest = max(one.pool.generation for one in pools[driver, pool])
+        members = [one for one in pools[driver, pool] if one.pool.generation == newest]
+        if len(members) == members[0].pool.resource_slice_count:
+            found += [_device(device, driver, pool) for one in members for device in one.devices or ()]
     return found
 
 
-def _device(raw: Mapping[str, Any], driver: str, pool: str) -> Device:
-    capacity = {_full(name, driver): _capacity(one) for name, one in (raw.get("capacity") or {}).items()}
-    attributes = {_full(name, driver): _attribute(one) for name, one in (raw.get("attributes") or {}).items()}
-    sizes = {name: Fraction(one.value) for name, one in capacity.items()}
+def _device(one: _Device, driver: str, pool: str) -> Device:
+    capacity = {_full(name, driver): _capacity(amount) for name, amount in (one.capacity or {}).items()}
+    values = {_full(name, driver): _attribute(value) for name, value in (one.attributes or {}).items()}
+    sizes = {name: Fraction(amount.value) for name, amount in capacity.items()}
     return Device(
-        key=(driver, pool, raw["name"]),
-        view=DeviceView(driver=driver, attributes=attributes, capacity=sizes),
+        key=(driver, pool, one.name),
+        view=DeviceView(driver=driver, attributes=values, capacity=sizes),
         capacity=capacity,
-        taints=tuple(raw.get("taints") or ()),
+        taints=tuple(one.taints or ()),
     )
 
 
@@ -68,70 +119,134 @@ def _full(name: str, driver: str) -> str:
     return name if "/" in name else f"{driver}/{name}"
 
 
-def _attribute(raw: Mapping[str, Any]) -> Any:
-    kind, value = next(iter(raw.items()))
-    return version(value) if kind == "version" else value
+def _attribute(value: Mapping[str, AttributeValue]) -> AttributeValue | Version:
+    kind, found = next(iter(value.items()))
+    return version(str(found)) if kind == "version" else found
 
 
-def _capacity(raw: Mapping[str, Any]) -> Capacity:
-    value, policy = _number(raw["value"]), raw.get("requestPolicy") or {}
-    steps, limits = None, policy.get("validRange")
-    if limits:
-        steps = _number(limits.get("min", 0)), _number(limits.get("max", value)), _number(limits.get("step", 1))
+def _capacity(one: _Capacity) -> Capacity:
+    value, policy = _number(one.value), one.request_policy or _Policy()
+    steps, limits = None, policy.valid_range
+    if limits is not None:
+        given = ((limits.min, 0), (limits.max, value), (limits.step, 1))
+        least, most, step = (usual if number is None else _number(number) for number, usual in given)
+        steps = least, most, step
     return Capacity(
         value=value,
-        default=_number(policy.get("default", value)),
+        default=value if policy.default is None else _number(policy.default),
         steps=steps,
-        is_binary=str(raw["value"]).endswith("i"),
+        is_binary=str(one.value).endswith("i"),
     )
 
 
-def _number(raw: Any) -> int:
+def _number(quantity: Quantity) -> int:
     """Raises Rejected."""
     try:
-        return whole_number(raw, "a quantity")
+        return whole_number(quantity, "a quantity")
     except Corrupt as error:
         raise Rejected(str(error)) from error
 
 
-def read_requests(spec: Mapping[str, Any], classes: Mapping[str, RawObject]) -> ClaimRequests:
-    """Raises Rejected: a class that does not exist, or what the sandbox's scheduler does not know."""
-    devices = spec.get("devices") or {}
+class _Cel(Struct):
+    expression: str = ""
+
+
+class _Selector(Struct):
+    cel: _Cel = field(default_factory=_Cel)
+
+
+class _Asked(Struct):
+    requests: Mapping[str, Quantity] | None = None
+
+
+class _Exactly(Struct, rename="camel", kw_only=True):
+    """What a request, or one alternative of it, asks for. `name` is an alternative's."""
+
+    name: str = ""
+    device_class_name: str
+    selectors: Sequence[_Selector] | None = None
+    allocation_mode: str | None = None
+    count: int | None = None
+    admin_access: bool | None = None
+    capacity: _Asked | None = None
+    tolerations: Sequence[Toleration] | None = None
+
+
+class _Request(Struct, rename="camel"):
+    name: str
+    exactly: _Exactly | None = None
+    first_available: Sequence[_Exactly] | None = None
+
+    @property
+    def options(self) -> list[tuple[str, _Exactly]]:
+        """With their names, of which an alternative's has the request's before it."""
+        if self.exactly is not None:
+            return [(self.name, self.exactly)]
+        return [(f"{self.name}/{one.name}", one) for one in self.first_available or ()]
+
+
+class _Constraint(Struct, rename="camel"):
+    requests: Sequence[str] | None = None
+    match_attribute: str | None = None
+    distinct_attribute: str | None = None
+
+
+class _Devices(Struct):
+    requests: Sequence[_Request] | None = None
+    constraints: Sequence[_Constraint] | None = None
+    config: Sequence[Mapping[str, object]] | None = None
+    """Passed on as it is."""
+
+
+class _ClaimSpec(Struct):
+    devices: _Devices = field(default_factory=_Devices)
+
+
+class _Class(Struct):
+    selectors: Sequence[_Selector] | None = None
+    config: Sequence[Mapping[str, object]] | None = None
+
+
+def read_requests(spec: Mapping[str, object], classes: Mapping[str, RawObject]) -> ClaimRequests:
+    """Raises Rejected: a class that does not exist, or what the sandbox's scheduler does not know. Raises ValidationError:
+    a real API server refuses such a claim."""
+    devices = convert(spec, _ClaimSpec).devices
     return ClaimRequests(
-        requests=tuple(tuple(_options(one, classes)) for one in devices.get("requests") or ()),
-        constraints=tuple(map(_constraint, devices.get("constraints") or ())),
+        requests=tuple(
+            tuple(_option(name, option, classes) for name, option in one.options) for one in devices.requests or ()
+        ),
+        constraints=tuple(
+            Constraint(
+                attribute=one.distinct_attribute or one.match_attribute or "",
+                is_distinct=bool(one.distinct_attribute),
+                requests=frozenset(one.requests or ()),
+            )
+            for one in devices.constraints or ()
+        ),
     )
 
 
-def _options(raw: Mapping[str, Any], classes: Mapping[str, RawObject]) -> Iterable[Option]:
-    if "exactly" in raw:
-        yield _option(raw["name"], raw["exactly"], classes)
-        return
-    for one in raw.get("firstAvailable") or ():
-        yield _option(f"{raw['name']}/{one['name']}", one, classes)
-
-
-def _option(name: str, raw: Mapping[str, Any], classes: Mapping[str, RawObject]) -> Option:
-    class_name = str(raw.get("deviceClassName"))
-    if class_name not in classes:
-        raise Rejected(f"request {name}: device class {class_name} does not exist")
-    if raw.get("adminAccess"):
+def _option(name: str, one: _Exactly, classes: Mapping[str, RawObject]) -> Option:
+    if one.device_class_name not in classes:
+        raise Rejected(f"request {name}: device class {one.device_class_name} does not exist")
+    if one.admin_access:
         raise Rejected(f"request {name}: the sandbox's scheduler gives no admin access")
+    own = convert(classes[one.device_class_name]["spec"], _Class)
     parsed = [
-        (f"{where}selector #{number}", parse_selector(str((one.get("cel") or {}).get("expression", ""))))
-        for where, spec in ((f"class {class_name}: ", classes[class_name]["spec"]), ("", raw))
-        for number, one in enumerate(spec.get("selectors") or ())
+        (f"{where}selector #{number}", parse_selector(selector.cel.expression))
+        for where, selectors in ((f"class {one.device_class_name}: ", own.selectors), ("", one.selectors))
+        for number, selector in enumerate(selectors or ())
     ]
-    count = int(raw.get("count") or 1)
+    count = one.count or 1
     if not 0 < count <= MAX_RESULTS:
         raise Rejected(f"request {name}: count must be from 1 to {MAX_RESULTS}")
-    asked = (raw.get("capacity") or {}).get("requests") or {}
+    asked = (one.capacity.requests if one.capacity is not None else None) or {}
     return Option(
         name=name,
         selects=partial(_selects, parsed),
-        count=None if raw.get("allocationMode") == "All" else count,
+        count=None if one.allocation_mode == "All" else count,
         asked={capacity: _number(amount) for capacity, amount in asked.items()},
-        tolerations=tuple(raw.get("tolerations") or ()),
+        tolerations=tuple(one.tolerations or ()),
     )
 
 
@@ -145,31 +260,21 @@ def _selects(selectors: Sequence[tuple[str, Callable[[DeviceView], bool]]], devi
     return True
 
 
-def _constraint(raw: Mapping[str, Any]) -> Constraint:
-    distinct = raw.get("distinctAttribute")
-    return Constraint(
-        attribute=distinct or raw.get("matchAttribute") or "",
-        is_distinct=bool(distinct),
-        requests=frozenset(raw.get("requests") or ()),
-    )
-
-
 def used_of(claims: Iterable[RawObject]) -> dict[DeviceKey, dict[str, int]]:
     """What the allocated claims consume; the names of the capacities as in `Device`."""
     used: dict[DeviceKey, dict[str, int]] = {}
     for claim in claims:
         for one in results_of(claim):
-            device = used.setdefault((one["driver"], one["pool"], one["device"]), {})
-            for name, amount in (one.get("consumedCapacity") or {}).items():
-                full = _full(name, one["driver"])
+            device = used.setdefault((one.driver, one.pool, one.device), {})
+            for name, amount in (one.consumed_capacity or {}).items():
+                full = _full(name, one.driver)
                 device[full] = device.get(full, 0) + _number(amount)
     return used
 
 
-def results_of(claim: RawObject) -> list[Mapping[str, Any]]:
-    allocation = (claim.get("status") or {}).get("allocation") or {}
-    results: list[Mapping[str, Any]] = (allocation.get("devices") or {}).get("results") or []
-    return results
+def results_of(claim: RawObject) -> Sequence[DeviceResult]:
+    raw = ((claim.get("status") or {}).get("allocation") or {}).get("devices") or {}
+    return convert(raw.get("results") or [], list[DeviceResult])
 
 
 def node_of(claim: RawObject) -> str | None:
@@ -178,13 +283,12 @@ def node_of(claim: RawObject) -> str | None:
     return None if selector is None else str(selector["nodeSelectorTerms"][0]["matchFields"][0]["values"][0])
 
 
-def allocation_of(
-    claim: RawObject, shares: Sequence[Share], node: str, classes: Mapping[str, RawObject]
-) -> dict[str, Any]:
+def allocation_of(claim: RawObject, shares: Sequence[Share], node: str, classes: Mapping[str, RawObject]) -> RawObject:
     """status.allocation."""
     field = {"key": "metadata.name", "operator": "In", "values": [node]}
-    config = [*_class_config(claim, shares, classes)]
-    config += [{"source": "FromClaim", **one} for one in claim["spec"].get("devices", {}).get("config") or ()]
+    devices = convert(claim["spec"], _ClaimSpec).devices
+    config = [*_class_config(devices, shares, classes)]
+    config += [{"source": "FromClaim", **one} for one in devices.config or ()]
     return {
         "allocationTimestamp": timestamp(),
         "devices": {"results": [_result(share) for share in shares], **({"config": config} if config else {})},
@@ -193,23 +297,21 @@ def allocation_of(
 
 
 def _class_config(
-    claim: RawObject, shares: Sequence[Share], classes: Mapping[str, RawObject]
-) -> Iterable[dict[str, Any]]:
+    devices: _Devices, shares: Sequence[Share], classes: Mapping[str, RawObject]
+) -> Iterable[Mapping[str, object]]:
     chosen = {share.request for share in shares}
-    for request in claim["spec"].get("devices", {}).get("requests") or ():
-        options = [(request["name"], request["exactly"])] if "exactly" in request else [
-            (f"{request['name']}/{one['name']}", one) for one in request.get("firstAvailable") or ()]  # fmt: skip
-        for name, option in options:
-            if name in chosen:
-                for one in classes[option["deviceClassName"]]["spec"].get("config") or ():
-                    yield {"source": "FromClass", "requests": [name], **one}
+    options = [option for request in devices.requests or () for option in request.options]
+    for name, option in options:
+        if name in chosen:
+            for one in convert(classes[option.device_class_name]["spec"], _Class).config or ():
+                yield {"source": "FromClass", "requests": [name], **one}
 
 
-def _result(share: Share) -> dict[str, Any]:
+def _result(share: Share) -> RawObject:
     driver, pool, device = share.device.key
-    result: dict[str, Any] = {"request": share.request, "driver": driver, "pool": pool, "device": device}
+    result: RawObject = {"request": share.request, "driver": driver, "pool": pool, "device": device}
     if share.tolerations:
-        result["tolerations"] = list(share.tolerations)
+        result["tolerations"] = [to_builtins(one) for one in share.tolerations]
     amounts = {
         name.removeprefix(f"{driver}/"): _quantity(amount, is_binary=share.device.capacity[name].is_binary)
         for name, amount in share.consumed.items()
@@ -296,7 +398,7 @@ class PodClaims:
         devices = read_devices(self._api.store.all("resourceslices"), node)
         try:
             requested = [read_requests(claim["spec"], classes) for claim in pending]
-        except (AttributeError, KeyError, TypeError, ValueError) as e:  # a real API server refuses such a claim
+        except ValidationError as e:  # a real API server refuses such a claim
             raise Rejected(f"a ResourceClaim is not of resource.k8s.io/v1: {e!r}") from e
         shares = allocate(requested, devices, used_of(self._api.store.all("resourceclaims"))) if pending else []
         if shares is None:
@@ -329,7 +431,7 @@ class PodClaims:
             status = {"resourceClaimStatuses": [*known, *made]}
             self._api.set_pod_status(metadata["namespace"], metadata["name"], status, uid=metadata["uid"])
 
-    def _from_template(self, template: RawObject, pod: Mapping[str, Any], name: str) -> RawObject:
+    def _from_template(self, template: RawObject, pod: RawObject, name: str) -> RawObject:
         given = template["spec"].get("metadata") or {}
         owner = {
             "apiVersion": "v1", "kind": "Pod", "name": pod["name"], "uid": pod["uid"], "controller": True,
@@ -358,9 +460,9 @@ class PodClaims:
             kept = {"reservedFor": users, "allocation": status["allocation"]} if users else {}
             self._set_status(claim, kept)
 
-    def _is_living(self, claim: RawObject, user: Mapping[str, Any]) -> bool:
+    def _is_living(self, claim: RawObject, user: RawObject) -> bool:
         pod = self._api.find_pod(claim["metadata"]["namespace"], user["name"])
         return pod is not None and pod["metadata"]["uid"] == user["uid"] and not is_terminal(pod)
 
-    def _set_status(self, claim: RawObject, status: Mapping[str, Any]) -> None:
+    def _set_status(self, claim: RawObject, status: RawObject) -> None:
         self._api.store.replace("resourceclaims", {**claim, "status": dict(status)})

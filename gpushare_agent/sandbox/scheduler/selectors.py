@@ -33,6 +33,10 @@ _OPERATORS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 }  # fmt: skip
 
 
+AttributeValue = str | int | bool
+"""Of a device, but for a version."""
+
+
 class Version(Struct, frozen=True, order=True):
     numbers: tuple[int, ...]
 
@@ -41,8 +45,8 @@ class DeviceView(Struct, frozen=True, kw_only=True):
     """Names with their domain: `gpushare-agent/uuid`. Capacities are Fractions."""
 
     driver: str
-    attributes: Mapping[str, Any]
-    capacity: Mapping[str, Any]
+    attributes: Mapping[str, AttributeValue | Version]
+    capacity: Mapping[str, Fraction]
 
 
 class SelectorFailed(Rejected):
