@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from typing import Any
 
 from msgspec import Raw, Struct
 
-from gpushare_agent.cli.node_reports import NodeReport, read_report, report_document
+from gpushare_agent.cli.node_reports import InspectedNode, NodeReport, read_report, report_document
 from gpushare_agent.cluster.kube.client import ALL_NODES, UNFINISHED, KubeApi, open_kube_api, pods
 from gpushare_agent.cluster.kube.lists import KubeTimeouts
 from gpushare_agent.cluster.kube.objects import Quantity, read_node_json
@@ -49,7 +48,7 @@ async def serve_dashboard(settings: Settings, port: int) -> int:
         await ClusterPage(settings, cluster_names(settings), port=port).run(api, on_listening=on_listening)
 
 
-async def read_cluster(api: KubeApi, settings: Settings) -> list[dict[str, Any]]:
+async def read_cluster(api: KubeApi, settings: Settings) -> list[InspectedNode]:
     """Every node that has GPUs, by name, with what is allocated to its pods."""
     names = cluster_names(settings)
     nodes, _ = await api.list_all(ALL_NODES, lambda raw: _node(raw, names))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
+from typing_extensions import TypedDict
 
 from gpushare_agent.cli.agent_client import read_node
-from gpushare_agent.cli.agent_documents import BranchDocument, GpuDocument, NodeDocument
+from gpushare_agent.cli.agent_documents import BranchDocument, Cores, GpuDocument, Memory, NodeDocument
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.inspect import gpu_of_document
+from gpushare_agent.cli.node_reports import NamedGpu
 from gpushare_agent.cli.render_text import gib, gpu_label, health_line, is_cordoned, plain, print_as
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.topology import Branch, LinkKind, Topology
@@ -36,7 +37,28 @@ async def run(settings: Settings, target: AgentTarget, *, form: Form) -> int:
     return 0
 
 
-def graph_document(node: NodeDocument) -> dict[str, Any]:
+class FreeCores(Cores):
+    free: int
+
+
+class FreeMemory(Memory):
+    free_bytes: int
+
+
+class GraphGpu(NamedGpu):
+    cores: FreeCores
+    memory: FreeMemory
+
+
+class GraphDocument(TypedDict):
+    schema: int
+    node: str
+    tree: BranchDocument
+    links: list[list[str]]
+    gpus: list[GraphGpu]
+
+
+def graph_document(node: NodeDocument) -> GraphDocument:
     """The part of the node's document that concerns the tree. Nothing is free on a GPU that is not in service."""
     return {
         "schema": SCHEMA,
@@ -47,24 +69,25 @@ def graph_document(node: NodeDocument) -> dict[str, Any]:
     }
 
 
-def _gpu(gpu: GpuDocument) -> dict[str, Any]:
+def _gpu(gpu: GpuDocument) -> GraphGpu:
     cores, memory = gpu["cores"], gpu["memory"]
     is_usable = gpu["is_healthy"] and not is_cordoned(gpu)
     free_bytes = max(0, memory["capacity_bytes"] - memory["allocated_bytes"]) if is_usable else 0
-    return gpu_of_document(gpu) | {
+    return {
+        **gpu_of_document(gpu),
         "cores": {**cores, "free": max(0, cores["capacity"] - cores["allocated"]) if is_usable else 0},
         "memory": {**memory, "free_bytes": free_bytes},
     }
 
 
-def tree_text(document: dict[str, Any], *, is_wide: bool = False) -> str:
+def tree_text(document: GraphDocument, *, is_wide: bool = False) -> str:
     """A line for each branch and GPU: `GPU0 NVIDIA H100, free 60/100 GPU cores, 20/24 GiB`. Raises Corrupt."""
     notes = {gpu["index"]: _note(gpu) + (f", {plain(gpu['uuid'])}" if is_wide else "") for gpu in document["gpus"]}
     labels = {gpu["index"]: gpu_label(gpu) for gpu in document["gpus"]}
     return render_tree(Topology(links=(), root=_read_branch(document["tree"], _MAX_DEPTH)), notes, labels)
 
 
-def _note(gpu: dict[str, Any]) -> str:
+def _note(gpu: GraphGpu) -> str:
     cores, memory = gpu["cores"], gpu["memory"]
     health = health_line(gpu)
     free = (

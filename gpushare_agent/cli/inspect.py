@@ -9,16 +9,17 @@ The document's format is docs/reference/cli.md; sizes are bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
+from typing_extensions import TypedDict
 
 from gpushare_agent.cli.agent_client import read_node
-from gpushare_agent.cli.agent_documents import GpuDocument, NodeDocument
+from gpushare_agent.cli.agent_documents import Cores, GpuDocument, Memory, NodeDocument
 from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.cluster_nodes import open_cluster, read_cluster
 from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.node_reports import InspectedGpu, InspectedNode
 from gpushare_agent.cli.render_text import (
     CORES_COLUMN,
     MEMORY_COLUMN,
@@ -41,17 +42,42 @@ from gpushare_agent.settings.settings import Settings
 SCHEMA = 2
 
 
-def inspection_document(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """With the sums. Of a GPU `health_reason` is what is wrong with it itself, None where that is not known; a container
-    without `gpus` is charged to none, and `remark` says why."""
+class Totals(TypedDict):
+    gpus: int
+    gpus_healthy: int
+    cores: Cores
+    memory: Memory
+
+
+class Unplaced(TypedDict):
+    """What is charged to no GPU."""
+
+    containers: int
+    cores: int
+    memory_bytes: int
+
+
+class SummedNode(InspectedNode):
+    unplaced: Unplaced
+    totals: Totals
+
+
+class InspectionDocument(TypedDict):
+    schema: int
+    nodes: list[SummedNode]
+    totals: Totals
+
+
+def inspection_document(nodes: Sequence[InspectedNode]) -> InspectionDocument:
+    """With the sums."""
     return {
         "schema": SCHEMA,
-        "nodes": [node | {"unplaced": _unplaced(node), "totals": _totals(node["gpus"])} for node in nodes],
+        "nodes": [{**node, "unplaced": _unplaced(node), "totals": _totals(node["gpus"])} for node in nodes],
         "totals": _totals([gpu for node in nodes for gpu in node["gpus"]]),
     }
 
 
-def _unplaced(node: dict[str, Any]) -> dict[str, Any]:
+def _unplaced(node: InspectedNode) -> Unplaced:
     unplaced = [container for container in node["containers"] if not container["gpus"]]
     return {
         "containers": len(unplaced),
@@ -60,19 +86,25 @@ def _unplaced(node: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _totals(gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    def total(what: str, *names: str) -> dict[str, int]:
-        return {name: sum(gpu[what][name] for gpu in gpus) for name in names}
-
+def _totals(gpus: Sequence[InspectedGpu]) -> Totals:
+    cores, memory = [gpu["cores"] for gpu in gpus], [gpu["memory"] for gpu in gpus]
     return {
         "gpus": len(gpus),
         "gpus_healthy": sum(gpu["is_healthy"] for gpu in gpus),
-        "cores": total("cores", "allocated", "capacity"),
-        "memory": total("memory", "allocated_bytes", "capacity_bytes"),
+        "cores": {
+            "allocated": sum(one["allocated"] for one in cores),
+            "capacity": sum(one["capacity"] for one in cores),
+        },
+        "memory": {
+            "allocated_bytes": sum(one["allocated_bytes"] for one in memory),
+            "capacity_bytes": sum(one["capacity_bytes"] for one in memory),
+        },
     }
 
 
-def inspection_tables(document: dict[str, Any], *, with_details: bool, is_wide: bool = False) -> list[RenderableType]:
+def inspection_tables(
+    document: InspectionDocument, *, with_details: bool, is_wide: bool = False
+) -> list[RenderableType]:
     """From the document, so that both forms agree. `is_wide` adds the UUIDs."""
     nodes = document["nodes"]
     parts: list[RenderableType] = [_gpus_table(nodes, is_wide=is_wide)]
@@ -85,7 +117,7 @@ def inspection_tables(document: dict[str, Any], *, with_details: bool, is_wide: 
     return [*parts, Text(""), *remarks, *unplaced, _cluster_line(document)]
 
 
-def _gpus_table(nodes: Sequence[dict[str, Any]], *, is_wide: bool) -> RenderableType:
+def _gpus_table(nodes: Sequence[SummedNode], *, is_wide: bool) -> RenderableType:
     uuid = ("UUID",) if is_wide else ()
     columns = ["NODE", "GPU", "NAME", *uuid, "HEALTH", CORES_COLUMN, MEMORY_COLUMN, "REASON"]
     rows: list[list[str | Text]] = []
@@ -105,12 +137,12 @@ def _gpus_table(nodes: Sequence[dict[str, Any]], *, is_wide: bool) -> Renderable
     return grid(columns, rows, right=("GPU", CORES_COLUMN, MEMORY_COLUMN))
 
 
-def _health(gpu: dict[str, Any]) -> Text:
+def _health(gpu: InspectedGpu) -> Text:
     word = health_word(gpu)
     return Text(word, style=health_style(word))
 
 
-def _amounts(sums: dict[str, Any]) -> tuple[str, str]:
+def _amounts(sums: InspectedGpu | Totals) -> tuple[str, str]:
     """Allocated and total, GPU cores and GiB."""
     cores, memory = sums["cores"], sums["memory"]
     return (
@@ -119,7 +151,7 @@ def _amounts(sums: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-def _containers_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
+def _containers_table(nodes: Sequence[SummedNode]) -> RenderableType:
     if not any(node["containers"] for node in nodes):
         return Text("no containers to show")
     labels = {(node["node"], gpu["index"]): gpu_label(gpu) for node in nodes for gpu in node["gpus"]}
@@ -141,7 +173,7 @@ def _containers_table(nodes: Sequence[dict[str, Any]]) -> RenderableType:
     return grid(columns, rows, right=("GPU", CORES_COLUMN, MEMORY_COLUMN))
 
 
-def _unplaced_line(node: dict[str, Any], with_details: bool) -> Text:
+def _unplaced_line(node: SummedNode, with_details: bool) -> Text:
     unplaced = node["unplaced"]
     number, verb = (counted(unplaced["containers"], "container"), "is" if unplaced["containers"] == 1 else "are")
     hint = "" if with_details else "; -d lists them"
@@ -152,7 +184,7 @@ def _unplaced_line(node: dict[str, Any], with_details: bool) -> Text:
     )
 
 
-def _cluster_line(document: dict[str, Any]) -> Text:
+def _cluster_line(document: InspectionDocument) -> Text:
     totals, number = document["totals"], len(document["nodes"])
     cores, memory = totals["cores"], totals["memory"]
     where = f"in {number} nodes" if number != 1 else "of the node"
@@ -163,8 +195,6 @@ def _cluster_line(document: dict[str, Any]) -> Text:
     return Text(f"{counted(totals['gpus'], 'GPU')} {where}{health}: {allocated}", style="bold")
 
 
-_GPU_FIELDS = ("index", "uuid", "name", "mig", "is_healthy", "health_reason", "cordoned", "cores", "memory")
-_CONTAINER_FIELDS = ("namespace", "pod", "container", "cores", "memory_bytes")
 _NO_NODE = (
     "no node has GPUs: none has the annotation gpushare-agent/cards, or a capacity of the resources; is the agent installed"
     " (docs/how-to/install.md)?"
@@ -196,12 +226,22 @@ async def run(
     return 0
 
 
-def gpu_of_document(gpu: GpuDocument) -> dict[str, Any]:
+def gpu_of_document(gpu: GpuDocument) -> InspectedGpu:
     """Without its use."""
-    return {name: value for name, value in gpu.items() if name in _GPU_FIELDS}
+    found: InspectedGpu = {
+        "index": gpu["index"],
+        "uuid": gpu["uuid"],
+        "name": gpu["name"],
+        "is_healthy": gpu["is_healthy"],
+        "health_reason": gpu["health_reason"],
+        "cordoned": gpu["cordoned"],
+        "cores": gpu["cores"],
+        "memory": gpu["memory"],
+    }
+    return {**found, "mig": gpu["mig"]} if "mig" in gpu else found
 
 
-def node_of_document(document: NodeDocument) -> dict[str, Any]:
+def node_of_document(document: NodeDocument) -> InspectedNode:
     """One node as its agent shows it."""
     return {
         "node": document["node"],
@@ -209,7 +249,11 @@ def node_of_document(document: NodeDocument) -> dict[str, Any]:
         "gpus": [gpu_of_document(gpu) for gpu in document["gpus"]],
         "containers": [
             {
-                **{name: value for name, value in container.items() if name in _CONTAINER_FIELDS},
+                "namespace": container["namespace"],
+                "pod": container["pod"],
+                "container": container["container"],
+                "cores": container["cores"],
+                "memory_bytes": container["memory_bytes"],
                 "gpus": [gpu["index"] for gpu in container["gpus"]],
                 "remark": "",
             }

@@ -8,11 +8,13 @@ docs/reference/node-facts.md, docs/reference/cli.md. Pure.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import NotRequired
 
 from msgspec import Struct, to_builtins
 from msgspec.structs import replace
+from typing_extensions import TypedDict
 
+from gpushare_agent.cli.agent_documents import Cores, Memory, Mig
 from gpushare_agent.cluster.node_annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,
@@ -30,6 +32,42 @@ from gpushare_agent.observability.node_snapshot import reported_gpu_document
 from gpushare_agent.placement.gpu_account import account_of
 
 
+class NamedGpu(TypedDict):
+    """`health_reason` is what is wrong with the GPU itself, None where that is not known."""
+
+    index: int
+    uuid: str
+    name: str
+    mig: NotRequired[Mig]
+    is_healthy: bool
+    health_reason: str | None
+    cordoned: str | None
+
+
+class InspectedGpu(NamedGpu):
+    cores: Cores
+    memory: Memory
+
+
+class InspectedContainer(TypedDict):
+    """Without `gpus` it is charged to none, and `remark` says why."""
+
+    namespace: str
+    pod: str
+    container: str
+    gpus: list[int]
+    cores: int
+    memory_bytes: int
+    remark: str
+
+
+class InspectedNode(TypedDict):
+    node: str
+    remark: str
+    gpus: list[InspectedGpu]
+    containers: list[InspectedContainer]
+
+
 class NodeReport(Struct, frozen=True, kw_only=True):
     """The GPUs of one node by index, what each pod has of them (None where that is not known), and a note on what is
     missing here. `names` have the node's size of memory blocks."""
@@ -40,7 +78,7 @@ class NodeReport(Struct, frozen=True, kw_only=True):
     remark: str = ""
 
 
-def read_report(annotations: Mapping[str, Any], capacity: Mapping[str, int], names: ResourceNames) -> NodeReport | None:
+def read_report(annotations: Mapping[str, str], capacity: Mapping[str, int], names: ResourceNames) -> NodeReport | None:
     """By the annotation, else by the capacity of the resources; None for a node that offers none of them."""
     text = annotations.get(GPUS_ANNOTATION)
     if text is None:
@@ -81,7 +119,7 @@ def _by_capacity(capacity: Mapping[str, int], names: ResourceNames, problem: str
     return NodeReport(gpus=gpus, names=names, remark=remark)
 
 
-def report_document(node: str, report: NodeReport, pods: Sequence[Pod]) -> dict[str, Any]:
+def report_document(node: str, report: NodeReport, pods: Sequence[Pod]) -> InspectedNode:
     """`pods` are those of the node. A GPU's sums are the report's alone, whatever the pods say; what unplaced containers
     ask for is in none."""
     allocated = report.allocated or {}
@@ -90,9 +128,9 @@ def report_document(node: str, report: NodeReport, pods: Sequence[Pod]) -> dict[
         add_charges(charged, charges)
     by_uid = {pod.uid: pod for pod in pods if not pod.is_terminal}
     containers = [one for uid, pod in by_uid.items() for one in _containers_of(pod, allocated.get(uid, {}), report)]
+    gone = "the API server lists no such pod on the node that runs"
     containers += [
-        _container("", uid, "", charges, "the API server lists no such pod on the node that runs")
-        | _charged(charges, report)
+        _container("", uid, "", charges, _charged(charges, report), gone)
         for uid, charges in allocated.items()
         if uid not in by_uid
     ]
@@ -107,7 +145,7 @@ def report_document(node: str, report: NodeReport, pods: Sequence[Pod]) -> dict[
     }
 
 
-def _containers_of(pod: Pod, charges: Mapping[int, Charge], report: NodeReport) -> list[dict[str, Any]]:
+def _containers_of(pod: Pod, charges: Mapping[int, Charge], report: NodeReport) -> list[InspectedContainer]:
     """The report is by pod: of several containers each is shown with its request, and with all GPUs of the pod. An init
     container is left out: the main containers take over what it has."""
     names = report.names
@@ -116,24 +154,31 @@ def _containers_of(pod: Pod, charges: Mapping[int, Charge], report: NodeReport) 
     ]
     if charges and len(asking) <= 1:
         name = asking[0].name if asking else ""  # asks under a name that is not among the settings here
-        return [_container(pod.namespace, pod.name, name, charges) | _charged(charges, report)]
+        return [_container(pod.namespace, pod.name, name, charges, _charged(charges, report))]
     remark = "the node's agent reports the GPUs of the whole pod" if len(charges) > 1 else ""
     remark = remark if charges else "the node's agent has not reported it"
-    return [
-        _container(pod.namespace, pod.name, one.name, charges, remark)
-        | {"cores": request_of(one, names).cores, "memory_bytes": names.memory_mib(one) * MIB}
-        for one in asking
-    ]
+    sizes = [(one.name, (request_of(one, names).cores, names.memory_mib(one) * MIB)) for one in asking]
+    return [_container(pod.namespace, pod.name, name, charges, size, remark) for name, size in sizes]
 
 
-def _container(namespace: str, pod: str, name: str, gpus: Collection[int], remark: str = "") -> dict[str, Any]:
-    return {"namespace": namespace, "pod": pod, "container": name, "gpus": list(gpus), "remark": remark}
+def _container(
+    namespace: str, pod: str, name: str, gpus: Collection[int], size: tuple[int, int], remark: str = ""
+) -> InspectedContainer:
+    cores, memory_bytes = size
+    return {
+        "namespace": namespace,
+        "pod": pod,
+        "container": name,
+        "gpus": list(gpus),
+        "remark": remark,
+        "cores": cores,
+        "memory_bytes": memory_bytes,
+    }
 
 
-def _charged(charges: Mapping[int, Charge], report: NodeReport) -> dict[str, int]:
+def _charged(charges: Mapping[int, Charge], report: NodeReport) -> tuple[int, int]:
+    """Cores and bytes."""
     by_index = {gpu.index: gpu for gpu in report.gpus}
     accounts = [account_of(by_index[index], report.names, charge) for index, charge in charges.items()]
-    return {
-        "cores": sum(account.allocated_cores for account in accounts),
-        "memory_bytes": sum(account.allocated_mib for account in accounts) * MIB,
-    }
+    memory_mib = sum(account.allocated_mib for account in accounts)
+    return sum(account.allocated_cores for account in accounts), memory_mib * MIB

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -25,7 +23,7 @@ from gpushare_agent.cli.render_text import (
 from gpushare_agent.cli.render_top import Choice, gpu_lines, together, top_table
 from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.sandbox.manifests import EXPECTATION_ANNOTATION
-from gpushare_agent.sandbox.report.document import UNKNOWN
+from gpushare_agent.sandbox.report.document import UNKNOWN, ContainerRow, NodeRow, PodRow, SandboxDocument
 
 NARROW = 100
 """Below this width the limit that a container reads would take the place of what changes."""
@@ -33,21 +31,21 @@ _PIDS_WIDTH = 130
 _PIDS_SHOWN = 3
 
 
-def gpu_text(container: dict[str, Any]) -> str:
+def gpu_text(container: ContainerRow) -> str:
     return ",".join(container["labels"]) or "-"
 
 
-def cores_text(container: dict[str, Any]) -> str:
+def cores_text(container: ContainerRow) -> str:
     """What a container may use, in hundredths of a GPU: `30`, elastic `30–60`, `whole`; units of NVIDIA's names."""
     if container["units"]:
         return ", ".join(f"{count} {name.rpartition('/')[2]}" for name, count in sorted(container["units"].items()))
     cores = container["vcore"] or sum(one["cores"] for one in container["claims"])
-    reported = container["vdevice"] or {}
-    ceiling = reported.get("core_limit", 0) if reported.get("is_limited") else 0
+    reported = container["vdevice"]
+    ceiling = reported["core_limit"] if reported is not None and reported["is_limited"] else 0
     return of_cores(cores, ceiling)
 
 
-def limit_text(container: dict[str, Any]) -> str:
+def limit_text(container: ContainerRow) -> str:
     """The limit as the container reads it: `30 %, 4 GiB`, elastic `30–60 %, 4 GiB`; on whole GPUs `none`."""
     reported = container["vdevice"]
     if reported is None:
@@ -57,20 +55,21 @@ def limit_text(container: dict[str, Any]) -> str:
     return f"{of_cores(reported['cores'], reported['core_limit'])} %, {gib(reported['memory_mib'] * MIB)} GiB"
 
 
-def memory_text(container: dict[str, Any]) -> str:
+def memory_text(container: ContainerRow) -> str:
     """Used and limit in GiB: `0.5/4`; the limit alone where the use is not known."""
-    limit_mib = container["memory_mib"] or (container["vdevice"] or {}).get("memory_mib", 0)
+    reported = container["vdevice"]
+    limit_mib = container["memory_mib"] or (reported["memory_mib"] if reported is not None else 0)
     limit, used = gib(limit_mib * MIB) if limit_mib else "-", container["used"]
     return limit if used is None else f"{gib(used['memory_mib'] * MIB)}/{limit}"
 
 
-def used_text(container: dict[str, Any]) -> str:
+def used_text(container: ContainerRow) -> str:
     """In percent of all its GPUs together."""
     used = container["used"]
     return percent(None if used is None else used["cores"] / CORES_PER_GPU / max(1, len(container["gpus"])))
 
 
-def pids_text(container: dict[str, Any], *, is_short: bool) -> str:
+def pids_text(container: ContainerRow, *, is_short: bool) -> str:
     """How many processes, and the first of them on a wide terminal."""
     pids = container["pids"]
     if is_short or not pids:
@@ -79,17 +78,17 @@ def pids_text(container: dict[str, Any], *, is_short: bool) -> str:
     return f"{len(pids)}: {', '.join(map(str, pids[:_PIDS_SHOWN]))}{more}"
 
 
-def has_several_nodes(document: dict[str, Any]) -> bool:
+def has_several_nodes(document: SandboxDocument) -> bool:
     """Then it matters where a pod is."""
     return len(document["nodes"]) > 1
 
 
-def status_of(pod: dict[str, Any]) -> Text:
+def status_of(pod: PodRow) -> Text:
     word = "Terminating" if pod["is_terminating"] else pod["phase"]
     return Text(word, style=PHASE_STYLES.get(word, ""))
 
 
-def node_parts(node: dict[str, Any], width: int) -> list[RenderableType]:
+def node_parts(node: NodeRow, width: int) -> list[RenderableType]:
     """The node, what is allocated of all its GPUs, and each of them as `top` shows it."""
     gpus = node["gpus"]
     if not gpus:
@@ -100,14 +99,14 @@ def node_parts(node: dict[str, Any], width: int) -> list[RenderableType]:
     return [Text(text, style="bold", no_wrap=True, overflow="ellipsis"), top_table(lines, width, choice)]
 
 
-def address_lines(node: dict[str, Any]) -> list[Text]:
+def address_lines(node: NodeRow) -> list[Text]:
     """The addresses of the node's agent, below its GPUs."""
     words = {"web": "web", "debug": "debug", "control_socket": "control socket"}
     found = [f"{words[key]} {where}" for key in words if (where := node["addresses"].get(key))]
     return [Text("  ".join(found), no_wrap=True, overflow="fold")] if found else []
 
 
-def pods_table(document: dict[str, Any], width: int) -> Table:
+def pods_table(document: SandboxDocument, width: int) -> Table:
     """A line for each container. On a narrow terminal without the limit that it reads, and PIDs are counted, not named."""
     places = ("NODE",) if has_several_nodes(document) else ()
     limits = () if width < NARROW else ("LIMIT",)
@@ -130,20 +129,20 @@ def pods_table(document: dict[str, Any], width: int) -> Table:
     return grid(columns, rows, right=(CORES_COLUMN, "USED %", MEMORY_COLUMN))
 
 
-def reason_lines(document: dict[str, Any]) -> list[Text]:
+def reason_lines(document: SandboxDocument) -> list[Text]:
     """Below the table, where they have the whole width."""
     pods = [(f"{pod['namespace']}/{pod['name']}", reason_text(pod)) for pod in document["pods"]]
     return [Text(f"{name}: {reason}", style="yellow") for name, reason in pods if reason]
 
 
-def reason_text(pod: dict[str, Any]) -> str:
+def reason_text(pod: PodRow) -> str:
     """Why the pod is in its phase, and that its manifest expects that."""
     text = ": ".join(filter(None, (pod["reason"], pod["message"])))
     expected = pod["annotations"].get(EXPECTATION_ANNOTATION)
     return f"{text} (as intended: {expected})" if expected and text else text
 
 
-def report_tables(document: dict[str, Any], width: int, *, has_addresses: bool = False) -> Group:
+def report_tables(document: SandboxDocument, width: int, *, has_addresses: bool = False) -> Group:
     """`has_addresses`: the addresses of its agent stand below the GPUs of each node."""
     parts: list[RenderableType] = []
     for node in document["nodes"]:
@@ -153,12 +152,12 @@ def report_tables(document: dict[str, Any], width: int, *, has_addresses: bool =
     return Group(*parts, pods_table(document, width), *reason_lines(document))
 
 
-def print_document(document: dict[str, Any], form: Form, *, has_addresses: bool = False) -> None:
+def print_document(document: SandboxDocument, form: Form, *, has_addresses: bool = False) -> None:
     """The report in that form."""
     print_as(form, document, lambda width: [report_tables(document, width, has_addresses=has_addresses)])
 
 
-def pod_line(pod: dict[str, Any], *, has_node: bool = False) -> str:
+def pod_line(pod: PodRow, *, has_node: bool = False) -> str:
     """One pod in one line, for a log or a pipe, with its node where there are several. Without use: it always changes."""
     containers = "; ".join(
         f"{one['name']}: {_share(one)} on GPU {gpu_text(one)}{_limit(pod, one)}" for one in pod["containers"]
@@ -170,7 +169,7 @@ def pod_line(pod: dict[str, Any], *, has_node: bool = False) -> str:
     )
 
 
-def _share(container: dict[str, Any]) -> str:
+def _share(container: ContainerRow) -> str:
     """`30 GPU cores, 4 GiB`."""
     cores = cores_text(container)
     parts = [cores if container["units"] else f"{cores} GPU cores"] if cores != "0" else []
@@ -178,7 +177,7 @@ def _share(container: dict[str, Any]) -> str:
     return ", ".join(parts) or "no GPU"
 
 
-def _limit(pod: dict[str, Any], container: dict[str, Any]) -> str:
+def _limit(pod: PodRow, container: ContainerRow) -> str:
     """Only of a pod that runs: the limit is written just before the start and would make a line of its own."""
     is_known = pod["phase"] == "Running" and container["vdevice"] is not None
     return f", limit {limit_text(container)}" if is_known else ""

@@ -9,18 +9,40 @@ import codecs
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import NotRequired, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import ReadOnly, TypedDict
 
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.model.names import GIB
 from gpushare_agent.observability.node_snapshot import NO_REASON
 
-C = TypeVar("C", bound=Mapping[str, Any])
+
+class ShownContainer(TypedDict):
+    """What is asked of a container in any document."""
+
+    namespace: ReadOnly[str]
+
+
+class ShownMig(TypedDict):
+    label: ReadOnly[str]
+
+
+class ShownGpu(TypedDict):
+    """What is asked of a GPU in any document: its health, and its name in the node."""
+
+    index: ReadOnly[int]
+    mig: ReadOnly[NotRequired[ShownMig]]
+    is_healthy: ReadOnly[bool]
+    health_reason: ReadOnly[str | None]
+    cordoned: ReadOnly[str | None]
+
+
+C = TypeVar("C", bound=ShownContainer)
 CORES_COLUMN, MEMORY_COLUMN = "GPU CORES", "MEMORY GiB"
 PHASE_STYLES = {
     "Running": "green",
@@ -37,7 +59,7 @@ _EMPTY_REASONS = ("cordoned", NO_REASON)
 """Placeholders for a cordon's reason where none was entered: in a node's annotation, and in an agent's document."""
 
 
-def print_as(form: Form, document: Mapping[str, Any], tables: Callable[[int], Sequence[RenderableType]]) -> None:
+def print_as(form: Form, document: Mapping[str, object], tables: Callable[[int], Sequence[RenderableType]]) -> None:
     """The document, or the tables that `tables` makes for a width."""
     if form in ("json", "yaml"):
         print_report(form, document, "")
@@ -45,7 +67,7 @@ def print_as(form: Form, document: Mapping[str, Any], tables: Callable[[int], Se
         _print_tables(tables)
 
 
-def print_report(form: Form, document: Mapping[str, Any], text: str) -> None:
+def print_report(form: Form, document: Mapping[str, object], text: str) -> None:
     """The document, or the text of a command whose report is lines. A file's name that is no UTF-8 is shown with `?`."""
     if form in ("json", "yaml"):
         text = as_json(document)
@@ -160,26 +182,26 @@ def _share_of(part: float, whole: float) -> str:
     return f" ({percent(part / whole)} %)" if whole else ""
 
 
-def gpu_label(gpu: Mapping[str, Any]) -> str:
+def gpu_label(gpu: ShownGpu) -> str:
     """The index, of a MIG instance NVIDIA's `0:1`."""
-    return plain(gpu["mig"]["label"] if gpu.get("mig") else gpu["index"])
+    return plain(gpu["mig"]["label"] if "mig" in gpu else gpu["index"])
 
 
-def is_cordoned(gpu: Mapping[str, Any]) -> bool:
+def is_cordoned(gpu: ShownGpu) -> bool:
     return gpu["cordoned"] is not None
 
 
-def is_unhealthy(gpu: Mapping[str, Any]) -> bool:
+def is_unhealthy(gpu: ShownGpu) -> bool:
     """Whether something is wrong with the GPU itself: a cordoned one is not offered, and may be healthy."""
     return bool(gpu["health_reason"]) or not (gpu["is_healthy"] or is_cordoned(gpu))
 
 
-def health_word(gpu: Mapping[str, Any]) -> str:
+def health_word(gpu: ShownGpu) -> str:
     """Of a GPU of the node's document: Healthy, Cordoned, Unhealthy, or both of these."""
     return ", ".join(word for word, _ in _words_with_reasons(gpu)) or "Healthy"
 
 
-def health_reasons(gpu: Mapping[str, Any]) -> list[str]:
+def health_reasons(gpu: ShownGpu) -> list[str]:
     """Why, where a reason is known: the operator's words and what is wrong with the GPU itself. Where a GPU is both, each
     begins with its word."""
     reported = {word: reason for word, reason in _words_with_reasons(gpu) if reason}
@@ -188,12 +210,12 @@ def health_reasons(gpu: Mapping[str, Any]) -> list[str]:
     return list(reported.values())
 
 
-def health_line(gpu: Mapping[str, Any]) -> str:
+def health_line(gpu: ShownGpu) -> str:
     """Each word with its reason."""
     return "; ".join(f"{word}: {reason}" if reason else word for word, reason in _words_with_reasons(gpu)) or "Healthy"
 
 
-def _words_with_reasons(gpu: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _words_with_reasons(gpu: ShownGpu) -> list[tuple[str, str]]:
     reported = (("Cordoned", is_cordoned(gpu), gpu["cordoned"]), ("Unhealthy", is_unhealthy(gpu), gpu["health_reason"]))
     return [
         (word, plain(reason) if reason and reason not in _EMPTY_REASONS else "")
@@ -206,7 +228,7 @@ def health_style(word: str) -> str:
     return "green" if word == "Healthy" else ("yellow" if word == "Cordoned" else "red")
 
 
-def out_of_service(gpus: Sequence[Mapping[str, Any]]) -> str:
+def out_of_service(gpus: Sequence[ShownGpu]) -> str:
     """`, 1 unhealthy, 2 cordoned`; empty where all are in service."""
     counts = ((sum(map(is_unhealthy, gpus)), "unhealthy"), (sum(map(is_cordoned, gpus)), "cordoned"))
     return "".join(f", {number} {word}" for number, word in counts if number)

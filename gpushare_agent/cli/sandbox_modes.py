@@ -11,7 +11,6 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from msgspec import Struct
 from rich.text import Text
@@ -22,6 +21,7 @@ from gpushare_agent.cli.screen import Screen, View
 from gpushare_agent.sandbox.agent_process import last_lines
 from gpushare_agent.sandbox.controller import SandboxController
 from gpushare_agent.sandbox.manifests import Manifest
+from gpushare_agent.sandbox.report.document import SandboxDocument
 from gpushare_agent.sandbox.workload import WorkloadPlayer
 
 STEADY_TIMEOUT_S = 60.0
@@ -152,7 +152,7 @@ async def run_live(session: Session, notes: Sequence[str]) -> int:
 class _LiveView:
     """The tables of `status`, below them the newest notices. Changed by keys and by the cluster, both on the event loop."""
 
-    def __init__(self, session: Session, notes: Sequence[str], document: dict[str, Any]) -> None:
+    def __init__(self, session: Session, notes: Sequence[str], document: SandboxDocument) -> None:
         self.document = document
         self._session = session
         self._notes = notes

@@ -24,7 +24,14 @@ from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import Manifest
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror, is_terminal
-from gpushare_agent.sandbox.report.document import HEALTHY, ReportedNode, gpu_health, reason_and_message, report
+from gpushare_agent.sandbox.report.document import (
+    HEALTHY,
+    ReportedNode,
+    SandboxDocument,
+    gpu_health,
+    reason_and_message,
+    report,
+)
 from gpushare_agent.sandbox.runtime.containers import Container
 
 READY_TIMEOUT_S = 30.0
@@ -101,7 +108,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
     def api(self) -> EmbeddedApiServer:
         return self.nodes[0].shown.node.api
 
-    async def document(self) -> dict[str, Any]:
+    async def document(self) -> SandboxDocument:
         """The report, with each agent's own document of this moment."""
         async with asyncio.TaskGroup() as group:
             for one in self.nodes:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from msgspec import Struct, field
 
@@ -31,7 +31,7 @@ from gpushare_agent.sandbox.report.claims import (
     vdevice_directory,
     waiting_message,
 )
-from gpushare_agent.sandbox.report.vdevice_reader import VDeviceReader
+from gpushare_agent.sandbox.report.vdevice_reader import VDevice, VDeviceReader
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 
 HEALTHY = "Healthy"
@@ -39,6 +39,83 @@ _UNHEALTHY = "Unhealthy"
 UNKNOWN = "Unknown"
 """Health of a GPU while no agent offers it."""
 _ANSWERS_KEPT = 2048
+
+
+class ClaimRow(TypedDict):
+    claim: str
+    request: str
+    gpu: int
+    cores: int
+    memory_mib: int
+
+
+class MountRow(TypedDict):
+    host_path: str
+    container_path: str
+    read_only: bool
+
+
+class DeviceRow(TypedDict):
+    host_path: str
+    container_path: str
+    permissions: str
+
+
+class Processes(TypedDict):
+    """The first process and all of them, as this machine counts them; none of a container that does not run."""
+
+    pid: int | None
+    pids: Sequence[int]
+
+
+class ContainerRow(Processes):
+    """`used` is what the container uses of its GPUs together."""
+
+    name: str
+    gpus: list[int]
+    labels: list[str]
+    claims: list[ClaimRow]
+    vcore: int
+    vmemory: int
+    gpu_mem: int
+    memory_mib: int
+    units: dict[str, int]
+    env: dict[str, str]
+    mounts: list[MountRow]
+    devices: list[DeviceRow]
+    annotations: dict[str, str]
+    used: Mapping[str, float] | None
+    vdevice: VDevice | None
+
+
+class PodRow(TypedDict):
+    namespace: str
+    name: str
+    uid: str
+    node: str
+    phase: str
+    is_terminating: bool
+    reason: str
+    message: str
+    annotations: dict[str, str]
+    containers: list[ContainerRow]
+
+
+class NodeRow(TypedDict):
+    """`gpus` are those of the agent's document, with the kubelet's `health`."""
+
+    name: str
+    capacity: dict[str, int]
+    addresses: dict[str, str]
+    gpus: list[Any]
+
+
+class SandboxDocument(TypedDict):
+    """The document of `gpushare-agent sandbox --format json`; `node` where there is one alone."""
+
+    node: NotRequired[NodeRow]
+    nodes: list[NodeRow]
+    pods: list[PodRow]
 
 
 class ReportedNode(Struct, frozen=True, kw_only=True):
@@ -75,19 +152,19 @@ def _uuids_of(ids: Iterable[str], gpus: Sequence[Gpu]) -> list[GpuUuid]:
     return [parts[0] for parts in map(split_device_id, devices) if parts is not None]
 
 
-def report(*shown: ReportedNode) -> dict[str, Any]:
-    """The document of `gpushare-agent sandbox --format json`. All nodes are of one API server."""
+def report(*shown: ReportedNode) -> SandboxDocument:
+    """All nodes are of one API server."""
     nodes = [_node(one) for one in shown]
     by_name = {one.node.name: one for one in shown}
     pods = [raw for raw in shown[0].node.api.pods() if not is_mirror(raw)]
-    return {
-        **({"node": nodes[0]} if len(nodes) == 1 else {}),
+    document: SandboxDocument = {
         "nodes": nodes,
         "pods": [_pod(by_name.get(pod["spec"].get("nodeName", ""), shown[0]), pod) for pod in pods],
     }
+    return {"node": nodes[0], **document} if len(nodes) == 1 else document
 
 
-def _node(shown: ReportedNode) -> dict[str, Any]:
+def _node(shown: ReportedNode) -> NodeRow:
     raw = shown.node.api.object_of("nodes", ("", shown.node.name)) or {}
     capacity = raw.get("status", {}).get("capacity", {})
     return {
@@ -132,7 +209,7 @@ def reason_and_message(pod: RawObject) -> tuple[str, str]:
     return _container_reason((*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())))
 
 
-def _container_reason(statuses: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+def _container_reason(statuses: Sequence[RawObject]) -> tuple[str, str]:
     """Of the first container that waits, else of the first that has failed."""
     for status in statuses:
         waiting = status.get("state", {}).get("waiting", {})
@@ -149,7 +226,7 @@ def _container_reason(statuses: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     return "", ""
 
 
-def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
+def _pod(shown: ReportedNode, pod: RawObject) -> PodRow:
     metadata = pod["metadata"]
     reason, message = reason_and_message(pod)
     if not message and pod["status"]["phase"] == "Pending" and pod["spec"].get("resourceClaims"):
@@ -166,19 +243,10 @@ def _pod(shown: ReportedNode, pod: RawObject) -> dict[str, Any]:
         "reason": reason, "message": message,
         "annotations": dict(sorted((metadata.get("annotations") or {}).items())),
         "containers": [
-            _container(shown, pod, spec, allocated.get(spec.name, {})) | _of_phase(pod)
+            _container(shown, pod, spec, allocated.get(spec.name, {}))
             for spec in containers_of(pod)
         ],
     }  # fmt: skip
-
-
-def _of_phase(pod: RawObject) -> dict[str, Any]:
-    """Stronger than the Allocate answers: a pod that has ended has no GPU and no limit."""
-    return (
-        {"gpus": [], "labels": [], "vdevice": None, "used": None}
-        if pod["status"]["phase"] in ("Succeeded", "Failed")
-        else {}
-    )
 
 
 def _newest_allocations(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str, tuple[tuple[str, ...], bytes]]]:
@@ -198,8 +266,9 @@ def _parsed(answer: bytes) -> ContainerAllocateResponse:
 
 def _container(
     shown: ReportedNode, pod: RawObject, spec: ContainerSpec, given: Mapping[str, tuple[tuple[str, ...], bytes]]
-) -> dict[str, Any]:
+) -> ContainerRow:
     pod_uid = pod["metadata"]["uid"]
+    has_ended = pod["status"]["phase"] in ("Succeeded", "Failed")  # it has no GPU and no limit, whatever was answered
     answers = [_parsed(raw) for _, (_, raw) in sorted(given.items())]
     ids = next((given[name][0] for name in shown.names.binding_names if name in given), ())
     mounts = {m.container_path: m for answer in answers for m in answer.mounts}
@@ -211,8 +280,8 @@ def _container(
     vdevice = Path(given_at.host_path) if given_at else vdevice_directory(shown.node, pod_uid, spec.name)
     return {
         "name": spec.name,
-        "gpus": indexes,
-        "labels": [labels.get(index, str(index)) for index in indexes],
+        "gpus": [] if has_ended else indexes,
+        "labels": [] if has_ended else [labels.get(index, str(index)) for index in indexes],
         "claims": [
             {
                 "claim": one.claim,
@@ -239,13 +308,12 @@ def _container(
         ],
         "annotations": {k: v for answer in answers for k, v in sorted(answer.annotations.items())},
         **container_processes(shown, pod_uid, spec.name),
-        "used": shown.used.get((pod_uid, spec.name)),
-        "vdevice": shown.vdevices.read(vdevice) if vdevice else None,
+        "used": None if has_ended else shown.used.get((pod_uid, spec.name)),
+        "vdevice": shown.vdevices.read(vdevice) if vdevice and not has_ended else None,
     }
 
 
-def container_processes(shown: ReportedNode, pod_uid: str, name: str) -> dict[str, Any]:
-    """The first process and all of them, as this machine counts them; none of a container that does not run."""
+def container_processes(shown: ReportedNode, pod_uid: str, name: str) -> Processes:
     runtime = shown.node.kubelet.runtime
     container = runtime.find(pod_uid, name)
     if container is None or not container.is_running:

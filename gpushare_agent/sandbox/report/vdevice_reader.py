@@ -7,7 +7,7 @@ pods again and again costs two stat calls for each and not two reads.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from gpushare_agent.isolation.vdevice.format import (
     CONFIG_BYTES,
@@ -27,13 +27,23 @@ _KEPT_AT_MOST = 2048
 _Identities = tuple[FileIdentity | None, FileIdentity | None]
 
 
+class VDevice(TypedDict):
+    """The limits as the container reads them."""
+
+    cores: int
+    memory_mib: int
+    core_limit: int
+    is_limited: bool
+    pids: list[int]
+
+
 class VDeviceReader:
     """`read` as often as you like."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[_Identities, dict[str, Any] | None]] = {}
+        self._known: dict[Path, tuple[_Identities, VDevice | None]] = {}
 
-    def read(self, directory: Path) -> dict[str, Any] | None:
+    def read(self, directory: Path) -> VDevice | None:
         """The document's "vdevice" of the container whose directory this is; None where a file is missing or torn."""
         seen = file_identity(directory / CONFIG_NAME), file_identity(directory / PIDS_NAME)
         if None in seen:
@@ -47,7 +57,7 @@ class VDeviceReader:
         return known[1]
 
 
-def _read(directory: Path) -> dict[str, Any] | None:
+def _read(directory: Path) -> VDevice | None:
     try:
         config = decode_config(read_regular(directory / CONFIG_NAME, CONFIG_BYTES + 1))
         pids = decode_pids(read_regular(directory / PIDS_NAME, 4 * MAX_PIDS + 1))
