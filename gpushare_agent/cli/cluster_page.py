@@ -30,8 +30,8 @@ from gpushare_agent.extender.decisions.free_capacity import signature_of
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.nodes import read_node
 from gpushare_agent.extender.quota_state import QuotaState
+from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.extender.verbs import in_steps
 from gpushare_agent.kit.http_server import HttpLimits, HttpServer
 from gpushare_agent.kit.supervision import forever
 from gpushare_agent.kit.tcp_listeners import listen_tcp

@@ -1,8 +1,8 @@
 """The extender's one state: what it knows of the cluster, and the decisions that change it. Synchronous, event loop only.
 
-The informers' handlers call `put_…` and `remove_…`, the verbs the rest. `filter`, `prioritize` and `victims` change nothing,
-so that preemption and autoscalers may ask what would be; `reserve` decides and commits in one step, so that no share is
-allocated twice.
+The informers' handlers call `put_…` and `remove_…`, the verbs the rest. `filter`, `prioritize` and `victims_steps` change
+nothing, so that preemption and autoscalers may ask what would be; `reserve` decides and commits in one step, so that no
+share is allocated twice.
 
 State owned: the ledger (decisions/ledger.py), verdicts already worked out, by signature of the pod and version of the
 node, and since when each node is known without a report. Times are monotonic seconds.
@@ -11,7 +11,7 @@ node, and since when each node is known without a report. Times are monotonic se
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -21,6 +21,7 @@ from gpushare_agent.extender.decisions.ledger import ClusterLedger
 from gpushare_agent.extender.decisions.node_ledger import NodeLedger, NodeLedgerDocument, node_document
 from gpushare_agent.extender.decisions.pod_plan import plan_pod
 from gpushare_agent.extender.quota_state import QuotaState
+from gpushare_agent.extender.steps import Steps, at_once
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
@@ -117,15 +118,9 @@ class ClusterState:
 
     def filter(self, pod: Pod, names: Sequence[str] | None) -> Filtered:
         """Where the pod fits, among all known nodes where none are named. Changes nothing."""
-        steps = self.filter_steps(pod, names)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as done:
-                answer: Filtered = done.value
-                return answer
+        return at_once(self.filter_steps(pod, names))
 
-    def filter_steps(self, pod: Pod, names: Sequence[str] | None) -> Generator[None, None, Filtered]:
+    def filter_steps(self, pod: Pod, names: Sequence[str] | None) -> Steps[Filtered]:
         """`filter` in steps of a few milliseconds, between which the event loop may do other work. The state may change
         meanwhile: each node is judged as it is at that moment."""
         wanted = signature_of(pod, self._policy.names)
@@ -220,17 +215,23 @@ class ClusterState:
         """The API server has accepted the bind."""
         self._ledger.mark_bound(uid)
 
-    def victims(self, pod: Pod, candidates: Mapping[str, Sequence[PodUid]]) -> dict[str, list[PodUid]]:
+    def victims_steps(self, pod: Pod, candidates: Mapping[str, Sequence[PodUid]]) -> Steps[dict[str, list[PodUid]]]:
         """The nodes where the pod fits once these pods are gone, each with its victims as they were given: the scheduler may
         evict them for other resources too. Where a quota is used up no pod is evicted."""
-        wanted = signature_of(pod, self._policy.names)
-        if not wanted:
+        if not signature_of(pod, self._policy.names):
             return {node: list(uids) for node, uids in candidates.items()}
         kept: dict[str, list[PodUid]] = {}
+        if self._invalid(pod):
+            return kept
+        work = 0
         for node, uids in candidates.items():
+            if work >= WORK_OF_A_STEP:
+                work = 0
+                yield
             ledger = self._ledger.node(node)
-            if ledger is None or self._invalid(pod) or self._over_quota(pod, ledger, {}):
+            if ledger is None or self._over_quota(pod, ledger, {}):
                 continue
+            work += COST_OF_A_PLAN + len(ledger.reservations)
             gpus = ledger.gpus_without(frozenset(uids))
             if not isinstance(plan_pod(pod, gpus, ledger.node.topology, self._policy), Refused):
                 kept[node] = list(uids)

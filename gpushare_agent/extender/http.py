@@ -52,6 +52,7 @@ from gpushare_agent.extender.messages import (
     preemption_result,
 )
 from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.tls import Tls, reload_certificate, tls_context
 from gpushare_agent.extender.verbs import Extender
 from gpushare_agent.kit.http_server import HttpLimits, HttpServer
@@ -143,10 +144,11 @@ class ExtenderVerbs:
     async def preempt(self, content: bytes) -> _Result:
         """ExtenderPreemptionResult has no place for an error."""
         try:
-            args = parse_preempt_args(content, self._names)
+            args = await in_steps(parse_preempt_args(content, self._names))
         except Corrupt as e:
             return _refused(e)
-        return _Result(preemption_result(self._extender.preempt(args), args.violations))
+        victims = await self._extender.preempt(args)
+        return _Result(await in_steps(preemption_result(victims, args.violations)))
 
 
 def _refused(error: Corrupt) -> _Result:

@@ -37,7 +37,7 @@ from gpushare_agent.cluster.kube.cluster import ClusterApi, Lease, LeaseSpec
 from gpushare_agent.cluster.kube.objects import object_meta, pod_uid
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.verbs import in_steps
+from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected
 from gpushare_agent.model.names import PodUid

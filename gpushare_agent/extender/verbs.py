@@ -7,9 +7,7 @@ the GPUs and annotates the pod. A pod that is filtered again gets a new answer. 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Generator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -18,10 +16,9 @@ from gpushare_agent.extender.cluster_state import ClusterState, Filtered
 from gpushare_agent.extender.messages import BindArgs, NodesArgs, PreemptArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.quota_waiters import QuotaWaiters
+from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import Stage
 from gpushare_agent.model.names import PodUid
-
-A = TypeVar("A")
 
 
 class Extender(Struct, kw_only=True, eq=False):
@@ -46,11 +43,11 @@ class Extender(Struct, kw_only=True, eq=False):
             return [(name, 0) for name in args.names]
         return self.state.prioritize(args.pod, args.names)
 
-    def preempt(self, args: PreemptArgs) -> Mapping[str, Sequence[PodUid]]:
+    async def preempt(self, args: PreemptArgs) -> Mapping[str, Sequence[PodUid]]:
         """The nodes where the pod would fit once the victims are gone, each with its victims."""
         if not args.pod.containers:
             return args.victims
-        return self.state.victims(args.pod, args.victims)
+        return await in_steps(self.state.victims_steps(args.pod, args.victims))
 
     async def bind(self, args: BindArgs) -> str:
         """Empty when the pod is bound, else why not."""
@@ -78,14 +75,3 @@ class Extender(Struct, kw_only=True, eq=False):
             return Filtered(error=f"cannot reserve GPUs of node {best} for pod {pod.namespace}/{pod.name}: {error}")
         others = {name: f"the pod is reserved on node {best}" for name in found.fitting if name != best}
         return Filtered(fitting=[best], failed={**found.failed, **others}, unresolvable=found.unresolvable)
-
-
-async def in_steps(steps: Generator[None, None, A]) -> A:
-    """The result of the last step; the event loop runs other tasks between two steps. May be cancelled there."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            answer: A = done.value
-            return answer
-        await asyncio.sleep(0)

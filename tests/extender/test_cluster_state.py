@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from msgspec.structs import replace
 
 from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.steps import at_once
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
 from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -83,7 +84,7 @@ def test_to_filter_changes_nothing() -> None:
     for _ in range(3):
         assert cluster.filter(share("p", 60), None).fitting == ["a"]
         cluster.prioritize(share("p", 60), ["a"])
-        cluster.victims(share("p", 60), {"a": []})
+        at_once(cluster.victims_steps(share("p", 60), {"a": []}))
     assert state_document(cluster) == before
 
 
@@ -235,7 +236,7 @@ def test_victims_are_kept_where_their_end_makes_room() -> None:
         reserve(cluster, share(name, 45), place)
     wanted = share("p", 90)
     candidates = {"a": [PodUid("uid-x")], "b": [PodUid("uid-z")], "gone": [PodUid("uid-q")]}
-    assert cluster.victims(wanted, candidates) == {"b": [PodUid("uid-z")]}
+    assert at_once(cluster.victims_steps(wanted, candidates)) == {"b": [PodUid("uid-z")]}
 
 
 def test_what_more_room_would_not_cure_is_unresolvable() -> None:
@@ -256,7 +257,7 @@ def test_pods_that_ask_for_nothing_of_ours_pass() -> None:
     cluster = state()
     assert cluster.filter(pod("plain", container()), ["x", "y"]).fitting == ["x", "y"]
     assert cluster.prioritize(pod("plain", container()), ["x"]) == [("x", 0)]
-    assert cluster.victims(pod("plain", container()), {"x": [PodUid("u")]}) == {"x": ["u"]}
+    assert at_once(cluster.victims_steps(pod("plain", container()), {"x": [PodUid("u")]})) == {"x": ["u"]}
 
 
 def test_an_unhealthy_gpu_takes_nothing() -> None:
@@ -382,7 +383,7 @@ def test_nobody_is_evicted_for_a_pod_over_its_quota() -> None:
     cluster = ClusterState(policy=ClusterPolicy(names=NAMES), quota=lambda pod, *, model, pool: refusal)
     cluster.put_node(node(gpus=1), 0.0)
     cluster.put_pod(on(share("x", 60), "a"), 1.0)
-    assert cluster.victims(share("p", 60), {"a": [PodUid("uid-x")]}) == {}
+    assert at_once(cluster.victims_steps(share("p", 60), {"a": [PodUid("uid-x")]})) == {}
 
 
 class Machine(RuleBasedStateMachine):

@@ -15,6 +15,8 @@ from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.messages import (
     MAX_NODES,
     MAX_POD_BYTES,
+    MAX_VICTIMS,
+    VICTIMS_OF_A_STEP,
     binding_result,
     filter_result,
     host_priorities,
@@ -24,6 +26,7 @@ from gpushare_agent.extender.messages import (
     preemption_result,
 )
 from gpushare_agent.extender.pods import asks_for_ours, lean_pod, predicate_annotations
+from gpushare_agent.extender.steps import at_once
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 from tests.support_extender import NAMES, raw_pod
@@ -69,15 +72,15 @@ def test_results_have_the_fields_of_the_public_types_in_their_order() -> None:
     )
     assert host_priorities([("n1", 10), ("n2", 0)]) == b'[{"Host":"n1","Score":10},{"Host":"n2","Score":0}]'
     assert binding_result("") == b'{"Error":""}'
-    assert preemption_result({"n": [PodUid("u")]}, {"n": 1}) == (
+    assert at_once(preemption_result({"n": [PodUid("u")]}, {"n": 1})) == (
         b'{"NodeNameToMetaVictims":{"n":{"Pods":[{"UID":"u"}],"NumPDBViolations":1}}}'
     )
 
 
 def test_both_forms_of_victims_say_the_same() -> None:
     """Whole pods and UIDs."""
-    by_pod = parse_preempt_args(read("preemption_args_victims.json"), NAMES)
-    by_uid = parse_preempt_args(read("preemption_args_meta.json"), NAMES)
+    by_pod = at_once(parse_preempt_args(read("preemption_args_victims.json"), NAMES))
+    by_uid = at_once(parse_preempt_args(read("preemption_args_meta.json"), NAMES))
     assert by_pod == by_uid
     assert by_uid.victims == {"node-b": ["victim-1"], "node-c": ["victim-2"]}
     assert by_uid.violations == {"node-b": 0, "node-c": 1}
@@ -109,7 +112,7 @@ def test_whatever_is_sent_is_read_or_refused(raw: Any) -> None:
     content = json.dumps(raw).encode()
     for parse in (
         lambda: parse_nodes_args(content, NAMES),
-        lambda: parse_preempt_args(content, NAMES),
+        lambda: at_once(parse_preempt_args(content, NAMES)),
         lambda: parse_bind_args(content),
     ):
         try:
@@ -156,14 +159,15 @@ def test_violations_are_a_whole_number_of_gos(count: object) -> None:
     meta = {"n": {"Pods": [{"UID": "u"}], "NumPDBViolations": count}}
     content = json.dumps({"Pod": raw_pod("a", (30, 4)), "NodeNameToMetaVictims": meta}).encode()
     with pytest.raises(Corrupt, match="NumPDBViolations"):
-        parse_preempt_args(content, NAMES)
+        at_once(parse_preempt_args(content, NAMES))
 
 
 @pytest.mark.parametrize("count", [0, 1, (1 << 63) - 1])
 def test_any_int64_of_violations_is_given_back(count: int) -> None:
     """As it was sent."""
     meta = {"n": {"Pods": [{"UID": "u"}], "NumPDBViolations": count}}
-    args = parse_preempt_args(json.dumps({"Pod": raw_pod("a", (30, 4)), "NodeNameToMetaVictims": meta}).encode(), NAMES)
+    content = json.dumps({"Pod": raw_pod("a", (30, 4)), "NodeNameToMetaVictims": meta}).encode()
+    args = at_once(parse_preempt_args(content, NAMES))
     assert args.violations == {"n": count}
 
 
@@ -200,7 +204,7 @@ def test_victims_in_another_form_are_refused(victims: object) -> None:
     """They would read as a node where nothing has to end."""
     content = json.dumps({"Pod": raw_pod("a", (30, 4)), "NodeNameToMetaVictims": {"n": victims}}).encode()
     with pytest.raises(Corrupt, match=r"NodeNameToMetaVictims|without a UID"):
-        parse_preempt_args(content, NAMES)
+        at_once(parse_preempt_args(content, NAMES))
 
 
 @pytest.mark.parametrize("form", ["names", "nodes", "victims"])
@@ -216,12 +220,43 @@ def test_a_request_about_more_nodes_than_any_cluster_has_is_refused(form: str) -
         chosen = about[form]
         assert isinstance(chosen, dict)
         content = json.dumps({"Pod": raw_pod("a", (30, 4)), **chosen}).encode()
-        parse = parse_preempt_args if form == "victims" else parse_nodes_args
+
+        def parse(content: bytes = content) -> None:
+            if form == "victims":
+                at_once(parse_preempt_args(content, NAMES))
+            else:
+                parse_nodes_args(content, NAMES)
+
         if count <= MAX_NODES:
-            parse(content, NAMES)
+            parse()
             continue
         with pytest.raises(Corrupt, match=str(MAX_NODES)):
-            parse(content, NAMES)
+            parse()
+
+
+def test_victims_are_bounded_by_node_and_read_in_steps() -> None:
+    """No kubelet runs as many pods as MAX_VICTIMS. Of more nodes' victims each step reads about VICTIMS_OF_A_STEP, and the
+    answer is written so too."""
+    uids = [f"victim-with-a-uid-of-36-characters-{number:04d}" for number in range(MAX_VICTIMS + 1)]
+
+    def content(nodes: int, victims: int) -> bytes:
+        meta = {f"node-{n:04d}": {"Pods": [{"UID": uid} for uid in uids[:victims]]} for n in range(nodes)}
+        return json.dumps({"Pod": raw_pod("a", (30, 4)), "NodeNameToMetaVictims": meta}).encode()
+
+    at_once(parse_preempt_args(content(1, MAX_VICTIMS), NAMES))
+    with pytest.raises(Corrupt, match=rf"node node-0000: .*{MAX_VICTIMS}"):
+        at_once(parse_preempt_args(content(1, MAX_VICTIMS + 1), NAMES))
+    args = at_once(parse_preempt_args(content(50, 99), NAMES))
+    assert sum(1 for _ in parse_preempt_args(content(50, 99), NAMES)) == 50 * 100 // VICTIMS_OF_A_STEP
+    assert sum(1 for _ in preemption_result(args.victims, args.violations)) == 50 * 100 // VICTIMS_OF_A_STEP
+
+
+def test_a_request_with_the_densest_whole_nodes_is_read() -> None:
+    """13 bytes a value: nodes of a cluster were seen with 16.7."""
+    values = [f"{number:011d}" for number in range(100_000)]
+    item = {"metadata": {"name": "a"}, "status": [int("1" + value) for value in values]}
+    content = json.dumps({"Pod": raw_pod("a", (30, 4)), "Nodes": {"items": [item]}}, separators=(",", ":")).encode()
+    assert parse_nodes_args(content, NAMES).names == ["a"]
 
 
 def test_a_real_request_with_whole_nodes_is_dense_enough() -> None:
