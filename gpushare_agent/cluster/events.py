@@ -84,7 +84,9 @@ class EventRecorder:
         self._is_wanted.set()
         if dropped is not None:
             self._recorded.pop(dropped.key, None)  # the next time it may be sent
-            self._drop(dropped.event, f"{QUEUE_LIMIT} Events wait, and most of them are of its namespace")
+            self._drop(
+                dropped.event, f"{QUEUE_LIMIT} Events wait, and its namespace had a turn lately or has most of them"
+            )
         return dropped is not queued
 
     async def run(self, api: KubeApi) -> NoReturn:

@@ -7,18 +7,24 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+TURNS_OF_THE_LIMIT = 4
+"""So many times `limit` tenants are remembered after their turn."""
+
 
 class FairQueue(Generic[T]):
     """Tenants take turns, within a tenant its subjects (of a namespace the pods), and a subject's items keep their order.
 
-    Where more than `limit` items wait, the newest one of whoever has most is dropped; who puts one counts as more than
-    others with as many. A put takes time in proportion to `limit` then.
+    Where more than `limit` items wait, the newest one of whoever has most is dropped. Of those with as many it is one that
+    had a turn lately, so that somebody with more namespaces than `limit` keeps nobody new out; then who puts the item. A put
+    takes time in proportion to `limit` then.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._len = 0
         self._tenants: OrderedDict[str, OrderedDict[str, deque[T]]] = OrderedDict()
+        self._served: OrderedDict[str, None] = OrderedDict()
+        """Who had a turn lately, the last one at the end."""
 
     def __len__(self) -> int:
         return self._len
@@ -30,7 +36,10 @@ class FairQueue(Generic[T]):
         if self._len <= self._limit:
             return None
         # of those that are equal the one whose turn is last
-        name, subjects = max(reversed(self._tenants.items()), key=lambda one: (_size(one[1]), one[0] == tenant))
+        name, subjects = max(
+            reversed(self._tenants.items()),
+            key=lambda one: (_size(one[1]), one[0] in self._served, one[0] == tenant),
+        )
         of = max(reversed(subjects.items()), key=lambda one: (len(one[1]), (name, one[0]) == (tenant, subject)))[0]
         dropped = subjects[of].pop()
         self._taken(name, of)
@@ -46,6 +55,10 @@ class FairQueue(Generic[T]):
         subjects.move_to_end(subject)
         self._tenants.move_to_end(name)
         self._taken(name, subject)
+        self._served[name] = None
+        self._served.move_to_end(name)
+        if len(self._served) > TURNS_OF_THE_LIMIT * self._limit:
+            self._served.popitem(last=False)
         return item
 
     def _taken(self, tenant: str, subject: str) -> None:

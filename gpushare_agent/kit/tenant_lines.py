@@ -4,10 +4,11 @@ A structlog processor: no caller knows of it. Lines below `info` pass, as whoeve
 
 The share of one tenant: a line costs a token of a bucket. The first line of a namespace and its pod passes while there is a
 token; a further one only while as many are left as its namespace and its pod used lately, on average. So a flood leaves to
-others about as many tokens as it takes, with whatever number of pods. Many lines name a pod's UID alone: there the event
-takes the place of the namespace.
+others about as many tokens as it takes, with whatever number of pods. Many lines name a pod's UID alone: its namespace is
+known from the lines before that name both, as each Allocate's does; where it is not, the event takes its place.
 
-State owned: the bucket, who used how much of it, and what was left out since the last report. Any thread may log.
+State owned: the bucket, who used how much of it, the namespaces of UIDs, and what was left out since the last report. Any
+thread may log.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ class TenantLines:
         self._lock = threading.Lock()  # never locked while something is logged
         self._tokens = TokenBucket(rate=PER_S, burst=BURST, clock=clock)
         self._used: OrderedDict[Key, tuple[float, float]] = OrderedDict()
+        self._namespaces: OrderedDict[str, str] = OrderedDict()
+        """By UID; one of a line that was left out counts too."""
         self._left_out: Counter[str] = Counter()
         self._since = 0.0
 
     def __call__(self, _logger: Any, method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """The processor. Raises DropEvent: the line is left out."""
-        keys = _user(line) if method != "debug" and line.get("event") != _REPORT else ()
+        keys = self._user(line) if method != "debug" and line.get("event") != _REPORT else ()
         if not keys:
             return line
         with self._lock:
@@ -95,14 +98,25 @@ class TenantLines:
         left = used * math.exp((at - now) / _FORGET_S)
         return left if left >= _LEAST else 0.0
 
-
-def _user(line: MutableMapping[str, Any]) -> tuple[Key, ...]:
-    """Namespace and subject of a line that a tenant can cause, its event where it has none; nothing for other lines."""
-    event = ("event", str(line.get("event")))
-    found = (name for field in TENANT_FIELDS if isinstance(name := line.get(field), str))
-    subject = next(found, None)
-    if subject is None:
-        return (event,) if event[1] in TENANT_EVENTS else ()
-    named = subject.rpartition("/")[0].rpartition(" ")[2]  # of "Pod NAMESPACE/NAME" too
-    namespace = str(line.get("namespace") or named)[:_NAME_CHARS]
-    return ("namespace", namespace) if namespace else event, ("subject", subject[:_NAME_CHARS])
+    def _user(self, line: MutableMapping[str, Any]) -> tuple[Key, ...]:
+        """Namespace and subject of a line that a tenant can cause, its event where it has none; nothing for other lines."""
+        event = ("event", str(line.get("event")))
+        found = (name for field in TENANT_FIELDS if isinstance(name := line.get(field), str))
+        subject = next(found, None)
+        if subject is None:
+            return (event,) if event[1] in TENANT_EVENTS else ()
+        subject = subject[:_NAME_CHARS]
+        other = next(found, "") or subject  # beside a UID the pod's name, which may be `NAMESPACE/NAME`
+        named = (
+            (subject if "/" in subject else other).rpartition("/")[0].rpartition(" ")[2]
+        )  # of "Pod NAMESPACE/NAME" too
+        namespace = str(line.get("namespace") or named)[:_NAME_CHARS]
+        with self._lock:
+            if namespace and "/" not in subject:
+                self._namespaces[subject] = namespace
+                self._namespaces.move_to_end(subject)
+                if len(self._namespaces) > _MAX_USERS:
+                    self._namespaces.popitem(last=False)
+            elif not namespace:
+                namespace = self._namespaces.get(subject, "")
+        return ("namespace", namespace) if namespace else event, ("subject", subject)

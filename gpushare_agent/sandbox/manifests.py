@@ -23,6 +23,10 @@ from gpushare_agent.sandbox.pod_manifest import RawObject, completed_manifest
 EXPECTATION_ANNOTATION = "sandbox.gpushare/expect"
 """On a sample that is not meant to run: what it shows."""
 STANDARD_INPUT = Path("-")
+MAX_BYTES = 1 << 20
+"""Of a file. The reader in Python takes up to 7 s of processor time for it; etcd takes no object above 1.5 MiB."""
+MAX_VALUES = 200_000
+"""In a file, those of aliases wherever they are named: 400 bytes of them can stand for gigabytes, and one for itself."""
 SAMPLE_SETS = ("all", "fitting", "none")
 
 
@@ -86,7 +90,13 @@ def _files(path: Path) -> Iterable[Path]:
 
 def _text(file: Path) -> str:
     try:
-        content = sys.stdin.buffer.read() if file == STANDARD_INPUT else file.read_bytes()
+        if file == STANDARD_INPUT:
+            content = sys.stdin.buffer.read(MAX_BYTES + 1)
+        else:
+            with file.open("rb") as opened:
+                content = opened.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ManifestError(f"{_origin(file)}: is longer than {MAX_BYTES} bytes: split it")
         return content.decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
@@ -97,15 +107,29 @@ def parse_manifests(text: str, origin: str) -> list[Manifest]:
     """The Pods of a YAML text; documents of kind List are taken apart. Raises ManifestError."""
     try:
         documents = list(yaml.safe_load_all(text))
+    except RecursionError as error:
+        raise ManifestError(f"{origin}: is nested too deeply") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         raise ManifestError(f"{origin}{where}: no valid YAML: {getattr(error, 'problem', None) or error}") from error
+    if not _is_bounded(documents):
+        raise ManifestError(f"{origin}: has more than {MAX_VALUES} values, or an alias that names itself")
     found: list[Manifest] = []
     for number, document in enumerate(documents, start=1):
         where = f"{origin}, document {number}" if len(documents) > 1 else origin
         found.extend(_checked(item, where) for item in _items(document, where))
     return found
+
+
+def _is_bounded(documents: list[Any]) -> bool:
+    left, waiting = MAX_VALUES, documents[:]
+    while waiting and left >= 0:
+        value = waiting.pop()
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        left -= 1 + len(inner)
+        waiting += inner if left >= 0 else ()
+    return left >= 0
 
 
 def _items(document: Any, where: str) -> list[Any]:

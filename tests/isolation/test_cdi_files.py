@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.isolation.cdi.files import MAX_BYTES, MAX_FILES, CdiFiles
+from gpushare_agent.isolation.cdi.files import MAX_BYTES, MAX_FILES, MAX_YAML_BYTES, CdiFiles
 from gpushare_agent.model.errors import Unavailable
 from tests.support_cdi import NVIDIA_CTK, spec, write_spec
 
@@ -83,6 +83,7 @@ BROKEN = [
     ("a.json", changed(devices=spec("GPU-0")["devices"] * 2), "a device twice"),
     ("a.json", changed(devices=spec(*map(str, range(4097)))["devices"]), "more than 4096 devices"),
     ("a.json", b" " * (MAX_BYTES + 1), "larger than"),
+    ("a.yaml", b" " * (MAX_YAML_BYTES + 1), "larger than"),
 ]
 
 

@@ -30,6 +30,19 @@ def test_of_a_full_queue_whoever_has_most_loses_the_newest() -> None:
     assert [queue.pop() for _ in range(4)] == [0, 6, 5, 7]
 
 
+def test_more_tenants_than_places_keep_no_new_one_out() -> None:
+    """Those that had a turn lately make room, though each has one item only."""
+    queue: FairQueue[str] = FairQueue(4)
+    flood = [f"flood-{number}" for number in range(6)]
+    for name in flood[:4]:
+        assert queue.put(name, "pod", name) is None
+    assert queue.pop() == "flood-0"
+    assert queue.put("flood-0", "pod", "again") is None
+    assert queue.put("new", "pod", "item") == "again"
+    assert queue.put("flood-0", "pod", "again") == "again"
+    assert [queue.pop() for _ in range(4)] == ["flood-1", "flood-2", "flood-3", "item"]
+
+
 @given(st.lists(st.one_of(st.none(), st.tuples(st.sampled_from("abc"), st.sampled_from("123")))))
 def test_each_item_comes_out_once_and_no_more_than_the_limit_wait(steps: list[tuple[str, str] | None]) -> None:
     """Taken, dropped or still waiting; of a tenant with no more than its part of the places none is dropped."""

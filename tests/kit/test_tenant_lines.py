@@ -130,6 +130,20 @@ def test_another_tenants_line_is_written_during_a_flood(causes: list[Cause]) -> 
     assert len(others) == next(names)
 
 
+def test_a_line_that_names_a_uid_alone_counts_for_its_namespace() -> None:
+    """Known from its pod's Allocate, also one that was left out: a namespace with many pods takes no other's lines of the
+    same event."""
+    clock = FakeClock()
+    with capture_logs([TenantLines(clock)]) as logs:
+        for number in range(10 * BURST):
+            log.info("allocate", namespace="loud", pod=f"p-{number}", pod_uid=f"uid-{number}")
+            log.warning("vdevice_not_written", pod_uid=f"uid-{number}")
+            clock.now += 0.01
+        log.info("allocate", namespace="quiet", pod="p", pod_uid="quiet-uid")
+        log.warning("vdevice_not_written", pod_uid="quiet-uid")
+    assert [one["event"] for one in logs if one["pod_uid"] == "quiet-uid"] == ["allocate", "vdevice_not_written"]
+
+
 def test_what_no_tenant_causes_and_what_somebody_debugs_has_no_limit() -> None:
     """Lines of the node, and those below info."""
     with capture_logs([TenantLines(FakeClock())]) as logs:

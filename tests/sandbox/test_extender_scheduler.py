@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.sandbox.scheduler.extender_scheduler import open_extender_calls
 from tests.support_extender_nodes import (
     ReportedExtender,
     condition_of,
@@ -124,3 +131,23 @@ async def test_a_pod_that_asks_for_no_gpu_needs_no_extender() -> None:
     async with open_reported(ReportedExtender(), ["a"]) as cluster, with_plugins(cluster, a=1):
         cluster.api.create_pod(pod("plain"))
         await wait_phase(cluster.nodes[0], "plain", "Running")
+
+
+async def test_an_answer_without_an_end_is_no_answer() -> None:
+    """Of any status. It is read to its bound, not to its end."""
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=200 if request.path.endswith("filter") else 500)
+        await response.prepare(request)
+        with suppress(ConnectionError):
+            while True:
+                await response.write(b" " * (1 << 20))
+        return response
+
+    app = web.Application()
+    app.router.add_post("/{verb}", endless)
+    async with TestServer(app) as server, open_extender_calls(str(server.make_url("/"))) as calls:
+        with pytest.raises(Unavailable, match="filter with more than 16 MiB"):
+            await calls.filter({}, [])
+        with pytest.raises(Unavailable, match="priorities with more than 16 MiB"):
+            await calls.prioritize({}, [])

@@ -258,6 +258,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\n"
         (b"web: \x01\n", "it is no text"),
         ("[" * 5000, "nested too deeply"),
         ("#" * (1 << 20) + "\n", "larger than 1 MiB"),
+        ("#" * (1 << 18) + "\n", "262145 bytes, 262144 are read"),
         ("web: 5\n", "web is '5', but must be a mapping"),
         ("config: /other\n", "config cannot be set in a file"),
         ("kubelet: {lok_again_s: 1}\n", "did you mean kubelet.look_again_s?"),

@@ -26,6 +26,8 @@ from gpushare_agent.model.errors import Unavailable
 
 MAX_BYTES = 1024 * 1024
 """A spec of nvidia-ctk for eight GPUs has some 60 KB."""
+MAX_YAML_BYTES = 512 * 1024
+"""The reader in Python takes up to 7 s of processor time for a mebibyte of short values (measured)."""
 MAX_FILES = 200
 """Of one directory, in order of name."""
 _MAX_DEVICES = 4096
@@ -140,8 +142,9 @@ class CdiFiles:
 
 def _spec(content: bytes, *, is_json: bool) -> tuple[str, tuple[str, ...]]:
     """Kind and device names; raises _NoSpecError for what the reference library would not load."""
-    if len(content) > MAX_BYTES:
-        raise _NoSpecError(f"is larger than {MAX_BYTES} bytes, which the agent does not read")
+    most = MAX_BYTES if is_json else MAX_YAML_BYTES
+    if len(content) > most:
+        raise _NoSpecError(f"is larger than {most} bytes, which the agent does not read")
     raw = _parsed(content, is_json=is_json)
     if not isinstance(raw, dict):
         raise _NoSpecError("is no CDI spec: it holds no object")

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from msgspec import Struct
 
+from gpushare_agent.isolation.cdi.files import MAX_BYTES, MAX_YAML_BYTES
 from gpushare_agent.model.errors import Rejected
 
 ANNOTATION_PREFIX = "cdi.k8s.io/"
@@ -86,6 +87,8 @@ def _devices(path: Path) -> dict[str, _Device]:
     if path.suffix not in (".json", ".yaml"):
         return {}
     with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        if path.stat().st_size > (MAX_BYTES if path.suffix == ".json" else MAX_YAML_BYTES):
+            raise ValueError(path)  # the agent leaves it out too
         text = path.read_text(encoding="utf-8")
         raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
         common = raw.get("containerEdits") or {}
