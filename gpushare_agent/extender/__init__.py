@@ -6,5 +6,5 @@ and recorded in decisions/ledger.py. `bind.py` carries a reservation out: annota
 (the informers' handlers), `LeaderElection` and `Leadership`. Called by cli/main.py, and by simulation without I/O. Open
 `verbs.py` first for a request, `app.py` for the composition.
 
-Others import: app, cluster_feed, cluster_state, debug, decisions.free_capacity, metrics, nodes, quota_state, values, verbs.
+Others import: app, cluster_feed, cluster_state, debug, decisions.free_capacity, metrics, nodes, quota_state, steps, values.
 """
