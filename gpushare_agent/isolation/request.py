@@ -14,7 +14,7 @@ from gpushare_agent.isolation.kept import NOTHING_KEPT, WHOLE_GPU, Circumstances
 from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, KernelModule
-from gpushare_agent.model.names import ENV_VISIBLE_DEVICES, PodUid
+from gpushare_agent.model.names import ENV_VISIBLE_DEVICES, PodUid, touches
 from gpushare_agent.model.pods import ContainerSpec
 
 if TYPE_CHECKING:  # it takes pydantic
@@ -178,6 +178,20 @@ def refused_override(container: ContainerSpec, isolation: str, found: Sequence[s
         detail=f"container {container.name} sets {', '.join(sorted(names))} in its spec, which would win over the limit of"
         f" its share under isolation {isolation}. Nothing was allocated. Remove the variable: the agent sets"
         " what the library and NVIDIA's runtime read.",
+    )
+
+
+def refused_mounts(container: ContainerSpec, isolation: str, paths: Sequence[str]) -> Refused | None:
+    """Refuses a spec with a volume at one of the isolation's own `paths`, below or above it. The pod's mounts come after a
+    device plugin's; in a volume above a path its users could lead a directory of that path elsewhere."""
+    found = [mount for mount in container.mounts if any(touches(mount, path) for path in paths)]
+    if not found:
+        return None
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"container {container.name} mounts a volume at {', '.join(found)}, by which it could lift the limit of its"
+        f" share: isolation {isolation} has its files at {', '.join(sorted(paths))}. Nothing was allocated. Mount the volume"
+        " at another path, neither in these nor above them.",
     )
 
 

@@ -79,6 +79,28 @@ ENV_HAMI_CORE_LIBRARY = "CUDA_REDIRECT"
 ENV_LIBRARY_PATH = "LD_LIBRARY_PATH"
 LIBRARY_DIRECTORY = "/usr/local/nvidia"
 """Where a container finds the driver's libraries and programs."""
+VDEVICE_DIRECTORY = "/etc/vcuda"
+PRELOAD_PATH = "/etc/ld.so.preload"
+GPUSHARE_DIRECTORY = "/usr/local/gpushare"
+HAMI_CORE_DIRECTORY = "/usr/local/vgpu"
+LIMIT_PATHS = (VDEVICE_DIRECTORY, PRELOAD_PATH, GPUSHARE_DIRECTORY, HAMI_CORE_DIRECTORY, LIBRARY_DIRECTORY)
+"""In a container: a volume of the pod's at, below or above one of them may take a limit out of sight."""
+
+
+def clean_path(path: str) -> str:
+    """As the runtime mounts it: absolute, without `.`, `..` and double slashes."""
+    parts: list[str] = []
+    for part in path.split("/"):
+        if part == "..":
+            del parts[-1:]
+        elif part not in ("", "."):
+            parts.append(part)
+    return "/" + "/".join(parts)
+
+
+def touches(path: str, other: str) -> bool:
+    """One is the other, or lies in it; both clean."""
+    return f"{path.rstrip('/')}/".startswith(f"{other}/") or f"{other}/".startswith(f"{path.rstrip('/')}/")
 
 
 _CONTAINER_ID = re.compile(r"[0-9a-f]{64}")

@@ -32,6 +32,7 @@ class ContainerSpec(Struct, frozen=True, kw_only=True):
     `requests` holds the limits of extended resources (limits equal requests for them), by resource name, whole numbers.
     `env` holds only literal values, and the names of limits that are set in another way. `claims` are the pod's claims that
     the container uses, by their names in the pod, each with the one request of it that it names, empty: with all.
+    `mounts` are those of its volumeMounts that touch a path of `LIMIT_PATHS`, sorted.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ContainerSpec(Struct, frozen=True, kw_only=True):
     requests: Mapping[str, int] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     claims: tuple[tuple[str, str], ...] = ()
+    mounts: tuple[str, ...] = ()
 
 
 class Pod(Struct, frozen=True, kw_only=True):

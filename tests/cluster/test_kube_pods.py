@@ -87,6 +87,17 @@ def test_a_limit_of_memory_that_is_not_literal_is_known_to_be_set() -> None:
     assert read(raw).containers[2].env == {"NVIDIA_GPU_MEMORY_LIMIT": ""}
 
 
+def test_of_the_mounts_those_are_kept_that_could_lift_a_limit() -> None:
+    """As paths without detours; of containers that ask for something."""
+    raw = copy.deepcopy(FULL)
+    paths = ["/data", "/etc/../etc//vcuda/", "/etc/vcuda/usage", "/usr/./local", "/", "/etc/vcuda2", 7, None]
+    for one in (raw["spec"]["containers"][0], raw["spec"]["initContainers"][1]):
+        one["volumeMounts"] = [{"name": "v", "mountPath": path} for path in paths]
+    found = read(raw)
+    assert found.containers[2].mounts == ("/", "/etc/vcuda", "/etc/vcuda/usage", "/usr/local")
+    assert found.containers[1].mounts == ()
+
+
 def test_only_the_named_resources_are_read() -> None:
     """Garbage in another plugin's limit does not matter where only ours are asked for."""
     raw = copy.deepcopy(FULL)

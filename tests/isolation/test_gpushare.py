@@ -99,6 +99,24 @@ def test_a_share_that_could_not_be_kept_is_refused(wanted: IsolationRequest, tex
     assert isinstance(refused, Refused) and text in refused.detail
 
 
+PATHS = ["/etc/vcuda", "/etc/vcuda/vcuda.sock", "/etc/ld.so.preload", "/usr/local/gpushare", "/usr/local", "/etc", "/"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_volume_over_the_files_of_the_limit_is_refused(path: str) -> None:
+    """Above them too: whoever may write in the volume could lead their directory elsewhere."""
+    own = replace(container("cuda"), mounts=("/data", path))
+    refused = edit_gpushare(replace(request(), container=own))
+    assert isinstance(refused, Refused) and f"mounts a volume at {path}, by which" in refused.detail
+    assert edit_gpushare(replace(request(cores=100), container=own)) == ContainerEdits()
+
+
+@pytest.mark.parametrize("path", ["/data", "/etc/ssl", "/usr/local/gpushare2", "/usr/local/vgpu"])
+def test_a_volume_elsewhere_is_not(path: str) -> None:
+    own = replace(container("cuda"), mounts=(path,))
+    assert isinstance(edit_gpushare(replace(request(), container=own)), ContainerEdits)
+
+
 def test_a_share_of_a_mig_instance_is_refused() -> None:
     instance = GpuShare(gpu=mig_instance(1, 0, 0), cores=30, memory_mib=1024)
     assert isinstance(ISOLATION.edits(replace(request(), shares=(instance,))), Refused)

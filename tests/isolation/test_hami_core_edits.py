@@ -184,3 +184,10 @@ def test_every_limit_is_a_number_that_the_library_reads_as_one(
 def test_it_is_registered_under_its_name() -> None:
     """With the preparation that the services make."""
     assert ISOLATIONS["hami-core"].edit is edit_hami_core
+
+
+@pytest.mark.parametrize("path", ["/usr/local/vgpu", "/usr/local/vgpu/cache/cuda.cache", "/etc/ld.so.preload", "/usr"])
+def test_a_volume_over_the_librarys_files_is_refused(path: str) -> None:
+    refused = edit_hami_core(request(container=replace(container("cuda"), mounts=(path,))))
+    assert isinstance(refused, Refused) and f"mounts a volume at {path}, by which" in refused.detail
+    assert isinstance(edit_hami_core(request(container=replace(container("cuda"), mounts=("/data",)))), ContainerEdits)

@@ -33,11 +33,14 @@ from gpushare_agent.model.names import (
     GPUSHARE_ASSIGNED_ANNOTATION,
     GPUSHARE_ASSUME_TIME_ANNOTATION,
     GPUSHARE_INDEX_ANNOTATION,
+    LIMIT_PATHS,
     MAX_ANNOTATION_CHARS,
     RESIZE_ANNOTATION,
     RESIZE_STATUS_ANNOTATION,
     PodUid,
+    clean_path,
     is_container_id,
+    touches,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 
@@ -69,6 +72,7 @@ _EXTENDED_CLAIM_BESIDE = f"{EXTENDED_CLAIM}."
 MAX_ANNOTATIONS = 64
 MAX_CONTAINERS = 1000
 """Containers beyond this count only where they ask for something."""
+MAX_MOUNTS = 8
 MAX_NAME_CHARS = 320
 """Of an annotation: 253 of its prefix, a slash, 63 of its name."""
 MAX_MESSAGE_CHARS = 2048
@@ -102,12 +106,17 @@ class EnvVar(Struct):
     value: str | None = None
 
 
+class VolumeMount(Struct, rename="camel"):
+    mount_path: str
+
+
 class ContainerJson(Struct, rename="camel"):
     name: str | None = None
     resources: ResourcesJson | None = None
     restart_policy: object = None
     raw_env: Raw = field(name="env", default=NULL)
     raw_ports: Raw = field(name="ports", default=NULL)
+    raw_mounts: Raw = field(name="volumeMounts", default=NULL)
 
     @property
     def limits(self) -> Mapping[str, Quantity]:
@@ -209,9 +218,10 @@ class PodJson(KubeObject):
 
 _OBJECT, _POD, _STATUS, _TEXT = Decoder(KubeObject), Decoder(PodJson), Decoder(PodStatus), Decoder(str)
 _CONTAINER_CLAIMS, _POD_CLAIMS, _MAPPINGS = Entries(ContainerClaim), Entries(PodClaim), Entries(_RequestMapping)
-_PORTS, _ENV, _STATUSES, _CONDITIONS = (
+_PORTS, _ENV, _MOUNTS, _STATUSES, _CONDITIONS = (
     Entries(ContainerPort),
     Entries(EnvVar),
+    Entries(VolumeMount),
     Entries(ContainerStatus),
     Entries(_Condition),
 )
@@ -303,6 +313,7 @@ def _containers(spec: PodSpec, what: str, resources: Collection[str] | None) -> 
                     requests=requests,
                     env=_literal_env(one),
                     claims=tuple((claim.name, claim.request or "") for claim in claims),
+                    mounts=_limit_mounts(one) if requests else (),
                 )
 
 
@@ -338,6 +349,13 @@ def _with_extended_claim(
 def _is_extended(name: str) -> bool:
     """Qualified by a domain that is not Kubernetes' own: cpu, hugepages-2Mi and the like are not."""
     return "/" in name and "kubernetes.io/" not in name
+
+
+def _limit_mounts(container: ContainerJson) -> tuple[str, ...]:
+    """The few that may lift a limit, as a path without detours."""
+    paths = {clean_path(one.mount_path) for one in _MOUNTS.read(container.raw_mounts)}
+    found = sorted(path for path in paths if any(touches(path, own) for own in LIMIT_PATHS))
+    return tuple(_cut(path, MAX_NAME_CHARS) for path in found[:MAX_MOUNTS])
 
 
 def _literal_env(container: ContainerJson) -> dict[str, str]:

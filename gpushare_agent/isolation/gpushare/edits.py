@@ -20,21 +20,20 @@ from gpushare_agent.isolation.request import (
     Follows,
     Isolation,
     IsolationRequest,
+    refused_mounts,
     refused_nothing,
     refused_override,
 )
 from gpushare_agent.isolation.shares import ShareLimits, limits_by_gpu
-from gpushare_agent.isolation.vdevice.format import VDEVICE_DIRECTORY
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
+from gpushare_agent.model.names import CORES_PER_GPU, GPUSHARE_DIRECTORY, PRELOAD_PATH, VDEVICE_DIRECTORY, GpuUuid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 
 LIBRARY_NAME = "libgpushare.so"
-LIBRARY_PATH = f"/usr/local/gpushare/{LIBRARY_NAME}"
-PRELOAD_PATH = "/etc/ld.so.preload"
+LIBRARY_PATH = f"{GPUSHARE_DIRECTORY}/{LIBRARY_NAME}"
 
 
 def edit_gpushare(request: IsolationRequest) -> ContainerEdits | Refused:
@@ -45,7 +44,11 @@ def edit_gpushare(request: IsolationRequest) -> ContainerEdits | Refused:
         return refused_nothing(request, "gpushare")
     if len(request.shares) > MOST_GPUS:
         return _refused_too_many(request)
-    if (refused := refused_override(request.container, "gpushare")) is not None:
+    own_paths = (VDEVICE_DIRECTORY, PRELOAD_PATH, GPUSHARE_DIRECTORY)
+    refused = refused_override(request.container, "gpushare") or refused_mounts(
+        request.container, "gpushare", own_paths
+    )
+    if refused is not None:
         return refused
     directory, own = request.config.settings.libgpushare.directory, request.vdevice_directory
     return ContainerEdits(
@@ -110,5 +113,8 @@ ISOLATION = Isolation(
     follows_processes=True,
     cores_follow=Follows.RUNNING_PROCESSES,
     memory_follows=Follows.RUNNING_PROCESSES,
-    why_not_in_mig="its library limits compute by utilisation, and NVML has none where MIG is on",
+    # The library would limit the memory of an instance, by its UUID. But a node that offers units of memory there offers
+    # cores with them, and those nobody would keep.
+    why_not_in_mig="its library can keep the memory of an instance, but needs utilisation to keep compute, and NVML has none"
+    " where MIG is on",
 )

@@ -35,11 +35,10 @@ from gpushare_agent.isolation.gpushare.format import (
     write_limits,
 )
 from gpushare_agent.isolation.kept import ProbeState
-from gpushare_agent.isolation.vdevice.format import VDEVICE_DIRECTORY
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import MIB, GpuUuid
+from gpushare_agent.model.names import MIB, VDEVICE_DIRECTORY, GpuUuid
 from gpushare_agent.model.usage import GpuSample
 
 MEMORY_BYTES = 2048 * MIB

@@ -29,6 +29,7 @@ from gpushare_agent.isolation.request import (
     Follows,
     Isolation,
     IsolationRequest,
+    refused_mounts,
     refused_nothing,
     refused_override,
 )
@@ -44,17 +45,18 @@ from gpushare_agent.model.names import (
     ENV_HAMI_CORE_LIBRARY,
     ENV_HAMI_CORE_MEMORY,
     ENV_HAMI_CORE_POLICY,
+    HAMI_CORE_DIRECTORY,
     MIB,
+    PRELOAD_PATH,
     GpuUuid,
 )
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.settings.isolation import HamiCoreSettings
 
-LIBRARY_PATH = "/usr/local/vgpu/libvgpu.so"
+LIBRARY_PATH = f"{HAMI_CORE_DIRECTORY}/libvgpu.so"
 """In the container. The library opens itself under this path: it cannot be elsewhere."""
-PRELOAD_PATH = "/etc/ld.so.preload"
-CACHE_DIRECTORY = "/usr/local/vgpu/cache"
+CACHE_DIRECTORY = f"{HAMI_CORE_DIRECTORY}/cache"
 """In the container: the directory of the file that its processes share."""
 
 ENV_LOG_LEVEL = "LIBCUDA_LOG_LEVEL"
@@ -77,7 +79,9 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
     pairs = [(limit, s.cores) for limit, s in zip(limits, request.shares, strict=True) if not s.is_whole]
     if not pairs or min(map(min, pairs)) < 1:
         return refused_nothing(request, "hami-core", ", whose library takes 0 for no limit")
-    if (refused := _overridden(request.container, len(limits), config)) is not None:
+    refused = _overridden(request.container, len(limits), config)
+    refused = refused or refused_mounts(request.container, "hami-core", (HAMI_CORE_DIRECTORY, PRELOAD_PATH))
+    if refused is not None:
         return refused
     cache = f"{CACHE_DIRECTORY}/{request.container.name}.cache"
     is_policy_set = request.is_claim or config.core_policy != "default"

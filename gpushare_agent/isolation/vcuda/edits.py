@@ -8,20 +8,31 @@ Source: docs/reference/formats.md, the vDevice protocol and the driver directory
 from __future__ import annotations
 
 from gpushare_agent.isolation.kept import Circumstances, Kept, NotKept
-from gpushare_agent.isolation.request import ClaimUse, Follows, Isolation, IsolationRequest, refused_several
-from gpushare_agent.isolation.vdevice.format import VDEVICE_DIRECTORY
+from gpushare_agent.isolation.request import (
+    ClaimUse,
+    Follows,
+    Isolation,
+    IsolationRequest,
+    refused_mounts,
+    refused_several,
+)
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import (
     ENV_LIBRARY_PATH,
     LIBRARY_DIRECTORY,
+    VDEVICE_DIRECTORY,
 )
 
 
 def edit_vcuda(request: IsolationRequest) -> ContainerEdits | Refused:
     """The container's own vDevice directory; the driver directory, where one is configured, and the search path to it: by it
     the control library is found before a libcuda of the image or of NVIDIA's runtime."""
-    if (refused := refused_several(request, "vcuda")) is not None:
+    own_paths = (VDEVICE_DIRECTORY, LIBRARY_DIRECTORY)
+    refused = refused_several(request, "vcuda")
+    if refused is None and not request.is_whole:
+        refused = refused_mounts(request.container, "vcuda", own_paths)
+    if refused is not None:
         return refused
     vdevice = ContainerMount(host_path=str(request.vdevice_directory), container_path=VDEVICE_DIRECTORY)
     driver = request.config.whole_driver if request.is_whole else request.config.shared_driver

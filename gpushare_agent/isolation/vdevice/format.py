@@ -28,8 +28,6 @@ from gpushare_agent.isolation.names import is_container_name, is_pod_uid
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 
-VDEVICE_DIRECTORY = "/etc/vcuda"
-"""In the container."""
 SOCKET_NAME = "vcuda.sock"
 CONFIG_NAME = "vcuda.config"
 PIDS_NAME = "pids.config"

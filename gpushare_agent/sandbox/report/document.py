@@ -16,10 +16,9 @@ from typing import Any, NotRequired, TypedDict
 
 from msgspec import Struct, field
 
-from gpushare_agent.isolation.vdevice.format import VDEVICE_DIRECTORY
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import GpuUuid, split_device_id
+from gpushare_agent.model.names import VDEVICE_DIRECTORY, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.resources import ResourceNames, parts_of, request_of
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
