@@ -109,6 +109,15 @@ static void charge(int gpu, int64_t ns)
     ADD(use->launched, (uint64_t)ns);
 }
 
+/* The difference of a guess and what it was. One that was too high may be what launches wait for, by what was earned since they paid:
+   so it is earned back. Who has waited for something else begins earlier then, and those behind it wait for that. */
+static void settle(int gpu, int64_t difference)
+{
+    charge(gpu, difference);
+    if (difference < 0)
+        ADD(usage_of(gpu)->earned, (uint64_t)-difference);
+}
+
 static void note_measured(const struct outstanding *one, uint64_t ns)
 {
     struct cost *cost = one->cost;
@@ -121,7 +130,7 @@ static void note_measured(const struct outstanding *one, uint64_t ns)
     if (one->blocks)
         rates[rates_count++ % KNOWN_RATES] = (double)ns / (double)one->blocks;
     uint64_t guessed = atomic_exchange(&cost->guessed, 0), guessed_ns = atomic_exchange(&cost->guessed_ns, 0);
-    charge(one->gpu, (int64_t)(guessed * ns) - (int64_t)guessed_ns);
+    settle(one->gpu, (int64_t)(guessed * ns) - (int64_t)guessed_ns);
 }
 
 /* Asks the events of launches that were measured; waits for none. */
@@ -298,6 +307,11 @@ static void pay_and_wait(const struct launch *launch, struct measurement *measur
         now = now_ns();
         ADD(use->throttled, now - before); /* not at the end alone: a wait may be longer than what samples are apart */
         share = keep_up(gpu, limits, now);
+    }
+    if (measurement->is_guessed && (known = atomic_load(&measurement->cost->ns)) != 0) { /* it became known while this one waited */
+        settle(gpu, (int64_t)(known - measurement->paid));
+        measurement->paid = known;
+        measurement->is_guessed = false;
     }
 }
 

@@ -205,10 +205,26 @@ static void note_used_slot(uint32_t index)
         ;
 }
 
+/* Of a process that has ended, on a GPU where it had memory. What the agent has observed until now has that in it, and would be taken
+   for what no slot explains: the next program would be refused as much. So it counts no more, nor does what was concluded from it,
+   unless others may have it. */
+static void note_end(int gpu)
+{
+    struct usage_gpu *use = &usage->gpu[gpu];
+    bool is_last = true;
+    for (struct usage_slot *one = usage->slot; one < end_of_slots(); one++)
+        is_last = is_last && LOAD(one->pid) == 0;
+    if (is_last || LOAD(use->unattributed) < 0)
+        STORE(use->unattributed, 0);
+    STORE(use->changed_at, now_ns());
+}
+
 static void clear_slot(struct usage_slot *of)
 {
     STORE(of->pid, 0);
     for (int gpu = 0; gpu < MOST_GPUS; gpu++) {
+        if (LOAD(of->held[gpu]) != 0)
+            note_end(gpu);
         STORE(of->held[gpu], 0);
         STORE(of->pending[gpu], 0);
     }

@@ -181,3 +181,12 @@ def test_cores_are_followed_by_the_next_launch(machine_with: MachineWith) -> Non
     set_cores(share, 10000)
     output, _ = program.communicate(timeout=30)
     assert program.returncode == 0 and output.count('"launch"') == 2
+
+
+def test_a_large_kernel_after_small_ones_does_not_wait_for_a_guess(machine_with: MachineWith) -> None:
+    """Small ones of one block say far too much of a block's time; what was guessed too high is given back to who waits for
+    it. Here a second was guessed for a kernel of a millisecond."""
+    kernel = Kernel("wave", 132)
+    share = machine_with(**kernel.settings).container(cores=9000)
+    [ended] = share.machine.run_virtual((share, ["launch:kernel:1:1", kernel.launch(1)]))
+    assert kernel.percent(ended.rates()[1]) == pytest.approx(90, abs=MOST_ERROR)

@@ -206,14 +206,37 @@ def test_what_the_agent_observes_is_believed_once_nothing_changes(share: Contain
         assert program.poll() is None, program.communicate()
         time.sleep(0.01)
     time.sleep(0.4)
+    write_seen(share, used_mib)
+    ended = finish(program)
+    assert (ended.step("info")["free_mib"], ended.step("alloc")["blocks"]) == (SHARE_MIB - used_mib, blocks)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_was_observed_of_a_program_that_has_ended_is_not_taken_for_the_next_one_s(
+    share: Container, is_killed: bool
+) -> None:
+    """The agent writes nothing more of a container without a process, so the last that it saw stays in the file."""
+    first = share.start(f"alloc:alloc:{BLOCK_MIB}:6", "sleep:600" if is_killed else "sleep:0.7")
+    while share.usage()[0].held_bytes < 6 * BLOCK_MIB * MIB:
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.01)
+    time.sleep(0.4)
+    write_seen(share, CONTEXT_MIB + 6 * BLOCK_MIB)
+    if is_killed:
+        first.kill()
+    finish(first)
+    ended = share.run("info", TAKE)
+    assert (ended.step("info")["free_mib"], ended.step("alloc")["blocks"]) == (SHARE_MIB - CONTEXT_MIB, 8)
+
+
+def write_seen(share: Container, used_mib: int) -> None:
+    """As the agent writes what the driver shows now."""
     with (share.directory / CONFIG_NAME).open("r+b") as file:
         content = bytearray(file.read())
         seen = Observed(at_ns=time.monotonic_ns(), used_bytes=used_mib * MIB)
         write_observed(content, 0, seen)
         file.seek(0)
         file.write(content)
-    ended = finish(program)
-    assert (ended.step("info")["free_mib"], ended.step("alloc")["blocks"]) == (SHARE_MIB - used_mib, blocks)
 
 
 @pytest.mark.smoke
