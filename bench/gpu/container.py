@@ -9,7 +9,8 @@ empty directory; `uid`; `has_namespaces`.
 The container's file system is the machine's, with the mounts over it. Where a mount point is missing its directory is
 covered by a tmpfs with the same entries, so that nothing is written to the machine's. Without namespaces nothing can be
 mounted: then the host's paths take the places of the container's in the environment, and LD_PRELOAD that of
-/etc/ld.so.preload. Linux, as root; standard library only.
+/etc/ld.so.preload; libgpushare, which reads no path from anybody, is preloaded as a copy that looks for its files in
+the working directory, and the container's is that. Linux, as root; standard library only.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def main(words: Sequence[str]) -> None:
         mount_all(spec["mounts"], spec["devices"], Path(spec["staging"]))
     else:
         environment = by_hand(environment, spec["mounts"])
+        enter_by_hand(environment, spec["mounts"], Path(spec["staging"]))
     for name, more in (("LD_LIBRARY_PATH", spec["library_path"]), ("PATH", spec["path"])):
         environment[name] = ":".join(filter(None, (environment.get(name), more)))
     if not environment["LD_LIBRARY_PATH"]:
@@ -126,6 +128,18 @@ def by_hand(environment: Mapping[str, str], mounts: Sequence[Mapping[str, Any]])
     if PRELOAD_PATH in places:
         changed["LD_PRELOAD"] = ":".join(map(on_host, Path(places[PRELOAD_PATH]).read_text().split()))
     return {**environment, **changed}
+
+
+def enter_by_hand(environment: dict[str, str], mounts: Sequence[Mapping[str, Any]], staging: Path) -> None:
+    """For libgpushare: changes LD_PRELOAD and the working directory, where the container has a directory of limits."""
+    places = {mount["container_path"]: mount["host_path"] for mount in mounts}
+    library = Path(environment.get("LD_PRELOAD", ""))
+    if "/etc/vcuda" not in places or library.name != "libgpushare.so":
+        return
+    copy = staging / library.name
+    copy.write_bytes(library.read_bytes().replace(b"/etc/vcuda/", b".".ljust(11, b"/")))  # of the same length
+    environment["LD_PRELOAD"] = str(copy)
+    os.chdir(places["/etc/vcuda"])
 
 
 if __name__ == "__main__":

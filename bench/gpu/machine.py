@@ -122,6 +122,11 @@ class Nvml:
                 samples.setdefault(one.pid, []).append(one.smUtil)
         return {pid: round(sum(values) / len(values), 1) for pid, values in sorted(samples.items())}
 
+    def utilization_samples(self, since_us: int) -> list[tuple[int, int, int]]:
+        """The driver's samples since then as they are: PID, microseconds since the epoch, percent."""
+        found = self._of_gpu("nvmlDeviceGetProcessUtilization", since_us) or ()
+        return [(int(one.pid), int(one.timeStamp), int(one.smUtil)) for one in found]
+
     def watch_xids(self) -> None:
         """From now on; `xids` has them."""
         if (events := self._ask("nvmlEventSetCreate")) is not None:
@@ -171,6 +176,7 @@ def system_facts(environment: dict[str, str]) -> dict[str, Any]:
         "nvidia_smi": (shutil.which("nvidia-smi", path=environment["PATH"]) or ""),
         "mps_control": (shutil.which("nvidia-cuda-mps-control", path=environment["PATH"]) or ""),
         "torch": _torch_version(environment),
+        "jax": python_with("jax", environment) or "",
     }
 
 
@@ -184,8 +190,12 @@ def _kernel_module() -> str:
 
 
 def torch_python(environment: dict[str, str]) -> str | None:
-    """The first Python of PATH that has PyTorch: nox's own, which comes first there, seldom has it."""
-    script = "import importlib.util as u; print(u.find_spec('torch') is not None)"
+    return python_with("torch", environment)
+
+
+def python_with(package: str, environment: dict[str, str]) -> str | None:
+    """The first Python of PATH that has the package, such as PyTorch: nox's own, which comes first there, seldom has it."""
+    script = f"import importlib.util as u; print(u.find_spec('{package}') is not None)"
     for directory in dict.fromkeys(environment["PATH"].split(os.pathsep)):
         found = shutil.which("python3", path=directory)
         if found and _output([found, "-c", script]) == "True":

@@ -2,7 +2,8 @@
 
     <folder>/manifest.json    what is in it, with SHA-256 sums, and what is missing and why
     <folder>/wheels/          the agent's dependencies, one version of each for all interpreters, and pip itself
-    <folder>/lib/             libvgpu.so and libcuda-control.so, built from the sources of tests/native/build.py
+    <folder>/lib/             libgpushare.so; libvgpu.so and libcuda-control.so from the sources of tests/native/build.py
+    <folder>/cudart/          NVIDIA's libcudart.so of several versions of CUDA, out of their wheels
     <folder>/bin/             gpu-probe (probe.c), gpu-client (native/gpu-client.c)
 
 The agent itself is not in it: it is that of the checkout, which goes along.
@@ -18,7 +19,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,12 @@ MANIFEST = "manifest.json"
 INTERPRETERS = ("3.11", "3.12", "3.13")
 MOST_MIB = 60
 """Such a folder is to travel: what gets larger is refused."""
+
+RUNTIMES = (
+    "nvidia-cuda-runtime-cu11==11.8.*", "nvidia-cuda-runtime-cu12==12.4.*", "nvidia-cuda-runtime-cu12==12.8.*",
+    "nvidia-cuda-runtime==13.*",
+)  # fmt: skip
+"""Of the CUDA runtime: the oldest that frameworks are built with, and those since then that ask otherwise."""
 
 _FORMAT = 1
 _SOURCE = Path(__file__).parent
@@ -53,12 +62,12 @@ def pack(folder: Path, say: Callable[[str], None], *, has_wheels: bool = True) -
     if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
         raise CannotPack(f"{folder} holds other files; name a new or empty folder")
     shutil.rmtree(folder, ignore_errors=True)
-    for name in ("wheels", "lib", "bin"):
+    for name in ("wheels", "lib", "bin", "cudart"):
         (folder / name).mkdir(parents=True)
     wheels = _download(folder / "wheels", say) if has_wheels else {}
     build_probe(folder / "bin" / "gpu-probe")
     _build_gpu_client(folder / "bin" / "gpu-client")
-    missing = _build_libraries(folder, say)
+    missing = _build_libraries(folder, say) | _download_runtimes(folder / "cudart", say)
     manifest = manifest_of(folder, wheels, missing, commit=_commit(), machine=os.uname().machine)
     size_mib = sum(file["bytes"] for file in manifest["files"].values()) / (1 << 20)
     if size_mib > MOST_MIB:
@@ -79,7 +88,7 @@ def manifest_of(
         "commit": commit,
         "interpreters": list(INTERPRETERS),
         "wheels": dict(sorted(wheels.items())),
-        "libraries": sorted(path.name for path in paths if path.parent.name in ("lib", "bin")),
+        "libraries": sorted(path.name for path in paths if path.parent.name in ("lib", "bin", "cudart")),
         "missing": dict(sorted(missing.items())),
         "files": {
             str(path.relative_to(folder)): {
@@ -130,6 +139,28 @@ def versions_of(names: Any) -> dict[str, str]:
     return versions
 
 
+def _download_runtimes(directory: Path, say: Callable[[str], None]) -> dict[str, str]:
+    """The library alone, by its version: the wheels have headers too. By name why one could not be had."""
+    missing: dict[str, str] = {}
+    for wheel in RUNTIMES:
+        say(f"wheel {wheel}")
+        with tempfile.TemporaryDirectory(prefix="gsgpu-") as name:
+            try:
+                _run([
+                    sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--no-deps",
+                    "--disable-pip-version-check", "--dest", name, wheel,
+                ])  # fmt: skip
+            except CannotPack as error:
+                missing[wheel] = str(error)[-300:]
+                continue
+            [path] = Path(name).glob("*.whl")
+            with zipfile.ZipFile(path) as archive:
+                [library] = [entry for entry in archive.namelist() if re.search(r"/libcudart\.so\.[0-9.]+$", entry)]
+                target = directory / f"{path.name.split('-')[1]}.so"
+                target.write_bytes(archive.read(library))
+    return missing
+
+
 # --- programs and libraries ---
 
 
@@ -163,13 +194,23 @@ def _build_libraries(folder: Path, say: Callable[[str], None]) -> dict[str, str]
     from tests.native.build import CannotBuildError, build_vcuda, build_vgpu
 
     missing: dict[str, str] = {}
-    for name, build in (("libvgpu.so", build_vgpu), ("libcuda-control.so", build_vcuda)):
+    builds = {"libgpushare.so": _build_gpushare, "libvgpu.so": build_vgpu, "libcuda-control.so": build_vcuda}
+    for name, build in builds.items():
         say(f"building {name}")
         try:
             build(folder / "lib" / name)
         except CannotBuildError as error:
             missing[name] = str(error)[:500]
     return missing
+
+
+def _build_gpushare(output: Path) -> Path:
+    """As the image has it. Raises CannotBuildError."""
+    from native.build_gpushare import build_gpushare
+    from tests.native.build import cuda_include
+
+    build_gpushare(cuda_include(), output, target=f"{os.uname().machine}-linux-gnu.{_GLIBC}")
+    return output
 
 
 def _run(command: Sequence[str], cwd: Path | None = None) -> str:

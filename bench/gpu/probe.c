@@ -9,6 +9,9 @@
  *   duty:BUSY_MS:PERIOD_MS:SECONDS   keeps the GPU busy for a part of each period
  *   latency:RUNS                     of launches and allocations, microseconds
  *   mix:SECONDS:ROUNDS:GRID          a fixed mix of computing, copying and setting memory, counted
+ *   events:KIND:SECONDS:ROUNDS:GRID  what two events say of a launch between them, KIND alone, or streams: four at once
+ *   busy:IDLE_S:BUSY_S               idle, busy and idle again, and when it was busy, microseconds since the epoch
+ *   reserved:MIB                     takes so much from a pool, the GPU's own pool and a graph, gives it back, and what is reserved
  *   fault                            writes to an address that is not mapped
  *   wait                             prints {"action": "wait"} and reads a line: for programs that start or are measured together
  *
@@ -44,7 +47,10 @@
     F(cuMemPoolCreate) F(cuMemPoolDestroy) F(cuMemAllocFromPoolAsync) F(cuMemCreate) F(cuMemRelease) F(cuMemsetD32Async)     \
     F(cuArrayCreate) F(cuArray3DCreate) F(cuArrayDestroy) F(cuMipmappedArrayCreate) F(cuMipmappedArrayDestroy)               \
     F(cuLaunchKernel) F(cuLaunchKernelEx) F(cuLaunchCooperativeKernel)                                                       \
-    F(cuStreamBeginCapture) F(cuStreamEndCapture) F(cuGraphInstantiateWithFlags) F(cuGraphLaunch)
+    F(cuStreamBeginCapture) F(cuStreamEndCapture) F(cuGraphInstantiateWithFlags) F(cuGraphLaunch)                            \
+    F(cuEventCreate) F(cuEventRecord) F(cuEventElapsedTime) F(cuMemPoolGetAttribute) F(cuDeviceGetDefaultMemPool)            \
+    F(cuMemPoolSetAttribute) F(cuDeviceGetGraphMemAttribute) F(cuGraphCreate) F(cuGraphAddMemAllocNode)                      \
+    F(cuGraphAddMemFreeNode)
 
 #define F(name) static __typeof__(&name) p_##name;
 FUNCTIONS
@@ -487,6 +493,111 @@ static void mix(double seconds, unsigned rounds, unsigned grid) {
     printf("\"unit\": \"microseconds\"}\n");
 }
 
+/* --- events --- */
+
+enum { MOST_STREAMS = 4 };
+
+static CUresult timed_launch(CUfunction function, unsigned grid, void **arguments, CUstream on, CUevent before, CUevent after) {
+    CUresult code = CALL(cuEventRecord, before, on);
+    if (!code) code = CALL(cuLaunchKernel, function, grid, 1, 1, BLOCK, 1, 1, 0, on, arguments, NULL);
+    return code ? code : CALL(cuEventRecord, after, on);
+}
+
+/* `each` is by events; `wall_us` how long a launch took of the program's time, all streams being waited for together. */
+static void events(const char *kind, double seconds, unsigned rounds, unsigned grid) {
+    int count = strcmp(kind, "streams") ? 1 : MOST_STREAMS, done = 0;
+    CUfunction function = kernel("work");
+    CUstream streams[MOST_STREAMS];
+    CUevent before[MOST_STREAMS], after[MOST_STREAMS];
+    void *arguments[] = {&scratch, &rounds};
+    CUresult code = function ? CUDA_SUCCESS : NOT_FOUND;
+    for (int i = 0; i < count && !code; i++)
+        if (!(code = CALL(cuStreamCreate, &streams[i], CU_STREAM_NON_BLOCKING)) && !(code = CALL(cuEventCreate, &before[i], CU_EVENT_DEFAULT)))
+            code = CALL(cuEventCreate, &after[i], CU_EVENT_DEFAULT);
+    double begin_s = now_s();
+    while (!code && now_s() - begin_s < seconds && done + count <= MOST_RUNS) {
+        for (int i = 0; i < count && !code; i++) code = timed_launch(function, grid, arguments, streams[i], before[i], after[i]);
+        if (!code) code = CALL(cuCtxSynchronize);
+        for (int i = 0; i < count && !code; i++) {
+            float ms = 0;
+            code = CALL(cuEventElapsedTime, &ms, before[i], after[i]);
+            samples[done++] = ms / 1e3;
+        }
+    }
+    double lasted_s = now_s() - begin_s;
+    printf("{\"action\": \"events\", \"kind\": \"%s\", \"streams\": %d, \"code\": %d, \"error\": \"%s\", \"wall_us\": %.3f, ", kind, count,
+           (int)code, code ? error_name(code) : "", done ? 1e6 * lasted_s / done : 0);
+    if (done) print_quantiles("each", done, ", ");
+    printf("\"unit\": \"microseconds\"}\n");
+}
+
+static long long epoch_us(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_REALTIME, &time);
+    return time.tv_sec * 1000000LL + time.tv_nsec / 1000;
+}
+
+static void busy(double idle_s, double busy_s) {
+    CUfunction function = kernel("spin");
+    uint64_t nanoseconds = 5000000;
+    void *arguments[] = {&nanoseconds};
+    CUresult code = function ? CUDA_SUCCESS : NOT_FOUND;
+    usleep((useconds_t)(idle_s * 1e6));
+    long long began_us = epoch_us(), ended_us = began_us;
+    while (!code && (ended_us = epoch_us()) - began_us < (long long)(busy_s * 1e6)) {
+        if (!(code = launch(function, 1, 32, arguments))) code = launch(function, 1, 32, arguments); /* the next one is there already */
+        if (!code) code = CALL(cuStreamSynchronize, stream);
+    }
+    usleep((useconds_t)(idle_s * 1e6));
+    printf("{\"action\": \"busy\", \"began_us\": %lld, \"ended_us\": %lld, \"code\": %d, \"error\": \"%s\"}\n", began_us, ended_us, (int)code,
+           code ? error_name(code) : "");
+}
+
+/* --- what the driver keeps for a program that has given it back --- */
+
+static uint64_t reserved_in(CUmemoryPool of) {
+    cuuint64_t bytes = 0;
+    CALL(cuMemPoolGetAttribute, of, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, &bytes);
+    return bytes;
+}
+
+static CUresult launch_graph_with(size_t bytes) {
+    CUDA_MEM_ALLOC_NODE_PARAMS parameters;
+    CUgraph graph = NULL;
+    CUgraphExec made = NULL;
+    CUgraphNode allocated, freed;
+    memset(&parameters, 0, sizeof parameters);
+    parameters.poolProps.allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
+    parameters.poolProps.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    parameters.poolProps.location.id = device;
+    parameters.bytesize = bytes;
+    CUresult code = CALL(cuGraphCreate, &graph, 0);
+    if (!code) code = CALL(cuGraphAddMemAllocNode, &allocated, graph, NULL, 0, &parameters);
+    if (!code) code = CALL(cuGraphAddMemFreeNode, &freed, graph, &allocated, 1, parameters.dptr);
+    if (code == CUDA_ERROR_NOT_SUPPORTED) code = CUDA_SUCCESS; /* without the free it stays allocated */
+    if (!code) code = CALL(cuGraphInstantiateWithFlags, &made, graph, 0);
+    if (!code) code = CALL(cuGraphLaunch, made, stream);
+    return code ? code : CALL(cuStreamSynchronize, stream);
+}
+
+static void reserved(size_t mib) {
+    CUmemoryPool own = NULL;
+    uint64_t handle = 0, other = 0, in_graphs = 0;
+    cuuint64_t all = UINT64_MAX;
+    CUresult pool_code = allocate_pool(&handle, mib * MIB), own_code = CALL(cuDeviceGetDefaultMemPool, &own, device);
+    if (!pool_code) pool_code = CALL(cuMemPoolSetAttribute, pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &all);
+    if (!pool_code) pool_code = release_async(handle);
+    if (!own_code) own_code = CALL(cuMemPoolSetAttribute, own, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &all);
+    if (!own_code) own_code = allocate_async(&other, mib * MIB);
+    if (!own_code) own_code = release_async(other);
+    CUresult graph_code = launch_graph_with(mib * MIB);
+    if (!graph_code) graph_code = CALL(cuDeviceGetGraphMemAttribute, device, CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT, &in_graphs);
+    printf("{\"action\": \"reserved\", \"asked_mib\": %zu, \"pool_mib\": %llu, \"own_pool_mib\": %llu, \"graph_mib\": %llu, "
+           "\"codes\": [%d, %d, %d]}\n",
+           mib, (unsigned long long)(pool ? reserved_in(pool) / MIB : 0), (unsigned long long)(own ? reserved_in(own) / MIB : 0),
+           (unsigned long long)(in_graphs / MIB), (int)pool_code, (int)own_code, (int)graph_code);
+}
+
 static void fault(void) {
     CUfunction function = kernel("fault");
     uint64_t address = 16;
@@ -521,6 +632,9 @@ int main(int count, char **words) {
         else if (sscanf(words[i], "work-for:%lf", &one) == 1) work_for(one);
         else if (sscanf(words[i], "memory:%31[a-z0-9]:%u", kind, &most_mib) == 2) memory(kind, most_mib);
         else if (sscanf(words[i], "launch:%31[a-z]:%lf:%u:%u", kind, &one, &rounds, &grid) == 4) launches(kind, one, rounds, grid);
+        else if (sscanf(words[i], "events:%31[a-z]:%lf:%u:%u", kind, &one, &rounds, &grid) == 4) events(kind, one, rounds, grid);
+        else if (sscanf(words[i], "busy:%lf:%lf", &one, &two) == 2) busy(one, two);
+        else if (sscanf(words[i], "reserved:%u", &most_mib) == 1) reserved(most_mib);
         else if (sscanf(words[i], "duty:%lf:%lf:%lf", &one, &two, &three) == 3) duty(one, two, three);
         else if (sscanf(words[i], "latency:%u", &rounds) == 1) latency((int)rounds);
         else if (sscanf(words[i], "mix:%lf:%u:%u", &one, &rounds, &grid) == 3) mix(one, rounds, grid);

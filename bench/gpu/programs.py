@@ -83,6 +83,10 @@ class Program:
         except BrokenPipeError:
             return  # it has ended; finish says how
 
+    def kill(self) -> None:
+        """At once, with all that it has started: what a program cannot know of."""
+        self._kill()
+
     def finish(self, timeout_s: float) -> Outcome:
         """Waits until it ends, and ends it where the time is over."""
         deadline = time.monotonic() + timeout_s

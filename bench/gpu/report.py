@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
+
+from bench.gpu.verdicts import COMPARED, LINES, as_text, is_same
 
 Found = Mapping[str, Any]
 
@@ -25,11 +28,15 @@ def render(results: Mapping[str, Any]) -> str:
     measured = [name for name in names if _found(steps, name, "pods") is not None]
     parts = [
         _head(results),
+        _verdicts(steps, [name for name in measured if name in COMPARED]),
         _machine(results, _found(steps, _BARE, "facts")),
         _memory(steps, measured, results["plan"]["share_mib"]),
         _compute(steps, measured, results["plan"]["cores"]),
         _launches(steps, measured),
         _overhead(steps, measured),
+        _driver(_found(steps, _BARE, "events"), _found(steps, _BARE, "utilization")),
+        _kept_memory(steps, measured),
+        _programs(steps, measured),
         _usage(steps, measured),
         _faults(steps, measured),
         _torch(steps, measured),
@@ -71,6 +78,17 @@ def _machine(results: Mapping[str, Any], bare: Found | None) -> str:
         rows.append(("compute capability", f"{bare['capability']}, {bare['multiprocessors']} multiprocessors"))
         rows.append(("a context alone", f"{_mib(bare['context_mib'])} of the GPU, {bare['start_s']:.2f} s to start"))
     return "## Machine\n\n" + _table(("", ""), rows)
+
+
+def _verdicts(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    bare = partial(_found, steps, _BARE)
+    rows = [
+        (what, bound, *(as_text(judge(partial(_found, steps, name), bare)) for name in names))
+        for what, bound, judge in LINES
+    ]
+    return "## Verdicts\n\n" + _table(("what", "bound", *names), rows)
 
 
 def _memory(steps: Mapping[tuple[str, str], Found], names: Sequence[str], share_mib: int) -> str:
@@ -174,6 +192,65 @@ def _quantiles_cell(found: Found | None) -> str:
     if "error" in found:
         return str(found["error"])
     return f"{found['median']:.1f} ({found['p10']:.1f}–{found['p90']:.1f})"
+
+
+def _driver(events: Found | None, utilization: Found | None) -> str:
+    parts = []
+    if events is not None:
+        rows = [
+            (name, one["error"] or f"{one['median_us']:.0f} ({one['p90_us']:.0f})", f"{one['wall_us']:.0f}")
+            for name, one in events.items()
+        ]
+        head = ("a launch of 1 ms", "two events say, µs: median (ninetieth percentile)", "of the program's time, µs")
+        parts.append(_table(head, rows))
+    if utilization is not None:
+        names = {
+            "rise_s": "half of the GPU is seen after",
+            "full_s": "nine tenths after",
+            "fall_s": "less than half again after its end",
+            "period_s": "between two samples",
+            "age_s": "age of a sample",
+        }
+        found = [f"{text} {utilization[name]:g} s" for name, text in names.items() if utilization[name] is not None]
+        parts.append(f"NVML's utilization of a program, asked ten times a second: {'; '.join(found) or 'no sample'}.")
+    return "## The driver's own measures\n\n" + "\n\n".join(parts) if parts else ""
+
+
+def _kept_memory(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:
+    rows = []
+    for name in names:
+        kept, killed = _found(steps, name, "reserved"), _found(steps, name, "killed")
+        if kept is None and killed is None:
+            continue
+        cells = [(kept or {}).get(key) for key in ("pool_mib", "own_pool_mib", "graph_mib", "driver_mib", "slots_mib")]
+        cells += [(killed or {}).get(key) for key in ("returned_s", "next_mib")]
+        rows.append((name, *("?" if cell is None else f"{cell:g}" for cell in cells)))
+    if not rows:
+        return ""
+    head = ("isolation", "a pool", "the GPU's pool", "a graph", "driver", "slots", "after kill -9, s", "the next got")
+    return "## Memory that was given back, MiB\n\nReserved after all was freed.\n\n" + _table(head, rows)
+
+
+def _programs(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:
+    bare = _found(steps, _BARE, "programs")
+    if not bare:
+        return ""
+    rows = []
+    for program, own in bare.items():
+        cells = [own["ended"] or f"{own.get('steps', '?')} steps"]
+        for name in names:
+            found = (_found(steps, name, "programs") or {}).get(program)
+            if found is None:
+                cells.append("")
+            elif found["ended"]:
+                cells.append(_one_line(found["ended"]))
+            else:
+                same = "the same" if is_same(found, own) else "**another result**"
+                cells.append(f"{same}, {found['allocated_mib'] or '?'} MiB")
+        rows.append((program, *cells))
+    return "## CUDA runtimes and frameworks, 50 steps, in a share of 99 cores\n\n" + _table(
+        ("program", "bare machine", *names), rows
+    )
 
 
 def _usage(steps: Mapping[tuple[str, str], Found], names: Sequence[str]) -> str:

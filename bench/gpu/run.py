@@ -29,8 +29,9 @@ from bench.gpu.pack import MANIFEST, tag_of
 from bench.gpu.programs import StepFailed
 from bench.gpu.report import render
 from bench.gpu.sandbox import ROOT, Sandbox, Surroundings, why_no_namespaces
+from bench.gpu.verdicts import COMPARED
 
-ISOLATIONS = ("hami-core", "driver", "mps", "vcuda", "none")
+ISOLATIONS = ("gpushare", "hami-core", "driver", "mps", "vcuda", "none")
 """Those that are measured unless others are named, in this order: what is cut for want of time is what matters least."""
 COMBINED = ("hami-core+driver", "mps+driver")
 RESULTS, REPORT = "results.json", "report.md"
@@ -248,6 +249,10 @@ def measure(
         return  # no CUDA program runs here: the reason is in the report
     record.step("bare", "launches", 15, partial(steps.bare_launches, machine))
     record.step("bare", "overhead", 10, partial(steps.bare_overhead, machine))
+    record.step("bare", "events", 10, partial(steps.bare_events, machine))
+    record.step("bare", "utilization", 10, partial(steps.bare_utilization, machine))
+    runtimes = {path.stem: str(path) for path in sorted((options.package.resolve() / "cudart").glob("*.so"))}
+    record.step("bare", "programs", 20, partial(steps.bare_programs, machine, runtimes))
     has_torch = bool(record.results["machine"]["torch"])
     if has_torch:
         record.step("bare", "torch", 30, partial(steps.bare_torch, machine))
@@ -258,12 +263,15 @@ def measure(
             except StepFailed as error:
                 record.skip(isolation, "start", str(error))
                 continue
-            _measure_isolation(machine, record, isolation, flags, has_torch=has_torch, has_faults=options.has_faults)
+            _measure_isolation(
+                machine, record, isolation, flags, runtimes, has_torch=has_torch, has_faults=options.has_faults
+            )
 
 
 def _measure_isolation(
-    machine: steps.Machine, record: Record, isolation: str, flags: Sequence[str], *, has_torch: bool, has_faults: bool
-) -> None:
+    machine: steps.Machine, record: Record, isolation: str, flags: Sequence[str], runtimes: Mapping[str, str], *,
+    has_torch: bool, has_faults: bool,
+) -> None:  # fmt: skip
     with ExitStack() as stack:
         opened: list[Sandbox] = []
 
@@ -274,6 +282,8 @@ def _measure_isolation(
         if record.step(isolation, "sandbox", 40, open_sandbox) is None:
             return
         sandbox = opened[0]
+        if isolation == "gpushare":  # while no pod has its GPU
+            record.step(isolation, "proof", 30, partial(steps.probed, sandbox, isolation))
         started: list[steps.Pods] = []
 
         def start(cores: Mapping[str, int]) -> Any:
@@ -290,6 +300,8 @@ def _measure_isolation(
         if record.step(isolation, "pod of 99 cores", 30, partial(start, {"c": steps.NEARLY_ALL})) is None:
             return
         record.step(isolation, "overhead", 20, partial(steps.overhead, started[0], "c"))
+        if isolation in COMPARED:
+            record.step(isolation, "programs", 30, partial(steps.programs, started[0], "c", runtimes))
         if has_torch:
             record.step(isolation, "torch", 40, partial(steps.torch, started[0], "c"))
 
@@ -309,6 +321,9 @@ def _in_two_pods(record: Record, isolation: str, pods: steps.Pods, *, has_faults
         step("compute 60", 20, partial(steps.compute, pods, ["b"]))
         for kind in steps.LAUNCH_KINDS[1:]:
             step(f"launch {kind}", 15, partial(steps.launch_kind, pods, "a", kind))
+    if isolation in COMPARED:
+        step("reserved", 15, partial(steps.reserved, pods, "a"))
+        step("killed", 20, partial(steps.killed, pods, "a"))
     step("usage", 20, partial(steps.usage, pods, "b"))
     if has_faults:
         step("fault", 25, partial(steps.fault, pods, "a", "b"))
@@ -323,7 +338,10 @@ def _flags(options: Options, machine: steps.Machine, isolation: str, stack: Exit
     around, package = machine.around, options.package.resolve()
     flags = [f"--isolation={isolation}"]
     for part in isolation.split("+"):
-        if part == "hami-core":
+        if part == "gpushare":
+            library = _library(package, "libgpushare.so")
+            flags += [f"--libgpushare.library={library}", f"--libgpushare.directory={around.work / 'gpushare'}"]
+        elif part == "hami-core":
             library = _library(package, "libvgpu.so")
             flags += [f"--hami-core.library={library}", f"--hami-core.directory={around.work / 'hami-core'}"]
         elif part == "vcuda":

@@ -149,6 +149,14 @@ class Sandbox:
         with urllib.request.urlopen(f"{self._web}/metrics", timeout=5) as answer:  # noqa: S310 - the agent's own address
             return str(answer.read().decode())
 
+    def isolations(self) -> list[dict[str, Any]]:
+        """As the agent describes them. Raises StepFailed."""
+        try:
+            with urllib.request.urlopen(f"{self._web}/api/v1/node", timeout=5) as answer:  # noqa: S310 - the agent's own address
+                return list(json.loads(answer.read())["agent"]["isolations"])
+        except OSError as error:
+            raise StepFailed(f"the agent does not answer: {error}") from error
+
     def program(self, pod: str, container: Mapping[str, Any], command: Sequence[str]) -> Program:
         """Starts a command in the container of a pod."""
         return Program(self.command_inside(pod, container, command), env=self._around.agent_environment)

@@ -7,21 +7,25 @@ StepFailed. Units: MiB, seconds, microseconds; `work` is launches × blocks × r
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.machine import Nvml, smi_memory_mib, torch_python
+from bench.gpu.machine import Nvml, python_with, smi_memory_mib, torch_python
 from bench.gpu.programs import Line, Outcome, Program, StepFailed, run_program
 from bench.gpu.sandbox import BLOCK_MIB, PodShare, Sandbox, Surroundings, sample_of
 
 MEMORY_KINDS = ("plain", "pitch", "managed", "async", "pool", "vmm", "array", "array3d", "mipmap")
 LAUNCH_KINDS = ("plain", "ex", "graph", "cooperative")
+SAME_WORK = {"plain", "ex", "graph"}
+"""Their launches run the same kernel."""
 KERNEL_US = 1000
 SMALL, LARGE, NEARLY_ALL = 30, 60, 99
 """Cores of the three shares. 100 would be a whole GPU, which no isolation limits."""
@@ -31,8 +35,14 @@ _OVER = 1.5
 """What the memory step asks for at most, in shares: more is known to be unlimited."""
 _START_S = 10.0
 """Of a program: the agent's `exec`, namespaces, cuInit and compiling the kernels."""
+_PROBE_S = 25.0
 _DUTY_BUSY_MS, _DUTY_PERIOD_MS = 20, 50
 _XID_S = 3.0
+_POLL_S = 0.1
+"""Of the driver's samples: five of them between two that the driver makes."""
+_RETURN_S, _RETURN_POLL_S = 5.0, 0.005
+RESERVED_PART = 8
+"""A pool, the GPU's own pool and a graph get so large a part of the share each."""
 
 Values = dict[str, Any]
 
@@ -50,12 +60,14 @@ class Durations:
     settle_s: float = 3.0
     usage_s: float = 5.0
     neighbour_s: float = 6.0
+    events_s: float = 1.5
+    busy_s: float = 3.0
     torch_s: float = 4.0
 
 
 QUICK = Durations(
     bare_s=0.6, warm_up_s=0.6, compute_s=1.2, kind_s=0.6, mix_s=0.5, latency_runs=100, settle_s=2.5, usage_s=1.5,
-    neighbour_s=3.0, torch_s=1.0,
+    neighbour_s=3.0, torch_s=1.0, events_s=0.4, busy_s=1.5,
 )  # fmt: skip
 
 
@@ -142,6 +154,81 @@ def bare_overhead(machine: Machine) -> Values:
 def bare_torch(machine: Machine) -> Values:
     command = _torch_command(machine)
     return _torch_values(run_program(command, env=machine.environment, timeout_s=60.0))
+
+
+def bare_events(machine: Machine) -> Values:
+    """What two events say of a launch of 1 ms: alone, in four streams, and while another program computes.
+
+    Alone it is the GPU's own rate, with which shares are compared: who waits for each launch does not reach it."""
+    seconds = machine.durations.events_s
+    beside = Program([machine.probe, "wait", _launch(machine, "plain", 2 * seconds + 1)], env=machine.environment)
+    try:
+        alone = machine.probe_bare(_events(machine, "alone"), _events(machine, "streams"))
+        beside.until_wait(_START_S)
+        beside.go()
+        sliced = machine.probe_bare(_events(machine, "alone"))
+    finally:
+        beside.finish(2 * seconds + _START_S)
+    own, streams = alone.of("events")
+    if own["each"]["median"] > 0:
+        rate = machine.bare.grid * machine.bare.rounds / own["each"]["median"]
+        machine.bare.rates |= dict.fromkeys(SAME_WORK & machine.bare.rates.keys(), rate)
+    return {
+        "alone": _event_values(own),
+        "streams": _event_values(streams),
+        "beside another program": _event_values(sliced.first("events")),
+    }
+
+
+def bare_utilization(machine: Machine) -> Values:
+    """The driver's samples of a program that computes for some seconds, as they are, asked ten times a second."""
+    seconds, samples = machine.durations.busy_s, []
+    program = Program([machine.probe, "wait", f"busy:1:{seconds:g}"], env=machine.environment)
+    try:
+        if program.until_wait(_START_S):
+            since_us = int(time.time() * 1e6)
+            program.go()
+            end = time.monotonic() + seconds + 2
+            while time.monotonic() < end:
+                asked_us = int(time.time() * 1e6)
+                found = machine.nvml.utilization_samples(since_us)
+                samples += [[asked_us, *one] for one in found]
+                since_us = max([since_us, *(one[1] for one in found)])
+                time.sleep(_POLL_S)
+    finally:
+        line = program.finish(_START_S).first("busy")
+    return {
+        **utilization_shape(samples, line["began_us"], line["ended_us"]),
+        "samples": samples,
+        "error": line["error"],
+    }
+
+
+def utilization_shape(samples: Sequence[Sequence[int]], began_us: int, ended_us: int) -> Values:
+    """Of [asked at, PID, sampled at, percent], in seconds: how long after its begin a program is seen at half and at nine
+    tenths of the GPU, how long after its end at less than half, the time between two samples, and how old one is when it
+    can be read. Pure."""
+    moments = sorted({one[2] for one in samples})
+    gaps = [later - earlier for earlier, later in itertools.pairwise(moments) if later > earlier]
+    at_half = [one[0] for one in samples if one[3] >= 50]
+    nearly_all = [one[0] for one in samples if one[3] >= 90]
+    below = [one[0] for one in samples if one[0] > ended_us and one[3] < 50]
+    over = min(below) if below else max(at_half, default=None)
+    ages = [one[0] - one[2] for one in samples]
+    return {
+        "rise_s": _seconds(min(at_half) - began_us if at_half else None),
+        "full_s": _seconds(min(nearly_all) - began_us if nearly_all else None),
+        "fall_s": _seconds(over - ended_us if over is not None else None),
+        "period_s": _seconds(statistics.median(gaps) if gaps else None),
+        "age_s": _seconds(statistics.median(ages) if ages else None),
+    }
+
+
+def bare_programs(machine: Machine, runtimes: Mapping[str, str]) -> Values:
+    return {
+        name: _program_values(run_program(command, env=machine.environment, timeout_s=60.0))
+        for name, command in _program_commands(machine, runtimes).items()
+    }
 
 
 # --- in containers ---
@@ -299,6 +386,80 @@ def fault(pods: Pods, pod: str, neighbour: str) -> Values:
     }
 
 
+def probed(sandbox: Sandbox, isolation: str) -> Values:
+    """The agent's own proof (isolation/gpushare/probe.py), which runs as soon as its GPU is idle."""
+    deadline = time.monotonic() + _PROBE_S
+    while time.monotonic() < deadline:
+        found = next((one["probe"] for one in sandbox.isolations() if one["name"] == isolation), None)
+        if found is not None and found["state"] != "skipped":
+            return dict(found)
+        time.sleep(0.5)
+    raise StepFailed(f"no result: {found['text'] if found else 'it was not tried'}")
+
+
+def reserved(pods: Pods, pod: str) -> Values:
+    """What pools and graphs keep, in the driver's count of the program and, under gpushare, in the library's slots."""
+    nvml, files = pods.machine.nvml, {}
+    part = pods.machine.share_mib // RESERVED_PART
+
+    def at_wait(_: int) -> None:
+        files["driver_mib"] = sum(size for size in nvml.processes().values() if size is not None) or None
+        files["slots_mib"] = _slots_mib(pods.containers[pod])
+
+    outcome = pods.probe(pod, f"reserved:{part}", "wait", at_wait=at_wait, timeout_s=_START_S + 15)
+    return {**_without_action(outcome.first("reserved")), **files}
+
+
+def killed(pods: Pods, pod: str) -> Values:
+    """How long after `kill -9` the memory of a program is back, and what the next one gets that starts at that moment."""
+    machine, half = pods.machine, pods.machine.share_mib // 2
+    before = machine.nvml.used_mib()
+    program = pods.start_probe(pod, f"memory:plain:{half}", "wait")
+    try:
+        is_waiting = program.until_wait(_START_S)
+        held = machine.nvml.used_mib()
+        killed_at = time.monotonic()
+        program.kill()
+        following = pods.start_probe(pod, f"memory:plain:{machine.share_mib}", "wait")
+    finally:
+        outcome = program.finish(0.0)
+    try:
+        returned_s = _until_returned(machine.nvml, before, held, killed_at)
+        has_next = following.until_wait(_START_S)
+    finally:
+        following.go()
+        next_outcome = following.finish(_START_S)
+    if not is_waiting or before is None or held is None:
+        raise StepFailed(outcome.why())
+    got = next_outcome.first("memory") if has_next else {"got_mib": 0, "error": next_outcome.why()}
+    return {
+        "held_mib": round(held - before, 1),
+        "returned_s": returned_s,
+        "next_mib": got["got_mib"],
+        "error": got["error"],
+    }
+
+
+def _until_returned(nvml: Nvml, before: float | None, held: float | None, since: float) -> float | None:
+    """Until the GPU has half of that in use at most, for the next program may begin already; None where that is not seen."""
+    if before is None or held is None:
+        return None
+    while (now := time.monotonic()) - since < _RETURN_S:
+        used = nvml.used_mib()
+        if used is not None and used < (before + held) / 2:
+            return round(now - since, 3)
+        time.sleep(_RETURN_POLL_S)
+    return None
+
+
+def programs(pods: Pods, pod: str, runtimes: Mapping[str, str]) -> Values:
+    """CUDA runtimes and frameworks, each 50 steps, as `bare_programs`."""
+    return {
+        name: _program_values(pods.sandbox.run(pod, pods.containers[pod], command, timeout_s=_START_S + 50))
+        for name, command in _program_commands(pods.machine, runtimes).items()
+    }
+
+
 def torch(pods: Pods, pod: str) -> Values:
     command = _torch_command(pods.machine)
     return _torch_values(pods.sandbox.run(pod, pods.containers[pod], command, timeout_s=_START_S + 50))
@@ -312,6 +473,59 @@ def _launch(machine: Machine, kind: str, seconds: float) -> str:
     if not bare.rounds:
         raise StepFailed("the bare machine gave no size of a kernel to compare with")
     return f"launch:{kind}:{seconds:g}:{bare.rounds}:{bare.grid}"
+
+
+def _events(machine: Machine, kind: str) -> str:
+    bare, durations = machine.bare, machine.durations
+    return f"events:{kind}:{durations.events_s:g}:{bare.rounds}:{bare.grid}"
+
+
+def _event_values(line: Line) -> Values:
+    each = line.get("each") or {}
+    return {
+        "error": line["error"],
+        "median_us": each.get("median"),
+        "p90_us": each.get("p90"),
+        "wall_us": line["wall_us"],
+    }
+
+
+def _program_commands(machine: Machine, runtimes: Mapping[str, str]) -> dict[str, list[str]]:
+    """Of what is packed, or on the machine."""
+    here, most = Path(__file__).parent, str(int(machine.share_mib * _OVER))
+    found = {
+        f"cudart {version}": [sys.executable, str(here / "cudart_program.py"), path, most]
+        for version, path in sorted(runtimes.items())
+    }
+    for name, package in (("nccl", "torch"), ("jax", "jax")):
+        if (python := python_with(package, dict(machine.environment))) is not None:
+            found[name] = [python, str(here / "frameworks_program.py"), name]
+    return found
+
+
+def _program_values(outcome: Outcome) -> Values:
+    lines = {line["action"]: _without_action(line) for line in outcome.lines if "action" in line}
+    own = next((lines[name] for name in ("cudart", "nccl", "jax") if name in lines), {})
+    return {
+        **own,
+        "allocated_mib": lines.get("allocate", {}).get("got_mib"),
+        "ended": outcome.why() if outcome.code else "",
+    }
+
+
+def _slots_mib(container: Mapping[str, Any]) -> float | None:
+    """What libgpushare's processes say that they have; None of another isolation."""
+    from gpushare_agent.isolation.gpushare.format import USAGE_NAME, read_usage
+
+    path = next((m["host_path"] for m in container["mounts"] if m["container_path"].endswith(f"/{USAGE_NAME}")), None)
+    if path is None:
+        return None
+    gpus, _ = read_usage(Path(path).read_bytes(), 1)
+    return round(gpus[0].held_bytes / (1 << 20), 1)
+
+
+def _seconds(microseconds: float | None) -> float | None:
+    return None if microseconds is None else round(microseconds / 1e6, 3)
 
 
 def _launches(machine: Machine, kind: str, seconds: float) -> tuple[str, str]:
@@ -370,7 +584,7 @@ def _torch_command(machine: Machine) -> list[str]:
 def _torch_values(outcome: Outcome) -> Values:
     found = {
         action: _without_action(line)
-        for action in ("torch", "allocate", "matmul", "graph")
+        for action in ("torch", "allocate", "matmul", "graph", "train")
         for line in outcome.of(action)
     }
     if "torch" not in found:

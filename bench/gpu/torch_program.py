@@ -14,6 +14,7 @@ from typing import Any
 
 PIECE_MIB = 64
 SIZE = 4096
+STEPS = 50
 
 
 def put(action: str, **values: Any) -> None:
@@ -44,6 +45,7 @@ def main(most_mib: int, seconds: float) -> None:
     torch.cuda.empty_cache()
     multiply(torch, seconds)
     replay(torch, seconds / 2)
+    train(torch)
 
 
 def multiply(torch: Any, seconds: float) -> None:
@@ -85,6 +87,36 @@ def replay(torch: Any, seconds: float) -> None:
         count += 10
     lasted = time.monotonic() - started
     put("graph", count=count, seconds=round(lasted, 3), tflops=round(2e-12 * SIZE**3 * count / lasted, 2))
+
+
+def train(torch: Any) -> None:
+    """50 steps, all in one captured graph; `result` is the last loss."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 256)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(512, 256, device="cuda")
+
+    def step() -> Any:
+        optimizer.zero_grad(set_to_none=True)
+        loss = (model(inputs) - inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    side = torch.cuda.Stream()  # as PyTorch's guide has it: the first steps, on another stream, allocate what stays
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        loss = step()
+    for _ in range(STEPS):
+        graph.replay()
+    torch.cuda.synchronize()
+    put("train", steps=STEPS, result=float(loss))
 
 
 if __name__ == "__main__":

@@ -71,6 +71,24 @@ def test_without_namespaces_the_hosts_paths_take_the_places(tmp_path: Path) -> N
     }
 
 
+def test_without_namespaces_libgpushare_finds_its_limits_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no path from anybody, so a copy of it is preloaded."""
+    monkeypatch.chdir(tmp_path)
+    limits, library = tmp_path / "limits", tmp_path / "libgpushare.so"
+    limits.mkdir()
+    library.write_bytes(b"code /etc/vcuda/usage\0 data")
+    mounts = [
+        {"container_path": "/etc/vcuda", "host_path": str(limits)},
+        {"container_path": "/etc/vcuda/usage", "host_path": str(limits / "usage")},
+    ]
+    environment = {"LD_PRELOAD": str(library)}
+    container.enter_by_hand(environment, mounts, tmp_path / "limits")
+    assert Path.cwd() == limits
+    assert Path(environment["LD_PRELOAD"]).read_bytes() == b"code .//////////usage\0 data"
+
+
 def test_a_container_has_the_answered_mounts_and_the_machine_stays_as_it_is(tmp_path: Path) -> None:
     """Mount points that the machine lacks, its own files beside them, only the answered GPUs' nodes, and its PIDs."""
     if os.geteuid() != 0 or (why := why_no_namespaces()):

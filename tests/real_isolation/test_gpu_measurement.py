@@ -7,12 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.gpu.pack import MANIFEST, build_probe, manifest_of
+from bench.gpu.verdicts import LINES
+from native.build_gpushare import build_gpushare
+from tests.native.build import cuda_include
 from tests.native.fake_driver.host_view import HostView
 from tests.support_isolation import Built
 
@@ -22,9 +26,11 @@ TIMEOUT_S = 500.0
 
 def package_of(built: Built, folder: Path) -> Path:
     """As `nox -s gpu -- --pack` makes it, with the library that is built already, and this Python's packages for wheels."""
-    (folder / "lib").mkdir(parents=True)
-    (folder / "bin").mkdir()
+    for name in ("lib", "bin", "cudart"):
+        (folder / name).mkdir(parents=True)
     shutil.copy(built.vgpu, folder / "lib" / "libvgpu.so")
+    build_gpushare(cuda_include(), folder / "lib" / "libgpushare.so")
+    shutil.copy(next((cuda_include().parent / "lib").glob("libcudart.so.*")), folder / "cudart" / "13.so")
     build_probe(folder / "bin" / "gpu-probe")
     manifest = manifest_of(
         folder, {}, {"libcuda-control.so": "not packed"}, commit="unknown", machine=os.uname().machine
@@ -34,13 +40,13 @@ def package_of(built: Built, folder: Path) -> Path:
 
 
 def measure(built: Built, directory: Path) -> dict[str, Any]:
-    """results.json of a quick run under hami-core, with a report beside it."""
+    """results.json of a quick run under gpushare and hami-core, with a report beside it."""
     state, out = directory / "state", directory / "out"
     state.mkdir()
     (state / "config").write_text("gpus 1\n")
     view = HostView(state)
     command = [
-        sys.executable, "-m", "bench.gpu", "--quick", "--isolations", "hami-core,vcuda", "--out", str(out),
+        sys.executable, "-m", "bench.gpu", "--quick", "--isolations", "gpushare,hami-core,vcuda", "--out", str(out),
         "--from", str(package_of(built, directory / "package")), "--driver-libraries", str(built.driver),
         "--env", f"FAKE_GPU_STATE={state / 'state'}",
     ]  # fmt: skip
@@ -54,6 +60,18 @@ def measure(built: Built, directory: Path) -> dict[str, Any]:
     return results
 
 
+KEPT_ON_THE_FAKE = ("the agent's own proof", "memory ends", "pools and graphs", "a killed program")
+"""Lines of verdicts.py in which no time of a busy machine counts."""
+
+
+def is_kept_by(isolation: str, steps: Mapping[tuple[str, str], Mapping[str, Any]], line: str) -> bool | None:
+    def found(of: str) -> Callable[[str], Any]:
+        return lambda name: steps.get((of, name), {}).get("found")
+
+    [judge] = [judge for what, _, judge in LINES if what.startswith(line)]
+    return judge(found(isolation), found("bare"))[0]
+
+
 @pytest.mark.isolation
 def test_every_step_of_the_measurement_runs(built: Built, tmp_path: Path) -> None:
     """With the real library of HAMi-core, whose limit of memory the driver's own count shows; what is missing is skipped."""
@@ -62,6 +80,9 @@ def test_every_step_of_the_measurement_runs(built: Built, tmp_path: Path) -> Non
     steps = {(step["isolation"], step["step"]): step for step in measure(built, tmp_path)["steps"]}
     not_done = {name: step["reason"] for name, step in steps.items() if step["state"] != "done"}
     assert list(not_done) == [("vcuda", "start")], not_done
+    assert steps["gpushare", "proof"]["found"]["state"] == "passed"
+    assert all(is_kept_by("gpushare", steps, line) for line in KEPT_ON_THE_FAKE), steps
+    assert not is_kept_by("hami-core", steps, "memory ends")
     memory = steps["hami-core", "memory plain"]["found"]
     assert memory["error"] == "CUDA_ERROR_OUT_OF_MEMORY"
     assert 0 < memory["gpu_mib"] <= memory["share_mib"]

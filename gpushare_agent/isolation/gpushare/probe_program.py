@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import resource
 import signal
 import sys
 import time
@@ -167,10 +166,9 @@ class Launch:
                 fail("compute" if seconds else "start", f"a launch fails with CUDA error {code}")
             count += 1
         if seconds:
-            peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
             put(
                 "compute",
-                peak_mib=peak_mib,
+                peak_mib=peak_mib(),
                 busy_s=round(count * KERNEL_NS / 1e9, 4),
                 seconds=round(time.monotonic() - began, 4),
             )
@@ -179,6 +177,12 @@ class Launch:
 def own_libraries() -> list[str]:
     with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
         return sorted({line.split(None, 5)[5].strip() for line in maps if "gpushare" in line and line.count("/")})
+
+
+def peak_mib() -> int:
+    """Of this process's memory. Not by getrusage, which has that of the process that started it, too."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.partition("VmHWM:")[2].split()[0]) >> 10
 
 
 def main() -> None:
