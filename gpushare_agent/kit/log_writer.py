@@ -5,6 +5,9 @@ the node's admissions. So lines are formatted where they are made (their values 
 does not fit is dropped and counted, and the count is logged as soon as lines move again. The thread is a daemon and
 starts with the first line.
 
+Not logging.handlers.QueueListener: its `stop` joins the thread without a limit, so a process whose pipe nobody reads would
+not end, and its handler keeps a lock while it writes; its queue reports a full one by writing to standard error itself.
+
 State owned: the queue, its thread, the number of lines dropped since the last report.
 """
 
