@@ -13,7 +13,6 @@ import signal
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
@@ -184,7 +183,7 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def _until_stopped(work: Coroutine[Any, Any, int], stop: asyncio.Event, interrupted: int) -> int:
+async def _until_stopped(work: Coroutine[object, object, int], stop: asyncio.Event, interrupted: int) -> int:
     async with asyncio.TaskGroup() as group:
         tasks = {group.create_task(work, name="sandbox"), group.create_task(stop.wait(), name="signals")}
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

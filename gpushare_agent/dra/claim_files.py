@@ -9,20 +9,21 @@ read stays where it is and is reported: the claim is then prepared anew. Every f
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import structlog
+from msgspec import Meta, Struct, json
+from msgspec.json import Decoder
 
 from gpushare_agent.dra.decisions.claim import is_claim_uid
-from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult, distinct_names, encode_spec
+from gpushare_agent.dra.decisions.edits import CdiSpec, PreparedClaim, PreparedResult, distinct_names, encode_spec
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.kit.directories import DIRECTORY, opened, read_content, replace_file
+from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.model.allocations import ClaimRef, ContainerKey
-from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.errors import Corrupt, Unavailable
 from gpushare_agent.model.names import PodUid
 
 log = structlog.get_logger(__name__)
@@ -50,9 +51,7 @@ class ClaimFiles:
     def save(self, claim: PreparedClaim) -> None:
         """The spec, then the record: where the record is, everything is. Raises Unavailable."""
         self.write_spec(claim)
-        self._write(
-            self._records, f"{claim.ref.uid}.json", json.dumps(_document(claim)).encode() + b"\n", is_synced=True
-        )
+        self._write(self._records, f"{claim.ref.uid}.json", json.encode(_record_of(claim)) + b"\n", is_synced=True)
 
     def write_spec(self, claim: PreparedClaim) -> None:
         """Where it is not there already. Raises Unavailable."""
@@ -87,9 +86,9 @@ class ClaimFiles:
         try:
             with opened(self._records, None, DIRECTORY & ~os.O_NOFOLLOW) as directory:
                 content = read_content(directory, path.name, MAX_RECORD_BYTES)
-            claim = _parsed(json.loads(content))
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
-            log.error("claim_record_unreadable", path=str(path), error=repr(e), then="its claim is prepared anew")
+            claim = _claim_of(decoded(_RECORD, content, "it"))
+        except (OSError, Corrupt) as e:
+            log.error("claim_record_unreadable", path=str(path), error=str(e), then="its claim is prepared anew")
             return None
         return claim if claim.ref.uid == uid else None
 
@@ -101,68 +100,97 @@ def _remove(path: Path) -> None:
         raise Unavailable(f"{path} cannot be removed: {e.strerror or e}") from e
 
 
-def _document(claim: PreparedClaim) -> dict[str, Any]:
-    return {
-        "version": VERSION,
-        "namespace": claim.ref.namespace,
-        "name": claim.ref.name,
-        "uid": claim.ref.uid,
-        "shown_as": claim.shown_as,
-        "pod": claim.pod,
-        "users": list(claim.users),
-        "isolation": claim.isolation,
-        "results": [
-            {
-                "key": one.key.container,
-                "request": one.request,
-                "device": one.device,
-                "share_id": one.share_id,
-                "gpu": one.gpu,
-                "cores": one.cores,
-                "memory_mib": one.memory_mib,
-                "is_whole": one.is_whole,
-                "core_limit": one.core_limit,
-                "view": one.view,
-                "is_admin": one.is_admin,
-                "cdi_devices": list(one.cdi_devices),
-            }
+class _Result(Struct, kw_only=True):
+    key: str
+    request: str
+    device: str
+    share_id: str
+    gpu: str
+    cores: int
+    memory_mib: int
+    is_whole: bool
+    core_limit: int = 0
+    view: str = ""
+    is_admin: bool = False
+    cdi_devices: tuple[str, ...]
+
+
+class _Record(Struct, kw_only=True):
+    """The file. What has a default is not in every record of an earlier build."""
+
+    version: int = VERSION
+    namespace: str
+    name: str
+    uid: str
+    shown_as: str | None = None
+    pod: str
+    users: tuple[PodUid, ...] = ()
+    isolation: str
+    results: Annotated[list[_Result], Meta(min_length=1)]
+    spec: CdiSpec
+
+
+_RECORD = Decoder(_Record)
+
+
+def _record_of(claim: PreparedClaim) -> _Record:
+    return _Record(
+        namespace=claim.ref.namespace,
+        name=claim.ref.name,
+        uid=claim.ref.uid,
+        shown_as=claim.shown_as,
+        pod=claim.pod,
+        users=claim.users,
+        isolation=claim.isolation,
+        results=[
+            _Result(
+                key=one.key.container,
+                request=one.request,
+                device=one.device,
+                share_id=one.share_id,
+                gpu=one.gpu,
+                cores=one.cores,
+                memory_mib=one.memory_mib,
+                is_whole=one.is_whole,
+                core_limit=one.core_limit,
+                view=one.view,
+                is_admin=one.is_admin,
+                cdi_devices=one.cdi_devices,
+            )
             for one in claim.results
         ],
-        "spec": dict(claim.spec),
-    }
-
-
-def _parsed(raw: Mapping[str, Any]) -> PreparedClaim:
-    """Raises KeyError, TypeError, ValueError or OverflowError."""
-    ref = ClaimRef(str(raw["namespace"]), str(raw["name"]), str(raw["uid"]))
-    # In an earlier build's record two results may have one key, under which the files are: `view` names it as before.
-    keys = distinct_names([str(one["key"]) for one in raw["results"]])
-    results = tuple(
-        PreparedResult(
-            key=ContainerKey(PodUid(ref.uid), key),
-            request=str(one["request"]),
-            device=str(one["device"]),
-            share_id=str(one["share_id"]),
-            gpu=str(one["gpu"]),
-            cores=int(one["cores"]),
-            memory_mib=int(one["memory_mib"]),
-            is_whole=bool(one["is_whole"]),
-            core_limit=int(one.get("core_limit", 0)),
-            view=str(one.get("view", "")) or str(one["key"]),
-            cdi_devices=tuple(map(str, one["cdi_devices"])),
-            is_admin=bool(one.get("is_admin", False)),
-        )
-        for key, one in zip(keys, raw["results"], strict=True)
+        spec=claim.spec,
     )
-    spec = raw["spec"]
-    if not isinstance(spec, dict) or not results:
-        raise ValueError("it has no spec, or no results")
+
+
+def _claim_of(record: _Record) -> PreparedClaim:
+    """Raises Corrupt."""
+    if record.isolation not in ISOLATIONS:
+        raise Corrupt(f"isolation {record.isolation[:80]!r} is none of this agent's")
+    # In an earlier build's record two results may have one key, under which the files are: `view` names it as before.
+    keys = distinct_names([one.key for one in record.results])
     return PreparedClaim(
-        ref=ref,
-        shown_as=str(raw.get("shown_as", ref.name)),
-        pod=str(raw["pod"]),
-        isolation=ISOLATIONS[raw["isolation"]].name,
-        results=results,
-        spec=spec,
-        users=tuple(PodUid(str(uid)) for uid in raw.get("users", ())),
+        ref=ClaimRef(record.namespace, record.name, record.uid),
+        shown_as=record.name if record.shown_as is None else record.shown_as,
+        pod=record.pod,
+        isolation=ISOLATIONS[record.isolation].name,
+        results=tuple(
+            PreparedResult(
+                key=ContainerKey(PodUid(record.uid), key),
+                request=one.request,
+                device=one.device,
+                share_id=one.share_id,
+                gpu=one.gpu,
+                cores=one.cores,
+                memory_mib=one.memory_mib,
+                is_whole=one.is_whole,
+                core_limit=one.core_limit,
+                view=one.view or one.key,
+                cdi_devices=one.cdi_devices,
+                is_admin=one.is_admin,
+            )
+            for key, one in zip(keys, record.results, strict=True)
+        ),
+        spec=record.spec,
+        users=record.users,
     )

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
@@ -112,6 +112,8 @@ def _user(allocation: Allocation) -> str:
 
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 GET_TIMEOUT_S = 5.0
 FILES_TIMEOUT_S = 5.0
@@ -327,7 +329,7 @@ class Claims(Struct, kw_only=True, eq=False):
             lock = self._locks[uid] = asyncio.Lock()
         return lock
 
-    async def _in_thread(self, blocking: Callable[[], Any], what: str) -> Any:
+    async def _in_thread(self, blocking: Callable[[], T], what: str) -> T:
         return await self._thread.call(blocking, what, FILES_TIMEOUT_S)
 
 

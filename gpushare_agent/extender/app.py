@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 from msgspec import Struct
@@ -223,7 +223,7 @@ def with_admission_config(settings: ExtenderSettings) -> ExtenderSettings:
         raise StartupError(f"cannot use gpu-admission's configuration {settings.config}: {problems}") from e
 
 
-def document(parts: ExtenderParts) -> Mapping[str, Any]:
+def document(parts: ExtenderParts) -> Mapping[str, object]:
     """The state besides the nodes, for a person."""
     return {
         "is_leading": parts.election.leads(),

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import structlog
 from msgspec import Struct, field
@@ -214,7 +214,7 @@ class Binder(Struct, kw_only=True, eq=False):
         self.metrics.bind_ended("refused")
         return _Failed(text)
 
-    async def _finish(self, bind: Bind, work: Coroutine[Any, Any, None], ends_at: float) -> None:
+    async def _finish(self, bind: Bind, work: Coroutine[object, object, None], ends_at: float) -> None:
         """Do the work in time. The ledger is correct afterwards, whatever the outcome. Raises _Failed."""
         try:
             async with asyncio.timeout_at(ends_at):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.observability.http.answers import (
@@ -40,7 +40,7 @@ _QUERY: Mapping[str, Number | Word] = {
 class StatePages:
     """`head` is what is shown besides the nodes; it is short."""
 
-    def __init__(self, *, head: Callable[[], Mapping[str, Any]], nodes: ClusterState) -> None:
+    def __init__(self, *, head: Callable[[], Mapping[str, object]], nodes: ClusterState) -> None:
         self._head = head
         self._nodes = nodes
         self.show = RequestQueue().one_at_a_time(self._show)
@@ -63,7 +63,7 @@ class StatePages:
         body = JsonBody(await join_in_slices(self._pieces(head, shown)))
         return await body.answer(request)
 
-    def _pieces(self, head: Mapping[str, Any], names: Sequence[str]) -> Iterator[bytes]:
+    def _pieces(self, head: Mapping[str, object], names: Sequence[str]) -> Iterator[bytes]:
         yield encode(head)[:-1] + b',"nodes":['
         comma = b""
         for name in names:

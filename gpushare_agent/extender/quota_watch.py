@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import structlog
 from msgspec import Raw
@@ -49,7 +48,7 @@ def read_admission_config(path: Path) -> dict[str, str]:
     if len(content) > MAX_BYTES:
         raise StartupError(f"{what}: it is longer than {MAX_BYTES} bytes")
     try:
-        raw: Any = json.loads(content)
+        raw: object = json.loads(content)
     except (ValueError, RecursionError) as e:
         raise StartupError(f"{what}: it is no JSON ({e})") from e
     if not isinstance(raw, dict):

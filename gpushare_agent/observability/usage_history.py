@@ -14,7 +14,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -108,7 +108,7 @@ class UsageHistory:
             ]
         return _pieces(head, halves)
 
-    def _owner(self, key: ContainerKey) -> dict[str, Any]:
+    def _owner(self, key: ContainerKey) -> dict[str, object]:
         known = self._owners.get(key)
         return {
             "namespace": known.namespace if known is not None else None,
@@ -160,7 +160,7 @@ class _Pair:
         return self._ratio.points(newest), self._size.points(newest)
 
 
-_Curve = tuple[str, Mapping[str, Any], str, "tuple[array[float], array[float]]"]
+_Curve = tuple[str, Mapping[str, object], str, "tuple[array[float], array[float]]"]
 """Name, owner, name of the size; a copy of the ratios and the sizes, oldest point first; NaN is a gap."""
 
 
@@ -215,7 +215,7 @@ def _values(points: array[float], kind: Callable[[float], float] = float) -> lis
     return [None if value != value else kind(value) for value in points]  # noqa: PLR0124 - NaN
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 

@@ -166,7 +166,7 @@ async def test_compute_that_follows_the_memory_is_booked_for_nobody(tmp_path: Pa
         tmp_path, raw_claim(result(cores=0, memory="12Gi")), raw_claim(result(cores=100, memory="12Gi"), number=2)
     )
     made = await prepared(driver)
-    (edits,) = (one["containerEdits"]["env"] for one in made.spec["devices"])
+    (edits,) = (one.container_edits.env for one in made.spec.devices)
     assert "CUDA_DEVICE_SM_LIMIT_0=50" in edits and used_cores(driver.cache) == {}
     await prepared(driver, 2)
     assert used_cores(driver.cache) == {GpuUuid("GPU-0"): 100} and used_blocks(driver.cache) == {GpuUuid("GPU-0"): 96}
@@ -360,7 +360,7 @@ async def test_pods_that_use_the_claim_decide_its_views(tmp_path: Path) -> None:
         assert not waiting.done()
         driver.pod("p", *containers, claims={"g": "claim-1"})
     made = waiting.result()
-    visible = [[pair for pair in one["containerEdits"]["env"] if "VISIBLE" in pair] for one in made.spec["devices"]]
+    visible = [[pair for pair in one.container_edits.env if "VISIBLE" in pair] for one in made.spec.devices]
     assert sorted(visible) == [["NVIDIA_VISIBLE_DEVICES=GPU-0"], ["NVIDIA_VISIBLE_DEVICES=GPU-1"]]
 
 

@@ -22,7 +22,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from tests.support_claims import DRIVER, NODE, admin, edit_policy, raw_claim, result, share_config, uid_of, using, whole
 from tests.support_core import inventory, pod
-from tests.support_json import undecoded
+from tests.support_json import undecoded, written
 
 REQUESTS = st.one_of(
     st.sampled_from(["a", "a-gpu-0", "a-gpu-0-2", "a/b", "a/c", "x" * 63, "x" * 57 + "-y", "x" * 57 + "-z", "x" * 61]),
@@ -43,7 +43,7 @@ def prepared(raw: dict[str, Any], *pods: Pod, policy: EditPolicy | None = None) 
 
 def env_of(made: PreparedClaim, position: int = 0) -> dict[str, str]:
     """Of the CDI device of one result."""
-    by_name = {device["name"]: device["containerEdits"] for device in made.spec["devices"]}
+    by_name = {device["name"]: device["containerEdits"] for device in written(made.spec)["devices"]}
     edits = by_name[made.results[position].cdi_devices[0].partition("=")[2]]
     return dict(pair.split("=", 1) for pair in edits["env"])
 
@@ -73,7 +73,7 @@ def test_a_share_has_the_edits_of_its_isolation_and_its_gpu() -> None:
         "LIBCUDA_LOG_LEVEL": "1",
         "NVIDIA_VISIBLE_DEVICES": "GPU-1",
     }
-    edits = made.spec["devices"][0]["containerEdits"]
+    edits = written(made.spec)["devices"][0]["containerEdits"]
     nodes = ["/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm"]
     assert [node["path"] for node in edits["deviceNodes"]] == nodes
     assert f"/hami/containers/{uid_of(1)}/gpu/gpu.cache" in [mount["hostPath"] for mount in edits["mounts"]]
@@ -205,7 +205,7 @@ def test_admin_access_is_not_limited_by_any_isolation(name: str) -> None:
     )
     whole_gpu = prepared(raw_claim(whole("a", 1)), user("p", ""), policy=edit_policy(name))
     assert env_of(made) == env_of(whole_gpu) and env_of(made)["NVIDIA_VISIBLE_DEVICES"] == "GPU-1"
-    edits = [one.spec["devices"][0]["containerEdits"] for one in (made, whole_gpu)]
+    edits = [written(one.spec)["devices"][0]["containerEdits"] for one in (made, whole_gpu)]
     assert edits[0]["deviceNodes"] == edits[1]["deviceNodes"]
 
 
@@ -293,7 +293,7 @@ def test_under_vcuda_the_containers_of_a_view_have_one_directory() -> None:
     policy = edit_policy("vcuda")
     raw = raw_claim(result("a", 0, cores=20, memory="4Gi"), result("b", 0, cores=30, memory="8Gi"))
     made = prepared(raw, user("p", "", ""), policy=policy)
-    for device in made.spec["devices"]:
+    for device in written(made.spec)["devices"]:
         (mount,) = device["containerEdits"]["mounts"]
         assert (mount["hostPath"], mount["containerPath"]) == (f"/vm/{uid_of(1)}/a", "/etc/vcuda")
     assert [one.view for one in made.results] == ["a", "a"]

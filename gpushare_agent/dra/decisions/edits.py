@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import count
-from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
@@ -96,6 +95,37 @@ class PreparedResult(Struct, frozen=True, kw_only=True):
     is_admin: bool = False
 
 
+class CdiNode(Struct, rename="camel"):
+    path: str
+    host_path: str
+    permissions: str
+
+
+class CdiMount(Struct, rename="camel"):
+    host_path: str
+    container_path: str
+    options: Sequence[str]
+
+
+class CdiEdits(Struct, rename="camel"):
+    env: Sequence[str]
+    device_nodes: Sequence[CdiNode]
+    mounts: Sequence[CdiMount]
+
+
+class CdiDevice(Struct, rename="camel"):
+    name: str
+    container_edits: CdiEdits
+
+
+class CdiSpec(Struct, rename="camel"):
+    """What of the CDI specification a claim's file has."""
+
+    cdi_version: str
+    kind: str
+    devices: Sequence[CdiDevice]
+
+
 class PreparedClaim(Struct, frozen=True, kw_only=True):
     """A claim as it was prepared; it stays so until it is unprepared, whatever the settings become. `pod` is the name of the
     first that it is reserved for, `users` are the UIDs of all that it was reserved for then. `spec` is the CDI document."""
@@ -105,7 +135,7 @@ class PreparedClaim(Struct, frozen=True, kw_only=True):
     pod: str
     isolation: str
     results: tuple[PreparedResult, ...]
-    spec: Mapping[str, Any]
+    spec: CdiSpec
     users: tuple[PodUid, ...] = ()
 
     @property
@@ -136,7 +166,7 @@ def prepare_claim(
             return edits
         for result, _ in prepared.results:
             name = cdi_name(result, claim.ref)
-            devices.append({"name": name, "containerEdits": cdi_edits(edits)})
+            devices.append(CdiDevice(name, cdi_edits(edits)))
             results.append(prepared.result(result, (f"{CDI_KIND}={name}", *edits.cdi_devices)))
     order = {one: place for place, one in enumerate((r.request, r.device) for r in claim.results)}
     return PreparedClaim(
@@ -145,7 +175,7 @@ def prepare_claim(
         pod=claim.users[0][0] if claim.users else claim.ref.name,
         isolation=isolation,
         results=tuple(sorted(results, key=lambda one: order[one.request, one.device])),
-        spec={"cdiVersion": CDI_VERSION, "kind": CDI_KIND, "devices": devices},
+        spec=CdiSpec(CDI_VERSION, CDI_KIND, devices),
         users=tuple(uid for _, uid in claim.users),
     )
 
@@ -174,12 +204,10 @@ def _edited(claim: PreparedClaim, requests: Collection[str]) -> dict[str, str]:
     """The variables of a container that names these requests, the empty one for all, and what is mounted in it where."""
     names = {name for one in claim.results if {"", _main(one.request)} & set(requests) for name in one.cdi_devices}
     found: dict[str, str] = {}
-    for device in claim.spec["devices"]:
-        if f"{CDI_KIND}={device['name']}" not in names:
-            continue
-        edits = device["containerEdits"]
-        found |= dict(pair.split("=", 1) for pair in edits.get("env", ()))
-        found |= {mount["containerPath"]: mount["hostPath"] for mount in edits.get("mounts", ())}
+    for device in claim.spec.devices:
+        if f"{CDI_KIND}={device.name}" in names:
+            found |= dict(pair.split("=", 1) for pair in device.container_edits.env)
+            found |= {mount.container_path: mount.host_path for mount in device.container_edits.mounts}
     return found
 
 
@@ -188,27 +216,20 @@ def cdi_name(result: ClaimResult, ref: ClaimRef) -> str:
     return f"{result.device}.{result.request.replace('/', '.')}.{ref.uid}"
 
 
-def cdi_edits(edits: ContainerEdits) -> dict[str, Any]:
+def cdi_edits(edits: ContainerEdits) -> CdiEdits:
     """Annotations have no place in a CDI spec."""
-    return {
-        "env": [f"{name}={value}" for name, value in edits.env],
-        "deviceNodes": [
-            {"path": node.container_path, "hostPath": node.host_path, "permissions": node.permissions}
-            for node in edits.devices
+    return CdiEdits(
+        env=[f"{name}={value}" for name, value in edits.env],
+        device_nodes=[CdiNode(one.container_path, one.host_path, one.permissions) for one in edits.devices],
+        mounts=[
+            CdiMount(one.host_path, one.container_path, ["ro" if one.read_only else "rw", "nosuid", "nodev", "bind"])
+            for one in edits.mounts
         ],
-        "mounts": [
-            {
-                "hostPath": mount.host_path,
-                "containerPath": mount.container_path,
-                "options": ["ro" if mount.read_only else "rw", "nosuid", "nodev", "bind"],
-            }
-            for mount in edits.mounts
-        ],
-    }
+    )
 
 
-def encode_spec(spec: Mapping[str, Any]) -> bytes:
-    return json.dumps(spec, indent=1).encode() + b"\n"
+def encode_spec(spec: CdiSpec) -> bytes:
+    return json.dumps(to_builtins(spec), indent=1).encode() + b"\n"
 
 
 class _View:

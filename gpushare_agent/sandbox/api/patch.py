@@ -8,7 +8,8 @@ Strategic merge is a merge in which the lists of `_MERGE_KEYS` are merged by key
 from __future__ import annotations
 
 import copy
-from typing import Any
+
+from msgspec import UNSET, Struct, ValidationError, convert
 
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.sandbox.pod_manifest import RawObject
@@ -28,32 +29,39 @@ _MERGE_KEYS = {
 """`patchMergeKey` of the API's types; empty for texts, which are a set."""
 
 
-def patched(raw: RawObject, patch: Any, content_type: str) -> RawObject:
+def patched(raw: RawObject, patch: object, content_type: str) -> RawObject:
     """A new object. Raises Rejected where the patch cannot be applied."""
     if content_type == JSON_PATCH:
         return _json_patched(raw, patch)
     if not isinstance(patch, dict):
         raise Rejected(f"a {content_type} body must be a JSON object, got {type(patch).__name__}")
     try:
-        return dict(_merged(raw, patch, is_strategic=content_type == STRATEGIC))
+        is_strategic = content_type == STRATEGIC
+        if is_strategic and patch.get("$patch") == "replace":
+            return _replacement(patch)
+        return _merged_object(raw, patch, is_strategic=is_strategic)
     except (TypeError, AttributeError) as error:  # a directive of a type that it cannot have
         raise Rejected(f"the patch cannot be applied: {error}") from error
 
 
-def _merged(old: Any, patch: Any, *, is_strategic: bool, name: str = "") -> Any:
+def _merged(old: object, patch: object, *, is_strategic: bool, name: str = "") -> object:
     if isinstance(patch, dict):
         if is_strategic and patch.get("$patch") == "replace":
-            return copy.deepcopy({key: value for key, value in patch.items() if key != "$patch"})
+            return _replacement(patch)
         return _merged_object(old if isinstance(old, dict) else {}, patch, is_strategic=is_strategic)
     if is_strategic and isinstance(patch, list) and isinstance(old, list) and name in _MERGE_KEYS:
         return _merged_by_key(old, patch, _MERGE_KEYS[name])
     return copy.deepcopy(patch)
 
 
-def _merged_object(old: dict[str, Any], patch: dict[str, Any], *, is_strategic: bool) -> dict[str, Any]:
+def _replacement(patch: RawObject) -> RawObject:
+    return copy.deepcopy({key: value for key, value in patch.items() if key != "$patch"})
+
+
+def _merged_object(old: RawObject, patch: RawObject, *, is_strategic: bool) -> RawObject:
     retained = patch.get("$retainKeys") if is_strategic else None
     result = {key: value for key, value in old.items() if retained is None or key in retained}
-    orders: dict[str, list[Any]] = {}
+    orders: dict[str, list[object]] = {}
     for key, value in patch.items():
         directive, _, target = key.partition("/")
         if is_strategic and directive == "$setElementOrder":
@@ -72,7 +80,7 @@ def _merged_object(old: dict[str, Any], patch: dict[str, Any], *, is_strategic: 
     return result
 
 
-def apply_patch(last: Any, desired: Any, name: str = "") -> Any:
+def apply_patch(last: object, desired: object, name: str = "") -> object:
     """The strategic patch that makes of an object to which `last` was applied one to which `desired` is: it takes away what
     only `last` has."""
     if isinstance(desired, dict):
@@ -88,11 +96,11 @@ def apply_patch(last: Any, desired: Any, name: str = "") -> Any:
     return [*removed_items, *(apply_patch(before.get(one), item) for one, item in zip(now, desired, strict=True))]
 
 
-def _identity(item: Any, key: str) -> Any:
+def _identity(item: object, key: str) -> object:
     return item.get(key) if key and isinstance(item, dict) else item
 
 
-def _merged_by_key(old: list[Any], patch: list[Any], key: str) -> list[Any]:
+def _merged_by_key(old: list[object], patch: list[object], key: str) -> list[object]:
     result = list(old)
     for item in patch:
         desired = _identity(item, key)
@@ -107,7 +115,7 @@ def _merged_by_key(old: list[Any], patch: list[Any], key: str) -> list[Any]:
     return result
 
 
-def _ordered(items: list[Any], order: list[Any], key: str) -> list[Any]:
+def _ordered(items: list[object], order: list[object], key: str) -> list[object]:
     """Items that the order does not name stay behind those that it names."""
     desired = [_identity(item, key) for item in order]
     return sorted(
@@ -115,7 +123,7 @@ def _ordered(items: list[Any], order: list[Any], key: str) -> list[Any]:
     )
 
 
-def _json_patched(raw: RawObject, patch: Any) -> RawObject:
+def _json_patched(raw: RawObject, patch: object) -> RawObject:
     if not isinstance(patch, list):
         raise Rejected("a JSON patch must be a list of operations")
     result = copy.deepcopy(raw)
@@ -124,34 +132,69 @@ def _json_patched(raw: RawObject, patch: Any) -> RawObject:
     return result
 
 
-def _apply_operation(root: RawObject, operation: Any) -> None:
+class _Operation(Struct):
+    op: str
+    path: str
+    value: object = UNSET
+
+
+def _apply_operation(root: RawObject, raw: object) -> None:
     try:
-        kind, path = operation["op"], operation["path"]
-        steps = [step.replace("~1", "/").replace("~0", "~") for step in path.split("/")[1:]]
-        target: Any = root
-        for step in steps[:-1]:
-            target = target[int(step)] if isinstance(target, list) else target[step]
-        last: Any = steps[-1]
+        operation = convert(raw, _Operation)
+        *steps, last = [step.replace("~1", "/").replace("~0", "~") for step in operation.path.split("/")[1:]]
+        target: object = root
+        for step in steps:
+            target = target[_index(target, step)] if isinstance(target, list) else _fields(target)[step]
         if isinstance(target, list):
-            last = len(target) if last == "-" else int(last)
-        _change(target, kind, last, operation)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise Rejected(f"the JSON patch operation {operation!r} cannot be applied: {error!r}") from error
-
-
-def _change(target: Any, kind: str, last: Any, operation: dict[str, Any]) -> None:
-    if kind == "add":
-        if isinstance(target, list):
-            target.insert(last, operation["value"])
+            _change_list(target, operation, last)
         else:
-            target[last] = operation["value"]
-    elif kind == "replace":
-        if target[last] != operation["value"]:
-            target[last] = operation["value"]
-    elif kind == "remove":
-        del target[last]
-    elif kind == "test":
-        if target[last] != operation["value"]:
-            raise ValueError("the tested value differs")
+            _change_object(_fields(target), operation, last)
+    except (KeyError, IndexError, ValueError, ValidationError) as error:
+        raise Rejected(f"the JSON patch operation {raw!r} cannot be applied: {error!r}") from error
+
+
+def _fields(value: object) -> RawObject:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r:.80} has no fields")
+    return value
+
+
+def _index(items: list[object], step: str) -> int:
+    return len(items) if step == "-" else int(step)
+
+
+def _value_of(operation: _Operation) -> object:
+    if operation.value is UNSET:
+        raise KeyError("value")
+    return operation.value
+
+
+def _change_list(target: list[object], operation: _Operation, last: str) -> None:
+    place = _index(target, last)
+    if operation.op == "add":
+        target.insert(place, _value_of(operation))
+    elif operation.op == "replace":
+        target[place] = _value_of(operation)
+    elif operation.op == "remove":
+        del target[place]
     else:
-        raise ValueError(f"unknown operation {kind!r}")
+        _test(target[place], operation)
+
+
+def _change_object(target: RawObject, operation: _Operation, last: str) -> None:
+    if operation.op == "add":
+        target[last] = _value_of(operation)
+    elif operation.op == "replace":
+        if target[last] != _value_of(operation):
+            target[last] = operation.value
+    elif operation.op == "remove":
+        del target[last]
+    else:
+        _test(target[last], operation)
+
+
+def _test(found: object, operation: _Operation) -> None:
+    if operation.op != "test":
+        raise ValueError(f"unknown operation {operation.op!r}")
+    if found != _value_of(operation):
+        raise ValueError("the tested value differs")
