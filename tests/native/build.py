@@ -5,6 +5,7 @@
 | fake driver | tests/native/fake_driver, NVIDIA's headers | cc |
 | HAMi-core | $HAMI_CORE_SOURCE | zig, with native/build_hami_core.py as in the image |
 | vcuda-control | $VCUDA_SOURCE | cc |
+| vgpu-manager's library | $VGPU_MANAGER_SOURCE | cc |
 | gpu-client | native/gpu-client.c, native/vdevice.c | cc |
 
 A source is a directory, a tar archive, or a git URL with `#` and a revision; by default the archive in the folder
@@ -40,7 +41,12 @@ NATIVE = Path(__file__).parent
 FAKE_DRIVER = NATIVE / "fake_driver"
 
 _ARCHIVES = NATIVE.parents[2] / "shared" / "third-party"
-_SOURCES = {"HAMI_CORE_SOURCE": "HAMi-core-*.tar.*", "VCUDA_SOURCE": "vcuda-controller-*.tar.*"}
+_SOURCES = {
+    "HAMI_CORE_SOURCE": "HAMi-core-*.tar.*",
+    "VCUDA_SOURCE": "vcuda-controller-*.tar.*",
+    "VGPU_MANAGER_SOURCE": "vgpu-manager-*.tar.*",
+    "HAMI_CORE_TESTS_SOURCE": "tests-of-HAMi-core-*.tar.*",
+}
 _WARNINGS = ("-Wall", "-Wextra", "-Werror")
 _VCUDA_FILES = ("hijack_call.c", "cuda_originals.c", "nvml_entry.c", "loader.c", "register.c")
 _VDPAU = """\
@@ -108,7 +114,7 @@ def build_fake_driver(directory: Path) -> Path:
 
 def _known_sources() -> list[str]:
     found: list[str] = []
-    for variable in _SOURCES:
+    for variable in ("HAMI_CORE_SOURCE", "VCUDA_SOURCE", "VGPU_MANAGER_SOURCE"):
         try:
             found.append(library_source(variable))
         except CannotBuildError:
@@ -159,6 +165,30 @@ def build_vcuda(output: Path) -> Path:
         files = [str(source / "src" / name) for name in _VCUDA_FILES]
         run([compiler, *flags, "-o", str(output), *files, "-ldl", "-lpthread"])
         shutil.rmtree(header.parent)
+    return output
+
+
+def build_vgpu_manager(output: Path) -> Path:
+    """libvgpu-control.so, with the options of its CMakeLists.txt. Raises CannotBuildError."""
+    compiler = _compiler()
+    with opened_source(library_source("VGPU_MANAGER_SOURCE")) as source:
+        library = source / "library"
+        files = sorted(map(str, (library / "src").glob("*.c")))
+        if not files:
+            raise CannotBuildError(f"{source} has no library/src/*.c: it is not vgpu-manager's source")
+        script = library / "deploy" / "libvgpu-control.exports.ld"
+        flags = [
+            "-O2",
+            "-g",
+            "-w",
+            "-D_GNU_SOURCE",
+            "-shared",
+            "-fPIC",
+            "-static-libgcc",
+            "-fno-semantic-interposition",
+        ]
+        flags += [f"-I{library}", f"-Wl,--version-script={script}"]
+        run([compiler, *flags, "-o", str(output), *files, "-ldl", "-lpthread"])
     return output
 
 

@@ -17,6 +17,7 @@
  *   free                      gives all of it back
  *   launch:KIND:SECONDS[:GRID]   launches one after the other, with GRID blocks of 256 threads (16384); KIND: kernel, ex, cooperative,
  *                             graph, captured (ten kernels each), sync (a kernel, waited for before the next one)
+ *   speed:COUNT               what a call takes, on average: of cuMemAlloc and cuMemFree of 2 MiB, and of a launch, in microseconds
  *   sleep:SECONDS
  *   fork                      the child goes on as a new program, its parent ends after it
  *   kill                      SIGKILL to itself
@@ -408,6 +409,27 @@ static void launch(const char *arguments)
            kernels, took, took > 0 ? (double)kernels / took : 0, result);
 }
 
+/* The driver's own part is in it: who wants the library's measures both. */
+static void measure_calls(int count)
+{
+    CUmodule module;
+    CUfunction function = NULL;
+    CUdeviceptr pointer;
+    double began = now_s();
+    int result = 0;
+    for (int i = 0; i < count && result == 0; i++) {
+        result = CALL(cuMemAlloc, &pointer, 2 << 20);
+        result = result ? result : CALL(cuMemFree, pointer);
+    }
+    double allocated = now_s();
+    result = result ? result : CALL(cuModuleLoadData, &module, "");
+    result = result ? result : CALL(cuModuleGetFunction, &function, module, "kernel");
+    for (int i = 0; i < count && result == 0; i++)
+        result = CALL(cuLaunchKernel, function, grid, 1, 1, BLOCK, 1, 1, 0, NULL, NULL, NULL);
+    printf("{\"action\": \"speed\", \"alloc_us\": %.3f, \"launch_us\": %.3f, \"result\": %d}\n", (allocated - began) * 1e6 / count,
+           (now_s() - allocated) * 1e6 / count, result);
+}
+
 /* --- the program --- */
 
 static int use_gpu(int index)
@@ -500,6 +522,8 @@ int main(int count, char **words)
             launch(arguments);
         else if (strncmp(word, "wait", length) == 0)
             wait_for_line();
+        else if (strncmp(word, "speed", length) == 0)
+            measure_calls(atoi(arguments));
         else if (strncmp(word, "exit", length) == 0)
             _exit(0);
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,10 +10,14 @@ import pytest
 
 from tests.native.build import CannotBuildError
 from tests.real_isolation.checks import CHECKS
-from tests.real_isolation.measure import MEASURED, Measured
+from tests.real_isolation.libraries import LIBRARIES
+from tests.real_isolation.library_table import ROWS
+from tests.real_isolation.measure import MEASURED
 from tests.support_isolation import Built, IsolationNode, build_all, open_node, why_not
 
 NodeOf = Callable[[str, str], IsolationNode]
+CELLS = pytest.StashKey[dict[tuple[str, str], str]]()
+"""Of the table of libraries, by row and library."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[MEASURED] = {}
+    config.stash[CELLS] = {}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -73,26 +78,33 @@ def _driver_of(isolation: str) -> dict[str, object]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    table = _table(config.stash[MEASURED])
-    if not table:
-        return
-    terminalreporter.section("what each isolation keeps")
-    for line in table:
-        terminalreporter.write_line(line)
-    path: Path | None = config.getoption("--table")
-    if path is not None:
-        path.write_text("\n".join(table) + "\n", encoding="utf-8")
-
-
-def _table(measured: dict[tuple[str, str], Measured]) -> list[str]:
-    """Rows in the order of checks.py, a column for each isolation."""
+    measured = {key: f"{one.verdict} ({one.number})" for key, one in config.stash[MEASURED].items()}
     isolations = sorted({isolation for _, isolation in measured})
-    cells = {key: f"{one.verdict} ({one.number})" for key, one in measured.items()}
-    names = [name for name in dict.fromkeys(check.name for check in CHECKS) if name in {name for name, _ in measured}]
-    rows = [[name, *(cells.get((name, isolation), "") for isolation in isolations)] for name in names]
+    tables = {
+        "what each isolation keeps": _table(measured, [check.name for check in CHECKS], isolations),
+        "what each library keeps": _table(
+            config.stash[CELLS], [row.name for row in ROWS], [library.name for library in LIBRARIES]
+        ),
+    }
+    written = []
+    for title, table in tables.items():
+        if table:
+            terminalreporter.section(title)
+            written += ["" for _ in written[:1]] + table
+            for line in table:
+                terminalreporter.write_line(line)
+    path: Path | None = config.getoption("--table")
+    if path is not None and written:
+        path.write_text("\n".join(written) + "\n", encoding="utf-8")
+
+
+def _table(cells: Mapping[tuple[str, str], str], names: Iterable[str], columns: Sequence[str]) -> list[str]:
+    """As Markdown, with the rows of which a cell was measured, in their order."""
+    known = {name for name, _ in cells}
+    rows = [[name, *(cells.get((name, one), "") for one in columns)] for name in dict.fromkeys(names) if name in known]
     if not rows:
         return []
-    whole = [["", *isolations], *rows]
+    whole = [["", *columns], *rows]
     widths = [max(len(row[column]) for row in whole) for column in range(len(whole[0]))]
     lines = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in whole]
     return [lines[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *lines[1:]]

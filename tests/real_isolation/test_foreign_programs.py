@@ -1,0 +1,122 @@
+"""The C programs by which HAMi-core and vgpu-manager test their own libraries, under libgpushare on the fake driver.
+
+Built from the sources beside the checkout (tests/native/build.py) and never kept. Those written for CUDA's runtime, and what
+is in CUDA C++, are left out: the runtime asks the driver for tables that no header describes, and there is no nvcc here.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from native.build_hami_core import CannotBuildError, opened_source, run
+from tests.native.build import cuda_include, library_source
+from tests.support_gpushare import Container, Machine, build_for_gpushare
+
+pytestmark = pytest.mark.isolation
+
+HAMI_CORE = ("test_alloc", "test_alloc_host", "test_alloc_managed", "test_alloc_pitch", "test_create_3d_array",
+             "test_create_array", "test_host_alloc", "test_host_register", "test_mem_create")  # fmt: skip
+VGPU_MANAGER = ("test_alloc", "test_alloc_host", "test_alloc_managed", "test_alloc_pitch", "test_create_3d_array",
+                "test_create_array", "test_cuda13_abi", "test_dlsym_rtld_next", "test_getproc_routing",
+                "test_host_register", "test_mem_create", "test_alloc_pool_async")  # fmt: skip
+NOT_FOR_OURS = {
+    "test_alloc_hold": "HAMi-core: holds memory until it is killed",
+    "test_alloc_async_accounting": "vgpu-manager: reads its library's own file of memory to come",
+    "test_dlsym_hijack": "vgpu-manager: reads its library's log of functions that it has no hook for",
+    "test_config_seqlock": "vgpu-manager: of its library's file alone; no library is called",
+    "test_sm_node_shared": "vgpu-manager: of its library's file alone; no library is called",
+    "test_vmem_region_concurrency": "vgpu-manager: of its library's file alone; no library is called",
+}
+IS_SKIPPED = 77
+"""A program's code where a part of it did not run: of test_alloc_pool_async what concerns memory above the GPU's."""
+_RUNTIME = "#include <cuda.h>\n#include <stdint.h>\n"
+"""In the place of cuda_runtime.h, of which these programs use nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """`includes` are where their headers lie."""
+
+    folder: Path
+    includes: tuple[Path, ...]
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("foreign")
+    (directory / "include").mkdir()
+    (directory / "include/cuda_runtime.h").write_text(_RUNTIME)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def machine(scratch: Path) -> Machine:
+    try:
+        built = build_for_gpushare(scratch)
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+    # Some look whether their own project's library is preloaded, by its name.
+    (scratch / "libvgpu-control.so").write_bytes(built.library.read_bytes())
+    return Machine(built, scratch, {})
+
+
+@pytest.fixture(scope="module")
+def hami_core() -> Iterator[Programs]:
+    with ExitStack() as stack:
+        try:
+            tests = stack.enter_context(opened_source(library_source("HAMI_CORE_TESTS_SOURCE")))
+            library = stack.enter_context(opened_source(library_source("HAMI_CORE_SOURCE")))
+        except CannotBuildError as error:
+            pytest.skip(str(error))
+        yield Programs(folder=tests / "test", includes=(library / "src",))
+
+
+@pytest.fixture(scope="module")
+def vgpu_manager() -> Iterator[Programs]:
+    with ExitStack() as stack:
+        try:
+            source = stack.enter_context(opened_source(library_source("VGPU_MANAGER_SOURCE")))
+        except CannotBuildError as error:
+            pytest.skip(str(error))
+        yield Programs(folder=source / "library/test", includes=())
+
+
+def ended(machine: Machine, scratch: Path, programs: Programs, name: str) -> subprocess.CompletedProcess[str]:
+    share: Container = machine.container(f"{programs.folder.parent.name}-{name}", memory_mib=16384, cores=9000)
+    program, driver = share.directory / name, machine.built.driver
+    includes = [f"-I{path}" for path in (scratch / "include", cuda_include(), *programs.includes)]
+    command = ["cc", "-w", "-O1", "-g", "-pthread", *includes, "-o", str(program), str(programs.folder / f"{name}.c")]
+    run([*command, f"-L{driver}", "-Wl,--no-as-needed", "-lcuda", "-lnvidia-ml", "-ldl", "-lrt"])
+    # What concerns vgpu-manager's memory above the GPU's leaves itself out under another library's name.
+    library = machine.built.library if name == "test_alloc_pool_async" else scratch / "libvgpu-control.so"
+    return subprocess.run(
+        [program], cwd=share.directory, env=machine.env([library]), capture_output=True, text=True, timeout=60,
+        check=False, errors="replace",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HAMI_CORE)
+def test_a_program_of_hami_core_passes(machine: Machine, scratch: Path, hami_core: Programs, name: str) -> None:
+    done = ended(machine, scratch, hami_core, name)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-500:]
+
+
+@pytest.mark.parametrize("name", VGPU_MANAGER)
+def test_a_program_of_vgpu_manager_passes(machine: Machine, scratch: Path, vgpu_manager: Programs, name: str) -> None:
+    done = ended(machine, scratch, vgpu_manager, name)
+    is_part = name == "test_alloc_pool_async"
+    assert done.returncode == (IS_SKIPPED if is_part else 0), done.stdout[-500:] + done.stderr[-500:]
+    assert "FAIL" not in done.stdout
+
+
+def test_every_c_program_is_listed(hami_core: Programs, vgpu_manager: Programs) -> None:
+    """One more in a newer source is looked at before it is left out."""
+    found = {path.stem for one in (hami_core, vgpu_manager) for path in one.folder.rglob("*.c")}
+    of_runtime = {name for name in found if name.startswith("test_runtime_")}
+    assert found - of_runtime == {*HAMI_CORE, *VGPU_MANAGER, *NOT_FOR_OURS}

@@ -1,0 +1,66 @@
+"""The table of what four libraries keep (library_table.py), a cell at a time; ours must meet its column."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.native.build import CannotBuildError
+from tests.real_isolation.conftest import CELLS
+from tests.real_isolation.libraries import (
+    LIBRARIES,
+    BuiltLibraries,
+    Library,
+    LibraryContainer,
+    Limits,
+    build_libraries,
+)
+from tests.real_isolation.library_table import BLOCK_MIB, CORES, OURS, ROWS, SHARE_BLOCKS, Row
+from tests.support_isolation import why_not
+
+SMOKE = ("linked", "cuMemAllocManaged", "a child of one with 3 blocks", "kernels a second")
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> BuiltLibraries:
+    if reason := why_not():
+        pytest.skip(reason)
+    try:
+        return build_libraries(tmp_path_factory.mktemp("libraries"))
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+
+
+def _cases() -> list[object]:
+    return [
+        pytest.param(
+            library,
+            row,
+            id=f"{library.name}: {row.name}",
+            marks=[pytest.mark.isolation, *([pytest.mark.smoke] if library.name == OURS and row.name in SMOKE else [])],
+        )
+        for library in LIBRARIES
+        for row in ROWS
+    ]
+
+
+@pytest.mark.parametrize(("library", "row"), _cases())
+def test_a_library_keeps_what_the_table_says(
+    library: Library, row: Row, libraries: BuiltLibraries, request: pytest.FixtureRequest
+) -> None:
+    """A change in either direction fails."""
+    if library.name in libraries.why_not:
+        pytest.skip(libraries.why_not[library.name])
+
+    def measured() -> str:
+        machine = libraries.machine(**row.driver)
+
+        def container_of(cores: int = CORES) -> LibraryContainer:
+            return libraries.container(library, machine, Limits(memory_mib=SHARE_BLOCKS * BLOCK_MIB, cores=cores))
+
+        return row.measure(container_of)
+
+    found = measured()
+    if not row.is_met(library.name, found):
+        found = measured()  # a machine that is loaded for a moment keeps a program from its GPU
+    request.config.stash[CELLS][row.name, library.name] = found
+    assert row.is_met(library.name, found), f"{found}, expected {row.expected[library.name]}"
