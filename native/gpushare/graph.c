@@ -164,6 +164,7 @@ static CUresult launch_graph(CUresult (*real)(CUgraphExec, CUstream), CUgraphExe
     struct allocation graph = {.value = (uintptr_t)executable};
     struct measurement measurement;
     CUdevice device = current_device();
+    /* One that is not known, of a function that is not hooked, has no memory of its own here; its time is measured as any other's. */
     look_up(EXECUTABLE, (uintptr_t)executable, &graph);
     struct launch launch = {.what = executable, .threads = graph.handle, .stream = stream, .is_per_thread = is_per_thread};
     if (is_capturing(stream, is_per_thread)) /* it becomes a part of another graph */

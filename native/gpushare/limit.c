@@ -334,7 +334,7 @@ static CUresult record(CUevent event, const struct launch *launch)
 static CUevent make_event(void)
 {
     CUevent event = NULL;
-    CUstreamCaptureMode mode = relax_capture();
+    CUstreamCaptureMode mode = relax_capture(); /* another thread may capture: creating an event would then be an error there */
     if (REAL(cuEventCreate)(&event, CU_EVENT_DEFAULT) != CUDA_SUCCESS)
         event = NULL;
     restore_capture(mode);
@@ -395,7 +395,7 @@ void end_launch(const struct launch *launch, const struct measurement *measureme
     if (!cost)
         return;
     if (!is_launched) {
-        charge(measurement->gpu, -(int64_t)measurement->paid);
+        charge(measurement->gpu, -(int64_t)measurement->paid); /* the driver refused it: nothing ran */
         if (measurement->before)
             drop_measurement(measurement, NULL);
         return;

@@ -14,6 +14,7 @@
 
 /* ---- the table of what this process has ---- */
 
+/* Many locks, for threads of one program allocate at once, and none of them may wait for another one's call of the driver. */
 enum { SHARDS = 16, BUCKETS = 1024 };
 static struct shard {
     pthread_mutex_t guard;
@@ -111,6 +112,7 @@ bool reserve_bytes(int gpu, CUdevice device, enum kind kind, uint64_t bytes)
         return true;
     if (gpu < 0 || !own_slot())
         return false;
+    /* Only now, for both cost system calls and the driver's locks: most allocations fit. */
     reclaim_dead();
     read_pools(device, true);
     read_graph_memory(device, true);
@@ -128,6 +130,7 @@ static CUresult keep(CUresult result, enum class class, uint64_t value, int gpu,
         give_bytes(gpu, kind, bytes);
         return result;
     }
+    /* The end of a context frees what was allocated in it, without a call for each. */
     made.context = class == HANDLE ? NULL : current_context(); /* a handle's memory does not end with a context */
     remember(&made);
     return result;
@@ -221,6 +224,7 @@ HOOK(cuMemAllocPitch, (CUdeviceptr_v1 *address, unsigned int *pitch, unsigned in
 HOOK(cuMemFree_v2, (CUdeviceptr address), (address))
 {
     struct allocation freed;
+    /* Not known: NULL, which the driver allows, memory of another process, or of a pool. The driver judges. */
     bool is_known = take_out(ADDRESS, address, &freed);
     CUresult result = real(address);
     settle_freed(is_known, &freed, result);
@@ -256,7 +260,8 @@ bool is_capturing(CUstream stream, bool is_per_thread)
     CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
     CUresult result = is_per_thread && has_real(SLOT_cuStreamIsCapturing_ptsz) ? REAL(cuStreamIsCapturing_ptsz)(stream, &status)
                                                                                : REAL(cuStreamIsCapturing)(stream, &status);
-    /* An error: of a legacy stream, beside which another one is captured. */
+    /* An error, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: of the legacy stream, while another one is captured. Whatever is done in it now
+       would end that capture, so it counts as captured. */
     return (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_SUPPORTED) || status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
@@ -702,6 +707,7 @@ static CUcontext primary[MOST_CONTEXTS]; /* by ordinal */
 /* Not by what the driver says is active: after fork that may be the parent's. */
 static bool is_primary_known(CUdevice device) { return device < 0 || device >= MOST_CONTEXTS || primary[device]; }
 
+/* The runtime's way: one context of a GPU for the whole process, counted by the driver. It is created at the first of these calls. */
 HOOK(cuDevicePrimaryCtxRetain, (CUcontext *context, CUdevice device), (context, device))
 {
     bool is_new = !is_primary_known(device);

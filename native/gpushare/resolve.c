@@ -39,6 +39,7 @@ struct search {
     void *found;
 };
 
+/* A library's table of symbols has no length. Its hash table has: the last bucket's chain ends with the last symbol that is defined. */
 static size_t count_symbols(const uint32_t *gnu_hash)
 {
     uint32_t buckets = gnu_hash[0], first = gnu_hash[1], blooms = gnu_hash[2], last = 0;
@@ -79,6 +80,7 @@ static int search_object(struct dl_phdr_info *object, size_t size, void *data)
         else if (dynamic->d_tag == DT_HASH)
             hash = at;
     }
+    /* All are compared, without the hash: once in a process, and a bucket's search would have to know the bloom filter, too. */
     size_t count = !symbols || !names ? 0 : gnu_hash ? count_symbols(gnu_hash) : hash ? hash[1] : 0;
     for (size_t i = 0; i < count; i++)
         if (symbols[i].st_shndx != SHN_UNDEF && symbols[i].st_value && strcmp(names + symbols[i].st_name, search->name) == 0) {
@@ -112,6 +114,8 @@ void *real_functions[SLOTS];
 static bool is_in_driver[SLOTS];
 static unsigned by_address[SLOTS], hooks_by_address; /* slots of hooks in order of the driver's address */
 static pthread_once_t cuda_once = PTHREAD_ONCE_INIT, nvml_once = PTHREAD_ONCE_INIT, forks_once = PTHREAD_ONCE_INIT;
+/* In the part of a thread's memory that is there from its start: any other model would call malloc at a thread's first use, and a
+   program's malloc may be what has called dlsym. */
 static __thread bool is_inside __attribute__((tls_model("initial-exec")));
 
 static CUresult answer_not_supported(void) { return CUDA_ERROR_NOT_SUPPORTED; }
@@ -158,7 +162,7 @@ static void find_nvml(void)
 
 bool has_real(unsigned slot)
 {
-    bool was_inside = is_inside;
+    bool was_inside = is_inside; /* which find_cuda and find_nvml clear */
     pthread_once(slot < FIRST_OF_NVML ? &cuda_once : &nvml_once, slot < FIRST_OF_NVML ? find_cuda : find_nvml);
     is_inside = was_inside;
     return is_in_driver[slot];
@@ -176,7 +180,7 @@ bool enter_hook(void)
 bool enter_nvml_hook(void)
 {
     if (is_inside) {
-        has_real(FIRST_OF_NVML); /* the caller goes on to the real function */
+        has_real(FIRST_OF_NVML); /* the caller goes on to the real function, which nobody may have asked for before */
         return false;
     }
     pthread_once(&nvml_once, find_nvml);
@@ -257,7 +261,9 @@ static const struct table_entry *entry_of_version(const char *base, int version,
 {
     bool per_thread = (flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM) != 0;
     const struct table_entry *best = NULL;
-    if (strcmp(base, "cuGraphInstantiate") == 0 && version >= 12000) /* since CUDA 12 another function has that name */
+    /* Since CUDA 12 the name means the function that was cuGraphInstantiateWithFlags, with other parameters: the older hook would
+       read its third one as a pointer. */
+    if (strcmp(base, "cuGraphInstantiate") == 0 && version >= 12000)
         base = "cuGraphInstantiateWithFlags";
     for (unsigned i = 0; i < hooks_by_address; i++) {
         const struct table_entry *entry = &table[by_address[i]];

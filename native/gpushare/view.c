@@ -32,7 +32,7 @@ HOOK(cuMemGetInfo_v2, (size_t *free_bytes, size_t *total), (free_bytes, total))
 {
     size_t of_gpu_free = 0, of_gpu = 0;
     uint64_t share, used;
-    CUresult result = real(&of_gpu_free, &of_gpu);
+    CUresult result = real(&of_gpu_free, &of_gpu); /* into places of ours: the program's may be NULL */
     if (result != CUDA_SUCCESS)
         return result;
     if (read_share(gpu_of_device(current_device()), &share, &used)) {

@@ -10,12 +10,14 @@ import pytest
 
 from tests.native.build import CannotBuildError
 from tests.real_isolation.checks import CHECKS
-from tests.real_isolation.libraries import LIBRARIES
+from tests.real_isolation.libraries import LIBRARIES, BuiltLibraries, build_libraries
 from tests.real_isolation.library_table import ROWS
 from tests.real_isolation.measure import MEASURED
 from tests.support_isolation import Built, IsolationNode, build_all, open_node, why_not
 
 NodeOf = Callable[[str, str], IsolationNode]
+BUDGET = pytest.StashKey[dict[tuple[str, str], str]]()
+"""Of the error budget, by kernel with library and by number of multiprocessors."""
 CELLS = pytest.StashKey[dict[tuple[str, str], str]]()
 """Of the table of libraries, by row and library."""
 
@@ -25,12 +27,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--smoke", action="store_true", help="the few checks that show whether the default isolation keeps anything"
     )
+    group.addoption(
+        "--error-budget", action="store_true", help="also each library's error of compute, some ten minutes"
+    )
     group.addoption("--table", metavar="FILE", type=Path, help="write the measured table to FILE, as Markdown")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[MEASURED] = {}
     config.stash[CELLS] = {}
+    config.stash[BUDGET] = {}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -48,6 +54,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         pytest.skip(reason)
     try:
         return build_all(tmp_path_factory.mktemp("isolation"))
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> BuiltLibraries:
+    if reason := why_not():
+        pytest.skip(reason)
+    try:
+        return build_libraries(tmp_path_factory.mktemp("libraries"))
     except CannotBuildError as error:
         pytest.skip(str(error))
 
@@ -79,11 +95,16 @@ def _driver_of(isolation: str) -> dict[str, object]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     measured = {key: f"{one.verdict} ({one.number})" for key, one in config.stash[MEASURED].items()}
-    isolations = sorted({isolation for _, isolation in measured})
+    isolations, budget = sorted({isolation for _, isolation in measured}), config.stash[BUDGET]
     tables = {
         "what each isolation keeps": _table(measured, [check.name for check in CHECKS], isolations),
         "what each library keeps": _table(
             config.stash[CELLS], [row.name for row in ROWS], [library.name for library in LIBRARIES]
+        ),
+        "mean error of compute in points (the largest)": _table(
+            budget,
+            [f"{kind}: {library.name}" for kind in ("short", "wave") for library in LIBRARIES],
+            list(dict.fromkeys(column for _, column in budget)),
         ),
     }
     written = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.native.build import CannotBuildError
 from tests.real_isolation.conftest import CELLS
 from tests.real_isolation.libraries import (
     LIBRARIES,
@@ -12,22 +11,10 @@ from tests.real_isolation.libraries import (
     Library,
     LibraryContainer,
     Limits,
-    build_libraries,
 )
 from tests.real_isolation.library_table import BLOCK_MIB, CORES, OURS, ROWS, SHARE_BLOCKS, Row
-from tests.support_isolation import why_not
 
 SMOKE = ("linked", "cuMemAllocManaged", "a child of one with 3 blocks", "kernels a second")
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> BuiltLibraries:
-    if reason := why_not():
-        pytest.skip(reason)
-    try:
-        return build_libraries(tmp_path_factory.mktemp("libraries"))
-    except CannotBuildError as error:
-        pytest.skip(str(error))
 
 
 def _cases() -> list[object]:

@@ -434,7 +434,11 @@ CUresult CUDAAPI cuMemAlloc(CUdeviceptr_v1 *address, unsigned int bytes)
     return result;
 }
 
-CUresult CUDAAPI cuMemFree_v2(CUdeviceptr address) { return free_allocation(address); }
+CUresult CUDAAPI cuMemFree_v2(CUdeviceptr address)
+{
+    log_call("cuMemFree_v2");
+    return free_allocation(address);
+}
 
 CUresult CUDAAPI cuMemAllocManaged(CUdeviceptr *address, size_t bytes, unsigned int flags)
 {
@@ -603,6 +607,7 @@ PER_THREAD(cuMemAllocAsync);
 
 CUresult CUDAAPI cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 {
+    log_call("cuMemFreeAsync");
     (void)stream;
     return free_allocation(address);
 }
@@ -632,12 +637,14 @@ CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
 
 CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle)
 {
+    log_call("cuMemRelease");
     return handle >= FOREIGN_ADDRESS ? CUDA_SUCCESS : change_references(handle, -1);
 }
 
 /* Memory stays while it is mapped, though its handle is released. */
 CUresult CUDAAPI cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags)
 {
+    log_call("cuMemMap");
     (void)bytes, (void)offset, (void)flags;
     CUresult result = handle >= FOREIGN_ADDRESS ? CUDA_SUCCESS : change_references(handle, 1);
     pthread_mutex_lock(&memory.guard);
@@ -663,6 +670,7 @@ static CUdeviceptr handle_mapped_at(CUdeviceptr address, int removes)
 
 CUresult CUDAAPI cuMemUnmap(CUdeviceptr address, size_t bytes)
 {
+    log_call("cuMemUnmap");
     (void)bytes;
     CUdeviceptr handle = handle_mapped_at(address, 1);
     return handle ? cuMemRelease(handle) : CUDA_ERROR_INVALID_VALUE;
@@ -760,8 +768,16 @@ CUresult CUDAAPI cuMipmappedArrayCreate(CUmipmappedArray *array, const CUDA_ARRA
     return make_array((void **)array, bytes);
 }
 
-CUresult CUDAAPI cuArrayDestroy(CUarray array) { return free_allocation((uintptr_t)array); }
-CUresult CUDAAPI cuMipmappedArrayDestroy(CUmipmappedArray array) { return free_allocation((uintptr_t)array); }
+CUresult CUDAAPI cuArrayDestroy(CUarray array)
+{
+    log_call("cuArrayDestroy");
+    return free_allocation((uintptr_t)array);
+}
+CUresult CUDAAPI cuMipmappedArrayDestroy(CUmipmappedArray array)
+{
+    log_call("cuMipmappedArrayDestroy");
+    return free_allocation((uintptr_t)array);
+}
 
 /* --- modules and launches: a launch returns at once, until the GPU has QUEUE_NS of work before it. No kernel is compiled: one named
    `spin` keeps the GPU busy for its first parameter, nanoseconds in 64 bits; the others as the settings say --- */
@@ -1069,6 +1085,7 @@ CUresult CUDAAPI cuGraphInstantiateWithFlags(CUgraphExec *made, CUgraph from, un
 CUresult CUDAAPI cuGraphLaunch(CUgraphExec from, CUstream stream)
 {
     uint64_t duration = 0;
+    log_call("cuGraphLaunch");
     (void)stream;
     const graph *launched = (graph *)from;
     CUresult result = current < 0 ? CUDA_ERROR_INVALID_CONTEXT : back_graph((graph *)from);
