@@ -45,7 +45,7 @@ BYTES_OF_A_NODES_VALUE = 12
 """The same of filter and prioritize: whole nodes have 16.7 and more. With 12 no 8 MiB are decoded in more than 35 ms, or
 into more than 42 MiB (measured)."""
 MAX_VICTIMS = 1024
-"""On one node; the kubelet's default is 110 pods, and the largest setting known 500."""
+"""On one node; the kubelet's default is 110 pods."""
 VICTIMS_OF_A_STEP = 1000
 """About a millisecond to read, and three to answer."""
 MAX_VIOLATIONS = (1 << 63) - 1

@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 EXTENDER_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 16 << 20
-"""A filter's answer about 5,000 nodes that fail is 2 MiB."""
+"""A filter's answer about 5,000 nodes that fail is half a mebibyte."""
 T = TypeVar("T")
 
 
