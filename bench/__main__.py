@@ -20,7 +20,7 @@ from bench.admissions import admit_pods, burst_row, empty_rows, filled_rows
 from bench.extender import extender_rows
 from bench.lifecycle import again_rows, idle_rows, start_rows
 from bench.node import PODS, open_node
-from bench.nvml import nvml_idle_rows
+from bench.nvml import gpushare_rows, nvml_idle_rows
 from bench.observation import sampling_rows, scrape_rows
 from bench.page import poll_rows
 from bench.pure import list_rows, placement_rows
@@ -118,6 +118,7 @@ async def _measure(extent: Extent) -> list[Row]:
         rows += await again_rows(node, extent.restarts)
     _say(f"{extent.idle_s:g} s of idleness with NVML")
     rows += await nvml_idle_rows(extent.settle_s, extent.idle_s)
+    rows += await gpushare_rows(extent.settle_s, extent.idle_s)
     async with open_node() as node:
         await node.start_agent()
         _say(f"{extent.empty} admissions on an empty node")

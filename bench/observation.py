@@ -87,7 +87,7 @@ async def _full_node() -> AsyncIterator[tuple[BenchNode, str]]:
         containers = Containers(node.state / "cgroup")
         uids = [PodUid(pod.uid) for pod in node.kubelet.pods.values()]
         for number, uid in enumerate(uids):
-            _put_processes(node.state / "proc", containers.text_of(uid), _pids(number))
+            put_processes(node.state / "proc", containers.text_of(uid), _pids(number))
         _put_usage(node, 0)
         await node.start_agent()
         yield node, f"http://127.0.0.1:{port}/metrics"
@@ -176,7 +176,7 @@ def _pids(number: int) -> range:
     return range(FIRST_PID + PROCESSES * number, FIRST_PID + PROCESSES * number + _PROCESSES_EACH)
 
 
-def _put_processes(proc: Path, text: str, pids: range) -> None:
+def put_processes(proc: Path, text: str, pids: range) -> None:
     for pid in pids:
         (proc / str(pid)).mkdir(parents=True)
         (proc / str(pid) / "cgroup").write_text(text)
@@ -214,7 +214,7 @@ class _World:
             for number, uid in enumerate(uids)
         )
         for number, uid in enumerate(uids):
-            _put_processes(state / "proc", containers.text_of(uid), _pids(number))
+            put_processes(state / "proc", containers.text_of(uid), _pids(number))
         self._sample = DriverSample(
             gpus=tuple(
                 GpuSample(

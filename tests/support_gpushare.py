@@ -97,14 +97,18 @@ class Machine:
         return env | ({"LD_PRELOAD": ":".join(map(str, preload))} if preload else {})
 
     def run_virtual(
-        self, *programs: tuple[Container, Sequence[str]], observed: bool = True, period_s: float = 0.1
+        self,
+        *programs: tuple[Container, Sequence[str]],
+        observed: bool = True,
+        period_s: float = 0.1,
+        observed_s: float = float("inf"),
     ) -> list[Ended]:
-        """At the same time, in virtual time, with the agent's part unless it is not `observed`."""
+        """At the same time, in virtual time, with the agent's part for `observed_s`, unless it is not `observed`."""
         clock = self.directory / "clock"
         clock.write_bytes(b"")
         directories = {str(container.directory): None for container, _ in programs}
         virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(len(programs) + observed)}
-        virtual["OBSERVING_PERIOD_S"] = str(period_s)
+        virtual |= {"OBSERVING_PERIOD_S": str(period_s), "OBSERVING_FOR_S": str(observed_s)}
         with ExitStack() as stack:
             if observed:
                 command = [sys.executable, str(NATIVE / "observing_agent.py"), *directories]

@@ -27,8 +27,7 @@
 #define POLL_NS 200000u            /* events are asked this often at most: it costs a microsecond */
 #define UNKNOWN_NS 20000u          /* of a first launch, until it is measured; then the difference is charged */
 #define ELASTIC_NS SECOND_NS       /* for so long the others must have been idle, or not */
-#define HOLD_NS                                                                                                            \
-    (15 * (uint64_t)SECOND_NS) /* of launching without a sample: so long the last scale is believed, then the costs are */
+#define HOLD_NS (15 * (uint64_t)SECOND_NS) /* of launching without a sample: so long a scale that gives more is believed */
 #define LEAST_BUSY_NS 30e6         /* observed, before a scale is made of it */
 #define MEMORY_S 3.0               /* of the sums behind the scale: what lies so far back counts a third */
 #define DELAY_S 0.6                /* by about so much utilisation is behind: half of what it is measured over, and its way */
@@ -243,10 +242,13 @@ static void take_sample(struct usage_gpu *use, const struct limits *limits)
 
 static double share_of(const struct usage_gpu *use, const struct limits *limits)
 {
-    /* Without the agent nobody says whether the others are idle, or that a scale which was right is no more. */
+    /* Without the agent nobody says whether the others are idle, or that a scale which was right is no more. One that gives less stays:
+       a limit must not be lost with the agent. */
     bool is_observed = LOAD(*(uint64_t *)(uintptr_t)&use->unobserved) < HOLD_NS;
     double share = limits->has_ceiling && use->is_elastic && is_observed ? limits->ceiling : limits->cores;
-    double scale = is_observed ? LOAD(*(double *)(uintptr_t)&use->scale) : 1;
+    double scale = LOAD(*(double *)(uintptr_t)&use->scale);
+    if (scale > 1 && !is_observed)
+        scale = 1;
     share = share < 0.001 ? 0.001 : share; /* nothing would be for ever */
     return share * (scale > 1e-4 && scale < 1e4 ? scale : 1); /* the program may have written there whatever it likes */
 }

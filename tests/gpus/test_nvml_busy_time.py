@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gpushare_agent.gpus.nvml.busy_time import GpuBusyTime
 from gpushare_agent.gpus.nvml.calls import Verdict
@@ -128,6 +129,40 @@ def test_processes_whose_samples_come_at_other_times_are_each_counted() -> None:
     driver.now = 5.0
     found = driver.run(60.0)
     assert list(found.values()) == pytest.approx([18.0, 30.0, 15.0], rel=0.06)
+
+
+def test_samples_that_come_again_with_another_time_are_counted_once() -> None:
+    """By a microsecond each, at every reading: they are no period of the driver's."""
+    driver = Driver({7: steady(0.3)}, period_s=1.0)
+    newest, calls = driver.newest, [0]
+
+    def again(pid: int) -> Sample | None:
+        calls[0] += 1
+        found = newest(pid)
+        return None if found is None else replace(found, timeStamp=found.timeStamp + calls[0] % 10)
+
+    driver.newest = again  # type: ignore[method-assign]
+    driver.now = 5.0
+    assert driver.run(30.0)[7] == pytest.approx(9.0, rel=0.07)
+
+
+def test_how_far_it_is_known_stays_the_same_until_the_next_sample() -> None:
+    """Though the two clocks are not read at the same moment, and not always as far apart."""
+    driver = Driver({7: steady(0.3)}, period_s=0.5)
+    calls = [0]
+
+    def wall_ns() -> int:
+        calls[0] += 1
+        return BOOTED_AT + round(driver.now * SECOND) + calls[0] * 7919 % 50 * 1000
+
+    driver.reader.wall_clock_ns = wall_ns
+    driver.now = 5.0
+    driver.run(5.0)
+    known = []
+    for _ in range(100):
+        driver.now += 0.1
+        known.append(driver.read().busy_until_ns)
+    assert known == sorted(known) and len(set(known)) == 20 + 1
 
 
 def test_a_pause_of_the_readings_begins_anew() -> None:

@@ -162,6 +162,69 @@ def test_without_an_agent_the_measured_costs_hold(machine_with: MachineWith) -> 
     assert kernel.percent(ended.rates()[0]) == pytest.approx(50, abs=3)
 
 
+@pytest.mark.parametrize(("event_percent", "without"), [(50, 30), (100, 30), (200, 15)])
+def test_an_agent_that_goes_away_takes_no_limit_with_it(
+    machine_with: MachineWith, event_percent: int, without: int
+) -> None:
+    """What it has shown of the costs holds for 15 s of launching; then nothing that gives the program more."""
+    kernel = Kernel("wave", 132)
+    share = machine_with(**kernel.settings, event_percent=event_percent).container(cores=3000)
+    launches = [kernel.launch(one) for one in (7, 10, 10, 10)]
+    [ended] = share.machine.run_virtual((share, launches), observed_s=8)
+    _, at_first, _, later = [kernel.percent(rate) for rate in ended.rates()]
+    assert at_first == pytest.approx(30, abs=MOST_ERROR)
+    assert later == pytest.approx(without, abs=2)
+
+
+@pytest.mark.parametrize("away_s", [1, 10])
+def test_an_elastic_share_falls_to_its_cores_without_the_agent(machine_with: MachineWith, away_s: int) -> None:
+    """15 s of launching after its last word, for nobody says whether the others are idle."""
+    kernel = Kernel("wave", 132)
+    share = machine_with(**kernel.settings).container(cores=3000, ceiling=8000)
+    launches = [kernel.launch(5), kernel.launch(3), f"sleep:{away_s}", kernel.launch(12), kernel.launch(5)]
+    [ended] = share.machine.run_virtual((share, launches), observed_s=5)
+    found = [kernel.percent(rate) for rate in ended.rates()]
+    assert found[1] == pytest.approx(80, abs=6)
+    assert found[3] == pytest.approx(30, abs=3)
+
+
+WINDOWS = [(160, 0), (160, 1000), (500, 300), (1000, 0), (1000, 600), (1000, 1000)]
+"""What a driver measures utilisation over, and how late it shows it, in ms."""
+
+
+@pytest.mark.parametrize(("sample_ms", "lag_ms"), WINDOWS)
+@pytest.mark.parametrize("event_percent", [50, 100, 200])
+def test_the_scale_is_right_whatever_the_drivers_window_and_lag(
+    machine_with: MachineWith, sample_ms: int, lag_ms: int, event_percent: int
+) -> None:
+    """Samples come once in a window, and of an idle process none."""
+    kernel = Kernel("wave", 132)
+    driver = {"sample_ms": sample_ms, "lag_ms": lag_ms, "sample_every_ms": sample_ms, "event_percent": event_percent}
+    *_, found = run_alone(machine_with(**kernel.settings | driver), kernel, 30, 6, 10)
+    assert found == pytest.approx(30, abs=MOST_ERROR)
+
+
+@pytest.mark.parametrize("event_percent", [50, 100])
+def test_a_program_in_bursts_is_not_slowed_down(machine_with: MachineWith, event_percent: int) -> None:
+    """A burst of 50 ms a second is 5 % of the GPU, though the driver's only sample of that second shows a third of it.
+    Its launches are free, for the share has that much left at each burst."""
+    kernel = Kernel("wave", 132)
+    driver = {"sample_ms": 160, "sample_every_ms": 160, "event_percent": event_percent}
+    share = machine_with(**kernel.settings | driver).container(cores=3000)
+    bursts = [step for _ in range(20) for step in (kernel.launch(0.05), "sleep:1")]
+    [ended] = share.machine.run_virtual((share, bursts))
+    rates = [kernel.percent(rate) for rate in ended.rates()]
+    assert min(rates[10:]) > 85, rates
+
+
+@pytest.mark.parametrize("utilization", ["none", "denied"])
+def test_a_driver_without_samples_leaves_the_measured_costs(machine_with: MachineWith, utilization: str) -> None:
+    """NOT_SUPPORTED, as where MIG is on, or no permission: no feedback is not idleness."""
+    kernel = Kernel("wave", 132)
+    [found] = run_alone(machine_with(**kernel.settings, utilization=utilization), kernel, 30, 10)
+    assert found == pytest.approx(30, abs=3)
+
+
 def set_cores(share: Container, cores: int) -> None:
     path = share.directory / CONFIG_NAME
     content = bytearray(path.read_bytes())

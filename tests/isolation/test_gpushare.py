@@ -482,12 +482,13 @@ def test_memory_is_not_told_while_a_process_is_anybodys() -> None:
     assert used_bytes(replace(READING, processes=unknown), {**OWNERS, 10: KEY}) == {OTHER: 900 * MIB}
 
 
-def test_readings_have_a_twentieth_of_the_time() -> None:
-    """Ten a second while they take 5 ms, and never fewer than one."""
-    for took_s in (0.0, 0.001, 0.005):
-        assert took_s + pause_s(took_s) == pytest.approx(0.1)
-    assert 0.02 + pause_s(0.02) == pytest.approx(0.4)
-    assert pause_s(0.5) == pause_s(10) == 1.0
+def test_readings_have_a_twentieth_of_a_processor_and_half_of_the_time() -> None:
+    """Ten a second while they use 5 ms and take 50, and one a second at least."""
+    for took_s, used_s in ((0.0, 0.0), (0.001, 0.001), (0.05, 0.005)):
+        assert took_s + pause_s(took_s, used_s) == pytest.approx(0.1)
+    assert 0.02 + pause_s(0.02, 0.02) == pytest.approx(0.4)
+    assert pause_s(0.2, 0.001) == 0.2
+    assert pause_s(0.5, 0.5) == pause_s(10, 0.001) == 1.0
 
 
 class ReadDriver:

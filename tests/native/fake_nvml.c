@@ -33,6 +33,7 @@
  *   grows LIST I N                   the first N readings of the list since this script was set find it too long; LIST is
  *                                    also samples
  *   sample I PID TIME_US SM MEMORY ENCODER DECODER
+ *   sampled I PID COUNT PERIOD_US SM COUNT processes, with PIDs from PID on, each with a sample at the end of every period
  *   no_sample I CODE                 what is answered where no sample is new, default 6 (NOT_FOUND)
  *   event_types I MASK               what the card can report, default 10 (Xid and double-bit ECC)
  *   event NUMBER DEVICE TYPE DATA [GI CI]  delivered once, in the order of the numbers, if it was not there when the set was
@@ -49,6 +50,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 enum {
@@ -705,6 +707,23 @@ static int take_sample(const char *rest, void *wanted)
     return 0;
 }
 
+static int take_sampled(const char *rest, void *wanted)
+{
+    struct list_wish *wish = wanted;
+    struct timespec now;
+    unsigned long long period_us, newest_us;
+    unsigned index, pid, count, busy;
+    if (sscanf(rest, "%u %u %u %llu %u", &index, &pid, &count, &period_us, &busy) != 5 || index != wish->index)
+        return 0;
+    clock_gettime(CLOCK_REALTIME, &now);
+    newest_us = (unsigned long long)now.tv_sec * 1000000 + (unsigned long long)now.tv_nsec / 1000;
+    newest_us -= newest_us % period_us;
+    for (unsigned i = 0; i < count && newest_us > wish->since_us; i++, wish->found++)
+        if (wish->found < wish->room)
+            wish->samples[wish->found] = (sample_t){.pid = pid + i, .time_us = newest_us, .sm = busy};
+    return 0;
+}
+
 static int answer_list(struct list_wish *wish, unsigned *count)
 {
     struct value_wish grows = {.name = wish->name, .index = wish->index};
@@ -736,6 +755,7 @@ int nvmlDeviceGetProcessUtilization(device_t *device, sample_t *list, unsigned *
     if (code != OK)
         return code;
     find("sample", take_sample, &wish);
+    find("sampled", take_sampled, &wish);
     if (wish.found > 0)
         return answer_list(&wish, count);
     *count = 0;

@@ -5,7 +5,7 @@ busy.
     python observing_agent.py DIRECTORY...
 
 A container is a directory: its processes are those that have it as their working directory. Ends when no process uses the
-GPU any more. Under virtual_time.c it takes part in that clock.
+GPU any more, or after $OBSERVING_FOR_S, as an agent that is killed. Under virtual_time.c it takes part in that clock.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.usage import GpuBusy
 
 PERIOD_S = float(os.environ.get("OBSERVING_PERIOD_S", "0.1"))
+ENDS_AFTER_S = float(os.environ.get("OBSERVING_FOR_S", "inf"))
 PATIENCE_S = 20.0
 
 
@@ -50,7 +51,7 @@ def main() -> None:
     driver = NvmlBusyTime(session)
     [uuid] = session.handles()
     began, last_used = time.monotonic(), None
-    while last_used is None or time.monotonic() - last_used < 1:
+    while (last_used is None or time.monotonic() - last_used < 1) and time.monotonic() - began < ENDS_AFTER_S:
         time.sleep(PERIOD_S)
         read = driver.read([uuid])[uuid]
         owners = owners_of(read, configs)

@@ -32,6 +32,8 @@ _US = 1000
 """Nanoseconds."""
 LONGEST_PERIOD_US = 1_000_000
 FIRST_PERIOD_US = 1_000_000 // 6
+SHORTEST_GAP_US = 50_000
+"""What is less is no period: the same sample with another time."""
 SILENCE_US = 1_250_000
 """So long after a moment the driver has a sample of it, if a process was busy then."""
 LONGEST_GAP_NS = 2_500_000_000
@@ -51,6 +53,8 @@ class SamplePeriod(Struct):
     us: int = FIRST_PERIOD_US
 
     def note(self, gap_us: int) -> None:
+        if gap_us < SHORTEST_GAP_US:
+            return
         self._gaps.append(gap_us)
         self.us = min(LONGEST_PERIOD_US, sorted(self._gaps)[len(self._gaps) // 16])
 
@@ -65,6 +69,7 @@ class GpuBusyTime(Struct):
     _newest_us: int = 0
     """0: nothing was read yet."""
     _until_us: int = 0
+    _until_ns: int = 0
     _read_at_ns: int = 0
     _last_us: dict[int, int] = field(default_factory=dict)
 
@@ -79,6 +84,7 @@ class GpuBusyTime(Struct):
         if not is_continued:
             self._last_us.clear()
         self._read_at_ns = at_ns
+        until_us = self._until_us
         busy_us = self._read_busy(caller, now_us, is_continued=is_continued)
         memory = dict.fromkeys(busy_us or (), 0) | {
             one.pid: one.usedGpuMemory for one in listed
@@ -87,7 +93,12 @@ class GpuBusyTime(Struct):
             BusyProcess(pid=pid, memory_bytes=used, busy_ns=round((busy_us or {}).get(pid, 0.0) * _US))
             for pid, used in memory.items()
         )
-        until_ns = 0 if busy_us is None else at_ns - (now_us - self._until_us) * _US
+        # Between the two clocks lie microseconds, others each time: the same moment must stay the same number, for
+        # libgpushare takes another number for another sample, and an earlier one for a beginning.
+        if not is_continued or self._until_us != until_us:
+            found_ns = at_ns - (now_us - self._until_us) * _US
+            self._until_ns = max(self._until_ns, found_ns) if is_continued else found_ns
+        until_ns = 0 if busy_us is None else self._until_ns
         return GpuBusy(at_ns=at_ns, busy_until_ns=until_ns, is_continued=is_continued, processes=processes)
 
     def _read_busy(self, caller: NvmlCaller, now_us: int, *, is_continued: bool) -> dict[int, float] | None:

@@ -8,7 +8,7 @@ Once a second a counter of each container says whether its processes launch anyt
     what is written       both, into the gpushare.config of each
 
 A process that no round has shown yet keeps what it was busy until one does. While one is there the memory in the files is
-that of the last round. Where a reading takes long there are fewer: they have a twentieth of the time. The same loop puts
+that of the last round. Where readings are costly there are fewer: they have a twentieth of a processor. The same loop puts
 limits right that an elastic ceiling, or another agent, has changed.
 
 State owned: the owners of processes by the last round, what was counted of each GPU, of each container its count of
@@ -45,7 +45,8 @@ RUNS_FOR_S = 5.0
 READING_PERIOD_S = 0.1
 LONGEST_PAUSE_S = 1.0
 """libgpushare's limit is right with a reading a second, too: it notices a wrong cost later."""
-MOST_OF_TIME = 20
+PART_OF_PROCESSOR = 20
+"""Readings have a twentieth of a processor, and half of the time, for the driver serves the programs too."""
 
 Owners = Mapping[int, ContainerKey | None]
 """Of the processes on a GPU that are known, by PID: None, where it is in no container with a share of that GPU."""
@@ -132,9 +133,10 @@ def memory_of(uses: Iterable[ContainerUse]) -> dict[tuple[ContainerKey, GpuUuid]
     return {place: size for place, size in found.items() if place not in unknown}
 
 
-def pause_s(took_s: float) -> float:
-    """Until the next reading."""
-    return min(LONGEST_PAUSE_S, max(READING_PERIOD_S - took_s, took_s * (MOST_OF_TIME - 1)))
+def pause_s(took_s: float, used_s: float) -> float:
+    """Until the next reading, after one that took so long, and so much processor time of the agent. Not by the former alone:
+    where programs keep the processors busy a reading takes longer, and is as cheap."""
+    return min(LONGEST_PAUSE_S, max(READING_PERIOD_S - took_s, used_s * PART_OF_PROCESSOR - took_s, took_s))
 
 
 class _Container(Struct):
@@ -200,9 +202,9 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
     async def _read(self) -> NoReturn:
         while True:
             await self._has_running.wait()
-            began = self.clock()
+            began, used = time.monotonic(), time.process_time()
             await self.read()
-            await asyncio.sleep(pause_s(self.clock() - began))
+            await asyncio.sleep(pause_s(time.monotonic() - began, time.process_time() - used))
 
     async def look(self) -> None:
         """Which containers compute, and whether their limits are right."""

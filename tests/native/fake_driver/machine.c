@@ -118,6 +118,7 @@ static void read_settings(void)
     settings.block_ns = read_number(text, "block_us", "0") * 1000;
     settings.sm_count = read_number(text, "sm_count", "132");
     settings.sample_ns = read_number(text, "sample_ms", "1000") * 1000000;
+    settings.sample_every_ns = read_number(text, "sample_every_ms", "0") * 1000000;
     settings.event_percent = read_number(text, "event_percent", "100");
     settings.lag_ns = read_number(text, "lag_ms", "0") * 1000000;
     settings.cuda_version = (int)read_number(text, "cuda_version", "13000");
@@ -129,6 +130,7 @@ static void read_settings(void)
     read_setting(text, "dies_in", "", settings.dies_in);
     read_setting(text, "lacks", "", settings.lacks);
     read_setting(text, "stops_in", "", settings.stops_in);
+    read_setting(text, "utilization", "", settings.utilization);
     read_setting(text, "pids", "host", pids);
     settings.pids = !strcmp(pids, "open570") ? PIDS_OPEN570 : !strcmp(pids, "open") ? PIDS_OPEN : PIDS_HOST;
 }
@@ -559,7 +561,8 @@ static void note_busy(gpu_use *use, uint64_t from, uint64_t until)
 
 static unsigned busy_percent(const gpu_use *use)
 {
-    uint64_t current = (now_ns() - config()->lag_ns) / SLICE_NS, shown = config()->sample_ns / SLICE_NS, busy = 0;
+    uint64_t now = now_ns(), every = config()->sample_every_ns;
+    uint64_t current = ((every ? now - now % every : now) - config()->lag_ns) / SLICE_NS, shown = config()->sample_ns / SLICE_NS, busy = 0;
     for (const slice *at = use->slices; at < use->slices + SLICES; at++)
         if (at->number < current && at->number + shown >= current)
             busy += at->busy_ns;

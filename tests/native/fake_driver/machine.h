@@ -14,6 +14,9 @@
  *   sm_count        132           multiprocessors of each, with places for 8 blocks
  *   event_percent   100           what two events say of the time between them: concurrent streams make them wrong
  *   sample_ms       1000          what utilisation is measured over: up to a second, by NVML's reference
+ *   sample_every_ms 0             not 0: a sample comes once in so long, and none of a process that was idle; else one of each
+ *                                 process every tenth of a second
+ *   utilization                   `none`: the driver has no samples of processes; `denied`: the caller may not see them
  *   lag_ms          0             how old what utilisation shows is
  *   driver_version  580.95.05
  *   cuda_version    13000         the newest CUDA of the driver
@@ -43,8 +46,8 @@ typedef enum { PIDS_HOST, PIDS_OPEN, PIDS_OPEN570 } pid_kind;
 
 typedef struct {
     unsigned gpus;
-    uint64_t memory, context, kernel_ns, block_ns, sm_count, sample_ns, lag_ns, event_percent;
-    char driver_version[TEXT], name[TEXT], uuid_prefix[TEXT], devices[TEXT], dies_in[TEXT], lacks[TEXT], stops_in[TEXT];
+    uint64_t memory, context, kernel_ns, block_ns, sm_count, sample_ns, sample_every_ns, lag_ns, event_percent;
+    char driver_version[TEXT], name[TEXT], uuid_prefix[TEXT], devices[TEXT], dies_in[TEXT], lacks[TEXT], stops_in[TEXT], utilization[TEXT];
     int cuda_version, logs;
     pid_kind pids;
 } machine_config;

@@ -350,20 +350,26 @@ EMPTY_LIST(nvmlDeviceGetMPSComputeRunningProcesses_v3, nvmlProcessInfo_t)
 static unsigned long long newest_sample_us(void)
 {
     struct timespec now;
+    unsigned long long every_us = config()->sample_every_ns / 1000;
     clock_gettime(CLOCK_REALTIME, &now);
     unsigned long long now_us = (unsigned long long)now.tv_sec * 1000000 + (unsigned long long)now.tv_nsec / 1000;
-    return now_us - now_us % SLICE_US;
+    if (!every_us)
+        return now_us - now_us % SLICE_US;
+    unsigned long long newest_us = now_us - now_ns() / 1000 % every_us + 500; /* two clocks that are asked one after the other */
+    return newest_us - newest_us % 1000;
 }
 
-/* One sample of each process that has a context, idle ones with 0; a new one every tenth of a second. */
+/* One sample of each process that has a context, idle ones with 0, a new one every tenth of a second; or as sample_every_ms says. */
 nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProcessUtilizationSample_t *samples, unsigned int *room,
                                              unsigned long long since_us)
 {
     unsigned count, listed = 0;
+    if (config()->utilization[0])
+        return strcmp(config()->utilization, "denied") == 0 ? NVML_ERROR_NO_PERMISSION : NVML_ERROR_NOT_SUPPORTED;
     unsigned long long newest = newest_sample_us();
     process_view *views = newest > since_us ? views_of(device, &count) : (count = 0, NULL);
     for (unsigned i = 0; i < count; i++) {
-        if (views[i].sample_pid <= 0)
+        if (views[i].sample_pid <= 0 || (config()->sample_every_ns && !views[i].percent))
             continue;
         if (samples && listed < *room)
             samples[listed] = (nvmlProcessUtilizationSample_t){
