@@ -29,10 +29,9 @@ from gpushare_agent.isolation.vdevice.format import (
     decode_config,
     decode_pids,
 )
-from gpushare_agent.kit.peer_credentials import is_host_pid_namespace, pid_namespace_of
+from gpushare_agent.kit.peer_credentials import is_host_pid_namespace, pid_namespace_of, socket_peer
 from gpushare_agent.kit.regular_file import read_regular
 from gpushare_agent.kit.sockets import connectable_path
-from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import MIB, is_container_id
 
@@ -353,8 +352,6 @@ def _why(error: BaseException) -> str:
 
 def _listener_pid(address: Path) -> int:
     """The listener's PID at `address`; 0 where there is none, or it is not visible in this PID namespace."""
-    from gpushare_agent.kit.peer_credentials import socket_peer
-
     try:
         with socket.socket(socket.AF_UNIX) as client, connectable_path(address) as path:
             client.settimeout(PEER_TIMEOUT_S)
@@ -366,6 +363,8 @@ def _listener_pid(address: Path) -> int:
 
 def _watch(directory: Path, last: VDevice, *, interval_s: float, is_json: bool, own_pid: int | None) -> None:
     """Prints each change of the files, and once when they cannot be read; they may come back. Ends by an interrupt."""
+    from gpushare_agent.kit.supervision import ReportOnce  # takes asyncio, which reading once does without
+
     shown: VDevice | None = last
     failure = ReportOnce()
     while True:

@@ -6,12 +6,15 @@ Not for what that process is: its container is found from the PID, elsewhere. No
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import struct
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
+
+if TYPE_CHECKING:  # the in-container client, which only reads, starts without it
+    import asyncio
 
 _UCRED = struct.Struct("=iII")
 """struct ucred: pid_t, uid_t, gid_t."""

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from grpclib import GRPCError
 
+from gpushare_agent.isolation.directories import ASIDE_NAME
 from gpushare_agent.isolation.vdevice.format import VDeviceConfig, decode_config, decode_pids
 from gpushare_agent.sandbox.kubelet.container_config import HOST_IMAGE
 from gpushare_agent.sandbox.node import EmbeddedNode
@@ -39,6 +40,8 @@ LOADED_S = 300.0
 """For what a hundred processes and the agent's start need on a machine that does other work too."""
 BLOCK_MIB = 256
 FILES = {"vcuda.config", "pids.config"}
+LIMIT_FILES = {"gpushare.config", "usage"}
+"""Of the default isolation, which keeps them beside those."""
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +194,7 @@ async def wait_cleaned(root: Path, live: set[str]) -> None:
     """The agent removes directories of pods that are gone every 5 s."""
     async with asyncio.timeout(LOADED_S):
         while True:
-            if {path.name for path in root.iterdir()} == live:
+            if {path.name for path in root.iterdir()} - {ASIDE_NAME} == live and not any(root.glob(f"{ASIDE_NAME}/*")):
                 return
             await asyncio.sleep(0.05)
 
@@ -201,7 +204,7 @@ async def check_container(node: EmbeddedNode, number: int, driver: tuple[int, in
     container = node.kubelet.runtime.find(uid_of(node, number), "main")
     assert container is not None
     assert {p.name for p in directory.parent.iterdir()} == {"main"}
-    assert {p.name for p in directory.iterdir()} == FILES | {"vcuda.sock", container.id}
+    assert {p.name for p in directory.iterdir()} == FILES | LIMIT_FILES | {"vcuda.sock", container.id}
     assert decode_config((directory / "vcuda.config").read_bytes()) == expected(node, number, driver)
     assert {p.name for p in (directory / container.id).iterdir()} == FILES
     for name in sorted(FILES):
