@@ -18,10 +18,10 @@ from bench.node import BLOCK_MIB, BLOCKS_PER_GPU, GPUS, POD_BLOCKS, POD_CORES, R
 from bench.pods import CONTAINER, NAMESPACE, BenchPod, bench_pod
 from bench.results import Row, row
 from gpushare_agent.isolation.container_ids import ContainerIds
-from gpushare_agent.isolation.vdevice.configs import VDeviceConfigs
 from gpushare_agent.isolation.vdevice.container_processes import ContainerProcesses
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.isolation.vdevice.format import decode_config, decode_pids
+from gpushare_agent.isolation.vdevice.reconcile import VDeviceConfigs
 from gpushare_agent.isolation.vdevice.server import METHOD
 from gpushare_agent.isolation.vdevice.virtual_manager import Intervals, VirtualManager
 from gpushare_agent.model.allocations import Allocation, ContainerKey

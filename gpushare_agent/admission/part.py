@@ -26,7 +26,7 @@ from gpushare_agent.cluster.part import ClusterPart
 from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.isolation.device_lists import CONTROL_NODES, NodeDevices
 from gpushare_agent.isolation.device_nodes import ControlNodes, read_extra_devices
-from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
+from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName
 from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.kit.supervision import Tasks, wait_for
 from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint

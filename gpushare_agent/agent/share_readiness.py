@@ -2,7 +2,7 @@
 
 A rollout stops at a node whose agent is not Ready, and an incoming instance that could give no share leaves the kubelet to
 the agent that serves. Once nothing is in the way it stays so: what an isolation needs may go and come while the agent runs
-(isolation/availability.py), and an agent that is not Ready would be ended at once, without a handover. State owned: what is
+(isolation/part.py), and an agent that is not Ready would be ended at once, without a handover. State owned: what is
 in the way.
 """
 

@@ -22,8 +22,7 @@ from gpushare_agent.cli.render_text import print_report
 from gpushare_agent.isolation.driver_volume.config import USUAL_CONFIG, read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
 from gpushare_agent.isolation.driver_volume.libraries import plan_of
-from gpushare_agent.isolation.driver_volume.plan import driver_version_text
-from gpushare_agent.isolation.driver_volume.values import DriverVolume
+from gpushare_agent.isolation.driver_volume.plan import DriverVolume, driver_version_text
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.names import MIB
 from gpushare_agent.settings.settings import Settings

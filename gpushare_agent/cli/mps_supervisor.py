@@ -14,9 +14,8 @@ from pathlib import Path
 import structlog
 
 from gpushare_agent.gpus.nvml.compute_mode import ComputeModes
-from gpushare_agent.isolation.mps.daemon import MpsDaemonProcess
 from gpushare_agent.isolation.mps.part import mps_control
-from gpushare_agent.isolation.mps.supervision import Condition, MpsSupervision, Timeouts
+from gpushare_agent.isolation.mps.supervision import Condition, MpsDaemonProcess, MpsSupervision, Timeouts
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.process import sd_notify
 from gpushare_agent.model.errors import StartupError, Unavailable

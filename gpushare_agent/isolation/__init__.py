@@ -12,8 +12,8 @@ Called by: admission (edits), agent (services), cli. Open first: request.py, par
 Who removes vDevice directories: `VirtualManager.remove_stale` in vdevice/virtual_manager.py, once their pod is gone.
 
 Others import: cdi.files, cdi.specs, check, choice, container_ids, device_lists, device_nodes, driver_volume.config,
-driver_volume.directory, driver_volume.libraries, driver_volume.plan, driver_volume.values, isolations,
-kept, mps.daemon, mps.edits, mps.part, mps.supervision, part, resource_names, shares, vdevice.format.
+driver_volume.directory, driver_volume.libraries, driver_volume.plan, isolations, kept, mps.edits, mps.part,
+mps.supervision, part, resource_names, shares, vdevice.format.
 """
 
 from __future__ import annotations

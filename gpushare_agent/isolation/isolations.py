@@ -12,17 +12,23 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.isolation import ISOLATIONS, Isolation
-from gpushare_agent.isolation.availability import AvailabilityWatch
 from gpushare_agent.isolation.cdi.specs import CdiWatch, cdi_specs
 from gpushare_agent.isolation.choice import choose_isolation
 from gpushare_agent.isolation.device_lists import strategy_warnings
 from gpushare_agent.isolation.driver_volume.config import driver_volumes
-from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
+from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName
 from gpushare_agent.isolation.kept import Circumstances, IsolationFacts, Kept, ProbeResult
-from gpushare_agent.isolation.part import Check, IsolationDriver, IsolationHost, IsolationPart, Prepare, build_part
+from gpushare_agent.isolation.part import (
+    AvailabilityWatch,
+    Check,
+    IsolationDriver,
+    IsolationHost,
+    IsolationPart,
+    Prepare,
+    build_part,
+)
 from gpushare_agent.isolation.request import Follows
-from gpushare_agent.isolation.vdevice.part import build_virtual_manager
-from gpushare_agent.isolation.vdevice.virtual_manager import VirtualManager
+from gpushare_agent.isolation.vdevice.virtual_manager import VirtualManager, build_virtual_manager
 from gpushare_agent.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Refused

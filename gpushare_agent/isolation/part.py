@@ -3,24 +3,29 @@
 A package with something on the host has a module `part` with `build(host) -> IsolationPart`; the agent joins what it finds
 there (isolations.py) and names no isolation. One that the setting `auto` may choose, or that needs what a sandbox
 does not bring, has there `probe(settings, driver) -> NodeProbe` too.
+
+`AvailabilityWatch` repeats a part's `check`. What an isolation needs belongs to the deployer (a library, a daemon, a
+driver): it may go and come while the agent runs, and the agent then refuses the shares that need it and nothing else. State
+owned, by the watch: why the isolation is unavailable, empty while it is available.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
+import structlog
 from msgspec import Struct, field
 
 from gpushare_agent.isolation import ISOLATIONS, module_of
-from gpushare_agent.isolation.availability import PERIOD_S
 from gpushare_agent.isolation.choice import Standing
-from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
+from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName
 from gpushare_agent.isolation.kept import Circumstances, ProbeResult
 from gpushare_agent.isolation.vdevice.virtual_manager import VirtualManager
 from gpushare_agent.kit.supervision import Runs
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.errors import AgentError, Refused
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import isolation_parts
 from gpushare_agent.model.memory_limits import MemoryLimiter
@@ -32,6 +37,10 @@ from gpushare_agent.node import Node
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.runtime.cri import RuntimeClient
 from gpushare_agent.settings.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+CHECK_PERIOD_S = 5.0
 
 Check = Callable[[], Awaitable[object]]
 Prepare = Callable[[Collection[ContainerKey]], Awaitable[Refused | None]]
@@ -81,7 +90,7 @@ class IsolationPart(Struct, frozen=True, kw_only=True):
     services: Mapping[str, Runs] = field(default_factory=dict)
     check: Check | None = None
     look: Check | None = None
-    check_period_s: float = PERIOD_S
+    check_period_s: float = CHECK_PERIOD_S
     prepare: tuple[Prepare, ...] = ()
     prepare_ahead: tuple[Callable[[ContainerKey], None], ...] = ()
     enforce: Callable[[Allocation, Pod], Awaitable[str]] = _nothing_to_enforce
@@ -137,3 +146,66 @@ def build_probes(settings: Settings, driver: MemoryLimiter) -> dict[str, NodePro
     single = [name for name in ISOLATIONS if len(isolation_parts(name)) == 1]
     makers = {name: getattr(module_of(name, "part"), "probe", None) for name in single}
     return {name: make(settings, driver) for name, make in makers.items() if make is not None}
+
+
+class AvailabilityWatch:
+    """`check` is bounded, and raises AgentError with what is missing and the cure. `period_s` is between the end of one and
+    the beginning of the next; they never overlap. `look` does the same without putting anything in its place on the node,
+    for an agent beside the one that serves; None where `check` does not either."""
+
+    def __init__(
+        self,
+        isolation: str,
+        check: Callable[[], Awaitable[object]],
+        *,
+        look: Callable[[], Awaitable[object]] | None = None,
+        period_s: float = CHECK_PERIOD_S,
+    ) -> None:
+        self._isolation = isolation
+        self._check = check
+        self.look = look or check
+        self._period_s = period_s
+        self.is_checked = False
+        self._unavailable_reason = f"isolation {isolation} has not been checked yet"
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no share can be had now, and the cure; empty when it can."""
+        return self._unavailable_reason
+
+    def is_available(self) -> bool:
+        return not self._unavailable_reason
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """`callback` is called after each change of `unavailable_reason`."""
+        self._callbacks.append(callback)
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        while True:
+            await self.poll()
+            await asyncio.sleep(self._period_s)
+
+    async def poll(self) -> None:
+        reason = ""
+        try:
+            await self._check()
+        except AgentError as error:
+            reason = str(error)
+        self.is_checked = True
+        before, self._unavailable_reason = self._unavailable_reason, reason
+        if reason == before:
+            return
+        if not reason:
+            log.info("isolation_available", isolation=self._isolation, then="its shares are allocated")
+        else:
+            log.error(
+                "isolation_unavailable",
+                isolation=self._isolation,
+                reason=reason,
+                then="no share of it is allocated; checked again",
+                period_s=self._period_s,
+            )
+        for callback in self._callbacks:
+            callback()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gpushare_agent.cli.driver_volume import configured_volumes
-from gpushare_agent.isolation.driver_volume.check import SharedVolumeCheck
 from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
+from gpushare_agent.isolation.vcuda.part import SharedVolumeCheck
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.settings.settings import load_settings
 from tests.support_driver import FakeHost, tree_of

@@ -19,8 +19,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent.isolation.mps.control import MpsControl
-from gpushare_agent.isolation.mps.daemon import MpsDaemonProcess
-from gpushare_agent.isolation.mps.supervision import Condition, MpsSupervision, Timeouts
+from gpushare_agent.isolation.mps.supervision import Condition, MpsDaemonProcess, MpsSupervision, Timeouts
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.fake_mps import open_fake_mps

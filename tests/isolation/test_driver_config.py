@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare_agent.isolation.driver_volume.config import VolumeConfigError, parse_volumes, read_volume_config
-from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
+from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName
 from gpushare_agent.model.errors import StartupError
 
 EXAMPLE = Path(__file__).parent.parent.parent / "manifests/base/volume.conf"

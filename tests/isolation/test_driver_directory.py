@@ -18,8 +18,7 @@ import pytest
 from gpushare_agent.cli.driver_volume import read_mounted_directories
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory, Installed
 from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, host_machine, read_control
-from gpushare_agent.isolation.driver_volume.plan import plan_volume
-from gpushare_agent.isolation.driver_volume.values import VolumeName, VolumePlan
+from gpushare_agent.isolation.driver_volume.plan import VolumeName, VolumePlan, plan_volume
 from gpushare_agent.model.errors import StartupError, Unavailable
 from tests.support_deadline import DEADLINE_S
 from tests.support_driver import CONTROL, NATIVE, REAL, FakeHost, require_cc, tree_of

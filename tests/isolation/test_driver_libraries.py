@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpushare_agent.isolation.driver_volume.elf import read_elf
 from gpushare_agent.isolation.driver_volume.libraries import DriverLibraries, HostFiles, read_control
-from gpushare_agent.isolation.driver_volume.values import FoundLibrary
+from gpushare_agent.isolation.driver_volume.plan import FoundLibrary
 from gpushare_agent.model.errors import Corrupt, NotFound, StartupError
 from tests.support_driver import (
     LIBRARY_DIRECTORY,

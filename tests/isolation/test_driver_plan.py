@@ -11,12 +11,6 @@ from msgspec.structs import replace
 
 from gpushare_agent.isolation.driver_volume.plan import (
     CONTROLLED,
-    choose_libraries,
-    driver_version,
-    driver_version_text,
-    plan_volume,
-)
-from gpushare_agent.isolation.driver_volume.values import (
     Control,
     DriverVolume,
     ElfClass,
@@ -26,6 +20,10 @@ from gpushare_agent.isolation.driver_volume.values import (
     VolumeName,
     VolumePlan,
     VolumeRefused,
+    choose_libraries,
+    driver_version,
+    driver_version_text,
+    plan_volume,
 )
 
 BASE = Path("/etc/gpu-manager/vdriver")

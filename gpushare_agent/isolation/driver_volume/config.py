@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gpushare_agent.isolation import isolations_in_use
-from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
+from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.isolation import AUTO
 from gpushare_agent.settings.settings import Settings

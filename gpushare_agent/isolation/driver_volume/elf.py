@@ -27,7 +27,7 @@ from elftools.elf.sections import SymbolTableSection
 from elftools.elf.segments import InterpSegment
 from msgspec import Struct
 
-from gpushare_agent.isolation.driver_volume.values import ElfClass
+from gpushare_agent.isolation.driver_volume.plan import ElfClass
 from gpushare_agent.model.errors import Corrupt, NotFound
 
 MAX_BYTES = 64 * 1024 * 1024

@@ -14,8 +14,7 @@ from pathlib import Path
 import structlog
 
 from gpushare_agent.isolation.driver_volume.elf import CacheEntry, read_elf, read_loader_cache
-from gpushare_agent.isolation.driver_volume.plan import plan_volume
-from gpushare_agent.isolation.driver_volume.values import (
+from gpushare_agent.isolation.driver_volume.plan import (
     CONTROL_LIBRARY_NAME,
     Control,
     DriverVolume,
@@ -25,6 +24,7 @@ from gpushare_agent.isolation.driver_volume.values import (
     VolumeName,
     VolumePlan,
     VolumeRefused,
+    plan_volume,
 )
 from gpushare_agent.model.errors import Corrupt, NotFound, StartupError
 from gpushare_agent.settings.settings import Settings

@@ -1,2 +1,2 @@
-"""Isolation mps: `edits` is what a container gets, `control` asks the control daemon; `supervision` and `daemon` run it for
+"""Isolation mps: `edits` is what a container gets, `control` asks the control daemon; `supervision` runs it for
 `gpushare-agent mps`."""

@@ -13,6 +13,7 @@ servers belong to `DirectoryReconciler` (reconcile.py), the processes to `Contai
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -22,20 +23,27 @@ from msgspec import Struct, field
 
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.ahead import PreparedAhead
+from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.directories import REMOVAL_TIMEOUT_S
+from gpushare_agent.isolation.driver_volume.directory import installed_driver_version
+from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName
 from gpushare_agent.isolation.names import is_nameable
-from gpushare_agent.isolation.vdevice.configs import VDeviceConfigs
 from gpushare_agent.isolation.vdevice.container_processes import ContainerProcesses, Instance
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
-from gpushare_agent.isolation.vdevice.reconcile import DirectoryReconciler, Pods
+from gpushare_agent.isolation.vdevice.reconcile import DirectoryReconciler, Pods, VDeviceConfigs
 from gpushare_agent.isolation.vdevice.server import CountsRegistrations, IdentifyPeer, VDeviceServer
 from gpushare_agent.kit.bounded_grpc import SharedBudget
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import ReportOnce, forever, wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Rejected, Unavailable
+from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.node import Node
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
+from gpushare_agent.runtime.cgroups import Cgroups
+from gpushare_agent.runtime.cri import RuntimeClient
 from gpushare_agent.runtime.node_probes import require_writable
 
 log = structlog.get_logger(__name__)
@@ -397,3 +405,42 @@ class _Refreshes(Struct):
 
     def covers(self, came_at: float, container_id: str | None) -> bool:
         return self.is_done and self.begun_at >= came_at and self.container_id == container_id
+
+
+def build_virtual_manager(
+    node: Node,
+    runtime: RuntimeClient,
+    cgroups: Cgroups,
+    module: KernelModule | None,
+    volumes: Mapping[VolumeName, DriverVolume],
+    warn: Callable[[Pod, str, str], None],
+) -> VirtualManager:
+    """Not started."""
+    return VirtualManager(
+        files=VDeviceFiles(node.settings.virtual_manager.path),
+        allocations=node.claim_pods.shares,
+        pods=node.claim_pods,
+        configs=VDeviceConfigs(
+            inventory=node.gpus,
+            driver_version=_driver_version(node, volumes),
+            names=node.names,
+            on_problem=lambda pod, text: warn(pod, "CoreLimitIgnored", text),
+        ),
+        processes=ContainerProcesses(
+            ContainerIds(runtime, node.pods),
+            cgroups,
+            clock=time.monotonic,
+            module=module,
+            sharers=node.claim_pods.sharers,
+        ),
+        identify=cgroups.identify_in_thread,
+        metrics=node.metrics,
+        clock=time.monotonic,
+    )
+
+
+def _driver_version(node: Node, volumes: Mapping[VolumeName, DriverVolume]) -> Callable[[], str]:
+    """Of the libraries that containers get, as they are at the agent's start, else as the driver says."""
+    found = [version for volume in volumes.values() if (version := installed_driver_version(volume)) is not None]
+    installed = ".".join(map(str, max(found))) if found else ""
+    return lambda: installed or node.gpus().driver_version
