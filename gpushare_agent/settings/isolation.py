@@ -1,4 +1,9 @@
-"""Settings of the isolations, the driver's files and the device lists; sections of settings/tree.py."""
+"""Settings of the isolations, the driver's files and the device lists; sections of settings/tree.py.
+
+They are here and not in the packages of the isolations, which are above the settings: pydantic needs every section when
+it makes the class of the tree. A section that the tree found in a package would be an import that runs back up, unseen by
+import-linter, and a field without a type: `settings.mps.pipe_directory` would be Any to mypy.
+"""
 
 from __future__ import annotations
 
