@@ -149,7 +149,7 @@ def _mermaid(session: nox.Session) -> dict[str, str]:
 
 @nox.session
 def pages(session: nox.Session) -> None:
-    """Compare the pages of settings, metrics, commands, isolations and chart values with the code; `-- --write` writes them."""
+    """Compare the pages of settings, metrics, commands, isolations and chart values; `-- --write` writes them."""
     session.install(".[dev]")
     session.run("python", "-m", "tests.docs.generated", *session.posargs)
 

@@ -41,9 +41,10 @@ if TYPE_CHECKING:  # it takes pydantic
 
 
 class _Isolations(Mapping[str, Isolation]):
-    """By name, combinations too. A package is imported when it is asked for: a node uses one or two."""
+    """The isolations by name, combinations too. A package is imported when it is asked for: a node uses one or two."""
 
     def __getitem__(self, name: str) -> Isolation:
+        # A name comes from settings and annotations: only one of a package with `edits` is imported.
         if name not in isolation_names():
             raise KeyError(name)
         return _load(name)
@@ -71,6 +72,7 @@ def _package(name: str) -> str:
 def module_of(name: str, module: str) -> ModuleType | None:
     """A further module of the package of an isolation that is no combination; None where it has none."""
     full = f"{_package(name)}.{module}"
+    # By find_spec, not by catching ImportError: a package whose module fails to import must not count as one without it.
     return import_module(full) if find_spec(full) is not None else None
 
 
@@ -78,7 +80,7 @@ ISOLATIONS: Mapping[str, Isolation] = _Isolations()
 
 
 def isolations_in_use(settings: Settings) -> tuple[Isolation, ...]:
-    """Of the node and its pods; without auto, which is none yet."""
+    """The isolations of the node and those that its pods may choose; without auto, which is none yet."""
     return tuple(ISOLATIONS[name] for name in sorted(settings.isolations_in_use) if name != AUTO)
 
 

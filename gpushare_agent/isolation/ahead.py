@@ -40,20 +40,22 @@ class PreparedAhead:
         self._at_once = at_once
         self._delay_s = delay_s
         self._clock = clock
-        self._wanted: dict[ContainerKey, None] = {}
+        self._requested: dict[ContainerKey, None] = {}
         self._under_way: set[ContainerKey] = set()
         self._prepared_at: dict[ContainerKey, float] = {}
         self._is_new = asyncio.Event()
 
     def add(self, key: ContainerKey) -> None:
         """The container was allocated now and has not started yet."""
+        # Allocated again: what was prepared before may be of other limits.
         self._prepared_at.pop(key, None)
-        self._wanted[key] = None
+        self._requested[key] = None
         self._is_new.set()
 
     def take(self, key: ContainerKey) -> bool:
         """The container starts: whether it was prepared. From now on what is there is its own."""
-        self._wanted.pop(key, None)
+        self._requested.pop(key, None)
+        # A preparation that is under way ends after this start has begun: its files must not count for the next start.
         self._under_way.discard(key)
         return self._prepared_at.pop(key, None) is not None
 
@@ -62,26 +64,28 @@ class PreparedAhead:
         """Those that have not started yet."""
         return frozenset(self._prepared_at)
 
-    def keep_only(self, is_kept: Callable[[ContainerKey], bool]) -> None:
+    def keep_only(self, remains: Callable[[ContainerKey], bool]) -> None:
         """The others are gone, and so are those that should have started long ago."""
+        # A pod may never start after its Allocate (an image that cannot be pulled).
         old = self._clock() - NOT_STARTED_FOR_S
-        self._wanted = {key: None for key in self._wanted if is_kept(key)}
-        self._under_way = set(filter(is_kept, self._under_way))
-        self._prepared_at = {key: at for key, at in self._prepared_at.items() if is_kept(key) and at > old}
+        self._requested = {key: None for key in self._requested if remains(key)}
+        self._under_way = set(filter(remains, self._under_way))
+        self._prepared_at = {key: at for key, at in self._prepared_at.items() if remains(key) and at > old}
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
         while True:
             await self._is_new.wait()
+            # The event is cleared after the pause: what comes during it is in this turn.
             await asyncio.sleep(self._delay_s)
             self._is_new.clear()
-            while self._wanted:
-                keys = list(islice(self._wanted, self._at_once))
+            while self._requested:
+                keys = list(islice(self._requested, self._at_once))
                 for key in keys:
-                    del self._wanted[key]
+                    del self._requested[key]
                 self._under_way = set(keys)
                 done = await self._prepare(keys)
                 # One that started meanwhile was prepared again, or will be: this one's files are no longer the last.
-                ready = [key for key in done if key in self._under_way and key not in self._wanted]
+                ready = [key for key in done if key in self._under_way and key not in self._requested]
                 self._prepared_at |= dict.fromkeys(ready, self._clock())
                 self._under_way = set()

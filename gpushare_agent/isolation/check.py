@@ -20,7 +20,7 @@ from gpushare_agent.settings.settings import Settings
 
 
 class CheckedDriver(MemoryLimiter, Protocol):
-    """As gpus/watch.py has them."""
+    """The GPUs' driver, as gpus/watch.py opens it."""
 
     async def read(self) -> GpuInventory: ...
     async def sample(self) -> DriverSample: ...
@@ -46,12 +46,15 @@ class CheckProbe(Struct, frozen=True, kw_only=True):
 def library_finding(isolation: str, library: Path, hooks: Set[str], owner: str, build: str) -> Finding:
     """Whether a library for programs is whose it should be, by the names that it takes over, and in which images
     it loads."""
+    # Here: pyelftools is a twentieth of the agent's start, which does not need it.
     from gpushare_agent.isolation.driver_volume.elf import read_interface
 
     try:
         found = read_interface(library)
     except AgentError as failure:
+        # Not an error: whether the library is there and for this machine was said by the isolation already.
         return warning(isolation, str(failure), build)
+    # A library under the right name that takes nothing over loads everywhere, and nobody would notice.
     if not hooks <= found.defined:
         return error(isolation, f"{library} is not {owner}: it would limit nobody", build)
     needed = ".".join(map(str, found.glibc)) or "of any version"
@@ -66,7 +69,7 @@ def build_check_probes(isolation: str, open_driver: OpenDriver) -> tuple[CheckPr
 
 
 def node_circumstances(isolation: str, settings: Settings, found: Circumstances) -> Circumstances:
-    """With what the settings leave out of every share, as the modules `check` of its packages say."""
+    """`found` with what the settings leave out of every share, as the modules `check` say."""
     for part in isolation_parts(isolation):
         if (without := getattr(module_of(part, "check"), "circumstances", None)) is not None:
             found = without(settings, found)

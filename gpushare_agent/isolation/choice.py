@@ -54,12 +54,13 @@ def choose(found: NodeFindings) -> Choice:
     1. The isolation that containers run under, for they have its files mounted; of several the first in order.
     2. The GPUs are in compute mode EXCLUSIVE_PROCESS: what serves those, for nobody else may open them.
     3. The first in order that can be had.
-    4. The first in order, whose shares are refused with the cure.
+    4. The first in order, whose shares are refused with the remedy.
 
     Isolation none has no place in the order, so it is never chosen.
     """
     base = _base(found)
     combined = f"{base.isolation}+driver"
+    # The driver limits memory whatever a program does, so it is added wherever it can be had.
     if combined in found.names and any(one.name == "driver" and not one.problem for one in found.candidates):
         return Choice(isolation=combined, reason=f"{base.reason}; the driver limits memory (615 or later)")
     return base
@@ -67,13 +68,16 @@ def choose(found: NodeFindings) -> Choice:
 
 def _base(found: NodeFindings) -> Choice:
     ordered = sorted(found.candidates, key=lambda one: (one.standing.place, one.name))
+    # Before anything else: the kubelet keeps the mounts of containers that run, so they start again with these files.
     if running := [one.name for one in ordered if one.is_running]:
         return Choice(isolation=running[0], reason=f"containers run here that {running[0]} keeps")
     serving = [one.name for one in ordered if one.standing.serves_exclusive]
+    # Also where its daemon does not answer: under any other isolation no second program could open a GPU.
     if found.is_exclusive_process and serving:
         reason = f"the GPUs are in compute mode EXCLUSIVE_PROCESS, so all must use {serving[0]}"
         return Choice(isolation=serving[0], reason=reason)
     can_be_had = [one for one in ordered if not one.problem]
+    # Never "none" for want of another: a share would silently be no share. The refusal has the remedy.
     chosen = can_be_had[0] if can_be_had else ordered[0]
     before = ordered[: ordered.index(chosen)] if can_be_had else ordered
     notes = [f"{one.name} cannot be had ({one.problem})" for one in before]
@@ -95,6 +99,7 @@ def choose_isolation(annotations: Mapping[str, str], node: str, allowed: Collect
     known = sorted({node, *allowed})
     if text in known:
         return text
+    # The value is a tenant's, of any length, and goes into an Event.
     shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
     return Refused(
         reason=RefusalReason.INVALID_REQUEST,

@@ -35,6 +35,7 @@ class ContainerIds:
             reported = await self._runtime.containers(only_running=True)
         except AgentError as e:
             self._note_unavailable(e)
+            # Not an error: access to the socket is root on the node, and is often not given.
             return self._in_statuses()
         self._note_available()
         return {ContainerKey(c.pod_uid, c.container_name): c.id for c in reported if c.state is RuntimeState.RUNNING}
@@ -47,6 +48,7 @@ class ContainerIds:
         """
         try:
             found = (await self._runtime.status(container_id)).container
+        # The runtime is asked about an ID that a container sent: none of this ID is an answer, no failure.
         except NotFound:
             return None
         except AgentError as e:

@@ -62,6 +62,7 @@ def _volume_mounts(request: DeviceListRequest) -> ContainerEdits:
 
 
 def _device_nodes(request: DeviceListRequest) -> ContainerEdits:
+    # Simulated GPUs have no nodes: the runtime would not create a container with one that is missing.
     gpus = tuple(path for gpu in request.gpus for path in gpu.nodes)
     paths = (*gpus, *request.node.control) if request.node.has_gpu_nodes else ()
     return ContainerEdits(
@@ -98,8 +99,9 @@ def device_edits(request: DeviceListRequest, strategies: Iterable[DeviceListStra
 
     docs/reference/device-lists.md lists which of them go together.
     """
-    wanted = [strategy for strategy in STRATEGIES if strategy in set(strategies)]
-    return merged(ContainerEdits(env=((ENV_VISIBLE_DEVICES, "void"),)), *(STRATEGIES[name](request) for name in wanted))
+    # In the order of STRATEGIES: where two set one variable the later counts, whatever order the setting has.
+    chosen = [strategy for strategy in STRATEGIES if strategy in set(strategies)]
+    return merged(ContainerEdits(env=((ENV_VISIBLE_DEVICES, "void"),)), *(STRATEGIES[name](request) for name in chosen))
 
 
 _CDI = (DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI)

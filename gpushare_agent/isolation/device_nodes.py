@@ -47,6 +47,7 @@ def read_extra_devices(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
+        # Followed: a file of a ConfigMap is a link.
         content = read_regular(path, MAX_BYTES + 1, follow=True)
         if len(content) > MAX_BYTES:
             raise StartupError(
@@ -62,6 +63,7 @@ def read_extra_devices(path: Path | None) -> tuple[str, ...]:
         )
     for device in devices:
         if not Path(device).exists():
+            # A warning alone: the node may appear later, with the driver.
             log.warning("extra_device_missing", device=device, then="containers that get it cannot start")
     return tuple(dict.fromkeys(devices))
 
@@ -75,6 +77,7 @@ def _listed(raw: object) -> list[Any] | None:
             return []
         case {"default": dict() as default} if "devices" not in default:
             return []
+        # An empty file of gpu-manager names none.
         case dict() | None if not raw:
             return []
     return None

@@ -41,6 +41,7 @@ def container_path(root: Path, key: ContainerKey) -> Path:
 @contextmanager
 def opened_root(root: Path) -> Iterator[int]:
     """The operator's own choice: it may be a link. Raises OSError."""
+    # Everything below is opened with O_NOFOLLOW.
     with opened(root, None, DIRECTORY & ~os.O_NOFOLLOW) as directory:
         yield directory
 
@@ -65,13 +66,15 @@ def pods_in(root: int) -> tuple[PodUid, ...]:
 
 
 def put_aside(root: int, directory: int, name: str) -> None:
-    """For `remove_aside`. Raises OSError."""
+    """Renames an entry into `removed/`, for `remove_aside`. Raises OSError."""
     with made_directory(root, ASIDE_NAME, CLOSED_MODE) as aside:
+        # A random name, so that what two containers leave never meets, and no name of a tenant's is used again.
         os.rename(name, secrets.token_hex(8), src_dir_fd=directory, dst_dir_fd=aside)
 
 
 def list_aside(root: int) -> tuple[str, ...]:
     """What is to be removed. Raises OSError."""
+    # Nothing was put aside yet.
     with suppress(FileNotFoundError), opened(ASIDE_NAME, root, DIRECTORY) as aside:
         return tuple(names_in(aside))
     return ()
@@ -84,7 +87,7 @@ def remove_aside(root: int, name: str) -> None:
 
 
 def step_failed(verb: str, path: Path, error: OSError, setting: str) -> Unavailable:
-    """In the words of whoever can mend it; `setting` names the directory."""
+    """The error in the words of whoever can repair it; `setting` names the directory."""
     remedy = (
         "free space or inodes on its file system"
         if error.errno in _FULL

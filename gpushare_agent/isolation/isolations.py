@@ -81,7 +81,7 @@ class Isolations(Struct, frozen=True, kw_only=True):
         return {f"isolation {name}": watch.look for name, watch in self.watches.items()}
 
     async def log_contradictions(self) -> None:
-        """Where the node contradicts the settings, once, in the log."""
+        """Logs, once, where the node contradicts the settings."""
         for part in self.parts.values():
             if part.log_contradictions is not None:
                 await part.log_contradictions()
@@ -102,16 +102,19 @@ class Isolations(Struct, frozen=True, kw_only=True):
         answers: dict[Prepare, Refused | None] = {}
         for name, part in self.parts.items():
             for prepare in part.prepare:
+                # Under gpushare and vcuda it is the same vDevice directory: made once.
                 if prepare not in answers:
                     answers[prepare] = await prepare(keys)
                 if (refused := answers[prepare]) is None:
                     continue
+                # The loop goes on after a refusal: the other files are there when the kubelet calls again.
                 if first is None and any(self._needs(key, name) for key in keys):
                     first = refused
         return first
 
     def prepare_ahead(self, key: ContainerKey) -> None:
         """The container was allocated a moment ago and starts soon: what takes time on the disk begins now."""
+        # Each once: two isolations share the vDevice directories.
         for prepare_ahead in dict.fromkeys(one for part in self.parts.values() for one in part.prepare_ahead):
             prepare_ahead(key)
 
@@ -121,6 +124,7 @@ class Isolations(Struct, frozen=True, kw_only=True):
         return any(part is not None and part.prepare for part in found)
 
     def _needs(self, key: ContainerKey, part: str) -> bool:
+        # A pod that is not known has no annotation: it counts as one under the node's isolation.
         pod = self.node.claim_pods.get(key.pod_uid)
         chosen = _chosen(self.node.settings, pod.annotations if pod is not None else {})
         return chosen is not None and part in isolation_parts(chosen)
@@ -133,6 +137,7 @@ class Isolations(Struct, frozen=True, kw_only=True):
     def isolation_of(self, allocation: Allocation) -> str | None:
         """The pod's; of replicas of GPUs under NVIDIA's names by what limits those."""
         sharing = allocation.sharing
+        # By the allocation, not by the setting of now: a replica keeps the terms that it was given with.
         return (sharing.isolation if sharing is not None else "") or self.chosen(allocation.key.pod_uid)
 
     def kept(self, allocation: Allocation) -> Kept | None:
@@ -160,7 +165,7 @@ class Isolations(Struct, frozen=True, kw_only=True):
         return not any(part.problem(key) for part in self.parts.values())
 
     def facts(self) -> tuple[IsolationFacts, ...]:
-        """Of each isolation in use, what a share under it has."""
+        """What a share under each isolation in use has."""
         return tuple(
             IsolationFacts(
                 name=name,
@@ -192,7 +197,7 @@ class Isolations(Struct, frozen=True, kw_only=True):
                 part.request_usage_by(request)
 
     def unavailable_reason(self, isolation: str) -> str:
-        """Why no share of this isolation can be had now, and the cure; empty where it can."""
+        """Why no share of this isolation can be had now, and the remedy; empty where it can."""
         reasons = [
             watch.unavailable_reason
             for part in isolation_parts(isolation)
@@ -205,12 +210,13 @@ class Isolations(Struct, frozen=True, kw_only=True):
         return min((most for part in self.parts.values() if (most := part.max_shares_of_gpu) is not None), default=None)
 
     def enforcement(self) -> ShareEnforcement:
-        """Of live resizes."""
+        """What lets live resizes change the limits of running shares."""
         return ShareEnforcement(chosen=lambda pod: _chosen(self.node.settings, pod.annotations), parts=self.parts)
 
     def has_no_shares(self) -> bool:
-        """Where no isolation can be had the kubelet sees no memory; else admission refuses the shares whom it concerns. An
-        agent that registers before it has checked holds the kubelet's calls until then."""
+        """Whether no isolation can be had: the kubelet sees no memory then; else admission refuses the shares whom it
+        concerns. An agent that registers before it has checked holds the kubelet's calls until then."""
+        # What was not checked yet is not missing: to report no memory at each start would turn pods away.
         is_checked = all(watch.is_checked for watch in self.watches.values())
         return is_checked and all(self.unavailable_reason(name) for name in self.node.settings.isolations_in_use)
 
@@ -234,9 +240,11 @@ def build(
     """Joined, not started. Raises StartupError for settings that contradict each other."""
     settings = node.settings
     runtime, volumes = runtime_client(settings), driver_volumes(settings)
+    # Simulated GPUs: whatever driver this machine has is not theirs.
     module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
     cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
 
+    # Made when the first isolation asks, and shared: two managers would bind one socket by turns.
     @cache
     def vdevices() -> VirtualManager:
         return build_virtual_manager(node, runtime, cgroups, module, volumes, warn)
@@ -246,6 +254,7 @@ def build(
         uses=partial(_uses, settings),
         warn=warn,
         note=note,
+        # Only where `auto` chose: what the operator has set is refused with the reason, never replaced.
         choose_anew=choose_anew if node.isolation_reason else lambda reason: None,
         driver=driver,
         runtime=runtime,
@@ -304,6 +313,7 @@ class ShareEnforcement:
         if name is None:
             return None
         if any(self._parts[part].is_memory_fixed for part in isolation_parts(name)):
+            # Of a combination too: the resize is refused if one part cannot follow.
             return replace(ISOLATIONS[name], memory_follows=Follows.NOBODY)
         return ISOLATIONS[name]
 

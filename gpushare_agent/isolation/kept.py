@@ -103,6 +103,7 @@ NOTHING_KEPT = Kept(memory_by=NOBODY, compute_by=NOBODY)
 
 def without_compute(kept: Kept, *reasons: NotKept) -> Kept:
     """The same memory; of compute nothing, for these `reasons`, or because it was left out: then its terms go too."""
+    # Left out on purpose: what would go past a limit that nobody set is no term.
     terms = {*kept.not_kept, *reasons} if reasons else set(kept.not_kept) - _OF_COMPUTE
     return replace(kept, compute_by=NOBODY, not_kept=tuple(sorted(terms)))
 
@@ -111,7 +112,9 @@ def with_memory_of(kept: Kept, limit: Kept) -> Kept:
     """A combination: the first's compute, and the memory of the second, where that limits it."""
     if limit.memory_by == NOBODY:
         return kept
+    # The driver does not count managed memory (NVIDIA's own words); a library that was measured to count it still does.
     own = () if kept.keeps_managed_memory else limit.not_kept
+    # What the library misses of memory, the driver refuses.
     terms = {*(set(kept.not_kept) - _OF_MEMORY), *own}
     return Kept(memory_by=limit.memory_by, compute_by=kept.compute_by, not_kept=tuple(sorted(terms)))
 

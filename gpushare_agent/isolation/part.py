@@ -78,7 +78,7 @@ async def _nothing_to_enforce(allocation: Allocation, pod: Pod) -> str:
 class IsolationPart(Struct, frozen=True, kw_only=True):
     """An isolation that needs nothing on the host has all of the defaults.
 
-    `check` is bounded, and raises AgentError with what is missing on the node and the cure; `look` does the same without
+    `check` is bounded, and raises AgentError with what is missing on the node and the remedy; `look` does the same without
     putting anything in its place, for an agent beside the one that serves, and is `check` where that is None. `prepare`
     makes what containers that are about to start need, in this order; `prepare_ahead` begins with it for one that was
     allocated now. A function that several isolations have there is called once for all of them.
@@ -115,14 +115,14 @@ class IsolationPart(Struct, frozen=True, kw_only=True):
 
 
 def build_part(name: str, host: IsolationHost) -> IsolationPart:
-    """Of an isolation that is no combination; without a module `part` it needs nothing on the host."""
+    """The part of an isolation that is no combination; without a module `part` it needs nothing on the host."""
     module = module_of(name, "part")
     found: IsolationPart = module.build(host) if module is not None else IsolationPart()
     return found
 
 
 async def all_of(*checks: Check | None) -> None:
-    """In order; the first that raises ends it."""
+    """Runs the checks in order; the first that raises ends it."""
     for check in checks:
         if check is not None:
             await check()
@@ -130,7 +130,7 @@ async def all_of(*checks: Check | None) -> None:
 
 class NodeProbe(Struct, frozen=True, kw_only=True):
     """Whether an isolation can be had on a node where its part does not run: `check` is bounded, and raises AgentError with
-    the cure. `pods` are those with files of it, for it must stay theirs while they run; bounded by the caller.
+    the remedy. `pods` are those with files of it, for it must stay theirs while they run; bounded by the caller.
     `is_for_sandbox`: simulated GPUs need the same; `note` is what they do without, empty where nothing is missing.
     `standing` is when `auto` takes it."""
 
@@ -142,14 +142,15 @@ class NodeProbe(Struct, frozen=True, kw_only=True):
 
 
 def build_probes(settings: Settings, driver: MemoryLimiter) -> dict[str, NodeProbe]:
-    """Of every isolation that has one, by name."""
+    """The probe of every isolation that has one, by name."""
+    # A combination needs what its parts need, and `auto` combines by itself (choice.py).
     single = [name for name in ISOLATIONS if len(isolation_parts(name)) == 1]
     makers = {name: getattr(module_of(name, "part"), "probe", None) for name in single}
     return {name: make(settings, driver) for name, make in makers.items() if make is not None}
 
 
 class AvailabilityWatch:
-    """`check` is bounded, and raises AgentError with what is missing and the cure. `period_s` is between the end of one and
+    """`check` is bounded, and raises AgentError with what is missing and the remedy. `period_s` is from the end of one to
     the beginning of the next; they never overlap. `look` does the same without putting anything in its place on the node,
     for an agent beside the one that serves; None where `check` does not either."""
 
@@ -171,7 +172,7 @@ class AvailabilityWatch:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why no share can be had now, and the cure; empty when it can."""
+        """Why no share can be had now, and the remedy; empty when it can."""
         return self._unavailable_reason
 
     def is_available(self) -> bool:
@@ -191,10 +192,12 @@ class AvailabilityWatch:
         reason = ""
         try:
             await self._check()
+        # Any other exception is a bug and ends the agent; Kubernetes restarts it.
         except AgentError as error:
             reason = str(error)
         self.is_checked = True
         before, self._unavailable_reason = self._unavailable_reason, reason
+        # The text alone decides: a reason that stays is logged once, not every five seconds.
         if reason == before:
             return
         if not reason:

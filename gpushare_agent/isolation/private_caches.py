@@ -63,6 +63,8 @@ class PrivateCaches:
         self._cleanup_period_s = cleanup_period_s
         advice = f"Check the disk of the setting {files.kind.setting}."
         self._thread = DaemonThread("private-caches", advice=advice)
+        # Three further threads: a tenant decides how long the kernel takes to free or shorten its file (25 s measured), and
+        # no start may wait for that.
         self._removal = DaemonThread("private-caches-removal", advice=advice)
         self._cutting = DaemonThread("private-caches-cutting", advice=advice)
         self._keeping = DaemonThread("private-caches-keeping", advice=advice)
@@ -73,8 +75,9 @@ class PrivateCaches:
 
     async def check(self) -> None:
         """The library is there for this machine, and in its place for containers, with what goes with it. A library that
-        was replaced is put there anew. Raises AgentError with the cure."""
+        was replaced is put there anew. Raises AgentError with the remedy."""
         stamp = await self._in_thread(self._files.check_library, f"reading {self._files.kind.owner} library")
+        # At the start, and where the deployer replaces the library while the agent runs.
         if stamp != self._installed:
             await self._in_thread(self._files.install, f"installing {self._files.kind.owner} library")
             self._installed = stamp
@@ -89,12 +92,13 @@ class PrivateCaches:
             )
 
     async def look(self) -> None:
-        """Whether `check` will find all that it needs. Raises AgentError with the cure."""
+        """Whether `check` will find all that it needs. Raises AgentError with the remedy."""
         await self._in_thread(self._files.look, f"reading {self._files.kind.owner} library")
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
         """Makes empty files for the shares among containers that are about to start; bounded."""
         allocations = self._allocations()
+        # Whole GPUs get no library and so no cache.
         shares = [key for key in sorted(keys) if key in allocations and allocations[key].is_limited]
         try:
             for key in shares:
@@ -117,6 +121,7 @@ class PrivateCaches:
             group.create_task(forever("private caches sizes", self._keep_sizes), name="private caches sizes")
             while True:
                 self.ahead.keep_only(self._allocations().__contains__)
+                # Before the first list every pod would look as if it were gone.
                 if self._pods.is_synced:
                     await self._keep_started()
                     if self._removes:
@@ -142,6 +147,7 @@ class PrivateCaches:
             try:
                 await self._keeping.call(keep, f"keeping the cache of {key.container}", FILES_TIMEOUT_S)
             except AgentError as e:
+                # At debug: the tenant can make it come and go, and it is tried again.
                 log.debug("private_cache_not_kept", pod_uid=key.pod_uid, container=key.container, error=str(e))
             else:
                 self._kept[key] = container_id
@@ -153,6 +159,7 @@ class PrivateCaches:
             shares = [key for key in keys if key in allocations and allocations[key].is_limited]
             for key in shares:
                 await self._make(key)
+        # No log: PreStartContainer makes it again, and reports.
         except AgentError:
             return []
         return shares
@@ -167,6 +174,7 @@ class PrivateCaches:
         living = {key.pod_uid for key in self._allocations()}
         failed: AgentError | None = None
         for uid in present:
+            # Of claims no pod store knows the UID: the allocation alone keeps the directory.
             if uid in living or self._pods.get(uid) is not None:
                 continue
             try:
@@ -194,6 +202,7 @@ class PrivateCaches:
         """Shortens files that are larger than the library makes them, the largest first, and logs it once for a container.
         Raises AgentError."""
         shares = [key for key, allocation in self._allocations().items() if allocation.is_limited]
+        # A container that is allocated anew is warned of again.
         self._too_large.intersection_update(shares)
         for key, size in await self._in_thread(partial(self._files.oversized, shares), "comparing the sizes of caches"):
             if key not in self._too_large:

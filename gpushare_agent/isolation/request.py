@@ -87,8 +87,8 @@ class IsolationRequest(Struct, frozen=True, kw_only=True):
 
 class ClaimUse(Struct, frozen=True, kw_only=True):
     """Who uses one share of a ResourceClaim. `together` are the containers of one pod that do at the same time; `who` names
-    them, or several pods; `cure` is another choice of the isolation. `owner` is the pod for which alone the claim was made,
-    None also where another one uses it; `is_owner_known` whether its containers are known."""
+    them, or several pods; `remedy` is another choice of the isolation. `owner` is the pod for which alone the claim was
+    made, None also where another one uses it; `is_owner_known` whether its containers are known."""
 
     isolation: str
     together: tuple[str, ...]
@@ -96,7 +96,7 @@ class ClaimUse(Struct, frozen=True, kw_only=True):
     who: str
     owner: str | None
     is_owner_known: bool
-    cure: str
+    remedy: str
     config: IsolationConfig
     module: KernelModule | None
 
@@ -106,7 +106,7 @@ class Follows(Enum):
 
     NOBODY = auto()
     NEW_PROCESSES = auto()
-    """Those that start after it. Running ones may keep the former limit."""
+    """Those that start after it. Running ones may keep the previous limit."""
     RUNNING_PROCESSES = auto()
 
     @property
@@ -149,7 +149,8 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
         return self.kept(Circumstances()) != NOTHING_KEPT
 
     def edits(self, request: IsolationRequest) -> ContainerEdits | Refused:
-        """As `edit`, and refused for a share of a MIG instance that it cannot keep."""
+        """What `edit` answers, but refused for a share of a MIG instance that it cannot keep."""
+        # A whole instance is the hardware's own limit.
         instance = next(
             (share.gpu for share in request.shares if share.gpu.mig is not None and not share.is_whole), None
         )
@@ -158,8 +159,8 @@ class Isolation(Struct, frozen=True, kw_only=True, eq=False):
         return Refused(
             reason=RefusalReason.INVALID_REQUEST,
             detail=f"container {request.container.name} cannot have a share of MIG instance {instance.label} under isolation"
-            f" {self.name}: {self.why_not_in_mig}. Nothing was allocated; request a whole instance, or a share of a GPU that"
-            " MIG does not divide.",
+            f" {self.name}: {self.why_not_in_mig}. Nothing was allocated; request a whole instance, or a share of a GPU"
+            " that is not MIG-partitioned.",
         )
 
 
@@ -169,6 +170,7 @@ _NO_GPUS = ("void", "none")
 
 def refused_override(container: ContainerSpec, isolation: str, found: Sequence[str] = ()) -> Refused | None:
     """Refuses a spec whose own variable would win over one that limits: those `found`, and what brings further GPUs."""
+    # The kubelet puts the spec's variables after a device plugin's, so of one name the spec's counts.
     shown = container.env.get(ENV_VISIBLE_DEVICES, _NO_GPUS[0])
     names = [*found, *([] if shown in _NO_GPUS else [ENV_VISIBLE_DEVICES])]
     if not names:
@@ -208,6 +210,7 @@ def refused_nothing(request: IsolationRequest, isolation: str, why: str = "") ->
 
 def refused_several(request: IsolationRequest, isolation: str) -> Refused | None:
     """Shares of several GPUs in one container, for a library that limits one."""
+    # Whole GPUs are not limited, so any number of them goes.
     if len(request.shares) <= 1 or request.is_whole:
         return None
     return Refused(
@@ -223,6 +226,7 @@ def combined(name: str, parts: Sequence[Isolation]) -> Isolation:
     def edit(request: IsolationRequest) -> ContainerEdits | Refused:
         found: list[ContainerEdits] = []
         for part in parts:
+            # By `edits` and not `edit`: each part has its own word on MIG.
             edits = part.edits(request)
             if isinstance(edits, Refused):
                 return edits
@@ -240,6 +244,7 @@ def combined(name: str, parts: Sequence[Isolation]) -> Isolation:
         edit=edit,
         keeps=keeps,
         not_shared=not_shared,
+        # The first limits compute; of memory all must follow, so the least counts.
         cores_follow=parts[0].cores_follow,
         why_not_in_mig=next((part.why_not_in_mig for part in parts if part.why_not_in_mig), ""),
         mounts_vdevice=any(part.mounts_vdevice for part in parts),

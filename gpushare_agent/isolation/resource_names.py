@@ -1,4 +1,5 @@
-"""From the settings to the values and small adapters that the node agent's parts are built from. Nothing here runs."""
+"""Which resources a node offers, from its settings. It is here, above the settings, because the isolation in use decides
+whether MIG instances are shared. No state."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ def resource_names(settings: Settings, mig_profiles: Collection[str] = ()) -> Re
         gpu_mem_unit_mib=1024 if gpushare.unit == "GiB" else 1,
         gpu=nvidia.resources(mig_profiles) if settings.nvidia.enabled else (),
         nvidia=nvidia,
+        # Until `auto` has chosen, instances are offered whole: no share may be given that the chosen one cannot keep.
         shares_in_mig=settings.isolation != AUTO and not ISOLATIONS[settings.isolation].why_not_in_mig,
     )
 

@@ -43,9 +43,11 @@ def core_limit(annotations: Mapping[str, str], cores: int) -> CoreLimit:
     text = annotations.get(CORE_LIMIT_ANNOTATION)
     if text is None:
         return CoreLimit()
+    # At most nine digits are converted: the text is a tenant's.
     limit = min(int(text), CORES_PER_GPU) if _NUMBER.fullmatch(text) else -1
     if limit < 0:
         return CoreLimit(problem=f"{CORE_LIMIT_ANNOTATION} is {text[:16]!r}, but must be a whole number from 0 to 100")
+    # gpu-manager would set it, and its library would then throttle the container below its share.
     if limit and limit < cores:
         return CoreLimit(
             problem=f"{CORE_LIMIT_ANNOTATION} is {limit}, below the {cores} cores that the container asks for: it is "
@@ -66,6 +68,7 @@ def share_limits(
 ) -> ShareLimits:
     """The limits of a container. Whole GPUs are not limited: vcuda.config has `enable` 0 and their whole memory."""
     if allocation.is_whole:
+        # A GPU that the driver reports no more has no memory to add.
         memory_mib = sum(gpus[uuid].memory_mib for uuid in allocation.gpus if uuid in gpus)
         return ShareLimits(cores=allocation.cores, memory_bytes=memory_mib * MIB, core_limit=0, is_limited=False)
     if allocation.unit_ids:
@@ -81,7 +84,7 @@ def share_limits(
 
 
 def _replica_share(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> ShareLimits:
-    """Of replicas of one GPU; of several GPUs the sum."""
+    """The share of replicas of one GPU; of several GPUs the sum."""
     parts = _replica_limits(allocation, gpus).values()
     return ShareLimits(
         cores=sum(part.cores for part in parts),
@@ -96,6 +99,7 @@ def _replica_limits(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> dict
     return {
         uuid: ShareLimits(
             cores=cores_of_part(part),
+            # Rounded down: the replicas of a GPU together must not have more than it has.
             memory_bytes=int(part * gpus[uuid].memory_mib) * MIB,
             core_limit=0,
             is_limited=allocation.is_limited and part < 1,
@@ -108,8 +112,8 @@ def _replica_limits(allocation: Allocation, gpus: Mapping[GpuUuid, Gpu]) -> dict
 def limits_by_gpu(
     parts: Sequence[Allocation], pod: Pod | None, gpus: Mapping[GpuUuid, Gpu], names: ResourceNames
 ) -> dict[GpuUuid, ShareLimits] | None:
-    """Of all that a container has, in order of the GPUs' index; `parts` are several where it uses several results of a
-    claim. None where a GPU is not in the inventory."""
+    """The limits of all that a container has, in order of the GPUs' index; `parts` are several where it uses several results
+    of a claim. None where a GPU is not in the inventory."""
     if any(uuid not in gpus for part in parts for uuid in part.gpus):
         return None
     found: dict[GpuUuid, ShareLimits] = {}

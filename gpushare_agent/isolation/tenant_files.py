@@ -85,7 +85,7 @@ class PreloadedLibrary(Struct, frozen=True, kw_only=True):
     mark: bytes
     file_bytes: int
     setting: str
-    cure: str
+    remedy: str
 
 
 class TenantFiles:
@@ -115,12 +115,12 @@ class TenantFiles:
         raise NotImplementedError
 
     def _put_former_aside(self, containers: int, pod: int, name: str) -> None:
-        """What the tenant of an earlier instance has written in the directory `name`, which may not be there."""
+        """What the tenant of a previous instance has written in the directory `name`, which may not be there."""
         if status_of(pod, name) is not None:
             put_aside(containers, pod, name)
 
     def keep_started(self, key: ContainerKey, container_id: str) -> None:
-        """Of a claim's container that has started, where the next start is to find other files."""
+        """Gives a claim's container that has started its files to keep, where the next start is to find others."""
 
     def container_directory(self, key: ContainerKey) -> Path:
         """Raises Rejected for a name that cannot be part of a path."""
@@ -137,13 +137,14 @@ class TenantFiles:
 
             found, own = read_elf(self.library), read_elf(Path("/proc/self/exe"))
         except (NotFound, Corrupt, Unavailable) as e:
-            raise StartupError(f"isolation {self.kind.isolation} has no library: {e}. {self.kind.cure}") from e
+            raise StartupError(f"isolation {self.kind.isolation} has no library: {e}. {self.kind.remedy}") from e
         if (found.elf_class, found.machine) != (own.elf_class, own.machine):
             raise StartupError(
                 f"isolation {self.kind.isolation}: {self.library} is a {found.elf_class}-bit library for {found.machine},"
-                f" and this node's programs are {own.elf_class}-bit for {own.machine}. {self.kind.cure}"
+                f" and this node's programs are {own.elf_class}-bit for {own.machine}. {self.kind.remedy}"
             )
         try:
+            # The directory may not be there yet: its file system is that of the nearest one above.
             place = next(path for path in (self.directory, *self.directory.parents) if path.exists())
             is_noexec = bool(os.statvfs(place).f_flag & os.ST_NOEXEC)
         except OSError as e:
@@ -161,7 +162,7 @@ class TenantFiles:
 
     def look(self) -> None:
         """Whether `install` and `prepare` find all that they need. Writes nothing that stays. Raises AgentError with the
-        cure."""
+        remedy."""
         self.check_library()
         self.library_content()
         try:
@@ -181,7 +182,7 @@ class TenantFiles:
             raise StartupError(f"isolation {self.kind.isolation} cannot keep its files: {e}{where}") from e
 
     def prepare(self, key: ContainerKey) -> None:
-        """New files in place of what an earlier instance left; preload file and library are put back if need be.
+        """New files in place of what a previous instance left; preload file and library are put back if need be.
 
         Raises:
             Rejected: a name that cannot be part of a path.
@@ -190,6 +191,7 @@ class TenantFiles:
         """
         path = self.container_directory(key)
         with self._step("making", path):
+            # Somebody may have removed it: the runtime would make a directory in the place of a missing mount source.
             library = None if self._is_installed() else self.library_content()
             with (
                 self._open_containers(make=True, library=library) as containers,
@@ -239,6 +241,7 @@ class TenantFiles:
         found = []
         with suppress(NotFound), self._step("listing", self.directory), self._open_containers(make=False) as containers:
             for key in keys:
+                # One container at a time: what its tenant has done to its files must not hide the others'.
                 with suppress(OSError), opened_container(containers, key) as directory:
                     statuses = [os.lstat(name, dir_fd=directory) for name in names_in(directory)]
                     found += [
@@ -322,10 +325,12 @@ class TenantFiles:
                 content = file.read(MAX_LIBRARY_BYTES + 1)
         except OSError as e:
             raise Unavailable(f"{self.library} cannot be used: {e.strerror or e}") from e
+        # An empty file is a copy that was cut off; the loader would print a line in every program.
         if not 0 < len(content) <= MAX_LIBRARY_BYTES:
             raise Unavailable(f"{self.library} cannot be used: it has not between 1 and {MAX_LIBRARY_BYTES} bytes")
+        # Any library loads: one that is not the isolation's would limit nobody, and nobody would see it.
         if self.kind.mark not in content:
-            raise Unavailable(f"{self.library} is not {self.kind.owner}: it would limit nobody. {self.kind.cure}")
+            raise Unavailable(f"{self.library} is not {self.kind.owner}: it would limit nobody. {self.kind.remedy}")
         return content
 
     @contextmanager
@@ -344,6 +349,7 @@ def make_tenant_file(directory: int, name: str, content: bytes = b"") -> None:
     file = os.open(name, _NEW_FILE, TENANT_MODE, dir_fd=directory)
     try:
         os.fchmod(file, TENANT_MODE)  # whatever the umask says
+        # Written now and not left sparse: a program that maps it would end by a signal where the disk is full later.
         if os.write(file, content) != len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:

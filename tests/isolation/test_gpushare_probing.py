@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpushare_agent.isolation.gpushare.files import LIBRARY, GpushareFiles
-from gpushare_agent.isolation.gpushare.probe import CAPS, MEMORY_BYTES, NEEDED_BYTES, Run, idle_gpu, judge
+from gpushare_agent.isolation.gpushare.probe import CAPS, MEMORY_BYTES, NEEDED_BYTES, Run, failure_of, idle_gpu
 from gpushare_agent.isolation.gpushare.probing import (
     MOST_UNFINISHED,
     STATE_NAME,
@@ -267,7 +267,7 @@ DRIVER_STEP, START = {"step": "driver", "libraries": ["/own/libgpushare.so"]}, {
     ],
 )
 def test_the_verdict(steps: list[dict[str, Any]], why: str) -> None:
-    found = judge(Run(steps=steps, code=0), Path("/own/libgpushare.so"))
+    found = failure_of(Run(steps=steps, code=0), Path("/own/libgpushare.so"))
     assert why in found if why else not found
 
 

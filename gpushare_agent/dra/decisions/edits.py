@@ -45,7 +45,7 @@ def not_shared(claim: AllocatedClaim, isolation: str, pods: Sequence[Pod], polic
             who=f"containers {' and '.join(together)}" if together else "several pods",
             owner=claim.owner if users <= {claim.owner} else None,
             is_owner_known=any(pod.uid == claim.owner for pod in pods),
-            cure=f"choose another isolation ({CONFIG_KIND}.isolation)",
+            remedy=f"choose another isolation ({CONFIG_KIND}.isolation)",
             config=policy.config,
             module=policy.kernel_module,
         )

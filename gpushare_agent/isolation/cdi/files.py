@@ -56,6 +56,7 @@ class CdiFiles:
     def read(self) -> tuple[SpecFile, ...]:
         """Every spec file, the agent's own among them, by directory and name. A missing directory counts as empty; of two
         names for one directory (/run is often /var/run) the last counts."""
+        # Read twice, every device would be named twice, and so be ambiguous.
         real = {os.path.realpath(directory): directory for directory in self.directories}
         files = [file for directory in real.values() for file in self._read_directory(directory)]
         paths = {file.path for file in files}
@@ -101,6 +102,7 @@ class CdiFiles:
         except OSError as e:
             return [SpecFile(path=str(directory), directory=str(directory), problem=f"cannot be listed: {e.strerror}")]
         files = [file for name in names[:MAX_FILES] if (file := self._read_file(directory, name)) is not None]
+        # Said, not silent: a GPU that a later file names would get a second name of ours.
         if len(names) > MAX_FILES:
             problem = f"has {len(names)} files; the agent reads the first {MAX_FILES}"
             files.append(SpecFile(path=str(directory), directory=str(directory), problem=problem))
@@ -119,6 +121,7 @@ class CdiFiles:
             file = SpecFile(path=str(path), directory=str(directory), kind=kind, devices=devices)
         except OSError as e:
             return SpecFile(path=str(path), directory=str(directory), problem=f"cannot be read: {e.strerror or e}")
+        # Remembered too, by its identity: a bad file is not parsed again at each check.
         except _NoSpecError as e:
             file = SpecFile(path=str(path), directory=str(directory), problem=str(e))
         self._known[str(path)] = (identity, file)
@@ -128,6 +131,7 @@ class CdiFiles:
         """None where the file is the one that was read before."""
         with opened(path, None, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) as file:
             status = os.fstat(file)
+            # Opened with O_NONBLOCK, for to open a FIFO waits for its writer.
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "it is no regular file")
             identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)

@@ -56,9 +56,9 @@ def naming(files: Iterable[SpecFile], kind: str, devices: Iterable[str]) -> Nami
     ambiguous: dict[str, tuple[str, ...]] = {}
     for device, found in by_device.items():
         directories = [file.directory for file in found]
-        rivals = tuple(file.path for file in found if directories.count(file.directory) > 1)
-        if rivals:
-            ambiguous[device] = rivals
+        in_one_directory = tuple(file.path for file in found if directories.count(file.directory) > 1)
+        if in_one_directory:
+            ambiguous[device] = in_one_directory
         elif found:
             named[device] = found[-1].path
     return Naming(named=named, ambiguous=ambiguous)
@@ -87,6 +87,7 @@ def build_spec(
     devices: list[dict[str, Any]] = []
     for gpu in gpus:
         edits = {"deviceNodes": [{"path": path} for path in gpu.nodes]} if nodes.has_gpu_nodes else {"env": [_VOID]}
+        # By NVIDIA's second name only where nobody else has it: two files with one name make it ambiguous.
         names = (gpu.uuid,) if gpu.mig is None or gpu.label in names_of_others else (gpu.uuid, gpu.label)
         devices += [{"name": str(name), "containerEdits": edits} for name in names]
     common: dict[str, Any] = {"env": [_VOID]}
@@ -106,7 +107,8 @@ def build_spec(
 
 
 def spec_version(kind: str, names: Iterable[GpuUuid | str]) -> str:
-    """As low as suffices, so that older runtimes read it: a dot in the class came with 0.6.0, a leading digit with 0.5.0."""
+    """The version, as low as suffices, so that older runtimes read it: a dot in the class came with 0.6.0, a leading digit
+    with 0.5.0."""
     if "." in kind.partition("/")[2]:
         return "0.6.0"
     if any(name[:1].isdigit() for name in names):

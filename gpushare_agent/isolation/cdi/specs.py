@@ -129,6 +129,7 @@ class CdiSpecs:
             Unavailable: the file could not be written or removed; what was there stays.
         """
         state = self.plan(gpus)
+        # A file that is as it is to be is not written: runtimes watch the directory.
         if state.change is SpecChange.WRITTEN and state.spec is not None:
             self._files.write(encode_spec(state.spec))
         if state.change is SpecChange.REMOVED:
@@ -142,6 +143,8 @@ class CdiSpecs:
         if spec is not None:
             return SpecChange.NONE if self._files.holds(encode_spec(spec)) else SpecChange.WRITTEN
         is_there = any(file.path == str(self._files.own_path) for file in files)
+        # Without a GPU nothing is known: a driver that does not answer now would cost containers that start again their
+        # name.
         return SpecChange.REMOVED if gpus and is_there else SpecChange.NONE
 
     def _warn(self, state: CdiState) -> None:

@@ -22,10 +22,10 @@ async def check_driver_limits(open_driver: OpenDriver, settings: Settings) -> li
     try:
         await limits.check_driver_limits(driver, cgroups, may_set=may_set)
     except AgentError as failure:
-        cure = (
+        remedy = (
             "docs/explanation/isolation.md lists what isolation driver needs; without it every share of it is refused"
         )
-        return [error("driver limits", str(failure), cure)]
+        return [error("driver limits", str(failure), remedy)]
     finally:
         await driver.close()
     who = "the agent sets them" if may_set else "NVIDIA's container toolkit has to set them, and the agent checks it"

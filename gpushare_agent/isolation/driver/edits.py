@@ -65,7 +65,7 @@ def _not_shared(use: ClaimUse) -> Refused | None:
         return Refused(
             reason=invalid,
             detail=f"isolation {use.isolation} limits the memory of cgroups, and pods that share a claim have none in"
-            f" common: make the claim for one pod, by a ResourceClaimTemplate, or {use.cure}",
+            f" common: make the claim for one pod, by a ResourceClaimTemplate, or {use.remedy}",
         )
     if not use.is_owner_known:
         return Refused(reason=RefusalReason.NOT_READY, detail=f"pod {use.owner} is not known yet: it is tried again.")
@@ -74,7 +74,7 @@ def _not_shared(use: ClaimUse) -> Refused | None:
     return Refused(
         reason=invalid,
         detail=f"{use.who} share it, and NVIDIA's toolkit, which sets the limits of isolation {use.isolation} on this node,"
-        f" would give each all of its memory: let one container use it, {use.cure}, or have the agent set the limits"
+        f" would give each all of its memory: let one container use it, {use.remedy}, or have the agent set the limits"
         " (driver_limits.set_by_agent)",
     )
 
@@ -114,6 +114,7 @@ def memory_shares(
             uuid: int(part * gpus[uuid].memory_mib) * MIB for uuid, part in allocation.parts.items() if uuid in gpus
         }
     else:
+        # Each pod's cgroup has a limit of its own, and the sum must not be above the share.
         pods = max(1, len({user.pod_uid for user in users}))
         limits = {allocation.gpus[0]: share_limits(allocation, annotations, gpus, names).memory_bytes // pods}
     return [
@@ -127,6 +128,7 @@ def pod_memory(shares: Iterable[MemoryShare]) -> dict[GpuUuid, int]:
     time; a claim's share of a GPU counts once."""
     together: dict[GpuUuid, int] = {}
     alone: dict[GpuUuid, int] = {}
+    # By allocation: the containers that use one claim have its memory together, once.
     for share in {(share.key, share.gpu): share for share in shares}.values():
         if share.kind is ContainerKind.INIT:
             alone[share.gpu] = max(alone.get(share.gpu, 0), share.limit_bytes)

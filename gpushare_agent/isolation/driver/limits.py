@@ -45,7 +45,7 @@ class RunningContainers(Protocol):
 
 async def check_driver_limits(driver: MemoryLimiter, cgroups: Cgroups, *, may_set: bool) -> None:
     """Cgroup v2, a driver that limits its cgroups' memory, and the right to set that where the agent `may_set` it. Raises
-    AgentError with the cure."""
+    AgentError with the remedy."""
     version = await cgroups.version_in_thread()
     if version is not CgroupVersion.V2:
         raise Unavailable(
@@ -78,12 +78,13 @@ class DriverLimits(Struct, kw_only=True, eq=False):
 
     def problem(self, key: ContainerKey) -> str:
         """Why the container, or one that uses the claim, runs without its limit; empty where it has it, or does not run."""
+        # Asked of every share at each scrape.
         if not self._problems:
             return ""
         return next((why for user in self._users(self.shares(), key) if (why := self._problems.get(user))), "")
 
     async def check(self) -> None:
-        """What the isolation needs on this node is there. Raises AgentError with the cure."""
+        """What the isolation needs on this node is there. Raises AgentError with the remedy."""
         await check_driver_limits(self.driver, self.cgroups, may_set=self.may_set)
 
     async def prepare(self, keys: Collection[ContainerKey]) -> Refused | None:
@@ -93,10 +94,12 @@ class DriverLimits(Struct, kw_only=True, eq=False):
         if not uids:
             return None
         self._expect_new()
+        # The container's cgroup comes after PreStartContainer: the rounds look for it more often for a minute.
         self._reconciler.request()
         if not self.may_set:
             return None
         try:
+            # The pod's cgroup is there already: with one share in the pod its limit holds from the first instruction on.
             limits = await self._pod_limits(shares, uids)
             outcomes = await self.driver.keep_memory_limits(limits, may_set=True) if limits else []
         except AgentError as e:
@@ -123,12 +126,13 @@ class DriverLimits(Struct, kw_only=True, eq=False):
         self._new_until = asyncio.get_running_loop().time() + NEW_FOR_S
 
     def _period_s(self) -> float:
+        # For a minute alone: an init container that has ended stays without an ID for as long as its pod lives.
         has_unknown = any(key not in self._ids for key in self.shares())
         return NEW_PERIOD_S if has_unknown and asyncio.get_running_loop().time() < self._new_until else PERIOD_S
 
     async def enforce(self, key: ContainerKey) -> str:
-        """After a resize: why the container has not its limit of now, or still uses more; empty where all is well. Raises
-        AgentError."""
+        """Sets the limits after a resize: why the container has not its limit of now, or still uses more; empty where all is
+        well. Raises AgentError."""
         await self.reconcile()
         users = [user for user in self._users(self.shares(), key) if user in self._ids]
         if not users:
@@ -139,6 +143,7 @@ class DriverLimits(Struct, kw_only=True, eq=False):
 
     async def reconcile(self) -> None:
         """One round over all containers with a share. Raises AgentError."""
+        # A resize calls `reconcile` beside the rounds: of two at once the slower would set the limit of before.
         async with self._one_round:
             await self._reconcile()
 
@@ -150,9 +155,9 @@ class DriverLimits(Struct, kw_only=True, eq=False):
             for key in sorted(places)
             for gpu, limit_bytes in sorted(pod_memory(shares[key]).items())
         ]
-        wanted = [limit for _, limit in limits]
+        desired = [limit for _, limit in limits]
         pods = await self._pod_limits(shares, {key.pod_uid for key in places}) if self.may_set else []
-        outcomes = await self.driver.keep_memory_limits([*pods, *wanted], may_set=self.may_set) if wanted else []
+        outcomes = await self.driver.keep_memory_limits([*pods, *desired], may_set=self.may_set) if desired else []
         for key in self._problems.keys() - places.keys():
             del self._problems[key]
         self._excess_bytes = {}
@@ -160,6 +165,7 @@ class DriverLimits(Struct, kw_only=True, eq=False):
         for (key, limit), outcome in zip(limits, outcomes[len(pods) :], strict=True):
             if (excess := outcome.used_bytes - limit.limit_bytes) > 0:
                 self._excess_bytes[key] = self._excess_bytes.get(key, 0) + excess
+            # The first problem of a container counts; one whose cgroup is gone has ended, which is none.
             problems[key] = problems[key] or ("" if outcome.is_gone else outcome.problem)
         for key in sorted(problems):
             self._note(key, problems[key])
@@ -172,6 +178,7 @@ class DriverLimits(Struct, kw_only=True, eq=False):
             return
         if problem:
             log.error("memory_limit_missing", pod_uid=key.pod_uid, container=key.container, why=problem)
+            # An Event of the pod, once for each problem.
             self.on_missing(key, problem)
         else:
             log.info("memory_limit_set", pod_uid=key.pod_uid, container=key.container)
@@ -183,6 +190,7 @@ class DriverLimits(Struct, kw_only=True, eq=False):
     async def _find(self, shares: Shares) -> dict[ContainerKey, CgroupDir]:
         """The cgroups of those that run now. The runtime is asked while one of them is not known."""
         self._ids = {key: id_ for key, id_ in self._ids.items() if key in shares}
+        # The runtime is asked only then: an ID stays a container's until its cgroup is gone.
         if any(key not in self._ids for key in shares):
             running = await self.containers.running()
             self._ids |= {key: id_ for key, id_ in running.items() if key in shares}
@@ -193,7 +201,7 @@ class DriverLimits(Struct, kw_only=True, eq=False):
         return {key: found[id_] for key, id_ in self._ids.items()}
 
     async def _pod_limits(self, shares: Shares, uids: Collection[PodUid]) -> list[MemoryLimit]:
-        """Of those of these pods that have a cgroup. Raises Unavailable."""
+        """The limits of those of these pods that have a cgroup. Raises Unavailable."""
         if not uids:
             return []
         directories = await self.cgroups.find_pod_directories_in_thread(uids)

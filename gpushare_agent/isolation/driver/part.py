@@ -72,9 +72,11 @@ def _shares(host: IsolationHost) -> dict[ContainerKey, list[MemoryShare]]:
     gpus, found = host.node.gpus().by_uuid(), dict[ContainerKey, list[MemoryShare]]()
     for key, allocation in host.node.cache.view().items():
         pod = host.node.claim_pods.get(key.pod_uid)
+        # A pod that is not known yet has no annotation to go by: it is taken up in the next round.
         if pod is None or not allocation.is_limited or not allocation.gpus or not host.uses(pod, "driver"):
             continue
         sharers = host.node.claim_pods.sharers(key)
+        # The driver limits cgroups: of a claim each container that uses it.
         users = [key] if sharers is None else list(sharers)
         shares = memory_shares(allocation, pod.annotations, gpus, host.node.names, users)
         for user in users:

@@ -26,7 +26,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_+][A-Za-z0-9_+.-]{0,254}", re.ASCII)
 
 
 class VolumeConfigError(Exception):
-    """Where in the file, and what is wrong there."""
+    """A mistake in volume.conf: where in the file, and what is wrong there."""
 
     def __init__(self, place: str, reason: str) -> None:
         super().__init__(f"{place}: {reason}" if place else reason)
@@ -38,15 +38,17 @@ def driver_volumes(settings: Settings) -> Mapping[VolumeName, DriverVolume]:
     Raises:
         StartupError: volume.conf is wrong.
     """
+    # `auto` may choose vcuda, which depends on whether there is a volume.
     if AUTO not in settings.isolations_in_use and not _are_mounted(settings):
         return {}
+    # The usual place counts on a node with GPUs alone: a simulated node on a developer's machine has no use for its driver.
     if settings.volume_config is None and (settings.driver != "nvml" or not USUAL_CONFIG.exists()):
         return {}
     return {volume.name: volume for volume in read_volume_config(settings.volume_config or USUAL_CONFIG)}
 
 
 def untouched_driver_directory(settings: Settings) -> Path | None:
-    """For a CDI spec, where no isolation mounts a directory of its own choice.
+    """The directory of volume origin, for a CDI spec; None where an isolation mounts a directory of its own choice.
 
     CDI's mount would take the place of the isolation's: a share under vcuda would get the libraries without limits.
     Raises StartupError where volume.conf is wrong.
@@ -82,6 +84,7 @@ def read_volume_config(path: Path) -> tuple[DriverVolume, ...]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # json keeps the last of two equal keys without a word.
     made = dict(pairs)
     if len(made) < len(pairs):
         raise VolumeConfigError("", f"a key is given twice among {', '.join(sorted(repr(key)[:40] for key in made))}")
@@ -108,6 +111,7 @@ def _volume(raw: object, place: str) -> DriverVolume:
         raise VolumeConfigError(
             f"{place}.name", f"{_shown(name)} is no volume; there are nvidia (for shares) and origin"
         )
+    # By rw one container could change the driver of all.
     if mode != "ro":
         raise VolumeConfigError(
             f"{place}.mode", f"{_shown(mode)} is not allowed: containers get the driver read-only, 'ro'"
@@ -126,6 +130,7 @@ def _object(
 ) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise VolumeConfigError(place, f"{_shown(raw)} is no object with {', '.join(sorted(keys))}")
+    # A misspelt key is an error: ignored, it would be a missing library in containers weeks later.
     for key in sorted(raw):
         if key not in keys:
             raise VolumeConfigError(

@@ -134,6 +134,7 @@ class DriverDirectory:
         """The version in force; None before the first, and for a directory that is not ours."""
         link = self._base / name.value
         try:
+            # A link that leads elsewhere is not ours: nothing of ours is in force then.
             head, _, version = str(link.readlink()).rpartition("/")
         except OSError:
             return None
@@ -142,6 +143,7 @@ class DriverDirectory:
     def _version(self, plan: VolumePlan, contents: list[Content], progress: Progress) -> tuple[Path, Taken]:
         """The directory with this content, and what was hard-linked and copied to make it."""
         name = version_name(plan, contents)
+        # A damaged version is not repaired in its place: containers may have it mounted.
         for number in range(1, 100):
             version = self._versions / (name if number == 1 else f"{name}.{number}")
             if not os.path.lexists(version):
@@ -157,6 +159,7 @@ class DriverDirectory:
             taken = fill_version(staging, plan, contents, progress)
             staging.rename(version)
         except BaseException:
+            # Cancelled or full: half a version would take the space that the next run needs.
             shutil.rmtree(staging, ignore_errors=True)
             raise
         sync_directory(self._versions)
@@ -165,6 +168,8 @@ class DriverDirectory:
     def _switch(self, name: VolumeName, version: str) -> None:
         link, fresh = self._base / name.value, self._versions / f"{_NEW_LINK}{name.value}"
         fresh.symlink_to(f"{_VERSIONS}/{version}")  # relative, so that it holds wherever the base is mounted
+        # gpu-manager has a directory there. One step puts the link in its place, so that a container that starts now finds
+        # one or the other.
         if link.is_dir() and not link.is_symlink():
             _exchange(fresh, link, aside=self._versions / f"{_NEW_LINK}{name.value}-before")
         else:
@@ -186,6 +191,7 @@ class DriverDirectory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        # flock ends with the process that has it: a killed run leaves no lock.
         handle = os.open(self._versions / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             deadline = time.monotonic() + self._lock_timeout_s
@@ -246,6 +252,7 @@ def _exchange(fresh: Path, place: Path, *, aside: Path) -> None:
     if renameat2 is not None and renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
         return
     code = ctypes.get_errno() if renameat2 is not None else errno.ENOSYS
+    # Other errors are the disk's; these two say that the kernel, or this file system, cannot exchange names.
     if code not in (errno.ENOSYS, errno.EINVAL):
         raise OSError(code, os.strerror(code), str(place))
     place.rename(aside)
@@ -279,6 +286,7 @@ class Taken(Struct, frozen=True, kw_only=True):
 
 
 def read_contents(plan: VolumePlan, progress: Progress) -> list[Content]:
+    # For the progress alone.
     total = sum(file.source.stat().st_size for file in plan.files)
     contents: list[Content] = []
     done = 0
@@ -351,9 +359,11 @@ def _hard_link(item: Content, directory: Path) -> bool:
     try:
         os.link(item.file.source, target, follow_symlinks=False)
     except OSError as error:
+        # The host's files are often on another mount than the volume.
         if error.errno in _COPY_INSTEAD:
             return False
         raise
+    # The link is of whatever has the name now; its content was read before.
     if _stamp(target.stat()) != item.stamp:
         raise _changed(item)
     return True
@@ -382,7 +392,7 @@ def _changed(item: Content) -> StartupError:
 
 
 def make_directory(path: Path) -> None:
-    """With open rights whatever the umask is: programs in containers need not be root."""
+    """Makes a directory with open rights whatever the umask is: programs in containers need not be root."""
     if not path.is_dir():
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o755)

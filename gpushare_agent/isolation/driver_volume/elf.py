@@ -88,6 +88,7 @@ def _read_elf(file: IO[bytes]) -> ElfFile:
         for tag in segment.iter_tags("DT_SONAME")
     ]
     soname = sonames[0] if sonames else ""
+    # It becomes the name of a link in the volume.
     if "/" in soname or "\0" in soname or soname in (".", "..") or len(soname.encode()) > 255:
         raise ValueError(f"its soname {soname[:80]!r} is no file name")
     interpreter = next(
@@ -177,6 +178,7 @@ def parse_loader_cache(content: bytes) -> tuple[CacheEntry, ...]:
         raise Corrupt("it ends within its header")
     _, count = _OLD_HEADER.unpack_from(content)
     table_end = _OLD_HEADER.size + count * _OLD_ENTRY.size
+    # A 32-bit ldconfig aligns the new table to 4.
     for alignment in (8, 4):
         start = -(-table_end // alignment) * alignment
         if content[start : start + len(_NEW_MAGIC)] == _NEW_MAGIC:
@@ -194,6 +196,7 @@ def _parse_new(content: bytes) -> tuple[CacheEntry, ...]:
     if flags & _BIG_ENDIAN_FLAG == _BIG_ENDIAN_FLAG:
         raise Corrupt("it is of a big-endian machine")
     table_end = _NEW_HEADER.size + count * _NEW_ENTRY.size
+    # Before anything is made of it: the count is the file's own word.
     if table_end > len(content):
         raise Corrupt(f"it says {count} entries, for which it is too short")
     rows = _NEW_ENTRY.iter_unpack(content[_NEW_HEADER.size : table_end])

@@ -99,6 +99,7 @@ class HostFiles:
             try:
                 mode = here.lstat().st_mode
             except (OSError, ValueError):
+                # Only the host's /usr may be mounted; there /lib and /bin are links into it on every current system.
                 if done or part not in _IN_USR:
                     return None
                 done = ["usr"]
@@ -111,6 +112,7 @@ class HostFiles:
             if links > _MAX_LINKS:
                 return None
             target = str(here.readlink())
+            # An absolute link is the host's: it begins at the host's root, not at this process's.
             done = [] if target.startswith("/") else done
             pending += [part for part in target.split("/") if part][::-1]
         return self.root.joinpath(*done)
@@ -156,6 +158,7 @@ class DriverLibraries:
         if cached is not None:
             places.append(self._host.shown(LOADER_CACHE))
             found += self._read_all(entry for entry in cached if entry.name.startswith(listed))
+        # What the loader's cache names is what the host's programs load; the directories are for what it lacks.
         missing = tuple(name for name in listed if not any(item.link_name.startswith(name) for item in found))
         if missing:
             places += [self._host.shown(place) for place in LIBRARY_DIRECTORIES if self._host.resolve(place)]
@@ -178,9 +181,9 @@ class DriverLibraries:
                 if name.startswith(beginnings):
                     yield CacheEntry(name=name, path=f"{directory}/{name}", hwcap=0)
 
-    def _read_all(self, wanted: Iterable[CacheEntry]) -> list[FoundLibrary]:
+    def _read_all(self, entries: Iterable[CacheEntry]) -> list[FoundLibrary]:
         found = []
-        for entry in wanted:
+        for entry in entries:
             path = self._host.file(entry.path)
             if path is None:  # the cache is older than a removal
                 continue
@@ -262,6 +265,7 @@ def plan_of(settings: Settings, volume: DriverVolume) -> VolumePlan:
         StartupError: there is no libcuda, no control library or no gpu-client; the text names the searched places.
     """
     ours = settings.driver_volume
+    # Whole GPUs get the driver as it is.
     control = read_control(ours.control_library, ours.gpu_client) if volume.name is VolumeName.SHARED else None
     host = DriverLibraries(ours.root).find(volume)
     plan = plan_volume(volume, host, host_machine(), control)

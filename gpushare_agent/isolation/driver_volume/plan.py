@@ -154,7 +154,7 @@ def driver_version(name: str) -> tuple[int, ...] | None:
 
 
 def driver_version_text(names: Iterable[str]) -> str:
-    """As the libcuda among these file names writes it, with its zeros: 535.104.05. Empty where there is none."""
+    """The version as the libcuda among these file names writes it, with its zeros: 535.104.05. Empty where there is none."""
     libcudas = [(version, name) for name in names if (version := driver_version(name)) is not None]
     return max(libcudas)[1].removeprefix(f"{LIBCUDA}.") if libcudas else ""
 
@@ -170,6 +170,7 @@ def choose_libraries(
     machines = MACHINES_OF_HOST.get(host_machine)
     best: dict[tuple[int, str], FoundLibrary] = {}
     for library in found:
+        # A host may have libraries for cross-compiling; of a machine that is not in the table all are taken.
         if (machines and library.machine not in machines) or not library.link_name.startswith(tuple(listed)):
             continue
         slot = (library.elf_class, library.link_name)
@@ -196,6 +197,7 @@ def plan_volume(
         return libcuda
     layout = _Layout(warnings=list(host.warnings))
     if volume.name is VolumeName.SHARED:
+        # Refused, not made without it: a share that mounts this volume would have no limits.
         if control is None or control.library.elf_class != libcuda.elf_class:
             return _control_refusal(volume, libcuda, None if control is None else control.library)
         if control.client.machine not in MACHINES_OF_HOST.get(host_machine, (control.client.machine,)):
@@ -284,6 +286,7 @@ def _mixed_versions(targets: Iterable[str]) -> list[str]:
     files = [target.partition("/")[2] for target in targets]
     driver = driver_version_text(files)
     others = sorted({name for name in files if (found := _OF_A_DRIVER.fullmatch(name)) and found[1] != driver})
+    # Without a version in libcuda's name there is nothing to compare with.
     if not driver or not others:
         return []
     more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
@@ -314,9 +317,11 @@ class _Layout(Struct):
                 continue
             for name in (library.link_name, _bare(library.link_name)):
                 self.links.setdefault(f"{directory}/{name}", CONTROL_LIBRARY_NAME)
+        # After all links: a file whose own name is one of them must not take its place.
         for library in controlled:
             if library.elf_class != control.elf_class:
                 continue
+            # libcuda.so.1 as a file: a program that loads it by that name would pass the control library.
             if len(_numbers(library.name)) < 2 or f"{directory}/{library.name}" in self.links:
                 why = "a program might load it by that name, which lacks a version"
                 self.warnings.append(f"{library.path} is left out: {why}")

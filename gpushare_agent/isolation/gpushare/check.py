@@ -60,8 +60,8 @@ async def check_limits(settings: Settings, open_driver: OpenDriver) -> list[Find
         return [ok("gpushare probe", under)]
     if state is ProbeState.SKIPPED:
         return [warning("gpushare probe", f"not run {under}", _AGAIN)]
-    cure = "update the agent, whose image has the library, or choose another isolation; shares are refused"
-    return [error("gpushare probe", f"the library does not limit programs {under}", cure)]
+    remedy = "update the agent, whose image has the library, or choose another isolation; shares are refused"
+    return [error("gpushare probe", f"the library does not limit programs {under}", remedy)]
 
 
 def probes(open_driver: OpenDriver) -> tuple[CheckProbe, ...]:

@@ -40,6 +40,7 @@ def edit_gpushare(request: IsolationRequest) -> ContainerEdits | Refused:
     if request.is_whole:
         return ContainerEdits()
     limited = [share for share in request.shares if not share.is_whole]
+    # 0 would be a limit that lets nothing start, which is no share.
     if not limited or min(min(share.cores, share.memory_mib) for share in limited) < 1:
         return refused_nothing(request, "gpushare")
     if len(request.shares) > MOST_GPUS:
@@ -75,8 +76,8 @@ def _refused_too_many(request: IsolationRequest) -> Refused:
 def live_limits(
     parts: Sequence[Allocation], pod: Pod | None, gpus: Mapping[GpuUuid, Gpu], names: ResourceNames
 ) -> tuple[GpuLimits, ...] | None:
-    """Of each GPU of a container, `parts` as limits_by_gpu has them. None where one is not in the inventory, or its memory
-    is not known."""
+    """The limits of each GPU of a container, `parts` as limits_by_gpu has them. None where one is not in the inventory, or
+    its memory is not known."""
     shares = limits_by_gpu(parts, pod, gpus, names)
     limited = [share for share in shares.values() if share.is_limited] if shares else []
     if shares is None or not limited or min(min(share.memory_bytes, share.cores) for share in limited) < 1:
@@ -92,6 +93,7 @@ def _limits(uuid: GpuUuid, share: ShareLimits) -> GpuLimits:
         uuid=uuid,
         memory_bytes=share.memory_bytes,
         cores=min(share.cores, CORES_PER_GPU) * percent,
+        # Not above the cores is no ceiling: the annotation was ignored, or the pod has none.
         ceiling=share.core_limit * percent if share.core_limit > share.cores else None,
     )
 

@@ -57,7 +57,7 @@ LIBRARY = PreloadedLibrary(
     mark=b"/etc/vcuda/gpushare.config\0",
     file_bytes=USAGE_BYTES,
     setting="libgpushare.directory",
-    cure="Build it with `python -m native.build_gpushare`, put it at the path that --libgpushare.library names, or choose"
+    remedy="Build it with `python -m native.build_gpushare`, put it at the path that --libgpushare.library names, or choose"
     " another isolation",
 )
 
@@ -88,8 +88,10 @@ class GpushareFiles(TenantFiles):
         self._is_claims = is_claims
 
     def prepare(self, key: ContainerKey) -> None:
-        """As the others', but what a claim has stays: containers of several pods may run with it."""
+        """Makes the files as the other isolations do, but what a claim has stays: containers of several pods may run with
+        it."""
         if self._is_claims(key):
+            # What cannot be read as the two files is made anew: a tenant can shorten `usage`.
             with suppress(NotFound, Corrupt):
                 self.launches(key)
                 if not self._is_from_before_boot(key):
@@ -122,25 +124,27 @@ class GpushareFiles(TenantFiles):
     def _put_former_aside(self, containers: int, pod: int, name: str) -> None:
         """The socket and the other files in the directory stay."""
         with suppress(FileNotFoundError, NotADirectoryError), opened(name, pod, DIRECTORY) as directory:
+            # Renamed, not removed: to free what a tenant has written may take half a minute, and the start waits here.
             if status_of(directory, USAGE_NAME) is not None:
                 put_aside(containers, directory, USAGE_NAME)
 
     def _fill(self, key: ContainerKey, directory: int) -> None:
         replace_file(directory, CONFIG_NAME, encode_config(key.pod_uid, key.container, self._known_limits(key)))
         with self._writing:
+            # The map is of the file that was replaced, which nobody reads any more.
             self._mapped.pop(key, None)
         make_tenant_file(directory, USAGE_NAME, encode_usage())
 
     def write_limits(self, key: ContainerKey, limits: Sequence[GpuLimits]) -> None:
-        """For processes that run, too. Raises NotFound where the container was not prepared, or for other GPUs; Corrupt,
-        Unavailable."""
+        """Writes the limits, for processes that run, too. Raises NotFound where the container was not prepared, or for other
+        GPUs; Corrupt, Unavailable."""
         with self._opened_config(key) as config:
             places = [_place(config, one.uuid) for one in limits]
             for place, one in zip(places, limits, strict=True):
                 write_limits(config, place, one)
 
     def write_observed(self, key: ContainerKey, seen: Mapping[GpuUuid, Observed]) -> None:
-        """Of each GPU. Raises as `write_limits`.
+        """Writes what the driver shows of the container on each GPU. Raises as `write_limits`.
 
         Asked ten times a second, so the map stays for the next time: the file is the agent's alone, and what takes its
         place is made here.
@@ -171,7 +175,9 @@ class GpushareFiles(TenantFiles):
         require_nameable(key)
         path = f"{self._containers_text}/{key.pod_uid}/{key.container}/{USAGE_NAME}"
         with renamed(path), opened(path, None, TENANT_FILE) as file:
+            # By pread and never mapped: a tenant that shortens its file would end the agent by a signal.
             _require_file(file, path, USAGE_BYTES)
+            # The head alone: the slots of processes are the larger part, and not asked for here.
             return sum_launches(_read(file, USAGE_HEAD_BYTES, 0))
 
     def held_bytes(self, key: ContainerKey) -> dict[str, int]:

@@ -45,7 +45,8 @@ _SLOT = struct.Struct(f"@iIQ{MOST_GPUS}Q{MOST_GPUS}Q{len(KINDS)}QQ")
 
 
 class GpuLimits(Struct, frozen=True, kw_only=True):
-    """Of one GPU. None: not limited. Cores are hundredths of a percent; the ceiling is for who computes alone there."""
+    """The limits of one GPU. None: not limited. Cores are hundredths of a percent; the ceiling is for who computes alone
+    there."""
 
     uuid: str
     memory_bytes: int | None = None
@@ -111,7 +112,8 @@ def encode_usage() -> bytes:
 
 
 def gpu_uuids(config: bytes | memoryview) -> list[str]:
-    """Of a whole file, in the order of its entries, which is that of `usage` too."""
+    """The UUIDs in a whole file, in the order of its entries, which is that of `usage` too."""
+    # The agent's own file, and bounded all the same.
     count = min(_HEAD.unpack_from(config)[3], MOST_GPUS)
     starts = [_FIRST_GPU + index * _GPU_BYTES + _UUID_OFFSET for index in range(count)]
     return [
@@ -120,7 +122,7 @@ def gpu_uuids(config: bytes | memoryview) -> list[str]:
 
 
 def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) -> None:
-    """Into a file that is mapped. Raises ValueError."""
+    """Writes the limits of a GPU into a file that is mapped. Raises ValueError."""
     flags = (
         _LIMITS_MEMORY * (limits.memory_bytes is not None)
         | _LIMITS_CORES * (limits.cores is not None)
@@ -133,14 +135,15 @@ def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) 
 
 
 def write_observed(config: bytearray | memoryview, index: int, seen: Observed) -> None:
-    """Into a file that is mapped."""
+    """Writes what was observed of a GPU into a file that is mapped."""
     _write(config, index, _OBSERVED, astuple(seen))
 
 
 def _write(
     config: bytearray | memoryview, index: int, places: Sequence[tuple[int, str]], fields: Sequence[int]
 ) -> None:
-    """Under the entry's sequence, which is odd meanwhile. By casts: struct would write a number byte by byte."""
+    """Writes fields under the entry's sequence, which is odd meanwhile. By casts: struct would write a number byte by
+    byte."""
     entry = memoryview(config)[_FIRST_GPU + index * _GPU_BYTES :][:_GPU_BYTES]
     sequence = entry[:4].cast("I")
     sequence[0] = (sequence[0] | 1) & 0xFFFFFFFF  # where an agent has died at an odd one it goes on from there
@@ -156,7 +159,8 @@ def sum_launches(head: bytes) -> int:
 
 
 def read_usage(usage: bytes | memoryview, gpus: int) -> tuple[list[GpuUsage], list[ProcessUsage]]:
-    """Of the first `gpus` GPUs, and of each process that has a slot, dead ones among them that nobody has cleared yet."""
+    """The use of the first `gpus` GPUs, and of each process that has a slot, dead ones among them that nobody has cleared
+    yet."""
     slots = [_SLOT.unpack_from(usage, _FIRST_SLOT + index * _SLOT_BYTES) for index in range(MOST_SLOTS)]
     processes = [
         ProcessUsage(
@@ -176,6 +180,7 @@ def read_usage(usage: bytes | memoryview, gpus: int) -> tuple[list[GpuUsage], li
         held = sum(process.held_bytes[index] for process in processes) + unattributed
         found.append(
             GpuUsage(
+                # The sum is of numbers that the tenant may write, and the unattributed one is signed.
                 held_bytes=max(0, held),
                 refused=refused,
                 launches=launches,

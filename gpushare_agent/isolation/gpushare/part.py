@@ -39,6 +39,8 @@ def build(host: IsolationHost) -> IsolationPart:
         found = {}
         for key, allocation in node.claim_pods.shares().items():
             pod = node.claim_pods.get(key.pod_uid)
+            # By the pod's annotation of now: its files are made under any isolation, its limits are kept under this one
+            # alone.
             if pod is None or not allocation.is_limited or not host.uses(pod, "gpushare"):
                 continue
             if (wanted := limits(key)) is not None:
@@ -47,6 +49,7 @@ def build(host: IsolationHost) -> IsolationPart:
 
     def share_of(key: ContainerKey) -> ContainerKey:
         allocation = node.cache.get(key)
+        # A container may use several results of a claim: one directory, and one share, for all of them.
         if allocation is not None and allocation.claim is not None and allocation.claim.view:
             return ContainerKey(key.pod_uid, allocation.claim.view)
         return key

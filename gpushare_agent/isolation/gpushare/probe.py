@@ -96,6 +96,7 @@ def idle_gpu(gpus: Iterable[Gpu], samples: Mapping[GpuUuid, GpuSample], allocate
         sample = samples.get(gpu.uuid)
         if gpu.mig is not None or not gpu.is_healthy or gpu.is_exclusive_process:
             why = "every GPU is in use, unhealthy, in compute mode EXCLUSIVE_PROCESS, or divided by MIG"
+        # Processes that are not known count as some: a probe beside a program would take its memory.
         elif allocated(gpu) or sample is None or sample.processes is None or sample.processes:
             why = (
                 "others use the GPUs"
@@ -112,7 +113,7 @@ def idle_gpu(gpus: Iterable[Gpu], samples: Mapping[GpuUuid, GpuSample], allocate
 # ---- the verdict ----
 
 
-def judge(run: Run, library: Path) -> str:
+def failure_of(run: Run, library: Path) -> str:
     """Why the library does not limit, empty where it does. Pure."""
     if run.of("driver") and str(library) not in run.of("driver")[0].get("libraries", ()):
         return f"it was not loaded: {run.said or 'the loader says nothing of it'}"
@@ -134,7 +135,7 @@ def judge(run: Run, library: Path) -> str:
 
 
 def busy(compute: Mapping[str, Any]) -> float:
-    """In hundredths of a percent."""
+    """The part of the time in which the GPU computed for the program, in hundredths of a percent."""
     return float(10_000 * compute["busy_s"] / compute["seconds"])
 
 
@@ -173,6 +174,7 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
         """Ends what runs, at once: somebody needs the GPU."""
         if self._scope is not None and not self._gives_way:
             self._gives_way = True
+            # At once: the container that comes must not wait for the two seconds.
             self._scope.reschedule(0)
 
     async def prove(self, gpu: Gpu) -> tuple[ProbeState, str]:
@@ -197,9 +199,10 @@ class LibraryProbe(Struct, kw_only=True, eq=False):
             run = await self._run(directory, gpu, library)
             if self._gives_way:
                 return ProbeState.SKIPPED, "it gave way to a container on its GPU"
+            # Nothing of the library is wrong where the driver's own is missing.
             if not run.of("driver") or run.steps[0].get("error"):
                 return ProbeState.SKIPPED, f"the driver's library for programs is not here: {run.error}"
-            if not (why := judge(run, library)):
+            if not (why := failure_of(run, library)):
                 return ProbeState.PASSED, passed_text(run)
             if "failed to map segment" in run.said:
                 return ProbeState.SKIPPED, f"{directory.parent} is mounted noexec"
@@ -279,7 +282,7 @@ def _limits(gpu: Gpu, cap: int) -> GpuLimits:
 
 
 def _change(directory: Path, limits: GpuLimits) -> None:
-    """As a live resize does."""
+    """Changes the limits in the mapped file, as a live resize does."""
     with (
         (directory / CONFIG_NAME).open("r+b") as file,
         mmap.mmap(file.fileno(), CONFIG_BYTES) as mapped,

@@ -90,7 +90,7 @@ class Cuda:
         return found
 
     def by_address(self, name: str) -> Function:
-        """By cuGetProcAddress in the form that the driver has; by dlsym of a driver before CUDA 11.3, which has
+        """The function by cuGetProcAddress in the form that the driver has; by dlsym of a driver before CUDA 11.3, which has
         none."""
         address, status = ctypes.c_void_p(), ctypes.c_int()
         version, flags = min(self.version, _NEWEST), ctypes.c_uint64(0)
@@ -180,7 +180,7 @@ def own_libraries() -> list[str]:
 
 
 def peak_mib() -> int:
-    """Of this process's memory. Not by getrusage, which has that of the process that started it, too."""
+    """The peak of this process's memory. Not by getrusage, which has that of the process that started it, too."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.partition("VmHWM:")[2].split()[0]) >> 10
 

@@ -1,5 +1,5 @@
 """Has libgpushare prove itself on the node (probe.py): once for each version of the driver and each library, in the
-background, as soon as a GPU is idle; and refuses shares, with the cure, where it failed.
+background, as soon as a GPU is idle; and refuses shares, with the remedy, where it failed.
 
 The result is kept beside the library, so that a restart does not probe again what passed. What failed is refused from
 the next start on, too, until a probe passes. An attempt is written down before it begins: where the agent ends with it,
@@ -67,7 +67,7 @@ class Remembered(Struct, frozen=True, kw_only=True):
 
     @property
     def failure(self) -> str:
-        """Why no share can be had, and the cure; empty unless it failed."""
+        """Why no share can be had, and the remedy; empty unless it failed."""
         if self.state is not ProbeState.FAILED:
             return ""
         return (
@@ -124,8 +124,8 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
         return self._known.state is ProbeState.FAILED
 
     async def require_passed(self) -> None:
-        """What was not tried yet is not refused. Raises Unavailable with the cure where the library has failed, here
-        or, before a new attempt, under an earlier agent."""
+        """What was not tried yet is not refused. Raises Unavailable with the remedy where the library has failed, here
+        or, before a new attempt, under a previous agent."""
         if not self._is_recalled and (driver := self.inventory().driver_version):
             saved = await self._recall(driver, await self._digest())
             self._is_recalled = True
@@ -170,9 +170,11 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
         driver = self.inventory().driver_version
         library = await self._digest()
         key = (driver, library)
+        # Until the driver is read there is no version to prove it for.
         if not driver or key == self._proven:
             return
         file, saved = state_file(self.files.directory), await self._recall(*key)
+        # A failure stays in force while it is tried again: shares must not be given in between.
         if saved is not None and saved.state is not ProbeState.SKIPPED:
             self._known = saved
             if saved.state is ProbeState.PASSED:
@@ -188,9 +190,11 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
         if isinstance(gpu, str):
             return self._skip(gpu)
         before = saved or Remembered(driver=driver, library=library)
+        # Before the run: an agent that is ended with it, by its memory limit, must know at its next start.
         await file.save(lambda: _document(replace(before, unfinished=unfinished + 1)))
         state, text = await self._prove(gpu)
         found = Remembered(driver=driver, library=library, state=state, text=text[:_MOST_CHARS], at=self.clock())
+        # It came to its end, so it is no attempt that ended the agent.
         if state is ProbeState.SKIPPED:
             await file.save(lambda: _document(replace(before, unfinished=0)))
             return self._skip(text)
@@ -210,7 +214,7 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
             self._gpu = None
 
     async def _idle_gpu(self) -> Gpu | str:
-        """By a round of usage from now on: an older one may not show who has come since."""
+        """An idle GPU by a round of usage from now on: an older one may not show who has come since."""
         self._is_sampled.clear()
         self._request()
         await wait_for(self._is_sampled, self.round_timeout_s)
@@ -221,6 +225,7 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
         return any(gpu.uuid in allocation.gpus for allocation in self.allocations().values())
 
     def _skip(self, why: str) -> None:
+        # A result of this driver and library counts for more than an attempt that did not happen.
         if self._known is None or self._known.state is ProbeState.SKIPPED:
             driver = self.inventory().driver_version
             self._known = Remembered(driver=driver, library="", text=why[:_MOST_CHARS], at=self.clock())
@@ -266,7 +271,8 @@ def _both(one: Callable[..., None] | None, other: Callable[..., None]) -> Callab
 
 
 def open_probe(files: GpushareFiles, place: Path | None) -> LibraryProbe:
-    """As LibraryProbe has them. What an agent that was killed has left in its place is removed first."""
+    """The probe of a library and a place, as LibraryProbe has them. What an agent that was killed has left in its place is
+    removed first."""
 
     def library() -> bytes:
         if place is not None:
@@ -278,7 +284,7 @@ def open_probe(files: GpushareFiles, place: Path | None) -> LibraryProbe:
 
 
 async def remembered_failure(files: GpushareFiles, driver: str) -> str:
-    """Why an earlier agent found that the library does not limit; empty where it did not. `driver` is empty where it is
+    """Why a previous agent found that the library does not limit; empty where it did not. `driver` is empty where it is
     not known. Raises AgentError."""
     thread = DaemonThread("gpushare-probe", advice="Check the disk of the setting libgpushare.directory.")
     library = await thread.call(lambda: _digest(files), "reading libgpushare's library", FILES_TIMEOUT_S)

@@ -25,8 +25,10 @@ async def check_hami_core(settings: Settings) -> list[Finding]:
     try:
         await asyncio.to_thread(hami_core_files(settings).look)
     except AgentError as failure:
-        cure = "docs/explanation/isolation.md lists what hami-core needs on the node; without it its shares are refused"
-        return [error("hami-core", str(failure), cure)]
+        remedy = (
+            "docs/explanation/isolation.md lists what hami-core needs on the node; without it its shares are refused"
+        )
+        return [error("hami-core", str(failure), remedy)]
     text = f"{hami.library} is a library for this machine, {hami.directory} can be written"
     found = await asyncio.to_thread(library_finding, "hami-core", hami.library, _HOOKS, "HAMi-core's", _BUILD)
     return [ok("hami-core", text), found]

@@ -71,12 +71,14 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
     if request.is_whole:
         return ContainerEdits()
     config = request.config.settings.hami_core
+    # HAMi's variable in the spec: the operator decides whether it counts.
     if opts_out(request.container, config):
         return ContainerEdits()
     limits = [
         0 if share.is_whole else _memory_limit_mib(share.memory_mib, share.gpu, config) for share in request.shares
     ]
     pairs = [(limit, s.cores) for limit, s in zip(limits, request.shares, strict=True) if not s.is_whole]
+    # 0 is no limit to the library.
     if not pairs or min(map(min, pairs)) < 1:
         return refused_nothing(request, "hami-core", ", whose library takes 0 for no limit")
     refused = _overridden(request.container, len(limits), config)
@@ -84,6 +86,7 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
     if refused is not None:
         return refused
     cache = f"{CACHE_DIRECTORY}/{request.container.name}.cache"
+    # A claim's CDI spec replaces a variable of the pod's only where it has that variable itself.
     is_policy_set = request.is_claim or config.core_policy != "default"
     switches: list[tuple[str, str]] = [(ENV_HAMI_CORE_POLICY, config.core_policy)] if is_policy_set else []
     switches += [(ENV_HAMI_CORE_LIBRARY, "")] if request.is_claim else []
@@ -165,6 +168,7 @@ def live_limits(
 
 
 def _memory_limit_mib(memory_mib: int, gpu: Gpu, config: HamiCoreSettings) -> int:
+    # Oversubscribed or not, a program must not be told of more memory than the GPU has.
     return min(int(memory_mib * config.memory_scaling), gpu.memory_mib)
 
 
@@ -210,7 +214,7 @@ def _not_shared(use: ClaimUse) -> Refused | None:
         reason=RefusalReason.INVALID_REQUEST,
         detail=f"{use.who} share it, and HAMi-core knows processes by the numbers that they have in their own container:"
         " those of several would be taken for each other, and hang. Make a claim, or a request of it, for each container, or"
-        f" {use.cure}",
+        f" {use.remedy}",
     )
 
 

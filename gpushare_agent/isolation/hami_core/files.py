@@ -4,7 +4,7 @@
     … of a claim also <container>.cache.<container ID>                 that of the container that runs; see `keep_started`
 
 The tenant owns the cache file from the container's start on. The agent makes it anew before each start, for the library
-would count processes of an earlier instance, whose PIDs recur, as using the GPU.
+would count processes of a previous instance, whose PIDs recur, as using the GPU.
 The file is open to all (0666, as the library itself would make it), and `containers`, of mode 0700, keeps other users away:
 the only access is the mount. The mount is of the file, not of its directory, so a tenant cannot place other files there. No
 sticky bit anywhere: behind one the kernel (fs.protected_regular) refuses the file to the second user of a container.
@@ -68,7 +68,7 @@ LIBRARY = PreloadedLibrary(
     mark=ENV_HAMI_CORE_CACHE.encode(),
     file_bytes=FILE_BYTES,
     setting="hami_core.directory",
-    cure="Build the image with HAMi-core's source (docs/explanation/isolation.md), put a libvgpu.so at the path that"
+    remedy="Build the image with HAMi-core's source (docs/explanation/isolation.md), put a libvgpu.so at the path that"
     " --hami-core.library names, or choose another isolation",
 )
 _FRESH = ".new"
@@ -89,9 +89,9 @@ class HamiCoreFiles(TenantFiles):
         make_tenant_file(directory, f"{key.container}.cache")
 
     def keep_started(self, key: ContainerKey, container_id: str) -> None:
-        """Of a claim's container that has started: it keeps its file, under a name with its ID, and the next start finds an
-        empty one. No call of the kubelet comes before a start of it. Nothing where that was done, or nothing was prepared.
-        It may wait for a tenant's write. Raises Rejected, Unavailable: also where a file is too large, until it is cut."""
+        """Keeps a claim's container that has started its file, under a name with its ID; the next start finds an empty one.
+        No call of the kubelet comes before a start of it. Nothing where that was done, or nothing was prepared. It may wait
+        for a tenant's write. Raises Rejected, Unavailable: also where a file is too large, until it is cut."""
         path = self.cache_file(key)
         kept, fresh = f"{path.name}.{container_id}", f"{path.name}{_FRESH}"
         with (
@@ -102,15 +102,19 @@ class HamiCoreFiles(TenantFiles):
         ):
             own = status_of(directory, path.name)
             known = status_of(directory, kept)
+            # Another inode: the present file is the next start's, and the container's own has its ID already.
             if own is None or (known is not None and known.st_ino != own.st_ino):
                 return
             present = names_in(directory)
+            # To link or rename a file the kernel waits until it is freed (37 s of a large one, measured).
             if any(is_oversized(os.lstat(name, dir_fd=directory), FILE_BYTES) for name in present):
                 raise Unavailable(f"{path} is kept once it is shortened")
             for name in present:
+                # A previous container's: it has ended, or this one would not run.
                 if name != path.name:
                     put_aside(containers, directory, name)
             make_tenant_file(directory, fresh)
+            # The link first: killed between the two, the next cycle finds the same inode under both names and goes on.
             os.link(path.name, kept, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
             os.replace(fresh, path.name, src_dir_fd=directory, dst_dir_fd=directory)
 
@@ -129,6 +133,7 @@ class HamiCoreFiles(TenantFiles):
             with self._step("opening", path):
                 containers = stack.enter_context(self._open_containers(make=False))
                 directory = stack.enter_context(opened_container(containers, key))
+                # Of a claim the file with the ID is the one that runs; the other waits for a start.
                 kept = [name for name in names_in(directory) if name not in (path.name, f"{path.name}{_FRESH}")]
             yield stack.enter_context(opened_region(kept[0] if kept else path.name, directory))
 
@@ -156,11 +161,11 @@ class Region:
         return parse_slot_pids(self._read(count * SLOT_BYTES, SLOTS_OFFSET))
 
     def set_memory_limit(self, ordinal: int, limit_bytes: int) -> None:
-        """Of the GPU with this ordinal in the container, from the next allocation on."""
+        """Sets the limit of the GPU with this ordinal in the container, from the next allocation on."""
         self.write(*memory_limit_edit(ordinal, limit_bytes))
 
     def set_core_limit(self, ordinal: int, percent: int) -> None:
-        """Of the GPU with this ordinal in the container, for processes that start from now on."""
+        """Sets the limit of the GPU with this ordinal in the container, for processes that start from now on."""
         self.write(*core_limit_edit(ordinal, percent))
 
     def write(self, offset: int, content: bytes) -> None:
@@ -173,6 +178,7 @@ class Region:
     def _read(self, size: int, offset: int) -> bytes:
         with renamed(self._name):
             content = os.pread(self._file, size, offset)
+        # The tenant cut it while it was read.
         if len(content) != size:
             raise Corrupt(f"{self._name} became shorter while it was read")
         return content

@@ -86,8 +86,9 @@ class RegionLimits(Struct, kw_only=True, eq=False):
         gpus = self.inventory().by_uuid()
         limits = live_limits(allocation, pod.annotations, gpus, self.names, self.config)
         share = self.resized().get(allocation.key)
-        booked = allocation if share is None else replace(allocation, granted=share.booked)
-        most = live_limits(booked, pod.annotations, gpus, self.names, self.config)
+        charged = allocation if share is None else replace(allocation, granted=share.booked)
+        most = live_limits(charged, pod.annotations, gpus, self.names, self.config)
+        # 0 is no limit to the library, so nothing is written while one is not known.
         if limits is None or most is None:
             return "its GPU's memory is not known, or it is not wholly allocated yet"
         write = partial(self._write, allocation.key, *limits, most[0])
@@ -104,10 +105,12 @@ class RegionLimits(Struct, kw_only=True, eq=False):
 
     async def _follow_ceiling(self, allocation: Allocation) -> None:
         key, pod = allocation.key, self.pods.get(allocation.key.pod_uid)
+        # A claim's ceiling is fixed when it is prepared, so there is nothing to follow.
         if pod is None or not allocation.is_limited or allocation.claim is not None or not self.is_in_use(pod):
             return
         if CORE_LIMIT_ANNOTATION in pod.annotations and not allocation.unit_ids:
             self._elastic.add(key)
+        # Once more after the annotation is gone, for the region still has the ceiling.
         elif key not in self._elastic:
             return
         try:
@@ -121,7 +124,7 @@ class RegionLimits(Struct, kw_only=True, eq=False):
                 )  # fmt: skip
 
     def _write(self, key: ContainerKey, memory_bytes: int, percent: int, most_bytes: int) -> str:
-        """`most_bytes` is what is booked for the share, and so the most that its processes can have."""
+        """`most_bytes` is what is charged for the share, and so the most that its processes can have."""
         with self.files.opened_region(key) as region:
             head = region.head() if region is not None else None
             if region is None or head is None:
@@ -129,6 +132,8 @@ class RegionLimits(Struct, kw_only=True, eq=False):
             if head.core_limits[0] != percent:
                 region.set_core_limit(0, percent)
             used = sum(slot.used_bytes[0] for slot in region.slots(region.tail().slots))
+            # Under a limit below what processes have cuMemGetInfo fails. `used` is what the tenant wrote, so no more is
+            # believed than was charged.
             limit = max(memory_bytes, min(used, most_bytes))
             if head.memory_limits[0] != limit:
                 region.set_memory_limit(0, limit)
@@ -197,7 +202,7 @@ def probe(settings: Settings, driver: MemoryLimiter) -> NodeProbe:
 
 
 def _standing(settings: Settings) -> Standing:
-    """Behind mps where the kernel module keeps it from seeing its own use of compute."""
+    """When `auto` takes hami-core: behind mps where the kernel module keeps it from seeing its own use of compute."""
     because = "HAMi-core's library is there for this machine"
     module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
     if module is None or not hides_compute(module):

@@ -100,6 +100,7 @@ class RegionTail(Struct, frozen=True, kw_only=True):
 def parse_head(raw: bytes) -> RegionHead | None:
     """The first HEAD_BYTES; None where no process has made the region yet. Raises Corrupt for another version."""
     magic, major, minor, owner, value, waiters = _HEAD.unpack_from(raw)
+    # The file has its size from the first cuInit on, and the numbers a moment later.
     if magic == 0:
         return None
     if magic != MAGIC or (major, minor) != VERSION:
@@ -116,6 +117,7 @@ def parse_tail(raw: bytes) -> RegionTail:
     """The TAIL_BYTES from TAIL_OFFSET."""
     value, waiters = _LOCK.unpack_from(raw, POSTINIT_LOCK_OFFSET - TAIL_OFFSET)
     (count,) = _COUNT.unpack_from(raw)
+    # The count is the tenant's to write: it decides how much is read.
     return RegionTail(slots=min(max(count, 0), MAX_PROCESSES), postinit_lock=Lock(value=value, waiters=waiters))
 
 
@@ -134,24 +136,25 @@ def parse_slot_pids(raw: bytes) -> tuple[tuple[int, int], ...]:
 
 
 def memory_limit_edit(ordinal: int, limit_bytes: int) -> tuple[int, bytes]:
-    """Where and what to write, for a limit of at least one byte: 0 is none."""
+    """The place and the bytes to write for a limit of memory, of at least one byte: 0 is none."""
     return _edit(LIMITS_OFFSET, ordinal, limit_bytes)
 
 
 def core_limit_edit(ordinal: int, percent: int) -> tuple[int, bytes]:
-    """Where and what to write; 100 is no limit."""
+    """The place and the bytes to write for a limit of compute; 100 percent is no limit."""
     return _edit(CORE_LIMITS_OFFSET, ordinal, percent)
 
 
 def host_pid_edit(slot: int, host_pid: int) -> tuple[int, bytes]:
-    """Where and what to write, for the slot of this number."""
+    """The place and the bytes to write for the host PID in the slot of this number."""
     if not (0 <= slot < MAX_PROCESSES and host_pid > 0):
         raise AssertionError(f"no host PID: {host_pid} in slot {slot}")
     return SLOTS_OFFSET + slot * SLOT_BYTES + _COUNT.size, _COUNT.pack(host_pid)
 
 
 def free_lock_edit(*, is_postinit: bool) -> tuple[int, bytes]:
-    """Where and what to write into a semaphore that nobody holds: the value alone, for the count of waiters is theirs."""
+    """The place and the bytes to write into a semaphore that nobody holds: the value alone, for the count of waiters is
+    theirs."""
     return POSTINIT_LOCK_OFFSET if is_postinit else LOCK_OFFSET, _COUNT.pack(1)
 
 

@@ -1,4 +1,4 @@
-"""Mends HAMi-core's shared regions by what the kernel says of the containers' processes: frees locks that a killed process
+"""Repairs HAMi-core's shared regions by what the kernel says of the containers' processes: frees locks that a killed process
 left taken, and writes the host PIDs that processes did not find.
 
 Without it the container's next CUDA processes wait for minutes in cuInit, and a process that starts while another one of its
@@ -87,7 +87,7 @@ class RegionWatch(Struct, kw_only=True, eq=False):
             await asyncio.sleep(PERIOD_S)
 
     async def poll(self) -> None:
-        """Reads the regions of all shares once. A file that cannot be used is passed over: its tenant may have done it."""
+        """Reads the regions of all shares once. A file that cannot be used is skipped: its tenant may have done it."""
         shares = {
             key: pod
             for key, allocation in self.allocations().items()
@@ -110,6 +110,7 @@ class RegionWatch(Struct, kw_only=True, eq=False):
             return
         self._held |= {key: seen.held for key, seen in found.items()}
         for key, given in self._given.items():
+            # A region that could not be read now says nothing of who has left.
             given &= {pid for pid, _ in found[key].pids} if key in found else given
         for key in [key for key, seen in found.items() if seen.held]:
             try:
@@ -120,10 +121,12 @@ class RegionWatch(Struct, kw_only=True, eq=False):
             await self._correct_host_pids(shares, {key: frozenset(seen.pids) for key, seen in found.items()})
 
     async def _free_left(self, key: ContainerKey, pod: Pod, held: Mapping[LockName, Held]) -> None:
+        # The other lock has its owner's number, or none: nobody has to be asked.
         alive = await self._alive(key, pod) if LockName.POSTINIT in held else None
         for name, one in held.items():
             if is_left(name, one, self.clock(), alive):
                 await self._thread.call(partial(self._free, key, name), f"freeing a lock of {key.container}", TIMEOUT_S)
+                # Seen anew: another process may take it at once, and has all of its time.
                 del self._held[key]
                 if self._is_first("hami_core_lock_freed", key):
                     log.warning(
@@ -135,12 +138,14 @@ class RegionWatch(Struct, kw_only=True, eq=False):
     async def _alive(self, key: ContainerKey, pod: Pod) -> set[int] | None:
         """The PIDs of the container's processes in every namespace; None where the kernel does not show them."""
         inside = (await self._processes({key: pod})).get(key)
+        # An empty list is no proof that all have ended: the agent may be in a PID namespace of its own.
         return None if not inside else {pid for of_one in inside.values() for pid in of_one} | set(inside)
 
     async def _correct_host_pids(
         self, shares: Mapping[ContainerKey, Pod], found: Mapping[ContainerKey, frozenset[SlotPids]]
     ) -> None:
-        """Once more after a change, for the library moves slots: what was written a moment late is put right then."""
+        """Writes the host PIDs, once more after a change, for the library moves slots: what was written a moment late is put
+        right then."""
         now = self.clock()
         due = {key: shares[key] for key, pids in found.items() if self._is_due(key, pids, now)}
         try:
@@ -149,6 +154,7 @@ class RegionWatch(Struct, kw_only=True, eq=False):
             log.debug("processes_not_read", error=str(e))
             return
         for key, inside in processes.items():
+            # Also where nothing was found: the kernel is not asked again until the region changes, or half a minute later.
             self._asked[key] = (found[key], now)
             if not inside:
                 continue
@@ -171,12 +177,13 @@ class RegionWatch(Struct, kw_only=True, eq=False):
         return pids != asked or (now - at >= ASK_AGAIN_S and any(not host_pid for _, host_pid in pids))
 
     async def _processes(self, pods: Mapping[ContainerKey, Pod]) -> dict[ContainerKey, Mapping[int, tuple[int, ...]]]:
-        """Of containers whose ID is known, the PIDs in their namespaces by the host's; none at all where the kernel does not
+        """The PIDs of containers whose ID is known, in their namespaces by the host's; none at all where the kernel does not
         show them all, or they are more than a region has slots. Raises Unavailable."""
         containers = {
             key: self.users(key) or [(pod.container_ids.get(key.container), key.pod_uid)] for key, pod in pods.items()
         }
         known = {key: [(i, uid) for i, uid in of_key if i is not None] for key, of_key in containers.items()}
+        # All or nothing: a slot whose process is in the container that is not known would look like one that has ended.
         known = {key: of_key for key, of_key in known.items() if len(of_key) == len(containers[key])}
         if not known:
             return {}
@@ -196,7 +203,7 @@ class RegionWatch(Struct, kw_only=True, eq=False):
         return is_first
 
     def _read_all(self, keys: Sequence[ContainerKey], now: float) -> dict[ContainerKey, _Seen]:
-        """Without those that cannot be read."""
+        """What is in the regions, without those that cannot be read."""
         found = {}
         for key in keys:
             try:
@@ -211,6 +218,7 @@ class RegionWatch(Struct, kw_only=True, eq=False):
             if region is None or head is None:
                 return _Seen(held={}, pids=())
             tail = region.tail()
+            # No lock is taken: the PIDs alone are a tenth of the work of whole slots.
             if head.lock.value and tail.postinit_lock.value:
                 return _Seen(held={}, pids=region.slot_pids(tail.slots))
             slots, given = region.slots(tail.slots), self._given.get(key, ())

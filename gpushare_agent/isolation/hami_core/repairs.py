@@ -46,13 +46,13 @@ class LockName(StrEnum):
 
 
 class Held(Struct, frozen=True, kw_only=True):
-    """A lock that was taken at each poll since `since`, seconds, while `sign` did not change: no process got on. `suspects`
-    are the PIDs, in the container, that were in cuInit at the first of these polls: the holder is among them. `in_init` are
-    those that are there now, `waiters` how many say that they wait for the lock."""
+    """A lock that was taken at each poll since `since`, seconds, while `sign` did not change: no process got on.
+    `candidates` are the PIDs, in the container, that were in cuInit at the first of these polls: the holder is among them.
+    `in_init` are those that are there now, `waiters` how many say that they wait for the lock."""
 
     since: float
     sign: Hashable = None
-    suspects: frozenset[int] = frozenset()
+    candidates: frozenset[int] = frozenset()
     in_init: frozenset[int] = frozenset()
     waiters: int = 0
 
@@ -63,6 +63,7 @@ def held_locks(
     """The locks that are taken. `slots` were read after the others: a process has its slot before it takes the postinit
     lock, and writes its host PID there before it gives the lock back."""
     found: dict[LockName, Held] = {}
+    # With an owner the library itself frees it after 10 s.
     if head.lock.value == 0 and head.owner_pid == 0:
         found[LockName.SLOTS] = Held(since=now)
     if tail.postinit_lock.value == 0:
@@ -70,7 +71,7 @@ def held_locks(
         found[LockName.POSTINIT] = Held(
             since=now,
             sign=frozenset((slot.pid, slot.host_pid) for slot in slots if slot.host_pid),
-            suspects=in_init,
+            candidates=in_init,
             in_init=in_init,
             waiters=tail.postinit_lock.waiters,
         )
@@ -78,9 +79,10 @@ def held_locks(
 
 
 def _continued(held: Held, before: Held | None) -> Held:
+    # Another process got its host PID meanwhile, so somebody had the lock and gave it back.
     if before is None or before.sign != held.sign:
         return held
-    return replace(held, since=before.since, suspects=before.suspects)
+    return replace(held, since=before.since, candidates=before.candidates)
 
 
 def is_left(name: LockName, held: Held, now: float, alive: Collection[int] | None) -> bool:
@@ -89,8 +91,10 @@ def is_left(name: LockName, held: Held, now: float, alive: Collection[int] | Non
     age = now - held.since
     if name is LockName.SLOTS:
         return age >= SLOTS_S
-    if alive is not None and held.suspects.isdisjoint(alive):
+    # All that were in cuInit when it was seen taken first are dead, and the holder was one of them.
+    if alive is not None and held.candidates.isdisjoint(alive):
         return age >= CONFIRM_S
+    # Everybody in cuInit says that it waits, so nobody of them holds it.
     if alive is not None and held.waiters >= len(held.in_init.intersection(alive)):
         return age >= WAITING_S
     return age >= POSTINIT_S
@@ -109,7 +113,7 @@ def can_correct(module: KernelModule | None) -> bool:
 def right_host_pids(
     slots: Iterable[SlotPids], namespace_pids: Mapping[int, tuple[int, ...]], module: KernelModule | None
 ) -> dict[int, int]:
-    """By the number of the slot, those that differ from what stands there.
+    """The host PIDs that differ from what stands in the slots, by the number of the slot.
 
     `namespace_pids` has all processes of the container by the host's PID, with their PIDs in the namespaces below that. A
     slot's process that is not among them has ended; a PID that two of them have, in namespaces of their own, is left alone.

@@ -17,11 +17,11 @@ async def check_mps(settings: Settings) -> list[Finding]:
     try:
         await mps_control(settings).check()
     except Unavailable as failure:
-        cure = (
+        remedy = (
             "start the daemon with this pipe directory, or run `gpushare-agent mps` (docs/explanation/mps.md); until then"
             " no share is given under isolation mps"
         )
-        return [error("mps", str(failure), cure)]
+        return [error("mps", str(failure), remedy)]
     return [ok("mps", f"the control daemon of {settings.mps.pipe_directory} answers")]
 
 

@@ -40,6 +40,7 @@ class MpsControl:
 
     def environment(self) -> dict[str, str]:
         """For the daemon and the control program: the directories that both use, and their search paths."""
+        # Of the agent's environment these alone: where the driver's libraries are, and which GPUs the daemon serves.
         found = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         return {
             "PATH": os.environ.get("PATH", _USUAL_PATH),
@@ -52,6 +53,7 @@ class MpsControl:
         """Raises Unavailable with the reason where the daemon does not answer."""
         if problem := self.files.obstacle():
             raise Unavailable(problem)
+        # Without the program (an image without the driver's programs) a listening socket is all that can be seen.
         if self.program() is not None:
             await self.get_default_active_thread_percentage()
         elif problem := await asyncio.to_thread(self.files.listener):
@@ -136,6 +138,7 @@ class MpsControl:
                 await process.stdin.drain()
             process.stdin.close()
             answer = b""
+            # Read to a bound and not by communicate(): whoever answers on the socket decides how much comes.
             while len(answer) <= MAX_ANSWER_BYTES and (piece := await process.stdout.read(8192)):
                 answer += piece
             if len(answer) > MAX_ANSWER_BYTES:
@@ -163,6 +166,7 @@ async def _reap(process: asyncio.subprocess.Process) -> None:
 
 
 def _number(text: str, command: str, answer: str) -> int:
+    # isdigit alone takes digits of other scripts.
     if not text.isascii() or not text.isdigit() or len(text) > _MAX_DIGITS:
         raise _invalid(command, answer)
     return int(text)

@@ -35,8 +35,10 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where MPS clients look for the server
 def edit_mps(request: IsolationRequest) -> ContainerEdits | Refused:
     """Environment and mounts from the container's own share; Refused for what MPS cannot enforce."""
     mps = request.config.settings.mps
+    # They reach the GPU without the daemon, and its end does not concern them.
     if request.is_whole and not mps.exclusive_process:
         return ContainerEdits()
+    # They become the paths of mounts, which must be absolute.
     if not mps.pipe_directory.is_absolute() or not mps.shm_directory.is_absolute():
         return _refused(request, "the node's settings mps.pipe_directory and mps.shm_directory must be absolute paths")
     if request.is_whole:
@@ -44,6 +46,7 @@ def edit_mps(request: IsolationRequest) -> ContainerEdits | Refused:
     if (refused := _unenforceable(request)) is not None:
         return refused
     env = _connection(request, mps)
+    # GPUShare's variables know one GPU alone.
     if len(request.shares) == 1:
         env |= _gpushare(request, request.gpus[0])
     # MPS has one percentage for all GPUs of a process: the least keeps each share.
@@ -64,6 +67,7 @@ def _unenforceable(request: IsolationRequest) -> Refused | None:
             return _refused(request, f"{share.cores} cores are no share of a GPU")
         if share.memory_mib <= 0:
             return _refused(request, "it asks for no memory, and MPS takes a limit of 0 MiB for none at all")
+        # A limit above the GPU's memory would be none.
         if share.memory_mib > share.gpu.memory_mib:
             gpu = share.gpu
             return _refused(
@@ -81,7 +85,7 @@ def _percentage(share: GpuShare, core_limit: int) -> int:
 
 
 def _connection(request: IsolationRequest, mps: MpsSettings) -> dict[str, str]:
-    """Where the daemon is, and the GPUs by UUID: numbers would mean the server's own order."""
+    """The variables that say where the daemon is, and which GPUs, by UUID: numbers would mean the server's own order."""
     return {
         ENV_PIPE_DIRECTORY: str(mps.pipe_directory),
         ENV_CUDA_VISIBLE_DEVICES: ",".join(gpu.uuid for gpu in request.gpus),
@@ -89,7 +93,8 @@ def _connection(request: IsolationRequest, mps: MpsSettings) -> dict[str, str]:
 
 
 def _gpushare(request: IsolationRequest, gpu: Gpu) -> dict[str, str]:
-    """In whole units, at least one: programs divide CONTAINER by DEV for the part of the memory that they may take."""
+    """GPUShare's variables in whole units, at least one: programs divide CONTAINER by DEV for the part of the memory that
+    they may take."""
     unit = request.memory_unit_mib
     return {
         ENV_GPUSHARE_INDEX: str(gpu.index),

@@ -100,11 +100,13 @@ class MpsFiles:
     def live_daemon(self) -> str:
         """The evidence of a running daemon in the pipe directory, empty where there is none."""
         path = self.pipe / CONTROL_SOCKET
+        # Any other error (a full queue, no permission) is taken for a daemon: a second one must never be started beside it.
         if path.is_socket() and _connect(path) not in (errno.ECONNREFUSED, errno.ENOENT):
             return f"a process listens on {path}"
         if _is_locked(self.pipe / LOCK_FILE):
             return f"a process has locked {self.pipe / LOCK_FILE}"
         pid = self.daemon_pid()
+        # By name too: the PID of a daemon that was killed may be another process's by now.
         if pid is not None and _comm(pid) == self._program[:_COMM_BYTES]:
             return f"{self.pipe / PID_FILE} names PID {pid}, which runs {self._program}"
         return ""
@@ -121,11 +123,12 @@ class MpsFiles:
         """Makes the directories where they are missing, with SELinux's label where the host has labels: for everybody to
         read, and one for shared memory for everybody to write. Raises StartupError.
         """
-        wanted = [(self.pipe, _DIRECTORY_MODE), (self.logs, _DIRECTORY_MODE)]
+        desired = [(self.pipe, _DIRECTORY_MODE), (self.logs, _DIRECTORY_MODE)]
         if shared_memory is not None:
-            wanted.append((shared_memory, _SHARED_MODE))
-        for directory, mode in wanted:
+            desired.append((shared_memory, _SHARED_MODE))
+        for directory, mode in desired:
             try:
+                # One that is there keeps its mode: it may be the operator's.
                 if not directory.is_dir():
                     directory.mkdir(parents=True)
                     directory.chmod(mode)  # whatever the umask
@@ -182,6 +185,7 @@ def _is_locked(path: Path) -> bool:
     except OSError:
         return False
     try:
+        # Both kinds, for NVIDIA does not say which one its daemon uses.
         for lock in (fcntl.flock, fcntl.lockf):
             lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -86,11 +86,13 @@ class MpsSupervision(Struct, eq=False):
                 await self._start()
                 served_from = time.monotonic()
                 why = await self._serve()
+                # A crash after a minute of service is a new one: its restart waits the shortest delay.
                 self._failures = 1 if time.monotonic() - served_from >= _STEADY_S else self._failures + 1
             except Unavailable as error:
                 why = str(error)
                 self._bad_starts += 1
                 self._failures += 1
+            # One that runs and did not answer after its start is killed at once: it has no clients yet.
             await self.daemon.end(timeout_s=0)
             self._become(Condition.WAITING)
             if self._bad_starts >= self.timeouts.most_bad_starts:
@@ -116,6 +118,7 @@ class MpsSupervision(Struct, eq=False):
                 while True:
                     try:
                         await self.control.get_default_active_thread_percentage()
+                        # At each start: a daemon forgets it.
                         await self.control.set_default_active_thread_percentage(self.percentage)
                         break
                     except Unavailable as error:
@@ -125,6 +128,7 @@ class MpsSupervision(Struct, eq=False):
                     await asyncio.sleep(_POLL_S)
         except TimeoutError as error:
             raise Unavailable(f"it did not answer within {self.timeouts.start_s:g} s of its start: {last}") from error
+        # It answered: the count is of starts that failed in a row.
         self._bad_starts = 0
         self._become(Condition.SERVING)
 
@@ -139,6 +143,7 @@ class MpsSupervision(Struct, eq=False):
             try:
                 await self.control.get_default_active_thread_percentage()
             except Unavailable as error:
+                # Where it has ended meanwhile, `wait` above says so in the next turn.
                 if self.daemon.exit_code is None and self._condition is Condition.SERVING:
                     log.error(
                         "mps_daemon_does_not_answer",
@@ -200,6 +205,7 @@ class MpsSupervision(Struct, eq=False):
             await self.control.quit()
             async with asyncio.timeout(self.timeouts.end_s):
                 await self.daemon.wait()
+        # Not the end: `end` signals what did not quit.
         except (Unavailable, TimeoutError) as error:
             log.warning("mps_daemon_did_not_quit", reason=str(error) or "it still runs", then="SIGTERM, then SIGKILL")
 
@@ -252,6 +258,7 @@ class MpsDaemonProcess:
             )
         files = self._control.files
         if sign := await asyncio.to_thread(files.live_daemon):
+            # Servers of the last daemon run on while they have clients: that is waited for, a foreign daemon is not.
             if self._had_one:
                 raise Unavailable(f"a process of the ended daemon still uses {files.pipe}: {sign}")
             raise StartupError(
@@ -284,6 +291,7 @@ class MpsDaemonProcess:
 
         Servers of a daemon that ended by itself are not signalled: their clients may run on.
         """
+        # Taken first, so that a second call signals nothing.
         process, self._process = self._process, None
         if process is None or process.returncode is not None:
             return
@@ -291,6 +299,7 @@ class MpsDaemonProcess:
             if wait_s <= 0:
                 continue
             with suppress(ProcessLookupError):
+                # The group, for the daemon starts a server for each user.
                 os.killpg(process.pid, number)
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):

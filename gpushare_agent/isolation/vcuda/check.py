@@ -41,10 +41,10 @@ async def check_driver_directory(settings: Settings) -> list[Finding]:
     try:
         volumes = await asyncio.to_thread(read_volume_config, settings.volume_config)
     except StartupError as failure:
-        cure = (
+        remedy = (
             f"mount or mend the file (docs/how-to/driver-volume.md); it cannot be left out: without it {_NOT_ENFORCED}"
         )
-        return [error("driver directory", str(failure), cure)]
+        return [error("driver directory", str(failure), remedy)]
     if settings.driver == "simulated":
         return [ok("driver directory", f"{settings.volume_config} is right; simulated GPUs need no driver files")]
     findings = [await asyncio.to_thread(_volume_finding, settings, volume) for volume in volumes]
@@ -61,10 +61,10 @@ def _no_config(settings: Settings) -> Finding:
         return ok("driver directory", "not needed for simulated GPUs")
     is_there = USUAL_CONFIG.exists()
     detail = f"no volume.conf is set, so containers get no driver directory: {_NOT_ENFORCED}"
-    cure = f"set --volume-config={USUAL_CONFIG}" + (
+    remedy = f"set --volume-config={USUAL_CONFIG}" + (
         ", which is there" if is_there else " (docs/how-to/driver-volume.md)"
     )
-    return warning("driver directory", detail, f"{cure}; {_INSTALL}; isolation none says that it is meant so")
+    return warning("driver directory", detail, f"{remedy}; {_INSTALL}; isolation none says that it is meant so")
 
 
 def _volume_finding(settings: Settings, volume: DriverVolume) -> Finding:
@@ -84,14 +84,15 @@ def _volume_finding(settings: Settings, volume: DriverVolume) -> Finding:
 
 
 def _not_installed(settings: Settings, volume: DriverVolume, name: str) -> Finding:
-    detail, cure = f"{name}: not installed, containers would find no libcuda there", _INSTALL
+    detail, remedy = f"{name}: not installed, containers would find no libcuda there", _INSTALL
     try:
+        # Only to say whether the command would succeed from here.
         plan_of(settings, volume)
     except AgentError as failure:
         return warning(
-            "driver directory", f"{detail}; nor can it be made from here: {failure}", f"mend that, then {cure}"
+            "driver directory", f"{detail}; nor can it be made from here: {failure}", f"mend that, then {remedy}"
         )
-    return warning("driver directory", detail, cure)
+    return warning("driver directory", detail, remedy)
 
 
 def probes(open_driver: OpenDriver) -> tuple[CheckProbe, ...]:

@@ -30,6 +30,7 @@ def edit_vcuda(request: IsolationRequest) -> ContainerEdits | Refused:
     the control library is found before a libcuda of the image or of NVIDIA's runtime."""
     own_paths = (VDEVICE_DIRECTORY, LIBRARY_DIRECTORY)
     refused = refused_several(request, "vcuda")
+    # A whole GPU is not limited, so a volume over the files lifts nothing.
     if refused is None and not request.is_whole:
         refused = refused_mounts(request.container, "vcuda", own_paths)
     if refused is not None:
@@ -39,6 +40,7 @@ def edit_vcuda(request: IsolationRequest) -> ContainerEdits | Refused:
     if driver is None:
         return ContainerEdits(mounts=(vdevice,))
     libraries = [f"{LIBRARY_DIRECTORY}/lib64"]
+    # gpu-manager's variable for images with 32-bit programs.
     if request.container.env.get("compat32", "").lower() == "true":
         libraries.append(f"{LIBRARY_DIRECTORY}/lib")
     # The link to the version in force, not its target: the kubelet keeps this answer for restarts.
@@ -65,13 +67,14 @@ def _keeps(_: Circumstances) -> Kept:
 def _not_shared(use: ClaimUse) -> Refused | None:
     """Its limits are kept for all processes, of any containers and pods; under the open kernel modules from 515 on for those
     of one container."""
+    # The library asks the driver for the GPU's processes and counts those that it is told of.
     if not use.is_shared or use.module is None or not use.module.lists_namespace_pids:
         return None
     return Refused(
         reason=RefusalReason.INVALID_REQUEST,
         detail=f"{use.who} share it, and the open kernel module {use.module.version} lists to a process those of its own"
         " container alone, so vcuda would give each all of the memory: make a claim, or a request of it, for each container,"
-        f" or {use.cure}",
+        f" or {use.remedy}",
     )
 
 

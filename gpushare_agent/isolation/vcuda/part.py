@@ -43,6 +43,7 @@ def build(host: IsolationHost) -> IsolationPart:
         try:
             difference = await cgroups.check_driver_in_thread(settings.runtime.cgroup_driver)
         except Unavailable as e:
+            # A cgroup root that cannot be read is no reason to refuse shares: the log says it.
             difference = str(e)
         if difference:
             log.warning("cgroup_driver_differs", detail=difference)
@@ -92,7 +93,7 @@ class SharedVolumeCheck:
         self._thread = DaemonThread("driver-volume-check", advice="Check the disk of the driver volume.")
 
     async def check(self) -> None:
-        """Raises Unavailable with the cure."""
+        """Raises Unavailable with the remedy."""
         await self._thread.call(self._check, "reading the driver volume", _CHECK_TIMEOUT_S)
 
     def _check(self) -> None:
@@ -109,6 +110,7 @@ class SharedVolumeCheck:
                 f"{self._volume.directory}/lib64/{LIBCUDA}.1 {found} and should be {CONTROL_LIBRARY_NAME}: nothing would "
                 "limit a container. Run `gpushare-agent driver-volume` on this node (as the agent's init container does)"
             )
+        # The control library runs it at each start of a CUDA program, and ends the program where it is missing.
         if not has_gpu_client(self._volume):
             raise Unavailable(
                 f"{self._volume.directory}/bin/{GPU_CLIENT_NAME} is missing: the control library would end every CUDA "

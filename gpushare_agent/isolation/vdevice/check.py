@@ -29,11 +29,11 @@ async def check_virtual_manager(settings: Settings) -> list[Finding]:
     try:
         found = await asyncio.to_thread(node_probes.require_writable, path)
     except Unavailable as failure:
-        cure = (
+        remedy = (
             "run the agent as root with the host's directory mounted for writing, in the pod under the same path as on the"
             " host, or set virtual_manager.path"
         )
-        return [error("virtual manager", f"{failure}: no share can be given", cure)]
+        return [error("virtual manager", f"{failure}: no share can be given", remedy)]
     where = "writable" if found.directory == path else f"will be made in {found.directory}, which is writable"
     return [ok("virtual manager", f"{path} {where}, {found.free_bytes // MIB} MiB free")]
 
@@ -47,8 +47,8 @@ async def check_processes(settings: Settings) -> list[Finding]:
             " vDevice socket cannot be checked (the socket alone counts), and pids.config stays empty, by which the"
             " library in a container distinguishes its own use of a GPU from that of others"
         )
-        cure = "give the agent's pod hostPID: true; isolation none does without"
-        return [warning("host processes", detail, cure)]
+        remedy = "give the agent's pod hostPID: true; isolation none does without"
+        return [warning("host processes", detail, remedy)]
     try:
         node_probes.require_proc(proc_root)
     except Unavailable as failure:
@@ -67,10 +67,10 @@ async def check_open_files(settings: Settings) -> list[Finding]:
         f"the hard limit is {hard}, but {_CONTAINERS} containers with all {_CONNECTIONS} connections to their vDevice"
         f" sockets need {NEEDED_OPEN_FILES}: a few hostile ones could keep others from registering"
     )
-    cure = (
+    remedy = (
         f"start the agent with a limit of {NEEDED_OPEN_FILES} or more (LimitNOFILE= of its unit, or of the runtime's)"
     )
-    return [warning("open files", detail, cure)]
+    return [warning("open files", detail, remedy)]
 
 
 def vdevice_probes() -> tuple[CheckProbe, ...]:

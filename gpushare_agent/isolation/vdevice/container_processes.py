@@ -41,11 +41,12 @@ LONG_UNKNOWN_S = 5.0
 
 
 class _Instance(Struct, kw_only=True):
-    """From one start of a container to the next. `former`: the ID of the instance before, which sources may still report."""
+    """What is known of a container from one start to the next. `previous`: the ID of the instance before, which sources may
+    still report."""
 
     number: int = field(default_factory=itertools.count().__next__)
     id: str | None = None
-    former: str | None = None
+    previous: str | None = None
     unknown_since: float | None = None
     registered: dict[str, PodUid | None] = field(default_factory=dict)
     """Of a claim: the containers that registered, by ID, with their pods."""
@@ -78,7 +79,10 @@ class ContainerProcesses(Struct, eq=False):
         """The container is about to start, again or for the first time."""
         before = self._instances.get(key)
         self._instances[key] = _Instance(
-            former=before.id or before.former if before is not None else None, unknown_since=float("-inf")
+            # The pod's status and the runtime still report the ID of the instance that ended; its processes must not come
+            # into the list of the new one.
+            previous=before.id or before.previous if before is not None else None,
+            unknown_since=float("-inf"),
         )
 
     def keep_only(self, keys: Collection[ContainerKey]) -> None:
@@ -86,6 +90,7 @@ class ContainerProcesses(Struct, eq=False):
             del self._instances[key]
 
     def is_known(self, key: ContainerKey) -> bool:
+        # A claim has no ID of its own: its users register, or their pods' statuses name them.
         if self.sharers(key) is not None:
             return True
         instance = self._instances.get(key)
@@ -101,13 +106,16 @@ class ContainerProcesses(Struct, eq=False):
         return self.clock() - instance.unknown_since < LONG_UNKNOWN_S
 
     def is_current(self, key: ContainerKey, processes: Processes) -> bool:
+        # By identity: a container that was prepared again while its cgroup was read has a new instance, and the read is of
+        # the old one.
         return self._instances.get(key) is processes.instance
 
     def note(self, key: ContainerKey, container_id: str) -> bool:
         """The container itself sent its ID, and the kernel confirmed it. False where the ID is of the instance before, which
         has ended or is ending."""
         instance = self._instances.setdefault(key, _Instance())
-        if container_id == instance.former:
+        # A process of the instance that is ending may still register.
+        if container_id == instance.previous:
             return False
         instance.id = container_id
         return True
@@ -119,10 +127,12 @@ class ContainerProcesses(Struct, eq=False):
     async def note_process(self, key: ContainerKey, pid: int) -> None:
         """It called through the container's own socket, and holds the connection; no cgroup says whose it is. Raises
         Unavailable."""
+        # With the start time, for the PID will be another process's one day.
         started = await self.cgroups.started_in_thread([pid])
         noted = self._instances.setdefault(key, _Instance()).noted
         noted |= started
         if len(noted) > MAX_PIDS:
+            # The oldest: a tenant may register as many processes as it starts.
             del noted[next(iter(noted))]
 
     def unknown(self, keys: Iterable[ContainerKey]) -> frozenset[Instance]:
@@ -133,6 +143,8 @@ class ContainerProcesses(Struct, eq=False):
 
     async def read_ids(self) -> None:
         """Takes over the running containers' IDs. A source that does not answer only delays."""
+        # As they were before the await: an ID that was reported for the instance before must not reach one that began
+        # meanwhile.
         instances = dict(self._instances)
         try:
             reported = await self.ids.running()
@@ -141,7 +153,7 @@ class ContainerProcesses(Struct, eq=False):
             return
         for key, container_id in reported.items():
             instance = self._instances.setdefault(key, _Instance())
-            if instance is instances.get(key, instance) and container_id != instance.former:
+            if instance is instances.get(key, instance) and container_id != instance.previous:
                 instance.id = container_id
 
     async def owner_of(self, container_id: str) -> ContainerKey | None:
@@ -155,11 +167,12 @@ class ContainerProcesses(Struct, eq=False):
         """The containers whose processes may be others than at the last `read`. Raises Unavailable."""
         listed = {key: instance.listed for key, instance in self._instances.items()}
         known = {key: processes for key, processes in listed.items() if processes}
+        # A list that was not read yet counts as changed.
         return {*(listed.keys() - known.keys()), *(await self.cgroups.changed_in_thread(known) if known else ())}
 
-    async def read(self, wanted: Collection[ContainerKey]) -> dict[ContainerKey, Processes]:
+    async def read(self, keys: Collection[ContainerKey]) -> dict[ContainerKey, Processes]:
         """The processes of those whose cgroup is known now. Raises Unavailable."""
-        instances = {key: self._instances.setdefault(key, _Instance()) for key in wanted}
+        instances = {key: self._instances.setdefault(key, _Instance()) for key in keys}
         for instance in instances.values():
             instance.listed = ()
         own = await self._own_cgroups(instances) | await self._sharers_cgroups(instances)
@@ -174,8 +187,10 @@ class ContainerProcesses(Struct, eq=False):
         host_pids: dict[ContainerKey, list[int]] = {}
         for key, places in cgroups.items():
             lists = [listed for place in places if (listed := read.get(place.container_id)) is not None]
+            # A cgroup that could not be read is not an empty one; a claim without a running user has none.
             if lists or not places:
                 host_pids[key] = sorted({pid for listed in lists for pid in listed.pids})
+                # A pod's cgroups are no stable answer: its list is read again each time until the container's own is known.
                 instances[key].listed = lists if key in own else ()
         for key, pids in noted.items():
             host_pids[key] = sorted({*host_pids.get(key, ()), *pids})
@@ -186,7 +201,7 @@ class ContainerProcesses(Struct, eq=False):
         }
 
     async def _alive(self, instances: Mapping[ContainerKey, _Instance]) -> dict[ContainerKey, Collection[int]]:
-        """Of those noted; the others are forgotten."""
+        """Those noted that live; the others are forgotten."""
         every = [pid for instance in instances.values() for pid in instance.noted]
         started = await self.cgroups.started_in_thread(every) if every else {}
         for instance in instances.values():
@@ -201,13 +216,13 @@ class ContainerProcesses(Struct, eq=False):
     async def _read_namespace_pids(
         self, instances: Mapping[ContainerKey, _Instance], host_pids: Mapping[ContainerKey, Sequence[int]]
     ) -> None:
-        """Of processes that were not there at the last read. Of each container as many as its list can hold."""
+        """Reads those of processes that were not there at the last read; of each container as many as its list can hold."""
         if self.module is None or not self.module.lists_namespace_pids:
             return
-        wanted = {key: [pid for pid in pids if pid > 0][:MAX_PIDS] for key, pids in host_pids.items()}
-        new = {pid for key, pids in wanted.items() for pid in pids if pid not in instances[key].namespace_pids}
+        of_containers = {key: [pid for pid in pids if pid > 0][:MAX_PIDS] for key, pids in host_pids.items()}
+        new = {pid for key, pids in of_containers.items() for pid in pids if pid not in instances[key].namespace_pids}
         read = await self.cgroups.namespace_pids_in_thread(new) if new else {}
-        for key, pids in wanted.items():
+        for key, pids in of_containers.items():
             before = instances[key].namespace_pids
             instances[key].namespace_pids = {
                 pid: known for pid in pids if (known := read.get(pid, before.get(pid))) is not None
@@ -228,7 +243,8 @@ class ContainerProcesses(Struct, eq=False):
     async def _sharers_cgroups(
         self, instances: Mapping[ContainerKey, _Instance]
     ) -> dict[ContainerKey, list[CgroupDir]]:
-        """Of claims; without those of which no user is known yet. Containers that have ended are forgotten."""
+        """The cgroups of claims' users; without claims of which no user is known yet. Containers that have ended are
+        forgotten."""
         ids: dict[ContainerKey, dict[str, PodUid | None]] = {}
         for key, instance in instances.items():
             if sharers := self.sharers(key):
@@ -236,8 +252,8 @@ class ContainerProcesses(Struct, eq=False):
                 ids[key] = {**instance.registered, **running}
         if not ids:
             return {}
-        wanted = [(container_id, uid) for found in ids.values() for container_id, uid in found.items()]
-        places = await self.cgroups.find_many_in_thread(wanted) if wanted else {}
+        users = [(container_id, uid) for found in ids.values() for container_id, uid in found.items()]
+        places = await self.cgroups.find_many_in_thread(users) if users else {}
         for key, found in ids.items():
             registered = instances[key].registered
             for container_id in [one for one in registered if one in found and one not in places]:
@@ -257,12 +273,13 @@ class ContainerProcesses(Struct, eq=False):
         if not unknown:
             return {}
         pods = await self.cgroups.find_pods_in_thread({key.pod_uid for key in unknown})
+        # What is known to be another container's is left out of the whole pod's.
         taken = {instance.id: key for key, instance in self._instances.items() if instance.id is not None}
         return {
             key: [
                 place
                 for place in pods.get(key.pod_uid, ())
-                if place.container_id != instance.former and taken.get(place.container_id, key) == key
+                if place.container_id != instance.previous and taken.get(place.container_id, key) == key
             ]
             for key, instance in unknown.items()
         }

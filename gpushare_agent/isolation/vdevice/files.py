@@ -89,7 +89,7 @@ class VDeviceFiles:
         return container_path(self.root, key)
 
     def _text_path(self, key: ContainerKey) -> str:
-        """As `path`, for what is done for every container every second."""
+        """The same as text, for what is done for every container every second."""
         require_nameable(key)
         return f"{self._root_text}/{key.pod_uid}/{key.container}"
 
@@ -103,6 +103,7 @@ class VDeviceFiles:
         with self._step("preparing", self.path(key)):
             self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             with opened_root(self.root) as root, made_container(root, key) as directory:
+                # A killed agent left some (found by 100 kills under 50 registering containers).
                 _clear_half_written(directory)
                 for copy_name in _copies(directory):
                     with made_directory(directory, copy_name) as copy:
@@ -137,7 +138,7 @@ class VDeviceFiles:
         return file_identity(f"{directory}/{CONFIG_NAME}"), file_identity(f"{directory}/{PIDS_NAME}")
 
     def copy_for_id(self, key: ContainerKey, container_id: str) -> None:
-        """Makes `<container id>/` with the same two files, which later writes update; an earlier instance's is removed."""
+        """Makes `<container id>/` with the same two files, which later writes update; a previous instance's is removed."""
         if not is_container_id(container_id):
             raise Rejected(
                 f"{container_id[:80]!r} is no container ID (64 hexadecimal digits): no file is named after it"
@@ -159,11 +160,13 @@ class VDeviceFiles:
         with self._step("removing", self.root / uid):
             try:
                 with opened_root(self.root) as root:
+                    # The root is a setting: a wrong one must not cost directories of others that have names like pods'.
                     if foreign := _foreign_entry(root, uid):
                         raise Rejected(
                             f"{self.root / foreign} is nothing that the agent makes, so {uid} is not removed: is the "
                             "setting virtual_manager.path right?"
                         )
+                    # The tenant's file can take half a minute to free, and this call holds the lock of all directories.
                     _put_usage_aside(root, uid)
                     remove_tree(root, uid)
             except FileNotFoundError:
@@ -172,6 +175,7 @@ class VDeviceFiles:
 
     def list_aside(self) -> tuple[str, ...]:
         """What `remove_aside` is to remove."""
+        # Without the lock: to remove may take half a minute, and starts wait for the lock.
         with self._renamed("listing", self.root):
             try:
                 with opened_root(self.root) as root:
@@ -200,10 +204,12 @@ class VDeviceFiles:
         """
         with self._step("binding", self.path(key) / SOCKET_NAME), self._open(key) as directory:
             status = status_of(directory, SOCKET_NAME)
+            # A socket of a killed agent is replaced by the bind itself.
             if status is not None and not stat.S_ISSOCK(status.st_mode):
                 clear_path(directory, SOCKET_NAME)
             path = _socket_path(directory)
             sock = bind_unix_socket(path, mode=SOCKET_MODE)
+            # By identity: whoever replaces the file later makes a socket that leads nowhere, which each poll looks for.
             identity = file_identity(path)
             if identity is None:
                 sock.close()
@@ -224,6 +230,7 @@ class VDeviceFiles:
             is_written = replace_file(directory, name, content)
             for copy_name in _copies(directory):
                 with made_directory(directory, copy_name) as copy:
+                    # In this order: `or` must not keep a copy from being written.
                     is_written = replace_file(copy, name, content) or is_written
         return is_written
 

@@ -147,6 +147,7 @@ def split_container_name(text: str) -> tuple[str, PodUid | None] | None:
     """The container's name, and the pod UID where the name is of dockershim's form; None where it is neither form."""
     if is_container_name(text):
         return text, None
+    # By length first: the text is a tenant's.
     found = _DOCKER_NAME.fullmatch(text) if len(text) <= MAX_DOCKER_NAME_BYTES else None
     if found is None or not is_container_name(found[1]) or not is_pod_uid(found[2]):
         return None

@@ -47,7 +47,7 @@ _REPORTED_FAILURES = 4096
 
 
 class Written(Struct, frozen=True, kw_only=True):
-    """What the agent wrote last, and the files' identities then. `pids` None: a list of an earlier agent."""
+    """What the agent wrote last, and the files' identities then. `pids` None: a list of a previous agent."""
 
     config: bytes
     pids: tuple[int, ...] | None
@@ -99,7 +99,7 @@ def changed_by_others(files: VDeviceFiles, as_written: Iterable[DesiredDirectory
 
 
 def write_directories(files: VDeviceFiles, desired: Iterable[DesiredDirectory]) -> list[Result]:
-    """In order; a directory that cannot be written does not stop the others."""
+    """Writes the directories in order; one that cannot be written does not stop the others."""
     results = []
     for one in desired:
         try:
@@ -121,15 +121,19 @@ def _write_directory(files: VDeviceFiles, one: DesiredDirectory) -> Result:
     key, before = one.key, one.before
     has_socket = _has_socket(files, one)
     is_untouched = has_socket and _has_stamps(files, one)
+    # Not known now: what was written last is better than an empty list, under which the library limits nobody.
     pids = one.pids if one.pids is not None or before is None else before.pids
     if before is not None and is_untouched and (before.config, before.pids) == (one.config, pids):
         return Result(key=key, written=before, has_socket=True)
+    # Also where a file alone was replaced: what else is in there is not known.
     if not is_untouched:
         files.prepare(key)
     if pids is None:
         files.write_pids_if_none(key)
     elif not (is_untouched and before is not None and before.pids == pids):
         files.write_pids(key, pids)
+    # A restarted agent knows the pods' annotations seconds later; a container that runs must not lose its elastic limit
+    # until then.
     config = one.config if one.is_config_known else _with_existing_limit(one.config, files.read_config(key))
     if not (is_untouched and before is not None and before.config == config):
         files.write_config(key, config)  # last: its presence shows the library that both are there
@@ -144,6 +148,7 @@ def _with_existing_limit(config: bytes, existing: bytes | None) -> bytes:
         old, new = decode_config(existing), decode_config(config)
     except Corrupt:
         return config
+    # Only where nothing else differs: memory and cores are known, and count at once.
     return existing if replace(old, limit=new.limit, hard_limit=new.hard_limit) == new else config
 
 
@@ -163,7 +168,7 @@ class DirectoryReconciler(Struct, kw_only=True, eq=False):
     _is_closed: bool = False
 
     async def reconcile(
-        self, wanted: Mapping[ContainerKey, Allocation], processes: Mapping[ContainerKey, Processes] | None
+        self, allocations: Mapping[ContainerKey, Allocation], processes: Mapping[ContainerKey, Processes] | None
     ) -> list[Result]:
         """Makes directory, files and server of each container what its allocation demands; the results of those that were
         written. `processes` None: the containers have none yet. In this order:
@@ -184,7 +189,7 @@ class DirectoryReconciler(Struct, kw_only=True, eq=False):
         async with self._lock:
             if self._is_closed:
                 raise Unavailable("the agent is shutting down")
-            everything = [self._desired(wanted[key], self._pids_of(key, processes)) for key in sorted(wanted)]
+            everything = [self._desired(allocations[key], self._pids_of(key, processes)) for key in sorted(allocations)]
             desired = [one for one in everything if not one.is_as_written]
             if as_written := [one for one in everything if one.is_as_written]:
                 check = partial(changed_by_others, self.files, as_written)
@@ -194,6 +199,7 @@ class DirectoryReconciler(Struct, kw_only=True, eq=False):
             write = partial(write_directories, self.files, desired)
             results = await self.run_blocking(write, f"writing {self.files.root}")
             without_socket = [one.key for one in results if one.error is None and not one.has_socket]
+            # Of those that failed the server stays: its socket may still be the one that the container has.
             await self._stop([key for key in without_socket if key in self._servers])
             return [await self._apply(one) for one in results]
 
@@ -201,13 +207,13 @@ class DirectoryReconciler(Struct, kw_only=True, eq=False):
         """The container's directory is as it is to be at its start, by what was last written: without processes."""
         return self._desired(allocation, ()).is_as_written
 
-    async def forget_others(self, wanted: Collection[ContainerKey]) -> None:
-        """Stops the servers of containers that are not in `wanted`, and forgets what was written for them."""
+    async def forget_others(self, keys: Collection[ContainerKey]) -> None:
+        """Stops the servers of containers that are not in `keys`, and forgets what was written for them."""
         async with self._lock:  # a reconciliation under way may start such a server, which nobody would stop any more
-            for key in [key for key in self._written if key not in wanted]:
+            for key in [key for key in self._written if key not in keys]:
                 del self._written[key]
                 self._failures.is_over(_subject(key))
-            await self._stop([key for key in self._servers if key not in wanted])
+            await self._stop([key for key in self._servers if key not in keys])
 
     async def remove_pod(self, uid: PodUid, *, is_stale: Callable[[], bool]) -> bool:
         """Removes a pod's directory if `is_stale` still holds once no reconciliation runs; whether there was one. Raises as
@@ -217,13 +223,14 @@ class DirectoryReconciler(Struct, kw_only=True, eq=False):
 
     async def close(self, timeout_s: float) -> None:
         """Stops every server; `reconcile` raises from now on. Where a disk hangs for `timeout_s` the sockets' files stay."""
+        # Before the lock: a reconciliation that waits for it must find the end.
         self._is_closed = True
         try:
             async with asyncio.timeout(timeout_s), self._lock:  # a reconciliation under way may start a server
                 await self._stop(list(self._servers))
         except TimeoutError:
             log.warning("vdevice_servers_left", count=len(self._servers), then="the next start replaces their sockets")
-            async with asyncio.TaskGroup() as group:  # the process may go on with its next life
+            async with asyncio.TaskGroup() as group:  # after a reload the process goes on
                 for server in self._servers.values():
                     group.create_task(server.close(), name=f"close {server.key.container}")
 
@@ -255,6 +262,7 @@ class DirectoryReconciler(Struct, kw_only=True, eq=False):
 
     async def _apply(self, one: Result) -> Result:
         """Cases 4 to 7 of the table, for one container."""
+        # What is on the disk now is not known, so the next poll compares all of it.
         if one.written is None:
             self._written.pop(one.key, None)
         else:
@@ -314,6 +322,7 @@ class VDeviceConfigs(Struct, kw_only=True, eq=False):
         """`pod` None: its annotations are not known yet; the config has no elastic limit then."""
         inputs = (allocation, pod, self.inventory(), self.driver_version())
         known = self._encoded.get(allocation.key)
+        # By identity: values are replaced, never changed.
         if known is not None and all(old is new for old, new in zip(known[0], inputs, strict=True)):
             return known[1]
         config = self._encode(allocation, pod)
@@ -323,6 +332,7 @@ class VDeviceConfigs(Struct, kw_only=True, eq=False):
     def _encode(self, allocation: Allocation, pod: Pod | None) -> bytes:
         annotations = limit_annotations(allocation, pod)
         share = share_limits(allocation, annotations, self.inventory().by_uuid(), self.names)
+        # A problem of the annotation concerns shares of vcore alone; the others have no elastic limit.
         is_pods = pod is not None and not allocation.is_whole and allocation.claim is None and not allocation.unit_ids
         if pod is not None and is_pods and (problem := core_limit(annotations, share.cores).problem):
             self.on_problem(pod, problem)
@@ -332,6 +342,7 @@ class VDeviceConfigs(Struct, kw_only=True, eq=False):
             limit=share.core_limit,
             memory_bytes=share.memory_bytes,
             utilization=share.cores,
+            # gpu-manager's pair: with a ceiling the library lets a container above its cores while the GPU is idle.
             hard_limit=not share.core_limit,
             driver=driver_numbers(self.driver_version()),
             enable=share.is_limited,

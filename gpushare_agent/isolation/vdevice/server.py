@@ -55,7 +55,7 @@ HANDLING_COST_S = 0.0017
 """Charged for a registration besides its reading. Measured: one takes 1.2 ms of processor in all on an idle machine, on a
 connection of its own 2.4 ms; half as much again where the caller and others keep the processor busy."""
 MAX_OWN = 256
-"""Containers that are known to be the socket's own: of the earlier instances, and those that share a claim."""
+"""Containers that are known to be the socket's own: of the previous instances, and those that share a claim."""
 
 
 IdentifyPeer = Callable[[int], Awaitable[PeerIdentity | None]]
@@ -82,7 +82,7 @@ class RunsBlocking(Protocol):
 
 
 class VDeviceLimits(Struct, frozen=True, kw_only=True):
-    """Of one container. `call_s` is the time for one whole call, its request's arrival included."""
+    """The limits of one container. `call_s` is the time for one whole call, its request's arrival included."""
 
     server: ServerLimits = field(default_factory=ServerLimits)
     call_s: float = 10.0
@@ -140,12 +140,14 @@ class VDeviceServer:
             NotFound: the container's directory is not prepared.
             Unavailable: the socket cannot be made.
         """
+        # The listener of a socket that was removed or replaced is of no use.
         await self.stop()
         fields = {"pod_uid": self.key.pod_uid, "container": self.key.container}
         server = BoundedGrpcServer([self], limits=self._limits.server, fields=fields, shared=self._shared)
         binding = _Binding(self._sockets, self.key)
         try:
             sock, identity = await self._run_blocking(binding.bind, f"binding the socket of {self.key.container}")
+        # Cancellation too: the thread goes on, and what it binds later must not stay without a server.
         except BaseException:
             binding.abandon()
             raise
@@ -173,6 +175,7 @@ class VDeviceServer:
         Raises:
             Unavailable: the connections are closed, the socket could not be removed.
         """
+        # Taken before the await: whoever looks meanwhile sees no socket.
         identity, self.identity = self.identity, None
         try:
             await self.close()
@@ -198,6 +201,7 @@ class VDeviceServer:
             code = Status.CANCELLED
             raise
         finally:
+            # In any case, for the metric must show also what was cut off.
             self._metrics.vdevice_registered(code.name)
 
     async def _register(self, stream: Stream[VDeviceRequest, VDeviceResponse]) -> None:
@@ -205,6 +209,7 @@ class VDeviceServer:
         if request is None:  # cannot be: kit/grpc_server.py answers a call without a message
             return
         if self._server is not None:
+            # Charged, not refused: a program whose registration is refused ends, and each program of a burst registers.
             self._server.charge(0, HANDLING_COST_S)
         claim = read_claim(request)
         pid = _peer_pid(stream)
@@ -219,12 +224,15 @@ class VDeviceServer:
             )
             self._warn_once("vdevice_registration_refused", pid, detail=str(e))
             raise GRPCError(Status.PERMISSION_DENIED, text) from e
+        # It holds a connection on a socket that only this container has: that is enough to list the process, for which the
+        # library would else not count what it uses.
         if pid > 0 and (peer is None or peer.container_id is None):
             await self._note_process(self.key, pid)
         await self._refresh(self.key, claim.container_id, peer)
         await stream.send_message(VDeviceResponse())
 
     async def _peer(self, pid: int) -> PeerIdentity | None:
+        # PID 0: the process is in a namespace that is not below the agent's, and the kernel has no number of it here.
         peer = await self._identify(pid) if pid > 0 else None
         if peer is None:
             self._warn_once("vdevice_peer_unknown", 0, consequence="the socket alone identifies the container")
@@ -238,6 +246,7 @@ class VDeviceServer:
         if peer is not None:
             await self._check_peer(peer, is_own_needed=claim.container_id is not None)
         user = self._own.get(peer.container_id or "") if peer is not None else None
+        # A container that uses a claim may name the claim, as vcuda.config does, or itself.
         names = {self.key, user or self.key}
         if others := claim.pod_uids - {one.pod_uid for one in names}:
             raise _Mismatch(f"the message names pod {min(others)}")
@@ -246,13 +255,16 @@ class VDeviceServer:
         if claim.container_id is None:
             return
         if peer is not None and peer.container_id is not None:
+            # The kernel's word is known: an ID of another container of the same pod is refused too.
             if peer.container_id != claim.container_id:
                 raise _Mismatch(f"the message names container {claim.container_id}, the caller is another one")
         elif not await self._is_own(claim.container_id):
             raise _Mismatch(f"the message names container {claim.container_id}, which is not this socket's")
 
     async def _check_peer(self, peer: PeerIdentity, *, is_own_needed: bool) -> None:
-        """For the first second or two after a container's start nobody knows its ID: then the caller's pod is enough for a
+        """Checks the caller by what the kernel says of it.
+
+        For the first second or two after a container's start nobody knows its ID: then the caller's pod is enough for a
         registration by name, which only brings this container's own files up to date. Of a claim the ID must be known: by
         it alone the process comes into the list."""
         if peer.pod_uid is None and peer.container_id is None:
@@ -266,6 +278,8 @@ class VDeviceServer:
         try:
             is_own = await self._is_own(peer.container_id)
         except Unavailable:
+            # A claim's socket is in several containers, and an ID that the message names becomes a directory: both need the
+            # answer.
             if is_own_needed or peer.pod_uid is None or self._is_user is not None:
                 raise
             return
@@ -276,7 +290,9 @@ class VDeviceServer:
         """Whether the container of this ID is this socket's. Raises Unavailable: it is not known yet."""
         if container_id in self._own:
             return True
+        # One question for all that wait: the runtime's socket must not be asked at a rate that a tenant chooses.
         async with self._asking:
+            # Another caller may have asked while this one waited.
             if container_id in self._own:
                 return True
             answer = self._answer
@@ -296,10 +312,13 @@ class VDeviceServer:
             if is_own and owner is not None:
                 self._own[container_id] = owner
                 if len(self._own) > MAX_OWN:
+                    # The oldest: of a container that starts again and again each ID is new.
                     del self._own[next(iter(self._own))]
         except Unavailable as e:
             problem = str(e)
         at = self._clock()
+        # A negative answer is not kept, for the container may be known a moment later; a failure counts for a second, for a
+        # runtime that is down stays down.
         until = at + 10 * self._limits.question_interval_s if problem is not None else at
         return _Answer(container_id=container_id, is_own=is_own, problem=problem, at=at, until=until)
 
@@ -336,6 +355,7 @@ class _Binding:
         with self._lock:
             self._bound = bound
             is_abandoned = self._is_abandoned
+        # Its caller gave up before the socket was bound, so nobody else closes it.
         if is_abandoned:
             self._discard(bound)
         return bound
