@@ -10,7 +10,7 @@ A claim's container is started again without a call of the kubelet: there each c
 within seconds of its start, and the next start finds another.
 
 State owned: which library was installed last, the failures that were logged last, the claims' containers that have their
-files, and those whose file was found too large.
+files, and those whose file was found too large, or could not be shortened.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class PrivateCaches:
         self._keeping = DaemonThread("private-caches-keeping", advice=advice)
         self._failures = ReportOnce()
         self._too_large: set[ContainerKey] = set()
+        self._not_cut: set[ContainerKey] = set()
         self._installed: LibraryStamp | None = None
         self.ahead = PreparedAhead(self._make_ahead, at_once=1)  # a start takes the next one out before its turn
 
@@ -204,6 +205,7 @@ class PrivateCaches:
         shares = [key for key, allocation in self._allocations().items() if allocation.is_limited]
         # A container that is allocated anew is warned of again.
         self._too_large.intersection_update(shares)
+        self._not_cut.intersection_update(shares)
         for key, size in await self._in_thread(partial(self._files.oversized, shares), "comparing the sizes of caches"):
             if key not in self._too_large:
                 self._too_large.add(key)
@@ -216,7 +218,13 @@ class PrivateCaches:
                     partial(self._files.cut, key), f"shortening the cache of {key.container}", REMOVAL_TIMEOUT_S
                 )
             except AgentError as e:
-                log.debug("private_cache_not_cut", pod_uid=key.pod_uid, container=key.container, error=str(e))
+                # A tenant that executes its file keeps everybody from writing to it: a person has to know, once.
+                if key not in self._not_cut:
+                    self._not_cut.add(key)
+                    log.warning(
+                        "private_cache_not_cut", pod_uid=key.pod_uid, container=key.container, error=str(e),
+                        then="it stays large, is tried again, and not logged again; to end the pod frees it",
+                    )  # fmt: skip
 
     async def _try(self, work: Callable[[], Awaitable[None]], what: str) -> None:
         try:

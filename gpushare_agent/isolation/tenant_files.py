@@ -64,6 +64,7 @@ CONTAINERS_NAME = "containers"
 TENANT_MODE = 0o666
 """Containers run under any user, also of a user namespace."""
 TENANT_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO in its place
+_PLACE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 MAX_DISK_BYTES = 8 * 1024 * 1024
 """Above what any file system sets aside for a file of the library's."""
 _BLOCK_BYTES = 512  # of st_blocks, on any file system
@@ -370,12 +371,18 @@ def occupied_bytes(status: os.stat_result) -> int:
 
 
 def cut(name: str, directory: int, file_bytes: int) -> None:
-    """Shortens an oversized file to that size; processes that have it mapped keep it. Raises NotFound, Corrupt for what is
-    no regular file, Unavailable."""
-    with renamed(name), opened(name, directory, TENANT_FILE) as file:
-        status = os.fstat(file)
-        if is_oversized(status, file_bytes):
-            os.ftruncate(file, min(status.st_size, file_bytes))  # of the same length too: blocks beyond it are freed
+    """Shortens an oversized file to that size; processes that have it mapped keep it. May wait for a lease, 45 s as kernels
+    are set. Raises NotFound, Corrupt for what is no regular file, Unavailable."""
+    with renamed(name), opened(name, directory, _PLACE) as place:
+        if not stat.S_ISREG(os.fstat(place).st_mode):  # before it is opened: a FIFO would wait for its other end
+            raise Corrupt(f"{name} is no regular file")
+        # Without O_NONBLOCK, which fails where a tenant has a lease on the file (root in the container owns it). Whoever
+        # waits here counts as a writer, so the lease cannot be taken again once it was broken.
+        with opened(f"/proc/self/fd/{place}", None, os.O_RDWR | os.O_CLOEXEC) as file:
+            status = os.fstat(file)
+            if is_oversized(status, file_bytes):
+                # To its own length too: blocks beyond it, which fallocate takes, are freed.
+                os.ftruncate(file, min(status.st_size, file_bytes))
 
 
 @contextmanager

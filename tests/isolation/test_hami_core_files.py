@@ -8,6 +8,7 @@ import stat
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from structlog.testing import capture_logs
 
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.isolation.hami_core.region_format import FILE_BYTES
+from gpushare_agent.isolation.tenant_files import cut
 from gpushare_agent.kit.directories import DIRECTORY, opened
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Corrupt, Rejected, StartupError, Unavailable
@@ -202,6 +204,51 @@ def test_blocks_beyond_a_files_length_are_cut_too(files: HamiCoreFiles) -> None:
         pass
     files.cut(KEY)
     assert cache.stat().st_blocks * 512 < 8 << 20 and files.oversized([KEY]) == []
+
+
+LEASING = """
+import fcntl, os, signal, sys
+
+def take(*_):
+    try:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError as e:
+        print(e, flush=True)
+
+file = os.open(sys.argv[1], os.O_RDWR)
+signal.signal(signal.SIGIO, take)
+fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("taken", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_a_tenant_with_a_lease_on_its_file_does_not_keep_it_large(files: HamiCoreFiles) -> None:
+    """Root in a container owns the file, and may lease it: the kernel then refuses whoever opens it without waiting. It
+    takes the lease again as soon as it is asked for it."""
+    files.prepare(KEY)
+    cache = files.cache_file(KEY)
+    cache.write_bytes(region_file() + bytes(1 << 20))
+    with subprocess.Popen([sys.executable, "-c", LEASING, str(cache)], stdout=subprocess.PIPE, text=True) as tenant:
+        try:
+            assert tenant.stdout is not None and tenant.stdout.readline() == "taken\n"
+            with pytest.raises(Unavailable), files.opened_region(KEY):
+                pass
+            files.cut(KEY)
+        finally:
+            tenant.kill()
+    assert files.oversized([KEY]) == [] and cache.read_bytes() == region_file()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: Path(path).symlink_to("/etc/hostname")], ids=["pipe", "link"])
+def test_what_is_no_regular_file_is_not_waited_for_nor_cut(
+    files: HamiCoreFiles, make: Callable[[Path], None], short_dir: Path
+) -> None:
+    make(short_dir / "usage")
+    with opened(short_dir, None, DIRECTORY) as directory, pytest.raises(Corrupt, match="no regular file"):
+        cut("usage", directory, FILE_BYTES)
 
 
 def test_removing_a_pod_takes_everything_and_leaves_the_others(files: HamiCoreFiles, short_dir: Path) -> None:

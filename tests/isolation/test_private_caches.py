@@ -272,6 +272,27 @@ async def test_a_file_that_grows_again_and_again_is_logged_once(short_dir: Path)
     assert [(line["event"], line["container"]) for line in lines] == [("private_cache_too_large", "cuda")]
 
 
+class Executed(HamiCoreFiles):
+    """Real files, which the kernel lets nobody write to."""
+
+    def cut(self, key: ContainerKey) -> None:
+        raise Unavailable(f"{key.container}.cache cannot be used: Text file busy")
+
+
+async def test_a_file_that_cannot_be_shortened_is_warned_of_once(short_dir: Path) -> None:
+    """Its tenant keeps it so, and nothing else bounds what it takes of the disk."""
+    world = World(short_dir)
+    files = Executed(world.files.library, world.files.directory, INSIDE)
+    caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world)
+    assert await caches.prepare([KEY]) is None
+    world.cache.write_bytes(region_file() + bytes(1 << 20))
+    with capture_logs() as lines:
+        for _ in range(3):
+            await caches.cut_oversized()
+    assert [line["event"] for line in lines] == ["private_cache_too_large", "private_cache_not_cut"]
+    assert lines[1]["log_level"] == "warning" and "Text file busy" in lines[1]["error"]
+
+
 async def test_what_cannot_be_removed_does_not_keep_the_rest(short_dir: Path) -> None:
     """Its error is reported all the same, and it is tried again."""
     world = World(short_dir)

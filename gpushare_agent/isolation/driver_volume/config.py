@@ -14,6 +14,7 @@ from typing import Any
 
 from gpushare_agent.isolation import isolations_in_use
 from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName
+from gpushare_agent.kit.regular_file import read_regular
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.isolation import AUTO
 from gpushare_agent.settings.settings import Settings
@@ -70,8 +71,7 @@ def read_volume_config(path: Path) -> tuple[DriverVolume, ...]:
         StartupError: the file cannot be read, or something in it is not of the format.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+        content = read_regular(path, MAX_BYTES + 1, follow=True)
         if len(content) > MAX_BYTES:
             raise VolumeConfigError("", f"it is larger than {MAX_BYTES} bytes")
         return parse_volumes(json.loads(content.decode("utf-8"), object_pairs_hook=_unique))
