@@ -108,7 +108,9 @@ class Isolations(Struct, frozen=True, kw_only=True):
                 if (refused := answers[prepare]) is None:
                     continue
                 # The loop goes on after a refusal: the other files are there when the kubelet calls again.
-                if first is None and any(self._needs(key, name) for key in keys):
+                if first is None and any(
+                    _uses(self.node.settings, self.node.claim_pods.get(key.pod_uid), name) for key in keys
+                ):
                     first = refused
         return first
 
@@ -122,12 +124,6 @@ class Isolations(Struct, frozen=True, kw_only=True):
         """Whether a container under it needs something on the host before it starts."""
         found = [self.parts.get(part) for part in isolation_parts(isolation)]
         return any(part is not None and part.prepare for part in found)
-
-    def _needs(self, key: ContainerKey, part: str) -> bool:
-        # A pod that is not known has no annotation: it counts as one under the node's isolation.
-        pod = self.node.claim_pods.get(key.pod_uid)
-        chosen = _chosen(self.node.settings, pod.annotations if pod is not None else {})
-        return chosen is not None and part in isolation_parts(chosen)
 
     def chosen(self, uid: PodUid) -> str | None:
         """The pod's isolation; None where the pod is not known, or its annotation names none that the node allows."""
@@ -296,8 +292,9 @@ def _chosen(settings: Settings, annotations: Mapping[str, str]) -> str | None:
     return None if isinstance(chosen, Refused) else chosen
 
 
-def _uses(settings: Settings, pod: Pod, part: str) -> bool:
-    chosen = _chosen(settings, pod.annotations)
+def _uses(settings: Settings, pod: Pod | None, part: str) -> bool:
+    # A pod that is not known has no annotation: it counts as one under the node's isolation.
+    chosen = _chosen(settings, pod.annotations if pod is not None else {})
     return chosen is not None and part in isolation_parts(chosen)
 
 

@@ -66,7 +66,7 @@ class Kept(Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """For people, without a full stop."""
+        """The same in a sentence for people, without a full stop."""
         kept = f"memory is kept by {_who(self.memory_by)}, compute by {_who(self.compute_by)}"
         return f"{kept}; not kept: {'; '.join(NOT_KEPT_TEXTS[one] for one in self.not_kept)}" if self.not_kept else kept
 

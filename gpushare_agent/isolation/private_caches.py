@@ -115,11 +115,13 @@ class PrivateCaches:
 
     async def run(self) -> NoReturn:
         """Until cancelled. A cycle that fails is logged, once for each error, and repeated."""
+        removal = partial(self._repeat, self.remove_aside, "removing what was put aside")
+        sizes = partial(self._repeat, self.cut_oversized, "comparing the sizes of caches")
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("private caches ahead", self.ahead.run), name="private caches ahead")
             if self._removes:
-                group.create_task(forever("private caches removal", self._remove_aside), name="private caches removal")
-            group.create_task(forever("private caches sizes", self._keep_sizes), name="private caches sizes")
+                group.create_task(forever("private caches removal", removal), name="private caches removal")
+            group.create_task(forever("private caches sizes", sizes), name="private caches sizes")
             while True:
                 self.ahead.keep_only(self._allocations().__contains__)
                 # Before the first list every pod would look as if it were gone.
@@ -129,14 +131,9 @@ class PrivateCaches:
                         await self._try(self.remove_stale, "removing caches of pods that have ended")
                 await asyncio.sleep(self._cleanup_period_s)
 
-    async def _remove_aside(self) -> NoReturn:
+    async def _repeat(self, work: Callable[[], Awaitable[None]], what: str) -> NoReturn:
         while True:
-            await self._try(self.remove_aside, "removing what was put aside")
-            await asyncio.sleep(self._cleanup_period_s)
-
-    async def _keep_sizes(self) -> NoReturn:
-        while True:
-            await self._try(self.cut_oversized, "comparing the sizes of caches")
+            await self._try(work, what)
             await asyncio.sleep(self._cleanup_period_s)
 
     async def _keep_started(self) -> None:

@@ -115,7 +115,7 @@ class TenantFiles:
         """The files of a container that is about to start, in its empty directory. Raises OSError, AgentError."""
         raise NotImplementedError
 
-    def _put_former_aside(self, containers: int, pod: int, name: str) -> None:
+    def _put_previous_aside(self, containers: int, pod: int, name: str) -> None:
         """What the tenant of a previous instance has written in the directory `name`, which may not be there."""
         if status_of(pod, name) is not None:
             put_aside(containers, pod, name)
@@ -198,7 +198,7 @@ class TenantFiles:
                 self._open_containers(make=True, library=library) as containers,
                 made_directory(containers, key.pod_uid, CLOSED_MODE) as pod,
             ):
-                self._put_former_aside(containers, pod, key.container)
+                self._put_previous_aside(containers, pod, key.container)
                 with made_directory(pod, key.container) as directory:
                     self._fill(key, directory)
 

@@ -79,7 +79,10 @@ class CdiFiles:
         try:
             directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             with opened(directory, None, _DIRECTORY) as opened_directory:
-                _require_no_directory(opened_directory)
+                # A link or a socket under our name is replaced; a directory may hold what somebody needs.
+                status = status_of(opened_directory, OWN_SPEC_NAME)
+                if status is not None and stat.S_ISDIR(status.st_mode):
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
                 replace_file(opened_directory, OWN_SPEC_NAME, content)
         except OSError as e:
             raise _refused("writing", self.own_path, e) from e
@@ -198,13 +201,6 @@ def _device_name(raw: object, number: int) -> str:
         raise _NoSpecError(f"is no CDI spec: devices[{number}] has no containerEdits")
     name: str = raw["name"]
     return name
-
-
-def _require_no_directory(directory: int) -> None:
-    """A link or a socket under our name is replaced; a directory may hold what somebody needs."""
-    status = status_of(directory, OWN_SPEC_NAME)
-    if status is not None and stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
 
 
 def _refused(what: str, path: Path, error: OSError) -> Unavailable:

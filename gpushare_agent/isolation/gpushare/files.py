@@ -121,7 +121,7 @@ class GpushareFiles(TenantFiles):
         with opened_root(self.containers) as containers:
             yield containers
 
-    def _put_former_aside(self, containers: int, pod: int, name: str) -> None:
+    def _put_previous_aside(self, containers: int, pod: int, name: str) -> None:
         """The socket and the other files in the directory stay."""
         with suppress(FileNotFoundError, NotADirectoryError), opened(name, pod, DIRECTORY) as directory:
             # Renamed, not removed: to free what a tenant has written may take half a minute, and the start waits here.

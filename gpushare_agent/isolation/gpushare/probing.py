@@ -143,7 +143,7 @@ class ProbedLibrary(Struct, kw_only=True, eq=False):
         return await self._thread.call(lambda: _digest(self.files), "reading libgpushare's library", FILES_TIMEOUT_S)
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
-        """For UsageSampling.subscribe."""
+        """Takes a round of usage; for UsageSampling.subscribe."""
         if usage is not None:
             self._round = usage
             self._is_sampled.set()

@@ -21,7 +21,6 @@ variables of the pod's, whatever they come from, but only those that it has: the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from gpushare_agent.isolation.kept import NOTHING_KEPT, Circumstances, Kept, NotKept, without_compute
 from gpushare_agent.isolation.request import (
@@ -85,7 +84,8 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
     refused = refused or refused_mounts(request.container, "hami-core", (HAMI_CORE_DIRECTORY, PRELOAD_PATH))
     if refused is not None:
         return refused
-    cache = f"{CACHE_DIRECTORY}/{request.container.name}.cache"
+    name = request.container.name
+    cache, directory = f"{CACHE_DIRECTORY}/{name}.cache", config.directory / "containers" / request.pod_uid / name
     # A claim's CDI spec replaces a variable of the pod's only where it has that variable itself.
     is_policy_set = request.is_claim or config.core_policy != "default"
     switches: list[tuple[str, str]] = [(ENV_HAMI_CORE_POLICY, config.core_policy)] if is_policy_set else []
@@ -103,9 +103,7 @@ def edit_hami_core(request: IsolationRequest) -> ContainerEdits | Refused:
             ContainerMount(host_path=str(config.directory / "ld.so.preload"), container_path=PRELOAD_PATH),
             # The file and not its directory: in a directory the tenant could make trees that the agent, which has no
             # capability, may not remove.
-            ContainerMount(
-                host_path=str(_cache_file(request, config.directory)), container_path=cache, read_only=False
-            ),
+            ContainerMount(host_path=str(directory / f"{name}.cache"), container_path=cache, read_only=False),
         ),
     )
 
@@ -141,11 +139,6 @@ def _overridden(container: ContainerSpec, gpus: int, config: HamiCoreSettings) -
     if container.env.get(ENV_HAMI_CORE_POLICY, "").lower() == _DISABLED and not lifts_cores(container, config):
         found.append(f"{ENV_HAMI_CORE_POLICY}={_DISABLED}")
     return refused_override(container, "hami-core", found)
-
-
-def _cache_file(request: IsolationRequest, directory: Path) -> Path:
-    name = request.container.name
-    return directory / "containers" / request.pod_uid / name / f"{name}.cache"
 
 
 def live_limits(

@@ -39,7 +39,7 @@ class MpsControl:
         return shutil.which(self._control)
 
     def environment(self) -> dict[str, str]:
-        """For the daemon and the control program: the directories that both use, and their search paths."""
+        """The environment of the daemon and the control program: the directories that both use, and their search paths."""
         # Of the agent's environment these alone: where the driver's libraries are, and which GPUs the daemon serves.
         found = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         return {
@@ -81,7 +81,7 @@ class MpsControl:
         return percent
 
     async def set_default_active_thread_percentage(self, percent: int) -> None:
-        """For servers that start from now on."""
+        """Sets the limit of clients without one of their own, of servers that start from now on."""
         await self._send(f"set_default_active_thread_percentage {percent}")
 
     async def quit(self) -> None:

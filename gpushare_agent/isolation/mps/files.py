@@ -205,7 +205,7 @@ def _comm(pid: int) -> str:
 
 
 def _label(directory: Path) -> None:
-    """As `chcon` would; a host without SELinux has no such attribute."""
+    """Sets the label as `chcon` would; a host without SELinux has no such attribute."""
     current = b""
     with suppress(OSError):
         current = os.getxattr(directory, _SELINUX)

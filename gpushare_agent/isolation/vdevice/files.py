@@ -124,7 +124,7 @@ class VDeviceFiles:
     def write_pids_if_none(self, key: ContainerKey) -> None:
         """An empty pids.config where there is none that can be read as one; a list that is there stays."""
         with self._step("writing", self.path(key) / PIDS_NAME), self._open(key) as directory:
-            if _content(directory, PIDS_NAME, _is_pids) is None:
+            if _content(directory, PIDS_NAME, lambda content: len(content) % 4 == 0) is None:
                 replace_file(directory, PIDS_NAME, b"")
 
     def read_config(self, key: ContainerKey) -> bytes | None:
@@ -271,10 +271,6 @@ def _content(directory: int, name: str, is_sound: Callable[[bytes], bool]) -> by
         return None
     content = read_content(directory, name, _LARGEST_BYTES)
     return content if is_sound(content) else None
-
-
-def _is_pids(content: bytes) -> bool:
-    return len(content) % 4 == 0
 
 
 def _clear_half_written(directory: int) -> None:
