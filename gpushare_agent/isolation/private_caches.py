@@ -59,7 +59,7 @@ class PrivateCaches:
         self._pods = pods
         self._running_claims = running_claims
         self._removes = removes
-        self._kept: dict[ContainerKey, str] = {}
+        self._started: dict[ContainerKey, str] = {}
         self._cleanup_period_s = cleanup_period_s
         advice = f"Check the disk of the setting {files.kind.setting}."
         self._thread = DaemonThread("private-caches", advice=advice)
@@ -139,7 +139,7 @@ class PrivateCaches:
     async def _keep_started(self) -> None:
         running = self._running_claims()
         for key, container_id in running.items():
-            if self._kept.get(key) == container_id:
+            if self._started.get(key) == container_id:
                 continue
             keep = partial(self._files.keep_started, key, container_id)
             try:
@@ -148,8 +148,8 @@ class PrivateCaches:
                 # At debug: the tenant can make it come and go, and it is tried again.
                 log.debug("private_cache_not_kept", pod_uid=key.pod_uid, container=key.container, error=str(e))
             else:
-                self._kept[key] = container_id
-        self._kept = {key: known for key, known in self._kept.items() if key in running}
+                self._started[key] = container_id
+        self._started = {key: known for key, known in self._started.items() if key in running}
 
     async def _make_ahead(self, keys: Sequence[ContainerKey]) -> list[ContainerKey]:
         allocations = self._allocations()

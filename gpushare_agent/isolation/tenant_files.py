@@ -393,6 +393,8 @@ def renamed(name: str) -> Iterator[None]:
     except FileNotFoundError as e:
         raise NotFound(f"{name} is not there") from e
     except OSError as e:
+        # A link (O_NOFOLLOW), a directory, a socket or a FIFO without its other end: made by the tenant, so not tried again
+        # as a fault of the disk.
         if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise Corrupt(f"{name} is no regular file: {e.strerror}") from e
         raise Unavailable(f"{name} cannot be used: {e.strerror or e}; it is tried again") from e

@@ -134,7 +134,7 @@ class CdiFiles:
         """None where the file is the one that was read before."""
         with opened(path, None, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) as file:
             status = os.fstat(file)
-            # Opened with O_NONBLOCK, for to open a FIFO waits for its writer.
+            # Opened with O_NONBLOCK: to open a FIFO waits for its writer.
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "it is no regular file")
             identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
@@ -150,6 +150,7 @@ class CdiFiles:
 def _spec(content: bytes, *, is_json: bool) -> tuple[str, tuple[str, ...]]:
     """Kind and device names; raises _NoSpecError for what the reference library would not load."""
     most = MAX_BYTES if is_json else MAX_YAML_BYTES
+    # Before it is parsed, for the parser of YAML takes seconds for each mebibyte.
     if len(content) > most:
         raise _NoSpecError(f"is larger than {most} bytes, which the agent does not read")
     raw = _parsed(content, is_json=is_json)
@@ -164,6 +165,7 @@ def _spec(content: bytes, *, is_json: bool) -> tuple[str, tuple[str, ...]]:
         raise _NoSpecError("is no CDI spec: it lists no devices")
     if len(raw_devices) > _MAX_DEVICES:
         raise _NoSpecError(f"lists more than {_MAX_DEVICES} devices, which the agent does not read")
+    # What the reference library would not load gives no GPU a name: a file that half of it can be read of counts as none.
     names = tuple(_device_name(device, number) for number, device in enumerate(raw_devices))
     if len(set(names)) < len(names):
         raise _NoSpecError("is no CDI spec: it lists a device twice")

@@ -162,6 +162,7 @@ def _names(raw: object, place: str) -> tuple[str, ...]:
 def _base(raw: object, place: str) -> Path:
     if not isinstance(raw, str) or not raw.startswith("/") or len(raw.encode(errors="replace")) > 3000:
         raise VolumeConfigError(place, f"{_shown(raw)} is no absolute path")
+    # Half a character of JSON (\ud800) cannot be a name in a file system.
     if "\0" in raw or ".." in PurePosixPath(raw).parts or any(0xD800 <= ord(character) <= 0xDFFF for character in raw):
         raise VolumeConfigError(place, f"{_shown(raw)} may not hold .. or characters that no file name has")
     if not raw.strip("/"):

@@ -100,18 +100,18 @@ class DriverDirectory:
                 return Installed(version=version, changed=changed, taken=taken)
 
     def prune(self, name: VolumeName, is_in_use: Callable[[str], bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Removes the versions of a volume that are not in force. Returns names removed, and names kept as in use."""
+        """Removes the versions of a volume that are not in force. Returns names removed, and names left as in use."""
         with _named_errors(f"removing old versions below {self._versions}"):
             if not self._versions.is_dir():
                 return (), ()
             with self._locked():
                 self._clear_leftovers()
-                removed, kept = self._removable(name, is_in_use)
+                removed, in_use = self._removable(name, is_in_use)
                 for version in removed:
                     aside = self._versions / f"{_REMOVED}{version}"
                     (self._versions / version).rename(aside)  # a version has its name only while it is whole
                     shutil.rmtree(aside)
-                return removed, kept
+                return removed, in_use
 
     def would_prune(
         self, name: VolumeName, is_in_use: Callable[[str], bool]
@@ -127,8 +127,8 @@ class DriverDirectory:
             for path in sorted(self._versions.iterdir())
             if path.name.startswith(f"{name.value}-") and (current is None or path.name != current.name)
         ]
-        kept = tuple(version for version in old if is_in_use(version))
-        return tuple(version for version in old if version not in kept), kept
+        in_use = tuple(version for version in old if is_in_use(version))
+        return tuple(version for version in old if version not in in_use), in_use
 
     def _current(self, name: VolumeName) -> Path | None:
         """The version in force; None before the first, and for a directory that is not ours."""

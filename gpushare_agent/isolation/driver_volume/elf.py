@@ -152,6 +152,7 @@ def read_loader_cache(path: Path) -> tuple[CacheEntry, ...] | None:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
+    # Images and hosts with musl have none: not an error.
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -227,6 +227,7 @@ def _libcuda_of(
     for library in sorted(cuda, key=lambda library: (library.elf_class, _numbers(library.name)), reverse=True):
         if library.elf_class == 64:
             return library
+    # volume.conf has beginnings of names: "libcuda" and "libcuda.so.1" both bring it.
     if not any(LIBCUDA.startswith(name) or name.startswith(LIBCUDA) for name in volume.libraries):
         return VolumeRefused(
             detail=f"volume {volume.name}: its list of libraries has no {LIBCUDA}, without which no CUDA program starts;"

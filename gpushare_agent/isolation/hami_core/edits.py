@@ -178,7 +178,7 @@ def hides_compute(module: KernelModule) -> bool:
 def _keeps(found: Circumstances) -> Kept:
     if not found.has_library:
         return NOTHING_KEPT
-    kept = Kept(
+    limited = Kept(
         memory_by="hami-core",
         compute_by="hami-core",
         not_kept=(
@@ -193,10 +193,10 @@ def _keeps(found: Circumstances) -> Kept:
         keeps_managed_memory=True,
     )
     if not found.has_core_limit:
-        return without_compute(kept)
+        return without_compute(limited)
     if found.module is not None and hides_compute(found.module):
-        return without_compute(kept, NotKept.OPEN_MODULES)
-    return kept
+        return without_compute(limited, NotKept.OPEN_MODULES)
+    return limited
 
 
 def _not_shared(use: ClaimUse) -> Refused | None:

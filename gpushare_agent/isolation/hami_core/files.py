@@ -93,7 +93,7 @@ class HamiCoreFiles(TenantFiles):
         No call of the kubelet comes before a start of it. Nothing where that was done, or nothing was prepared. It may wait
         for a tenant's write. Raises Rejected, Unavailable: also where a file is too large, until it is cut."""
         path = self.cache_file(key)
-        kept, fresh = f"{path.name}.{container_id}", f"{path.name}{_FRESH}"
+        own_name, fresh = f"{path.name}.{container_id}", f"{path.name}{_FRESH}"
         with (
             suppress(NotFound),
             self._step("replacing", path),
@@ -101,21 +101,21 @@ class HamiCoreFiles(TenantFiles):
             opened_container(containers, key) as directory,
         ):
             own = status_of(directory, path.name)
-            known = status_of(directory, kept)
+            known = status_of(directory, own_name)
             # Another inode: the present file is the next start's, and the container's own has its ID already.
             if own is None or (known is not None and known.st_ino != own.st_ino):
                 return
             present = names_in(directory)
             # To link or rename a file the kernel waits until it is freed (37 s of a large one, measured).
             if any(is_oversized(os.lstat(name, dir_fd=directory), FILE_BYTES) for name in present):
-                raise Unavailable(f"{path} is kept once it is shortened")
+                raise Unavailable(f"{path} gets a name of its own once it is shortened")
             for name in present:
                 # A previous container's: it has ended, or this one would not run.
                 if name != path.name:
                     put_aside(containers, directory, name)
             make_tenant_file(directory, fresh)
             # The link first: killed between the two, the next cycle finds the same inode under both names and goes on.
-            os.link(path.name, kept, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+            os.link(path.name, own_name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
             os.replace(fresh, path.name, src_dir_fd=directory, dst_dir_fd=directory)
 
     @contextmanager
@@ -134,8 +134,8 @@ class HamiCoreFiles(TenantFiles):
                 containers = stack.enter_context(self._open_containers(make=False))
                 directory = stack.enter_context(opened_container(containers, key))
                 # Of a claim the file with the ID is the one that runs; the other waits for a start.
-                kept = [name for name in names_in(directory) if name not in (path.name, f"{path.name}{_FRESH}")]
-            yield stack.enter_context(opened_region(kept[0] if kept else path.name, directory))
+                started = [name for name in names_in(directory) if name not in (path.name, f"{path.name}{_FRESH}")]
+            yield stack.enter_context(opened_region(started[0] if started else path.name, directory))
 
 
 class Region:

@@ -124,6 +124,7 @@ def right_host_pids(
     is_inside = module is not None and module.lists_namespace_pids
     right = {}
     for number, (pid, known) in enumerate(slots):
+        # Two with one PID are in PID namespaces of their own: which of them has the slot is not known.
         host_pids = found.get(pid, [])
         if len(host_pids) == 1 and (reported := pid if is_inside else host_pids[0]) != known:
             right[number] = reported

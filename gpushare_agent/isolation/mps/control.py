@@ -110,6 +110,7 @@ class MpsControl:
             ) from error
         except OSError as error:
             raise Unavailable(f"the MPS control program {program} cannot be run: {error.strerror or error}") from error
+        # Not cut off: a list of PIDs that ends in the middle of one names another process.
         if len(answer) > MAX_ANSWER_BYTES:
             raise Unavailable(f"the answer of {program} to {command} is longer than {MAX_ANSWER_BYTES} bytes")
         text = answer.decode(errors="replace").strip()

@@ -182,6 +182,7 @@ class MpsSupervision(Struct, eq=False):
                     if found != clients:
                         log.info("mps_waits_for_clients", clients=found, at_most_s=self.timeouts.drain_s)
                     clients = found
+                    # The daemon can end now: no program loses its GPU.
                     if not clients:
                         return []
                     await asyncio.sleep(_POLL_S)

@@ -125,8 +125,8 @@ def encode_pids(pids: Iterable[int]) -> tuple[bytes, int]:
     A 0 in cgroup.procs is a process of another PID namespace, without a PID here: it is left out.
     """
     known = sorted({pid for pid in pids if 0 < pid <= _MAX_INT32})
-    kept = known[:MAX_PIDS]
-    return struct.pack(f"<{len(kept)}i", *kept), len(known) - len(kept)
+    listed = known[:MAX_PIDS]
+    return struct.pack(f"<{len(listed)}i", *listed), len(known) - len(listed)
 
 
 def decode_pids(content: bytes) -> tuple[int, ...]:
