@@ -197,6 +197,15 @@ def refused_mounts(container: ContainerSpec, isolation: str, paths: Sequence[str
     )
 
 
+def refused_share(request: IsolationRequest, isolation: str, why: str, then: str = "") -> Refused:
+    """A share that the isolation cannot enforce; `then` follows after "Nothing was allocated"."""
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"container {request.container.name} cannot have its share under isolation {isolation}: {why}."
+        f" Nothing was allocated{then}.",
+    )
+
+
 def refused_nothing(request: IsolationRequest, isolation: str, why: str = "") -> Refused:
     """A share whose memory or cores come to nothing."""
     gpus = ", ".join(f"{gpu.index} with {gpu.memory_mib} MiB" for gpu in request.gpus) or "none"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.isolation import ISOLATIONS, GpuShare, IsolationRequest
-from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH, edit_hami_core
+from gpushare_agent.isolation.hami_core.edits import edit_hami_core
 from gpushare_agent.isolation.hami_core.files import HamiCoreFiles
 from gpushare_agent.model.allocations import ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -69,7 +69,7 @@ def test_only_its_own_cache_is_writable() -> None:
 
 def test_the_mounts_name_the_files_that_the_adapter_makes(short_dir: Path) -> None:
     """Two places name library, preload file and cache; they must agree."""
-    files = HamiCoreFiles(fake_library(short_dir / "source.so"), short_dir / "hami", LIBRARY_PATH)
+    files = HamiCoreFiles(fake_library(short_dir / "source.so"), short_dir / "hami")
     files.install()
     files.prepare(ContainerKey(UID, "cuda"))
     wanted = request()

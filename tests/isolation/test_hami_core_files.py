@@ -30,7 +30,7 @@ KEY = ContainerKey(UID, "cuda")
 
 @pytest.fixture
 def files(short_dir: Path) -> HamiCoreFiles:
-    return HamiCoreFiles(fake_library(short_dir / "libvgpu.so"), short_dir / "hami", INSIDE)
+    return HamiCoreFiles(fake_library(short_dir / "libvgpu.so"), short_dir / "hami")
 
 
 def mode(path: Path) -> int:
@@ -293,7 +293,7 @@ def test_a_library_that_is_missing_is_a_start_up_error_with_path_and_cure(short_
     """It is known before a pod comes."""
     missing = short_dir / "no/libvgpu.so"
     with pytest.raises(StartupError) as error:
-        HamiCoreFiles(missing, short_dir / "hami", INSIDE).check_library()
+        HamiCoreFiles(missing, short_dir / "hami").check_library()
     assert str(missing) in str(error.value) and "--hami-core.library" in str(error.value)
     assert "No such file" in str(error.value)
 
@@ -312,7 +312,7 @@ def test_what_is_no_elf_file_is_a_start_up_error(short_dir: Path, kind: str) -> 
         case _:
             path.write_text("" if kind == "empty" else "#!/bin/sh\n")
     with pytest.raises(StartupError, match=str(path)):
-        HamiCoreFiles(path, short_dir / "hami", INSIDE).check_library()
+        HamiCoreFiles(path, short_dir / "hami").check_library()
 
 
 def test_a_library_for_another_machine_is_a_start_up_error(short_dir: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_library_for_another_machine_is_a_start_up_error(short_dir: Path) -> N
     other = 183 if os.uname().machine == "x86_64" else 62
     path = fake_library(short_dir / "libvgpu.so", machine=other)
     with pytest.raises(StartupError, match="for EM_") as error:
-        HamiCoreFiles(path, short_dir / "hami", INSIDE).check_library()
+        HamiCoreFiles(path, short_dir / "hami").check_library()
     assert str(path) in str(error.value)
 
 
@@ -329,7 +329,7 @@ def test_a_link_to_the_library_is_as_good_as_the_library(short_dir: Path) -> Non
     fake_library(short_dir / "libvgpu.so.2")
     link = short_dir / "libvgpu.so"
     link.symlink_to("libvgpu.so.2")
-    HamiCoreFiles(link, short_dir / "hami", INSIDE).check_library()
+    HamiCoreFiles(link, short_dir / "hami").check_library()
 
 
 def test_a_library_that_was_removed_is_put_back(files: HamiCoreFiles) -> None:
@@ -357,7 +357,7 @@ def test_without_the_library_no_container_is_prepared(files: HamiCoreFiles) -> N
 def test_a_directory_that_cannot_be_made_is_reported_with_its_path(short_dir: Path) -> None:
     """At the start as a start-up error, later as something to try again."""
     (short_dir / "file").write_text("")
-    files = HamiCoreFiles(fake_library(short_dir / "libvgpu.so"), short_dir / "file/hami", INSIDE)
+    files = HamiCoreFiles(fake_library(short_dir / "libvgpu.so"), short_dir / "file/hami")
     with pytest.raises(StartupError, match="file/hami"):
         files.install()
     with pytest.raises(Unavailable, match=r"hami_core\.directory"):

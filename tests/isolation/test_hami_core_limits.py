@@ -23,7 +23,7 @@ from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.settings.isolation import HamiCoreSettings
 from tests.support_agent import poll_until
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
-from tests.support_hami_core import INSIDE, fake_library, region_file
+from tests.support_hami_core import fake_library, region_file
 
 MIB = 1024 * 1024
 UID = PodUid("11111111-2222-3333-4444-555555555555")
@@ -37,7 +37,7 @@ class World:
 
     def __init__(self, directory: Path, **scaling: float) -> None:
         library = fake_library(directory / "libvgpu.so")
-        self.files = HamiCoreFiles(library, directory / "hami", INSIDE)
+        self.files = HamiCoreFiles(library, directory / "hami")
         self.files.prepare(SHARE.key)
         self.cache = self.files.cache_file(SHARE.key)
         self.pod = POD

@@ -15,7 +15,7 @@ from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import Corrupt, NotFound
 from gpushare_agent.model.names import PodUid
 from tests.support_driver import NATIVE, require_cc
-from tests.support_hami_core import INSIDE, fake_library, hami_core_source, region_file
+from tests.support_hami_core import fake_library, hami_core_source, region_file
 
 KEY = ContainerKey(PodUid("11111111-2222-3333-4444-555555555555"), "cuda")
 MIB = 1024 * 1024
@@ -23,7 +23,7 @@ MIB = 1024 * 1024
 
 @pytest.fixture
 def files(short_dir: Path) -> HamiCoreFiles:
-    files = HamiCoreFiles(fake_library(short_dir / "libvgpu.so"), short_dir / "hami", INSIDE)
+    files = HamiCoreFiles(fake_library(short_dir / "libvgpu.so"), short_dir / "hami")
     files.prepare(KEY)
     return files
 

@@ -31,7 +31,7 @@ from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroups import CgroupProcesses, Cgroups
 from tests.support_core import allocation, container, ids, pod
-from tests.support_hami_core import INSIDE, fake_library, region_file
+from tests.support_hami_core import fake_library, region_file
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 KEY = ContainerKey(UID, "cuda")
@@ -147,7 +147,7 @@ class KnownProcesses:
 
 class World:
     def __init__(self, directory: Path, module: KernelModule | None = None) -> None:
-        self.files = HamiCoreFiles(fake_library(directory / "libvgpu.so"), directory / "hami", INSIDE)
+        self.files = HamiCoreFiles(fake_library(directory / "libvgpu.so"), directory / "hami")
         self.files.prepare(KEY)
         self.pod = pod(
             "share", container(name="cuda", cores=30, blocks=8), uid=UID, container_ids={"cuda": CONTAINER_ID}

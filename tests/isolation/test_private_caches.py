@@ -21,7 +21,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from tests.support_agent import poll_until
 from tests.support_core import allocation, container, ids, pod
-from tests.support_hami_core import INSIDE, fake_library, region_file
+from tests.support_hami_core import fake_library, region_file
 
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 WHOLE = PodUid("22222222-2222-3333-4444-555555555555")
@@ -32,7 +32,7 @@ class World:
     """The pods of the node, changed by the test."""
 
     def __init__(self, directory: Path) -> None:
-        self.files = HamiCoreFiles(fake_library(directory / "libvgpu.so"), directory / "hami", INSIDE)
+        self.files = HamiCoreFiles(fake_library(directory / "libvgpu.so"), directory / "hami")
         share = pod("share", container(name="cuda", cores=30, blocks=8), uid=UID)
         whole = pod("whole", container(name="cuda", cores=100), uid=WHOLE)
         self.pods: dict[str, Pod] = {UID: share, WHOLE: whole}
@@ -179,7 +179,7 @@ async def test_one_directory_that_cannot_be_removed_does_not_keep_the_others(sho
                 raise Unavailable(f"{uid} is busy")
             return super().remove_pod(uid)
 
-    files = RefusesTheFirst(world.files.library, world.files.directory, INSIDE)
+    files = RefusesTheFirst(world.files.library, world.files.directory)
     caches = PrivateCaches(files=files, allocations=lambda: {}, pods=world)
     with pytest.raises(Unavailable, match="busy"):
         await caches.remove_stale()
@@ -202,7 +202,7 @@ async def test_a_disk_that_hangs_is_a_refusal_in_time(short_dir: Path, monkeypat
         def prepare(self, key: ContainerKey) -> None:
             let_go.wait(10)
 
-    files = Hangs(world.files.library, world.files.directory, INSIDE)
+    files = Hangs(world.files.library, world.files.directory)
     caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world)
     try:
         with capture_logs():
@@ -216,7 +216,7 @@ class Slow(HamiCoreFiles):
     """Real files, of which removing and shortening what a tenant has written ends when `go_on` is set."""
 
     def __init__(self, files: HamiCoreFiles) -> None:
-        super().__init__(files.library, files.directory, INSIDE)
+        super().__init__(files.library, files.directory)
         self.begun: set[str] = set()
         self.go_on = threading.Event()
 
@@ -282,7 +282,7 @@ class Executed(HamiCoreFiles):
 async def test_a_file_that_cannot_be_shortened_is_warned_of_once(short_dir: Path) -> None:
     """Its tenant keeps it so, and nothing else bounds what it takes of the disk."""
     world = World(short_dir)
-    files = Executed(world.files.library, world.files.directory, INSIDE)
+    files = Executed(world.files.library, world.files.directory)
     caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world)
     assert await caches.prepare([KEY]) is None
     world.cache.write_bytes(region_file() + bytes(1 << 20))
@@ -306,7 +306,7 @@ async def test_what_cannot_be_removed_does_not_keep_the_rest(short_dir: Path) ->
                 raise Unavailable(f"{name} is busy")
             super().remove_aside(name)
 
-    files = RefusesTheFirst(world.files.library, world.files.directory, INSIDE)
+    files = RefusesTheFirst(world.files.library, world.files.directory)
     caches = PrivateCaches(files=files, allocations=lambda: world.allocations, pods=world)
     with pytest.raises(Unavailable, match="busy"):
         await caches.remove_aside()
@@ -317,7 +317,7 @@ class Counted(HamiCoreFiles):
     """Real files that count how often a cache was prepared; `prepare` waits until `go_on` is set."""
 
     def __init__(self, files: HamiCoreFiles) -> None:
-        super().__init__(files.library, files.directory, INSIDE)
+        super().__init__(files.library, files.directory)
         self.prepared = 0
         self.begun = threading.Event()
         self.go_on = threading.Event()

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from msgspec import Struct
 
 from gpushare_agent.isolation.kept import NOBODY, NOTHING_KEPT, Circumstances, Kept, NotKept
-from gpushare_agent.isolation.request import ClaimUse, Follows, Isolation, IsolationRequest
+from gpushare_agent.isolation.request import ClaimUse, Follows, Isolation, IsolationRequest, refused_share
 from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -32,23 +32,19 @@ def edit_driver(request: IsolationRequest) -> ContainerEdits | Refused:
         return ContainerEdits()
     own = sorted({ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST} & request.container.env.keys())
     if own:
-        return _refused(request, f"its spec sets {' and '.join(own)}, by which its limit is set. Leave them out")
+        return refused_share(
+            request, "driver", f"its spec sets {' and '.join(own)}, by which its limit is set. Leave them out"
+        )
     if request.memory_mib < 1:
-        return _refused(request, "it asks for no memory, and all that this isolation limits is memory. Ask for some")
+        return refused_share(
+            request, "driver", "it asks for no memory, and all that this isolation limits is memory. Ask for some"
+        )
     if len({share.memory_mib for share in request.shares}) > 1:
-        return _refused(
-            request, "its shares differ in memory, and the driver has one limit for all of a container's GPUs"
+        return refused_share(
+            request, "driver", "its shares differ in memory, and the driver has one limit for all of a container's GPUs"
         )
     limit = str(request.shares[0].memory_mib)
     return ContainerEdits(env=((ENV_GPU_MEMORY_LIMIT, limit), (ENV_GPU_MEMORY_REQUEST, limit)))
-
-
-def _refused(request: IsolationRequest, why: str) -> Refused:
-    return Refused(
-        reason=RefusalReason.INVALID_REQUEST,
-        detail=f"container {request.container.name} cannot have its share under isolation driver: {why}. "
-        "Nothing was allocated.",
-    )
 
 
 def _keeps(found: Circumstances) -> Kept:

@@ -26,9 +26,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from gpushare_agent.isolation.directories import opened_container, put_aside
+from gpushare_agent.isolation.hami_core.edits import LIBRARY_PATH
 from gpushare_agent.isolation.hami_core.region_format import (
     FILE_BYTES,
     HEAD_BYTES,
@@ -64,7 +63,7 @@ LIBRARY = PreloadedLibrary(
     isolation="hami-core",
     owner="HAMi-core's",
     name="libvgpu.so",
-    path_in_container="",
+    path_in_container=LIBRARY_PATH,
     mark=ENV_HAMI_CORE_CACHE.encode(),
     file_bytes=FILE_BYTES,
     setting="hami_core.directory",
@@ -75,11 +74,9 @@ _FRESH = ".new"
 
 
 class HamiCoreFiles(TenantFiles):
-    """`path_in_container` is what the preload file names."""
+    """The library and the containers' cache files, as TenantFiles has them."""
 
-    def __init__(self, library: Path, directory: Path, path_in_container: str) -> None:
-        super().__init__(library, directory)
-        self.kind = replace(LIBRARY, path_in_container=path_in_container)
+    kind = LIBRARY
 
     def cache_file(self, key: ContainerKey) -> Path:
         """What is mounted into the container. Raises Rejected for a name that cannot be part of a path."""

@@ -25,7 +25,6 @@ from msgspec.structs import replace
 
 from gpushare_agent.isolation.choice import Standing
 from gpushare_agent.isolation.hami_core.edits import (
-    LIBRARY_PATH,
     hides_compute,
     lifts_cores,
     live_limits,
@@ -212,4 +211,4 @@ def _standing(settings: Settings) -> Standing:
 
 
 def hami_core_files(settings: Settings) -> HamiCoreFiles:
-    return HamiCoreFiles(settings.hami_core.library, settings.hami_core.directory, LIBRARY_PATH)
+    return HamiCoreFiles(settings.hami_core.library, settings.hami_core.directory)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from fractions import Fraction
 
 from gpushare_agent.isolation.kept import Circumstances, Kept, NotKept
-from gpushare_agent.isolation.request import GpuShare, Isolation, IsolationRequest
+from gpushare_agent.isolation.request import GpuShare, Isolation, IsolationRequest, refused_share
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount
-from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import (
     CORES_PER_GPU,
@@ -114,11 +114,7 @@ def _mounts(mps: MpsSettings) -> tuple[ContainerMount, ...]:
 
 
 def _refused(request: IsolationRequest, why: str) -> Refused:
-    return Refused(
-        reason=RefusalReason.INVALID_REQUEST,
-        detail=f"container {request.container.name} cannot have its share under isolation mps: {why}. Nothing was "
-        "allocated; change what the pod asks for, or the node's settings.",
-    )
+    return refused_share(request, "mps", why, "; change what the pod asks for, or the node's settings")
 
 
 def _keeps(_: Circumstances) -> Kept:

@@ -41,9 +41,7 @@ async def check_driver_directory(settings: Settings) -> list[Finding]:
     try:
         volumes = await asyncio.to_thread(read_volume_config, settings.volume_config)
     except StartupError as failure:
-        remedy = (
-            f"mount or mend the file (docs/how-to/driver-volume.md); it cannot be left out: without it {_NOT_ENFORCED}"
-        )
+        remedy = f"mount or repair the file (docs/how-to/driver-volume.md); it cannot be left out: without it {_NOT_ENFORCED}"
         return [error("driver directory", str(failure), remedy)]
     if settings.driver == "simulated":
         return [ok("driver directory", f"{settings.volume_config} is right; simulated GPUs need no driver files")]
@@ -90,7 +88,7 @@ def _not_installed(settings: Settings, volume: DriverVolume, name: str) -> Findi
         plan_of(settings, volume)
     except AgentError as failure:
         return warning(
-            "driver directory", f"{detail}; nor can it be made from here: {failure}", f"mend that, then {remedy}"
+            "driver directory", f"{detail}; nor can it be made from here: {failure}", f"repair that, then {remedy}"
         )
     return warning("driver directory", detail, remedy)
 
