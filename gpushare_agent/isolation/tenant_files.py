@@ -86,7 +86,7 @@ class PreloadedLibrary(Struct, frozen=True, kw_only=True):
     mark: bytes
     file_bytes: int
     setting: str
-    remedy: str
+    cure: str
 
 
 class TenantFiles:
@@ -138,11 +138,11 @@ class TenantFiles:
 
             found, own = read_elf(self.library), read_elf(Path("/proc/self/exe"))
         except (NotFound, Corrupt, Unavailable) as e:
-            raise StartupError(f"isolation {self.kind.isolation} has no library: {e}. {self.kind.remedy}") from e
+            raise StartupError(f"isolation {self.kind.isolation} has no library: {e}. {self.kind.cure}") from e
         if (found.elf_class, found.machine) != (own.elf_class, own.machine):
             raise StartupError(
                 f"isolation {self.kind.isolation}: {self.library} is a {found.elf_class}-bit library for {found.machine},"
-                f" and this node's programs are {own.elf_class}-bit for {own.machine}. {self.kind.remedy}"
+                f" and this node's programs are {own.elf_class}-bit for {own.machine}. {self.kind.cure}"
             )
         try:
             # The directory may not be there yet: its file system is that of the nearest one above.
@@ -242,7 +242,6 @@ class TenantFiles:
         found = []
         with suppress(NotFound), self._step("listing", self.directory), self._open_containers(make=False) as containers:
             for key in keys:
-                # One container at a time: what its tenant has done to its files must not hide the others'.
                 with suppress(OSError), opened_container(containers, key) as directory:
                     statuses = [os.lstat(name, dir_fd=directory) for name in names_in(directory)]
                     found += [
@@ -331,7 +330,7 @@ class TenantFiles:
             raise Unavailable(f"{self.library} cannot be used: it has not between 1 and {MAX_LIBRARY_BYTES} bytes")
         # Any library loads: one that is not the isolation's would limit nobody, and nobody would see it.
         if self.kind.mark not in content:
-            raise Unavailable(f"{self.library} is not {self.kind.owner}: it would limit nobody. {self.kind.remedy}")
+            raise Unavailable(f"{self.library} is not {self.kind.owner}: it would limit nobody. {self.kind.cure}")
         return content
 
     @contextmanager

@@ -27,9 +27,6 @@ from gpushare_agent.cli.command_line import Command
 from gpushare_agent.cli.main import COMMAND_LINE
 from gpushare_agent.extender.app import build, show_state
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.isolation import ISOLATIONS
-from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS, Circumstances
-from gpushare_agent.isolation.request import Follows
 from gpushare_agent.model.usage import GpuSample
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.observability.metrics.agent import AgentMetrics
@@ -38,6 +35,7 @@ from gpushare_agent.observability.metrics.text import NodePage
 from gpushare_agent.settings.nvidia_options import OPTIONS
 from gpushare_agent.settings.reference import Key, all_keys, markdown, text_of
 from gpushare_agent.settings.settings import Settings
+from tests.docs.isolations_page import isolations
 from tests.support_core import mig_instance
 from tests.support_usage import UUIDS, allocation, driver_sample, facts, id_of, key_of, owner, process, snapshot
 
@@ -188,34 +186,6 @@ def _nvidia_options() -> str:
     return "\n".join(lines)
 
 
-_RESIZED = {
-    Follows.NOBODY: "no process",
-    Follows.NEW_PROCESSES: "processes that start later",
-    Follows.RUNNING_PROCESSES: "running processes",
-}
-
-
-_ISOLATIONS_HEAD = """What each limits of a share; [isolation.md](../explanation/isolation.md) explains them and has what was
-measured. A resize is that of a container that runs ([resize.md](../explanation/resize.md)); the driver's limit follows one
-where the agent sets it.
-
-| isolation | memory by | compute by | not limited | resize of memory | of cores | shares of MIG instances |
-|---|---|---|---|---|---|---|"""
-
-
-def _isolations() -> str:
-    """A row for each in the registry, on a node of which nothing special is known, and the terms that they use."""
-    lines = [_ISOLATIONS_HEAD]
-    for name, isolation in ISOLATIONS.items():
-        kept = isolation.kept(Circumstances())
-        terms = ", ".join(f"`{term}`" for term in kept.not_kept)
-        resized = [_RESIZED[follows] for follows in (isolation.memory_follows, isolation.cores_follow)]
-        mig = f"refused: {isolation.why_not_in_mig}" if isolation.why_not_in_mig else "yes"
-        lines.append("| " + " | ".join([f"`{name}`", kept.memory_by, kept.compute_by, terms, *resized, mig]) + " |")
-    terms_rows = [f"| `{term}` | {text} |" for term, text in sorted(NOT_KEPT_TEXTS.items())]
-    return "\n".join([*lines, "", "| term | not limited |", "|---|---|", *terms_rows])
-
-
 def _schema_with_settings(text: str) -> str:
     """The chart's schema: its last definition is every setting, a line for each section."""
     before, begin, _ = text.partition('    "agentSettings": ')
@@ -262,9 +232,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "agent": lambda: _metrics("gpushare_"),
     "extender": _extender_metrics,
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
+    "isolations": isolations,
     "commands": _commands,
     "nvidia_options": _nvidia_options,
-    "isolations": _isolations,
 }
 
 
@@ -275,9 +245,9 @@ def _filled(text: str) -> str:
 PAGES: dict[str, Callable[[str], str]] = {
     "docs/reference/settings.md": lambda _: markdown(),
     "docs/reference/metrics.md": _filled,
+    "docs/reference/isolations.md": _filled,
     "docs/reference/cli.md": _filled,
     "docs/reference/extender.md": _filled,
-    "docs/reference/isolations.md": _filled,
     "docs/how-to/migrate-from-nvidia.md": _filled,
     "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
     "charts/gpushare-agent/values.schema.json": _schema_with_settings,

@@ -57,7 +57,7 @@ LIBRARY = PreloadedLibrary(
     mark=b"/etc/vcuda/gpushare.config\0",
     file_bytes=USAGE_BYTES,
     setting="libgpushare.directory",
-    remedy="Build it with `python -m native.build_gpushare`, put it at the path that --libgpushare.library names, or choose"
+    cure="Build it with `python -m native.build_gpushare`, put it at the path that --libgpushare.library names, or choose"
     " another isolation",
 )
 
@@ -175,9 +175,7 @@ class GpushareFiles(TenantFiles):
         require_nameable(key)
         path = f"{self._containers_text}/{key.pod_uid}/{key.container}/{USAGE_NAME}"
         with renamed(path), opened(path, None, TENANT_FILE) as file:
-            # By pread and never mapped: a tenant that shortens its file would end the agent by a signal.
             _require_file(file, path, USAGE_BYTES)
-            # The head alone: the slots of processes are the larger part, and not asked for here.
             return sum_launches(_read(file, USAGE_HEAD_BYTES, 0))
 
     def held_bytes(self, key: ContainerKey) -> dict[str, int]:

@@ -122,7 +122,7 @@ def gpu_uuids(config: bytes | memoryview) -> list[str]:
 
 
 def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) -> None:
-    """Writes the limits of a GPU into a file that is mapped. Raises ValueError."""
+    """Into a file that is mapped. Raises ValueError."""
     flags = (
         _LIMITS_MEMORY * (limits.memory_bytes is not None)
         | _LIMITS_CORES * (limits.cores is not None)
@@ -135,15 +135,14 @@ def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) 
 
 
 def write_observed(config: bytearray | memoryview, index: int, seen: Observed) -> None:
-    """Writes what was observed of a GPU into a file that is mapped."""
+    """Into a file that is mapped."""
     _write(config, index, _OBSERVED, astuple(seen))
 
 
 def _write(
     config: bytearray | memoryview, index: int, places: Sequence[tuple[int, str]], fields: Sequence[int]
 ) -> None:
-    """Writes fields under the entry's sequence, which is odd meanwhile. By casts: struct would write a number byte by
-    byte."""
+    """Under the entry's sequence, which is odd meanwhile. By casts: struct would write a number byte by byte."""
     entry = memoryview(config)[_FIRST_GPU + index * _GPU_BYTES :][:_GPU_BYTES]
     sequence = entry[:4].cast("I")
     sequence[0] = (sequence[0] | 1) & 0xFFFFFFFF  # where an agent has died at an odd one it goes on from there

@@ -67,7 +67,7 @@ LIBRARY = PreloadedLibrary(
     mark=ENV_HAMI_CORE_CACHE.encode(),
     file_bytes=FILE_BYTES,
     setting="hami_core.directory",
-    remedy="Build the image with HAMi-core's source (docs/explanation/isolation.md), put a libvgpu.so at the path that"
+    cure="Build the image with HAMi-core's source (docs/explanation/isolation.md), put a libvgpu.so at the path that"
     " --hami-core.library names, or choose another isolation",
 )
 _FRESH = ".new"

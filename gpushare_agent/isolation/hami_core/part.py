@@ -85,9 +85,8 @@ class RegionLimits(Struct, kw_only=True, eq=False):
         gpus = self.inventory().by_uuid()
         limits = live_limits(allocation, pod.annotations, gpus, self.names, self.config)
         share = self.resized().get(allocation.key)
-        charged = allocation if share is None else replace(allocation, granted=share.booked)
-        most = live_limits(charged, pod.annotations, gpus, self.names, self.config)
-        # 0 is no limit to the library, so nothing is written while one is not known.
+        booked = allocation if share is None else replace(allocation, granted=share.booked)
+        most = live_limits(booked, pod.annotations, gpus, self.names, self.config)
         if limits is None or most is None:
             return "its GPU's memory is not known, or it is not wholly allocated yet"
         write = partial(self._write, allocation.key, *limits, most[0])
