@@ -15,7 +15,7 @@ from gpushare_agent.settings.isolation_names import isolation_names
 from gpushare_agent.settings.reference import markdown
 from gpushare_agent.settings.settings import SettingsError, load_settings
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
-from tests.docs.generated import BLOCKS
+from tests.docs.isolations_page import isolations
 from tests.support_agent import calls_of, open_agent, wait_running
 from tests.support_json import written_node
 from tests.support_sandbox import CORE, container, open_test_node, pod, wait_allocatable
@@ -82,7 +82,7 @@ def test_settings_accept_and_list_it() -> None:
 @pytest.mark.usefixtures("example")
 def test_the_page_of_isolations_has_its_row() -> None:
     """By `nox -s pages -- --write`, from what its package says."""
-    assert "| `example` | example | nobody | `bypass` | no process | no process | yes |" in BLOCKS["isolations"]()
+    assert "| `example` | example | nobody | `bypass` | no process | no process | yes |" in isolations()
 
 
 @pytest.mark.usefixtures("example")

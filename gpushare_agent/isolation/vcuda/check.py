@@ -41,7 +41,10 @@ async def check_driver_directory(settings: Settings) -> list[Finding]:
     try:
         volumes = await asyncio.to_thread(read_volume_config, settings.volume_config)
     except StartupError as failure:
-        remedy = f"mount or repair the file (docs/how-to/driver-volume.md); it cannot be left out: without it {_NOT_ENFORCED}"
+        remedy = (
+            "mount or repair the file (docs/how-to/driver-volume.md); it cannot be left out: without it "
+            + _NOT_ENFORCED
+        )
         return [error("driver directory", str(failure), remedy)]
     if settings.driver == "simulated":
         return [ok("driver directory", f"{settings.volume_config} is right; simulated GPUs need no driver files")]
