@@ -6,8 +6,8 @@ from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.isolation.request import Follows
 
-_HEAD = """What each limits of a share; [isolation.md](../explanation/isolation.md#what-is-kept-and-by-whom) explains them and
-has the terms, and what was measured. A resize is that of a container that runs ([resize.md](../explanation/resize.md));
+_HEAD = """What each limits of a share; [isolation.md](../explanation/isolation.md#what-is-kept-and-by-whom) explains them
+and has the terms, and what was measured. A resize is that of a container that runs ([resize.md](../explanation/resize.md));
 the driver's limit follows one where the agent sets it.
 
 | isolation | memory by | compute by | not limited | resize of memory | of cores | shares of MIG instances |
