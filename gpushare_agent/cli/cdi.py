@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from msgspec import to_builtins
 
-from gpushare_agent.cli.check.local import read_inventory
+from gpushare_agent.cli.check import read_inventory
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_text import print_report
 from gpushare_agent.isolation.cdi.specs import CdiState, SpecChange, cdi_specs

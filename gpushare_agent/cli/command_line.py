@@ -33,6 +33,8 @@ from gpushare_agent.settings.sources import split_flags
 
 PROGRAM = "gpushare-agent"
 ALL_SETTINGS = ("*",)
+AGENT_NAMESPACE = "gpushare-system"
+"""Namespace of the agents' pods in the manifests; --agent-namespace names another."""
 Form = Literal["table", "wide", "json", "yaml"]
 FORMS: tuple[Form, ...] = ("table", "wide", "json", "yaml")
 Sort = Literal["gpu", "sm", "memory", "cores"]

@@ -17,8 +17,7 @@ from typing import Literal
 from msgspec import Struct, field, to_builtins
 
 from gpushare_agent.cli.command_line import Form
-from gpushare_agent.cli.progress import Report, progress
-from gpushare_agent.cli.render_text import print_report
+from gpushare_agent.cli.render_text import Report, print_report, progress
 from gpushare_agent.isolation.driver_volume.config import USUAL_CONFIG, read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
 from gpushare_agent.isolation.driver_volume.libraries import plan_of

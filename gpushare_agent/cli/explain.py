@@ -16,9 +16,8 @@ from msgspec import Struct
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_client import AgentClient, read_decisions
+from gpushare_agent.cli.agent_client import AgentClient, AgentTarget, open_agent, read_decisions
 from gpushare_agent.cli.agent_documents import CandidateDocument, DecisionDocument
-from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_text import CORES_COLUMN, bar, counted, gib, grid, health_style, plain, print_as
 from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Outcome

@@ -8,12 +8,11 @@ from rich.console import RenderableType
 from rich.text import Text
 from typing_extensions import TypedDict
 
-from gpushare_agent.cli.agent_client import read_node
+from gpushare_agent.cli.agent_client import AgentTarget, open_agent, read_node
 from gpushare_agent.cli.agent_documents import BranchDocument, Cores, GpuDocument, Memory, NodeDocument
-from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
+from gpushare_agent.cli.cluster_nodes import NamedGpu
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.inspect import gpu_of_document
-from gpushare_agent.cli.node_reports import NamedGpu
 from gpushare_agent.cli.render_text import gib, gpu_label, health_line, is_cordoned, plain, print_as
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.topology import Branch, LinkKind, Topology

@@ -1,7 +1,7 @@
 """`gpushare-agent inspect`: what is allocated of every GPU, of one node by its agent or of all by the API server.
 
 The agent's ledger is the truth about its node. Over all nodes the sums come from what each agent reports of it on the
-node's object (node_reports.py), never from a pod's annotations, which any tenant can write.
+node's object (cluster_nodes.py), never from a pod's annotations, which any tenant can write.
 
 The document's format is docs/reference/cli.md; sizes are bytes.
 """
@@ -14,12 +14,10 @@ from rich.console import RenderableType
 from rich.text import Text
 from typing_extensions import TypedDict
 
-from gpushare_agent.cli.agent_client import read_node
+from gpushare_agent.cli.agent_client import AgentTarget, open_agent, read_node
 from gpushare_agent.cli.agent_documents import Cores, GpuDocument, Memory, NodeDocument
-from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
-from gpushare_agent.cli.cluster_nodes import open_cluster, read_cluster
+from gpushare_agent.cli.cluster_nodes import InspectedGpu, InspectedNode, open_cluster, read_cluster
 from gpushare_agent.cli.command_line import Form
-from gpushare_agent.cli.node_reports import InspectedGpu, InspectedNode
 from gpushare_agent.cli.render_text import (
     CORES_COLUMN,
     MEMORY_COLUMN,

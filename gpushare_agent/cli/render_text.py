@@ -1,4 +1,4 @@
-"""What the operator commands' output has in common: JSON, YAML, tables, sizes, and text that a terminal can take.
+"""What the commands' output has in common: JSON, YAML, tables, sizes, text that a terminal can take, and progress.
 
 Names of pods, GPUs and reasons come from elsewhere: control characters in them never reach the terminal.
 """
@@ -6,9 +6,11 @@ Names of pods, GPUs and reasons come from elsewhere: control characters in them 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NotRequired, TypeVar
 
 from rich.cells import cell_len
@@ -232,3 +234,41 @@ def out_of_service(gpus: Sequence[ShownGpu]) -> str:
     """`, 1 unhealthy, 2 cordoned`; empty where all are in service."""
     counts = ((sum(map(is_unhealthy, gpus)), "unhealthy"), (sum(map(is_cordoned, gpus)), "cordoned"))
     return "".join(f", {number} {word}" for number, word in counts if number)
+
+
+Report = Callable[[str, int, int], None]
+"""What is done, how much of it, of how much."""
+LINE_PERIOD_S = 5.0
+
+
+@contextlib.contextmanager
+def progress(unit: str) -> Iterator[Report]:
+    """For what is counted in `unit`. The bars are gone with the block."""
+    if not sys.stderr.isatty():
+        yield _lines(unit)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+def _lines(unit: str) -> Report:
+    printed_at = time.monotonic()
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at >= LINE_PERIOD_S:
+            printed_at = time.monotonic()
+            print(f"{what}: {done} of {total} {unit}", file=sys.stderr, flush=True)
+
+    return report

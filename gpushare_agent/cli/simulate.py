@@ -17,8 +17,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gpushare_agent.cli.command_line import add_output
-from gpushare_agent.cli.progress import progress
-from gpushare_agent.cli.render_text import grid, print_as
+from gpushare_agent.cli.render_text import grid, print_as, progress
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.model.errors import AgentError

@@ -14,9 +14,8 @@ from msgspec.structs import replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_client import read_node
+from gpushare_agent.cli.agent_client import AgentTarget, open_agent, read_node
 from gpushare_agent.cli.agent_documents import NodeDocument
-from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.command_line import SORTS, Form, Sort
 from gpushare_agent.cli.render_text import in_namespace, plain, print_as
 from gpushare_agent.cli.render_top import (

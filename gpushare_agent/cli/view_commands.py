@@ -10,13 +10,12 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from gpushare_agent.cli.agent_client import AGENT_NAMESPACE, check_url
-from gpushare_agent.cli.command_line import SORTS, Command, Invocation, add_output, run_app
-from gpushare_agent.model.errors import Rejected
+from gpushare_agent.cli.command_line import AGENT_NAMESPACE, SORTS, Command, Invocation, add_output, run_app
 
 if TYPE_CHECKING:
-    from gpushare_agent.cli.agent_pods import AgentTarget
+    from gpushare_agent.cli.agent_client import AgentTarget
 
 KUBECTL = "kubectl gpushare"
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 3600.0
@@ -114,9 +113,9 @@ def _port(text: str) -> int:
 
 def _dashboard(call: Invocation) -> int:
     settings, options = call.settings(log_level="error"), call.options
-    from gpushare_agent.cli import cluster_nodes
+    from gpushare_agent.cli import dashboard
 
-    return run_app(cluster_nodes.serve_dashboard(settings, options.port))
+    return run_app(dashboard.run(settings, port=options.port))
 
 
 def _target_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
@@ -127,7 +126,7 @@ def _target_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> No
         add(
             "--server",
             metavar="URL",
-            type=_server_url,
+            type=server_url,
             help="the agent's address (default: this host, and web.port)",
         )
         add("--node", metavar="NODE", default="", help="ask another node's agent, through the API server")
@@ -151,11 +150,17 @@ def _namespace_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("-A", "--all-namespaces", action="store_true", help="those of all (the default)")
 
 
-def _server_url(text: str) -> str:
+def server_url(text: str) -> str:
+    """The URL without its last slash: a path is put behind it."""
+    wanted = "give one such as http://localhost:5678"
     try:
-        return check_url(text)
-    except Rejected as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        parts = urlsplit(text)
+        _ = parts.port  # urlsplit itself takes any port; this raises for one that is no number up to 65535
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"--server {text[:200]!r} is no URL: {e}; {wanted}") from e
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise argparse.ArgumentTypeError(f"--server {text[:200]!r} is no URL of an agent; {wanted}")
+    return text.rstrip("/")
 
 
 def _top_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
@@ -199,7 +204,7 @@ def _explain_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> N
 
 
 def _target(call: Invocation, *, is_plugin: bool) -> AgentTarget:
-    from gpushare_agent.cli.agent_pods import AgentTarget
+    from gpushare_agent.cli.agent_client import AgentTarget
 
     return AgentTarget(
         server=getattr(call.options, "server", None) or "",

@@ -18,6 +18,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from gpushare_agent import __version__
+from gpushare_agent.cli.cluster_nodes import cluster_names, open_cluster
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import ALL_NODES
 from gpushare_agent.cluster.kube.cluster import LIVE_PODS
@@ -214,3 +215,15 @@ class ClusterPage:
                 for name in names[:MOST_NODES]
             ],
         }
+
+
+async def run(settings: Settings, *, port: int) -> int:
+    """Serve until cancelled. Raises AgentError: the cluster cannot be read, or the port not used."""
+
+    def on_listening(found: int) -> None:
+        print(f"The cluster's GPUs are at http://localhost:{found}/ until Ctrl-C.", flush=True)
+
+    async with open_cluster(settings) as api:
+        # The informers repeat a list that fails for ever: one list before them ends the command with the reason.
+        await api.list_all(ALL_NODES, lambda _: None)
+        await ClusterPage(settings, cluster_names(settings), port=port).run(api, on_listening=on_listening)
