@@ -12,8 +12,9 @@ from typing import TypeVar
 
 from msgspec import Struct, field
 
-from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import GpuUuid, PodUid
+from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.usage import ContainerUse, DriverSample, GpuSample, ProcessSample, UsageRound
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
@@ -33,6 +34,12 @@ class AllocatedContainers(Struct, frozen=True, kw_only=True):
     by_id: Mapping[str, ContainerKey]
     claims: Mapping[ContainerKey, tuple[ContainerKey, ...]] = field(default_factory=dict)
     """The keys of the claims' allocations that a container uses."""
+
+
+def has_handed_over(allocation: Allocation, pod: Pod | None) -> bool:
+    """Whether this is an init container that has run: the kubelet has given its devices to later containers, with which they
+    are counted."""
+    return allocation.kind is ContainerKind.INIT and pod is not None and pod.has_started
 
 
 def join_usage(

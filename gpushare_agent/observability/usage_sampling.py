@@ -24,10 +24,9 @@ from msgspec import Struct, field
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, Unavailable
-from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.usage import DriverSample, UsageRound
 from gpushare_agent.node import Metrics, Pods
-from gpushare_agent.observability.attribution import AllocatedContainers, join_usage, unknown_ids
+from gpushare_agent.observability.attribution import AllocatedContainers, has_handed_over, join_usage, unknown_ids
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
 log = structlog.get_logger(__name__)
@@ -189,18 +188,13 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         }
         return AllocatedContainers(
             gpus={
-                key: allocation.gpus for key, allocation in self.allocations().items() if not self._is_over(allocation)
+                key: allocation.gpus
+                for key, allocation in self.allocations().items()
+                if not has_handed_over(allocation, self.pods.get(key.pod_uid))
             },
             by_id={**self._reported, **in_statuses},
             claims=self.claims(),
         )
-
-    def _is_over(self, allocation: Allocation) -> bool:
-        """An init container that has run: its GPUs are the later containers'."""
-        if allocation.kind is not ContainerKind.INIT:
-            return False
-        pod = self.pods.get(allocation.key.pod_uid)
-        return pod is not None and pod.has_started
 
     async def _refresh_ids(self) -> bool:
         """Whether the runtime reported anything new. It may be unavailable: the pods' statuses have the IDs a second

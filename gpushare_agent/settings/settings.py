@@ -14,7 +14,6 @@ from msgspec import Struct
 from pydantic import ValidationError
 
 from gpushare_agent.model.errors import AgentError
-from gpushare_agent.settings.gpu_manager import read_gpu_manager
 from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.nvidia_plugin import parse_nvidia, read_nvidia
 from gpushare_agent.settings.reference import TEXTS, Key, all_keys, text_of
@@ -25,6 +24,7 @@ from gpushare_agent.settings.sources import (
     read_bounded,
     read_file,
     read_flags,
+    read_gpu_manager,
     read_named,
     read_variables,
 )

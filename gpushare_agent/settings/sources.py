@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -145,13 +146,6 @@ def split_flags(argv: Sequence[str], leave: frozenset[str] = frozenset()) -> tup
     for words, key, _ in _tokens(argv, leave):
         (others if key is None else settings).extend(words)
     return settings, others
-
-
-def flag_words(argv: Sequence[str]) -> Iterator[tuple[Sequence[str], str, str | None]]:
-    """Each flag's words, its name without dashes, its value if any; for another word the name is empty."""
-    for words, _, value in _tokens(argv, frozenset()):
-        name = words[0].partition("=")[0]
-        yield words, name[2:].replace("_", "-") if name.startswith("--") else "", value
 
 
 def read_flags(argv: Sequence[str]) -> Layer:
@@ -288,3 +282,77 @@ def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Lay
             layer.problems.append(
                 f"{source}: key {name} is unknown{nearest(name, known | sections)}; see docs/reference/settings.md"
             )
+
+
+# --- gpu-manager's image: its DaemonSet of 1.1.5 and start.sh; EXTRA_FLAGS end its command line, klog gets LOG_LEVEL ---
+
+_DEBUG_FROM = 5
+"""klog's verbosity from which gpu-manager logs each step; 4 is its manifest's."""
+_LEVELS = ("debug", "info", "warning", "error")
+_KLOG = {
+    "log-dir": "logs go to standard error",
+    "logtostderr": "logs go to standard error",
+    "alsologtostderr": "logs go to standard error",
+    "stderrthreshold": "log.level counts",
+    "vmodule": "log.level counts",
+}
+_LIBCUDA = "the driver directory is described by the file of volume_config"
+
+
+def read_gpu_manager(environ: Mapping[str, str]) -> Layer:
+    """The variables LOG_LEVEL, EXTRA_FLAGS and LIBCUDA of gpu-manager's image, a layer below our own variables."""
+    layer = Layer()
+    if words := environ.get("EXTRA_FLAGS"):
+        _read_extra_flags(words, layer)
+    if level := environ.get("LOG_LEVEL"):
+        _set_level(level, "LOG_LEVEL", "variable LOG_LEVEL", layer)
+    if value := environ.get("LIBCUDA"):
+        layer.foreign.append(
+            ForeignKey(name="LIBCUDA", value=value[:200], source="variable LIBCUDA", reason=_LIBCUDA, is_lost=True)
+        )
+    return layer
+
+
+def _set_level(value: str, name: str, source: str, layer: Layer) -> None:
+    """A number of klog's, or one of our words."""
+    is_number = value.isascii() and value.isdigit() and len(value) < 4
+    if not is_number and value.lower() not in _LEVELS:
+        layer.problems.append(
+            f"{source}: {value[:80]!r} is no log level; write klog's number, or debug, info, warning, error"
+        )
+        return
+    level = ("debug" if int(value) >= _DEBUG_FROM else "info") if is_number else value.lower()
+    layer.values.setdefault("log.level", RawSetting(value=level, source=source))
+    layer.foreign.append(ForeignKey(name=name, value=value, source=source, settings={"log.level": level}))
+
+
+def _read_extra_flags(text: str, layer: Layer) -> None:
+    try:
+        argv = shlex.split(text)
+    except ValueError as error:
+        layer.problems.append(f"variable EXTRA_FLAGS: {text[:80]!r} cannot be parted into words: {error}")
+        return
+    ours: list[str] = []
+    for words, _, value in _tokens(argv, frozenset()):
+        flag = words[0].partition("=")[0]
+        name = flag[2:].replace("_", "-") if flag.startswith("--") else ""
+        source = f"variable EXTRA_FLAGS, {flag}"
+        if name == "v" and value:
+            _set_level(value, "EXTRA_FLAGS --v", source, layer)
+        elif name in _KLOG:
+            layer.foreign.append(
+                ForeignKey(
+                    name=f"EXTRA_FLAGS --{name}", value=value or "", source=source, reason=_KLOG[name], is_lost=True
+                )
+            )
+        else:
+            ours += words
+    read = read_flags(ours)
+    layer.problems += [f"variable EXTRA_FLAGS: {problem}" for problem in read.problems]
+    layer.theirs |= read.theirs
+    for name, raw in read.values.items():
+        source = f"variable EXTRA_FLAGS, {raw.source}"
+        layer.put(name, raw.value, source)
+        shown = ForeignKey(name=f"EXTRA_FLAGS {raw.source.removeprefix('flag ')}", value=str(raw.value)[:200], source=source,
+                           settings={name: str(raw.value)[:200]})  # fmt: skip
+        layer.foreign.append(shown)

@@ -37,10 +37,11 @@ _PLAIN_FUTURES = ("FutureIter", "Future")
 
 
 class DebugSources(Struct, frozen=True, kw_only=True):
-    """Where the pages read. `now` is the monotonic clock of `Allocation.allocated_at`."""
+    """Where the pages read. `now` is the monotonic clock of `Allocation.allocated_at`, `graph` draws a snapshot's tree."""
 
     settings: Settings
     snapshot: Callable[[], NodeSnapshot]
+    graph: Callable[[NodeSnapshot], str]
     allocations: Callable[[], Iterable[Allocation]]
     pods: Callable[[], Iterable[Pod]]
     now: Callable[[], float]
@@ -214,8 +215,6 @@ class TopologyPage(Struct, kw_only=True):
 
 def topology_page(sources: DebugSources) -> TopologyPage:
     """The GPUs, the matrix of links, and the tree that placement walks."""
-    from gpushare_agent.observability.display_document import graph_text
-
     snapshot = sources.snapshot()
     inventory = snapshot.inventory
     topology = topology_document(inventory.topology)
@@ -237,7 +236,7 @@ def topology_page(sources: DebugSources) -> TopologyPage:
         unreadable=[UnreadableRow(index, reason) for index, reason in inventory.unreadable],
         links=topology.links,
         tree=topology.tree,
-        graph=graph_text(snapshot).splitlines(),
+        graph=sources.graph(snapshot).splitlines(),
     )
 
 
