@@ -76,6 +76,8 @@ class DisplayServer(Struct, eq=False):
     @property
     def is_serving(self) -> bool:
         """The server runs, and its socket is the one at the path."""
+        # Any root process may put another socket at the path, gpu-manager at its start: then no client reaches this
+        # server.
         return self._server is not None and self._identity == file_identity(self.path)
 
     async def run(self) -> NoReturn:
@@ -120,6 +122,7 @@ class DisplayServer(Struct, eq=False):
         )
         try:
             await server.serve(sock)
+        # Cancellation too: a socket file without a server makes clients fail as if the agent had crashed.
         except BaseException:
             remove_socket(self.path, self._identity)
             raise
@@ -143,8 +146,10 @@ async def _is_answered(path: Path) -> bool:
         with connectable_path(path) as name:
             async with asyncio.timeout(_PROBE_S):
                 await asyncio.get_running_loop().sock_connect(probe, name)
+    # A crashed server leaves its file; only the refused connection tells that nobody serves it.
     except (ConnectionRefusedError, FileNotFoundError):
         return False
+    # A full backlog (EAGAIN) or a stopped process is a server all the same: its socket is not taken away.
     except (OSError, TimeoutError):
         return True
     finally:
@@ -293,6 +298,7 @@ def _encode_devices(devices: Devices) -> bytes:
 
 
 def _encode_device(device: DeviceUse) -> bytes:
+    # Packed, which is proto3's default for repeated numbers.
     pids = b"".join(map(varint, device.pids))
     return (
         _text(1, device.id)
@@ -312,6 +318,7 @@ def _text(number: int, text: str | None) -> bytes:
 
 
 def _float(number: int, value: float | None) -> bytes:
+    # proto3 leaves out a zero.
     return varint(number << 3 | _FIXED_32) + struct.pack("<f", value) if value else b""
 
 
@@ -322,6 +329,7 @@ def _gpu_note(gpu: Gpu, snapshot: NodeSnapshot) -> str:
     pids = [process.pid for process in (sample.processes or ())] if sample is not None else []
     total_bytes = gpu.memory_mib * MIB
     cores, capacity = snapshot.cores(gpu)
+    # gpu-manager's clients read these as what a pod can get: nothing of a MIG instance that takes no shares.
     cores_left = capacity - cores
     memory_left = total_bytes - snapshot.memory_allocated_bytes.get(gpu.uuid, 0) if capacity else 0
     note = (
@@ -361,6 +369,7 @@ def _submitter(pod: Pod) -> str:
 def _device(gpu: Gpu, key: ContainerKey, snapshot: NodeSnapshot) -> DeviceUse:
     found = DeviceUse(id=gpu.bus_id, card_idx=str(gpu.index))
     use = snapshot.usage.containers.get((key, gpu.uuid)) if snapshot.usage is not None else None
+    # Without a row all three stay zero and are left out.
     if use is not None:
         found.gpu = _number((use.sm_ratio or 0.0) * 100)
         found.mem = _number((use.memory_bytes or 0) / MIB)
@@ -371,4 +380,5 @@ def _device(gpu: Gpu, key: ContainerKey, snapshot: NodeSnapshot) -> DeviceUse:
 def _number(value: float) -> float:
     """Whole ones without `.0`, as Go writes them."""
     rounded = round(value, _DIGITS)
+    # gpu-manager's gateway is Go's encoder: 30, not 30.0.
     return int(rounded) if rounded.is_integer() else rounded

@@ -53,12 +53,14 @@ class ContainerFacts(Struct, frozen=True, kw_only=True):
         if self.allocation.is_whole:
             return CORES_PER_GPU
         part = self.allocation.parts.get(gpu.uuid)
+        # `cores` is the sum over all GPUs, which no single one of them has.
         return self.cores if part is None else cores_of_part(part)
 
     def memory_bytes_on(self, gpu: Gpu) -> int:
         if self.allocation.is_whole:
             return gpu.memory_mib * MIB
         part = self.allocation.parts.get(gpu.uuid)
+        # Rounded down, as the limit that the isolation sets: all replicas together must fit the GPU.
         return self.memory_bytes if part is None else int(part * gpu.memory_mib) * MIB
 
 
@@ -300,6 +302,7 @@ def agent_document(snapshot: NodeSnapshot) -> AgentDocument:
             IsolationDocument(one.name, one.unavailable_reason, _kept(one.kept), one.probe)
             for one in sorted(agent.isolations, key=lambda one: one.name)
         ],
+        # Once for the node: each text is a sentence, which every container would repeat.
         not_kept_texts={term.value: NOT_KEPT_TEXTS[term] for term in not_kept},
         driver=agent.driver,
         driver_version=snapshot.inventory.driver_version,
@@ -326,6 +329,7 @@ def gpu_document(gpu: Gpu, snapshot: NodeSnapshot) -> GpuDocument:
         cordoned=(snapshot.cordoned[gpu.uuid] or NO_REASON) if gpu.uuid in snapshot.cordoned else None,
         cores=CountsDocument(capacity, cores),
         memory=BytesDocument(gpu.memory_mib * MIB, snapshot.memory_allocated_bytes.get(gpu.uuid, 0)),
+        # Without the sample's processes: they are the containers' and the unattributed.
         usage=convert(sample, GpuUse, from_attributes=True) if sample is not None else None,
         unattributed=[ProcessDocument(p.pid, p.kind.value, p.memory_bytes, p.sm_ratio) for p in unattributed],
     )
@@ -339,8 +343,10 @@ def reported_gpu_document(gpu: GpuReport, account: GpuAccount) -> ReportedGpuDoc
         name=gpu.name,
         mig=MigLabel(gpu.mig.label, gpu.mig.profile) if gpu.mig is not None else UNSET,
         is_healthy=gpu.is_healthy,
+        # The annotation says that a GPU is unhealthy, not why.
         health_reason="" if gpu.is_healthy else None,
         cordoned=gpu.cordoned or None,
+        # A MIG instance that takes no shares has no cores to offer; allocated as a whole it would show 100 of 0.
         cores=CountsDocument(gpu.cores, min(account.allocated_cores, gpu.cores)),
         memory=BytesDocument(gpu.memory_bytes, account.allocated_mib * MIB),
     )
@@ -348,6 +354,7 @@ def reported_gpu_document(gpu: GpuReport, account: GpuAccount) -> ReportedGpuDoc
 
 def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> ContainerDocument:
     allocation, share = facts.allocation, facts.allocation.claim
+    # An allocation may name a GPU that was lost before the agent's start: it is left out here and stays in the ledger.
     by_uuid = snapshot.inventory.by_uuid()
     gpus = sorted((by_uuid[uuid] for uuid in allocation.gpus if uuid in by_uuid), key=lambda gpu: gpu.index)
     return ContainerDocument(
@@ -405,6 +412,7 @@ def link_word(link: Link) -> str:
 
 
 def _branch(branch: Branch) -> BranchDocument:
+    # A branch joins GPUs with different numbers of NVLinks: NV, not NV0.
     kind = link_word(Link(kind=branch.kind)).rstrip("0")
     return BranchDocument(kind, branch.gpus, [_branch(child) for child in branch.children])
 
@@ -413,6 +421,7 @@ def _phase(facts: ContainerFacts) -> str:
     """The container's own where it is known to run, else the pod's."""
     if facts.pod is None:
         return "Unknown"
+    # First: containers of a deleted pod run until their grace period is over, and use their GPUs.
     if facts.allocation.key.container in facts.pod.running:
         return "Running"
     if facts.pod.is_deleting:
@@ -427,6 +436,7 @@ def _container_usage(key: ContainerKey, uuid: GpuUuid, usage: UsageRound | None)
     sample = usage.gpus.get(uuid) if usage is not None else None
     if usage is None or sample is None or sample.processes is None:
         return None
+    # A container that was admitted after the last round has no process yet.
     use = usage.containers.get((key, uuid), ContainerUse(key=key, uuid=uuid, pids=(), memory_bytes=0, sm_ratio=0.0))
     return ContainerUsageDocument(
         sm_ratio=use.sm_ratio,

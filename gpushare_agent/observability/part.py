@@ -106,6 +106,7 @@ def build(
     started_at, containers = time.time(), ContainerViews(node, isolation)
     snapshots = SnapshotCache(
         lambda: node_snapshot(node, isolation, containers, usage.current, started_at=started_at, not_ready=not_ready()),
+        # A short period is to be seen as such; a long one must not hold back readiness, of which nobody is told.
         max_age_s=min(settings.sample_period_s, MAX_AGE_S),
     )
     node_api = NodeApi(
@@ -160,13 +161,16 @@ class ContainerViews:
         """Of the containers that have not ended."""
         node = self._node
         gpus = node.inventory.current.by_uuid()
+        # A new dictionary each time: containers that have ended are dropped without a search for them.
         before, self._known = self._known, {}
         for allocation in node.cache:
             pod = node.claim_pods.get(allocation.key.pod_uid)
             if not allocation.pod_name or has_handed_over(allocation, pod):
                 continue
+            # An isolation writes the limits some time after the Allocate, without a change of the other three.
             inputs = (allocation, pod, node.inventory.current, self._isolation.has_limits(allocation.key))
             known = before.get(allocation.key)
+            # By identity: states replace their values and never change them, and comparing whole pods would cost more.
             if known is None or any(old is not new for old, new in zip(known[0], inputs, strict=True)):
                 known = inputs, _container(node, self._isolation, allocation, pod, gpus)
             self._known[allocation.key] = known
@@ -202,6 +206,7 @@ def node_snapshot(
         inventory=inventory.current,
         cordoned=inventory.cordoned,
         unhealthy_reasons=inventory.unhealthy_reasons,
+        # From the accounts by which GPUs are placed, so that what is shown as free is what a pod can get.
         cores_allocated={one.uuid: one.allocated_cores for one in accounts},
         memory_allocated_bytes={one.uuid: one.allocated_mib * MIB for one in accounts},
         containers=containers.current(),
@@ -215,6 +220,7 @@ def _container(
     annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
     share = share_limits(allocation, annotations, gpus, node.names)
     allocated = share
+    # A live resize changes the limits alone: the kubelet and the scheduler go on to count what was allocated.
     if allocation.granted is not None:
         allocated = share_limits(replace(allocation, granted=None), annotations, gpus, node.names)
     chosen = isolation.isolation_of(allocation)

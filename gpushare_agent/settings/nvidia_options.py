@@ -83,6 +83,7 @@ def strategies(value: object) -> tuple[str, ...]:
 
 def resource_name(value: object) -> str:
     """The name with the prefix, which may be left out."""
+    # Their plugin puts its prefix before a name without one; another domain is no name there.
     name = value if isinstance(value, str) and value.startswith(_PREFIX) else f"{_PREFIX}{value}"
     if not isinstance(value, str) or len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name.removeprefix(_PREFIX)):
         raise ValueError(f"a resource name such as nvidia.com/gpu, of at most {MAX_NAME_CHARS} characters")
@@ -106,12 +107,14 @@ def channels(value: object) -> tuple[int, ...]:
 
 
 def discovery(value: object) -> str:
+    # The other values are for Tegra, whose GPUs NVML does not list.
     if value not in ("auto", "nvml"):
         raise ValueError("auto or nvml: GPUs of Tegra systems are not served, leave NVIDIA's plugin on their nodes")
     return str(value)
 
 
 def not_required(value: object) -> bool:
+    # A pod that needs a channel would start without it and fail in the middle of its work.
     if boolean(value):
         raise ValueError("false: no IMEX channel is given to containers here; keep NVIDIA's plugin where one is needed")
     return False

@@ -41,6 +41,7 @@ def read_nvidia(flags: Mapping[str, RawSetting], environ: Mapping[str, str], fil
         variable = next((name for name in option.variables if environ.get(name)), None)
         if variable:
             found[option.name] = RawSetting(value=environ[variable], source=f"variable {variable}")
+    # Flags last: theirs beat variables, which beat the file.
     found |= flags
     return _mapped(found, file or Layer(), is_given=file is not None or bool(found))
 
@@ -66,6 +67,7 @@ def _keys(tree: Mapping[object, object], layer: Layer, place: str) -> Iterator[t
             yield name, value
         elif name == f"sharing.{kind}.resources" and kind in _SHARINGS:
             yield from _replicated(name, value)
+        # Each becomes a line of the log at the start.
         elif len(layer.foreign) < MAX_UNKNOWN_KEYS:
             known = [option.name for option in OPTIONS if option.is_in_file]
             reason = f"NVIDIA's plugin does not know it either{nearest(name, known)}"
@@ -78,6 +80,7 @@ def _keys(tree: Mapping[object, object], layer: Layer, place: str) -> Iterator[t
         sharing = tree.get("sharing")
         section = sharing.get(kind) if isinstance(sharing, dict) else None
         if section is not None and not (isinstance(section, dict) and section.get("resources")):
+            # Their plugin ends with an error here, too: an empty section is a mistake, not "no sharing".
             raise _Mistake(f"sharing.{kind} has no resources; write name and replicas of at least one, or leave it out")
 
 
@@ -86,7 +89,9 @@ def _flattened(tree: Mapping[object, object], prefix: str) -> Iterator[tuple[str
     parts = {"", "flags", "sharing"} | {section for section in sections if not section.endswith(".resources")}
     known = {name.lower(): name for name in parts | options_by_name().keys() if not name.startswith("sharing.")}
     for raw_name, value in tree.items():  # Go's JSON takes the names of a struct's fields in any case
+        # An unknown name stays as it was written, for the message.
         name = known.get(f"{prefix}{raw_name}".lower(), f"{prefix}{raw_name}")
+        # `key:` with nothing behind it is unset in Go.
         if value is None:
             continue
         if name not in parts:
@@ -106,6 +111,7 @@ def _replicated(name: str, value: object) -> Iterator[tuple[str, object]]:
         if not isinstance(item, dict) or not {"name", "replicas"} <= item.keys():
             raise _Mistake(f"{name}: each must have name and replicas")
         count = item["replicas"]
+        # One replica is no sharing; their plugin refuses it.
         if isinstance(count, bool) or not isinstance(count, int) or count < 2:
             raise _Mistake(f"{name}: replicas is {_shown(count)}, but must be a whole number of at least 2")
         try:
@@ -153,6 +159,7 @@ def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> 
 def _settings(values: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
     """Our dotted key -> value, and the option that decides it."""
     ours: dict[str, tuple[object, str]] = {}
+    # Where both are given, their plugin takes MPS.
     used = next((kind for kind in _SHARINGS if f"sharing.{kind}.resources.replicas" in values), None)
     for option in OPTIONS:
         kind = option.name.split(".")[1] if option.name.startswith("sharing.") else used
@@ -163,6 +170,7 @@ def _settings(values: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
         ours |= {"nvidia.replicas": (tuple(values[name]), name), "nvidia.sharing": (_SHARINGS[used], name)}
     passes, listed = "flags.plugin.passDeviceSpecs", "flags.plugin.deviceListStrategy"
     if passes in values or listed in values:
+        # The default of theirs, not ours: passDeviceSpecs alone was given to their plugin.
         strategies = values.get(listed, ("envvar",))
         # With CDI alone their plugin names the devices and passes no nodes (getAllocateResponse in server.go).
         if values.get(passes) and not all(strategy.startswith("cdi-") for strategy in strategies):
@@ -172,6 +180,7 @@ def _settings(values: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
         ours["kubelet.device_plugin_path"] = (str(Path(values["kubelet-socket"]).parent), "kubelet-socket")
     without, enabled = "DP_DISABLE_HEALTHCHECKS", "DP_ENABLE_HEALTHCHECKS"
     if without in values or enabled in values:
+        # An enabled Xid beats a disabled one, and ours stay ignored unless enabled.
         ignored = {*_xids(values.get(without, ())), *HealthSettings().ignored_xids} - _xids(values.get(enabled, ()))
         ours["health.ignored_xids"] = (tuple(sorted(ignored)), without if without in values else enabled)
     return ours
@@ -186,6 +195,7 @@ def _outcome(option: Option, raw: RawSetting, value: object, ours: Mapping[str, 
     if option.settings:
         settings = {name: text_of(ours[name][0]) for name in option.settings if name in ours}
         kind = option.name.split(".")[1] if option.name.startswith("sharing.") else ""
+        # The section that loses has read settings too, but none of them is in effect.
         is_used = not kind or any(source.startswith(f"sharing.{kind}.") for _, source in ours.values())
         if is_used and settings:
             return ForeignKey(name=option.name, value=shown, source=raw.source, settings=settings)

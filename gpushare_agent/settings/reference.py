@@ -90,6 +90,7 @@ def _keys_of(model: type[BaseModel], prefix: str, section: str) -> list[Key]:
         else:
             aliases = tuple(alias for alias, key in ALIASES.items() if key == dotted)
             plain.append(Key(name=dotted, section=section, field=field, aliases=aliases))
+    # Keys of the section itself first: in a help text or a file they would else stand in the last subsection.
     return plain + nested
 
 
@@ -120,6 +121,7 @@ def _kind(annotation: Any, metadata: Sequence[Any], *, is_duration: bool) -> Kin
         return Kind(placeholder="|".join(choices), allowed=f"one of {shown}", choices=choices)
     if annotation is bool:
         return Kind(placeholder="true|false", allowed="true or false", choices=("true", "false"))
+    # Three states, of which a flag alone can say two: empty leaves the choice to another setting.
     if annotation == bool | None:
         return Kind(placeholder="true|false", allowed="true, false or empty", choices=("true", "false"))
     if annotation is int:
@@ -152,6 +154,7 @@ def _list_kind(item: Any) -> Kind:
 
 def _words(annotation: Any, metadata: Sequence[Any]) -> tuple[str, ...]:
     """The values of an enumeration, a Literal or `OneOf`; empty for any other type."""
+    # Asked first: the type beside it is a plain text.
     if found := next((one.words() for one in metadata if isinstance(one, OneOf)), ()):
         return found
     if get_origin(annotation) is Literal:
@@ -184,6 +187,7 @@ def help_text(keys: Sequence[Key], width: int = 100) -> str:
             width,
             initial_indent=" " * 6,
             subsequent_indent=" " * 6,
+            # Flags and names of files stay whole, to be copied.
             break_on_hyphens=False,
             break_long_words=False,
         )
@@ -206,6 +210,7 @@ def markdown() -> str:
             ]
         name = "<br>".join([f"`{key.name}`", *(f"`--{alias}`" for alias in key.aliases)])
         default = f"`{text_of(key.default)}`" if text_of(key.default) else "empty"
+        # A bar would end the table's cell.
         allowed, meaning = (text.replace("|", "\\|") for text in (key.kind.brief, key.field.description or ""))
         lines.append(f"| {name} | {default} | {allowed} | {_linked(meaning)} |")
     return "\n".join(lines) + "\n"

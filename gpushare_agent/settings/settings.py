@@ -56,6 +56,7 @@ class LoadedSettings(Struct, frozen=True, kw_only=True):
         """Whether something that the key asks for is not so, and what it sets or why it sets nothing."""
         if not key.settings:
             return key.is_lost, key.reason
+        # A value of theirs may have lost against one of ours: what is in effect is compared, not what was read.
         actual = {name: text_of(attrgetter(name)(self.settings)) for name in key.settings}
         others = [name for name, value in key.settings.items() if actual[name] != value]
         texts = [
@@ -74,19 +75,24 @@ def load_settings(
     Raises:
         SettingsError: with every mistake found.
     """
+    # The first layer that has a value wins.
     layers = [read_flags(argv), read_variables(environ), read_gpu_manager(environ)]
     path = _path("config", layers)
     own = read_named(named) if named is not None else None
     if named is not None:
+        # A named configuration of NVIDIA's comes in the place of the file that nvidia.config names, and before our own
+        # file: it is meant for this node alone.
         layers.append(own or _nvidia_layer(layers, environ, parse_nvidia(named.content, named.source)))
     if path:
         layers.append(read_file(path))
+    # Else it has been read above.
     if named is None or own is not None:
         layers.append(_nvidia_layer(layers, environ))
     layers.append(host := Layer())
     # Manifests set NODE_NAME from the downward API. Of an empty name the tree makes the host's.
     node_name = environ.get("NODE_NAME", "")
     host.values["node_name"] = RawSetting(value=node_name, source=NODE_NAME_SOURCES[not node_name])
+    # Reversed, so that the layer that wins is written last.
     raw = {name: value for layer in reversed(layers) for name, value in layer.values.items()}
     problems = [problem for layer in layers for problem in layer.problems]
     arguments: dict[str, Any] = {SOURCES: layers}
@@ -95,6 +101,7 @@ def load_settings(
     except ValidationError as error:
         problems += [_problem(found["loc"], found["msg"], raw) for found in error.errors(include_url=False)]
     if problems:
+        # A value may break two rules with one text, and a text of YAML's may have several lines.
         raise SettingsError(list(dict.fromkeys(" ".join(problem.split()) for problem in problems)))
     sources = {key.name: raw[key.name].source if key.name in raw else "default" for key in all_keys()}
     foreign = tuple(key for layer in layers for key in layer.foreign)
@@ -113,6 +120,7 @@ def _nvidia_layer(layers: Sequence[Layer], environ: Mapping[str, str], named: La
     flags = {name: raw for layer in reversed(layers) for name, raw in layer.theirs.items()}
     if named is not None:
         return read_nvidia(flags, environ, named)
+    # Their own flag and variable for the file are read without the file, to learn its path.
     path = _path("nvidia.config", [*layers, read_nvidia(flags, environ, None)])
     return read_nvidia(flags, environ, read_bounded(path, parse_nvidia) if path else None)
 
@@ -120,8 +128,10 @@ def _nvidia_layer(layers: Sequence[Layer], environ: Mapping[str, str], named: La
 def _problem(location: tuple[int | str, ...], message: str, raw: Mapping[str, RawSetting]) -> str:
     """One line that names the place, the value, the setting, and what is allowed."""
     parts = [part for part in location if isinstance(part, str)]
+    # pydantic's place goes on into the items of a list; a setting has at most a section and a name.
     key = next((key for n in (2, 1) for key in all_keys() if key.name == ".".join(parts[:n])), None)
     reason = message.removeprefix("Value error, ")
+    # A rule between settings names no key: the values that break it may come from several places.
     if key is None:
         name = ".".join(parts) or "settings"
         places = sorted({found.source for key_name, found in raw.items() if key_name.startswith(name + ".")})
@@ -138,6 +148,7 @@ def _problem(location: tuple[int | str, ...], message: str, raw: Mapping[str, Ra
 
 def _allowed(key: Key, reason: str) -> str:
     """The words of a validator of the field, which say more than the type; else the type's."""
+    # "a comma list" would not say what is wrong with an item.
     if key.kind.allowed == TEXTS:
         return reason
     return (

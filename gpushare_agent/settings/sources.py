@@ -110,6 +110,7 @@ def _by_flag() -> dict[str, Key]:
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """The known name that is most like it, as the end of a message; empty where none is."""
+    # Sorted, for of equally near names difflib takes the first.
     found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     return f" (did you mean {prefix}{found[0]}?)" if found else ""
 
@@ -133,6 +134,7 @@ def _may_be_value(key: Key | None, word: str) -> bool:
     its own."""
     if key is None:
         return not word.startswith("-")
+    # A single dash may begin a value, such as a negative number, which the setting refuses by its name.
     return word.lower() in _BOOLEAN_WORDS if key.is_boolean else not word.startswith("--")
 
 
@@ -156,8 +158,10 @@ def read_flags(argv: Sequence[str]) -> Layer:
     layer = Layer()
     for words, key, value in _tokens(argv, frozenset()):
         name = words[0].partition("=")[0]
+        # Settings of ours come first: --fail-on-init-error and --device-list-strategy are flags of both programs.
         option = options_by_flag().get(name[2:]) if key is None and name.startswith("--") else None
         if option is not None:
+            # Read later, when the file of NVIDIA's plugin is known: a flag beats it.
             layer.theirs[option.name] = RawSetting(value="true" if value is None else value, source=f"flag {name}")
         elif key is None:
             layer.problems.append(_unknown_token(words[0], _by_flag()))
@@ -181,6 +185,7 @@ class _Variables(Layer):
     """Read by pydantic-settings from the names that `read_variables` found."""
 
     def __call__(self) -> dict[str, Any]:
+        # Its own reading of the environment would accept names in any case, and say nothing of unknown ones.
         source = EnvSettingsSource(Settings)
         source.env_vars = {
             key.variable.lower(): str(self.values[key.name].value) for key in all_keys() if key.name in self.values
@@ -195,6 +200,8 @@ def read_variables(environ: Mapping[str, str]) -> Layer:
     for name in sorted(environ):
         if not name.startswith(ENVIRONMENT_PREFIX):
             continue
+        # A Service named gpushare makes GPUSHARE_PORT=tcp://10.0.0.1:80. What ends in _PORT and is no URL is more
+        # likely a setting that was mistyped.
         is_service_link = _SERVICE_LINK.fullmatch(name) or (name.endswith("_PORT") and "://" in environ[name])
         if key := known.get(name):
             layer.put(key.name, environ[name], f"variable {name}")
@@ -211,6 +218,7 @@ def read_bounded(path: RawSetting, parse: Callable[[bytes, str], Layer]) -> Laye
     named = f"{path.source}: cannot read the settings file {path.value}"
     try:
         with Path(str(path.value)).open("rb") as file:
+            # One byte more tells a longer file without reading all of it: the path may name a device.
             content = file.read(_FILE_LIMIT_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -236,6 +244,7 @@ def read_named(named: NamedConfiguration) -> Layer | None:
     before it, nor what names the node."""
     layer = Layer()
     tree = parse_into(layer, named.content, f"{named.source}: cannot be read")
+    # NVIDIA's config-manager hands its plugin files of the same directory; no setting of ours has that name.
     if "version" in tree:
         return None
     _flatten(tree, "", named.source, layer)
@@ -259,12 +268,14 @@ def parse_into(layer: Layer, content: bytes, problem: str) -> Mapping[object, ob
 
 
 def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Layer) -> None:
+    # The file is named from outside: one that named another would need an order among files.
     known = {key.name for key in all_keys()} - {"config"}
     sections = {name.partition(".")[0] for name in known if "." in name}
     for raw_name, value in tree.items():
         if len(layer.problems) >= MAX_PROBLEMS:
             layer.problems[MAX_PROBLEMS:] = [f"{source}: there may be more mistakes; correct these first"]
             return
+        # Keys are accepted as flags write them, too.
         name = prefix + str(raw_name).replace("-", "_")
         if value is None and name in known | sections:
             continue  # `key:` with nothing behind it means the default
@@ -303,6 +314,7 @@ def read_gpu_manager(environ: Mapping[str, str]) -> Layer:
     """The variables LOG_LEVEL, EXTRA_FLAGS and LIBCUDA of gpu-manager's image, a layer below our own variables."""
     layer = Layer()
     if words := environ.get("EXTRA_FLAGS"):
+        # Before LOG_LEVEL, which it beats.
         _read_extra_flags(words, layer)
     if level := environ.get("LOG_LEVEL"):
         _set_level(level, "LOG_LEVEL", "variable LOG_LEVEL", layer)
@@ -322,6 +334,7 @@ def _set_level(value: str, name: str, source: str, layer: Layer) -> None:
         )
         return
     level = ("debug" if int(value) >= _DEBUG_FROM else "info") if is_number else value.lower()
+    # EXTRA_FLAGS, which are read first, end gpu-manager's command line: their level beats LOG_LEVEL.
     layer.values.setdefault("log.level", RawSetting(value=level, source=source))
     layer.foreign.append(ForeignKey(name=name, value=value, source=source, settings={"log.level": level}))
 

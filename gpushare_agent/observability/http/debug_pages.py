@@ -91,6 +91,7 @@ def device_ranges(ids: Iterable[str]) -> dict[str, str]:
     for device in ids:
         split = split_device_id(device)
         if split is None:
+            # No ID of this agent's, from a kubelet's record of another plugin: shown as it is, without a number.
             numbers[device[:_TEXT_SHOWN]] = []
         else:
             numbers[split[0]].append(split[1])
@@ -164,6 +165,7 @@ def _pod(pod: Pod) -> PodRow:
         container_ids=dict(sorted(pod.container_ids.items())),
         containers=[_container(container) for container in pod.containers],
         annotations={
+            # Tools keep whole manifests with secrets in annotations (kubectl's last-applied-configuration).
             name: value[:_TEXT_SHOWN] if name.startswith(_OWN_ANNOTATIONS) else "(not shown)"
             for name, value in sorted(pod.annotations.items())
         },
@@ -267,6 +269,7 @@ def tasks_page(tasks: Iterable[asyncio.Task[object]]) -> str:
     for task in listed:
         by_stack[task_stack(task)].append(task.get_name())
     rows = sorted(by_stack.items(), key=lambda item: (-len(item[1]), item[1], item[0]))
+    # The largest groups first, so that what is cut are the single tasks.
     shown = rows[:MAX_ROWS]
     left_out += sum(len(names) for _, names in rows[MAX_ROWS:])
     head = f"{len(listed)} tasks at {len(rows)} places; innermost frame last\n"
@@ -288,6 +291,7 @@ def task_stack(task: asyncio.Task[object]) -> tuple[str, ...]:
     while waits_for is not None and len(lines) < MAX_FRAMES:
         frame = _frame_of(waits_for)
         if frame is None:
+            # An Event's or a Queue's future says nothing; a task's or a thread's name does.
             if type(waits_for).__name__ not in _PLAIN_FUTURES:
                 lines.append(f"waits for {type(waits_for).__name__}")
             break
@@ -317,6 +321,7 @@ def _frame_line(frame: FrameType) -> str:
     code = frame.f_code
     path = code.co_filename
     for root in _PACKAGE_ROOTS:
+        # Where the interpreter lies tells nothing, and makes lines too long for a terminal.
         path = path.rpartition(root)[2]
     own = path.rfind("gpushare_agent/")
     path = path[own:] if own > 0 else path

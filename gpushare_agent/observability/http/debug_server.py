@@ -70,9 +70,11 @@ class DebugServer:
                     self._settings.addr,
                     self._settings.port,
                     backlog=_BACKLOG,
+                    # `localhost` is resolved by the host's files: without a token its addresses are checked, too.
                     only_loopback=self._settings.token_file is None,
                 )
             except Unavailable as e:
+                # Tried again, for during an upgrade the outgoing agent may hold the port for a while.
                 self._report(str(e))
                 await asyncio.sleep(self._retry_s)
                 continue

@@ -63,6 +63,7 @@ def node_series(snapshot: NodeSnapshot) -> list[Series]:
         text = "When usage was last sampled; no row after three rounds without a sample."
         rows: list[tuple[str, Number]] = [(labels_text(node=snapshot.node), snapshot.usage.sampled_at)]
         found.append(Series("gpushare_usage_sampled_timestamp_seconds", text, rows=rows))
+    # Prometheus takes a family without rows, but each costs two lines a scrape.
     return [series for series in found if series.rows]
 
 
@@ -77,6 +78,7 @@ def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
     usage = snapshot.usage
     if usage is None:
         return
+    # A GPU that did not answer in this round has no row, rather than the values of the round before.
     samples = [(gpu.uuid, usage.gpus[gpu.uuid]) for gpu in gpus if gpu.uuid in usage.gpus]
     for name, field, text in _GPU_SAMPLES:
         rows = [(labels[uuid], rounded(value)) for uuid, s in samples if (value := getattr(s, field)) is not None]
@@ -165,6 +167,7 @@ def _labelled_samples(
             if count is not None:
                 ecc.rows.append((labels_text(kind=kind, **common), count))
         if sample.throttle_reasons is not None:
+            # Known reasons as 0 too: a query over time finds no difference where a series only appears with its 1.
             for reason in sorted({*THROTTLE_REASONS, *sample.throttle_reasons}):
                 labels = labels_text(reason=reason, **common)
                 throttled.rows.append((labels, int(reason in sample.throttle_reasons)))
@@ -173,6 +176,7 @@ def _labelled_samples(
 
 def _memory(processes: Sequence[ProcessSample]) -> int | None:
     known = [process.memory_bytes for process in processes if process.memory_bytes is not None]
+    # No process uses nothing; of processes without a reported memory nothing is known.
     return sum(known) if known or not processes else None
 
 
@@ -201,6 +205,7 @@ def container_series(snapshot: NodeSnapshot) -> list[Series]:
         *_modern([share for own in shares.values() for share in own]),
         _isolation_info(snapshot, containers),
     ]
+    # Rarely so, and summing costs a dictionary of thousands of rows at each scrape.
     has_namesakes = len({labels for labels, _ in labelled}) < len(labelled)
     return [_summed(one) for one in series] if has_namesakes else series
 
@@ -251,6 +256,7 @@ def _use_of(snapshot: NodeSnapshot, facts: ContainerFacts, gpu: Gpu) -> Containe
     if usage is None or sample is None:
         return None
     use = usage.containers.get((facts.allocation.key, gpu.uuid))
+    # A driver that lists no processes leaves the container's use unknown: no row.
     if use is not None or sample.processes is None:
         return use
     return ContainerUse(key=facts.allocation.key, uuid=gpu.uuid, pids=(), memory_bytes=0, sm_ratio=0.0,
@@ -264,6 +270,7 @@ def _requested(containers: Iterable[tuple[Labels, ContainerFacts]]) -> list[Seri
     cores = Series("container_request_gpu_utilization", "Requested share of GPUs, in GPUs.")
     memory = Series("container_request_gpu_memory", "Requested GPU memory, in MiB.")
     for labels, facts in containers:
+        # What the kubelet allocated: a live resize changes the limit, which has a series of ours, not the request.
         cores.rows.append((f'{labels},req_of_gpu="total"', facts.allocated_cores / CORES_PER_GPU))
         memory.rows.append((f'{labels},req_of_gpu_memory="total"', facts.allocated_memory_bytes / MIB))
     return [cores, memory]
@@ -304,6 +311,7 @@ _CONTAINER_STATES: tuple[tuple[str, str, Callable[[_Share], Number]], ...] = (
     (
         "cores_limit_ratio",
         "Compute of the GPU that the container may use at most; more than allocated for an elastic share.",
+        # core_limit is 0 without an elastic ceiling: then the share itself is the limit.
         lambda share: (share.facts.core_limit or share.facts.cores_on(share.gpu)) / CORES_PER_GPU,
     ),
     (
@@ -341,6 +349,7 @@ def _isolation_info(snapshot: NodeSnapshot, containers: Iterable[ContainerFacts]
             not_kept=",".join(term.value for term in facts.kept.not_kept),
         ): None
         for facts in containers
+        # None without a known pod: its isolation, and so who enforces the share, is not known.
         if facts.kept is not None
     }
     text = "Who enforces the share's memory and compute, and what is not enforced; always 1."
