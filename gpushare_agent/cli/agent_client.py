@@ -59,13 +59,14 @@ async def read_decisions(
     agent: AgentClient, *, pod: str = "", namespace: str = "", limit: int = MAX_DECISIONS
 ) -> list[DecisionDocument]:
     """The newest first: of one pod where it is named. Raises AgentError, Corrupt as `read_node`."""
-    wanted = {"pod": pod, "namespace": namespace, "limit": str(limit)}
-    answer = await agent.get("/api/v1/decisions", {key: value for key, value in wanted.items() if value})
+    query = {"pod": pod, "namespace": namespace, "limit": str(limit)}
+    answer = await agent.get("/api/v1/decisions", {key: value for key, value in query.items() if value})
     return check_document(DECISIONS, answer, agent.name)["decisions"]
 
 
 def local_url(address: str, port: int) -> str:
-    """Of what listens there on this host; a client connects to localhost where it listens on every address."""
+    """The URL of what listens there on this host; a client connects to localhost where it listens on every address."""
+    # 0.0.0.0 is where a server listens; as a destination it works on Linux alone.
     address = _EVERY_ADDRESS.get(address, address)
     return f"http://{f'[{address}]' if ':' in address else address}:{port}"
 
@@ -93,6 +94,7 @@ class DirectAgentClient:
             raise Unavailable(
                 f"{what}: no answer within {self._timeout_s:g} s; if the agent runs, its log has the reason"
             ) from e
+        # Before ClientError, whose subclass it is: nobody listens, which has remedies of its own.
         except ClientConnectorError as e:
             raise Unavailable(
                 f"{what}: {_reason(e.os_error)}. Is the agent running there? Its address and port are web.addr and"
@@ -117,10 +119,12 @@ async def _content(response: ClientResponse, what: str) -> bytes:
     content = bytearray()
     async for part in response.content.iter_any():
         content += part
+        # Counted while reading: Content-Length may be missing or wrong, and the address may be another program's.
         if len(content) > MAX_ANSWER_BYTES:
             raise Corrupt(
                 f"{what}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB; is this the agent's address?"
             )
+    # After the body, which says why.
     if response.status != 200:
         raise _status_error(response.status, bytes(content), what)
     return bytes(content)
@@ -128,6 +132,7 @@ async def _content(response: ClientResponse, what: str) -> bytes:
 
 def _reason(error: OSError) -> str:
     """asyncio's text for a refused connection has no reason."""
+    # Where a name has several addresses asyncio joins their errors into one text without a number.
     is_refused = error.errno == errno.ECONNREFUSED or "Connect call failed" in str(error)
     return "the connection is refused" if is_refused else str(error.strerror or error)
 
@@ -137,6 +142,7 @@ def _status_error(status: int, content: bytes, what: str) -> AgentError:
     text = f"{what}: the answer is {status} ({body or 'no text'})"
     if status == 404:
         return NotFound(f"{text}; this is another program, or an agent older than these commands")
+    # The agent answers 503 while too many requests wait.
     if status in (429, 503):
         return Unavailable(f"{text}; try again")
     return Rejected(text)
@@ -145,6 +151,7 @@ def _status_error(status: int, content: bytes, what: str) -> AgentError:
 def _json_object(content: bytes, what: str) -> dict[str, Any]:
     try:
         answer = json.loads(content)
+    # Deeply nested brackets end in RecursionError, not in a ValueError.
     except (ValueError, RecursionError) as e:
         raise Corrupt(f"{what}: the answer is no JSON; is this the agent's address?") from e
     if not isinstance(answer, dict):
@@ -176,18 +183,20 @@ async def open_agent(
 ) -> AsyncIterator[AgentClient]:
     """The node is that of `pod`, where one is named, unless `target` names one; an empty `namespace` means any. Raises
     AgentError."""
+    # The agent's own address first: it needs no rights in the cluster.
     if target.server or not (target.node or target.is_remote):
         url = target.server or local_url(settings.web.addr, settings.web.port)
         async with open_agent_client(url) as agent:
             yield agent
         return
     async with open_cluster(settings) as api:
+        # Only where the node is not named: reading a pod takes a right of its own.
         node = target.node or (await _node_of_pod(api, settings, namespace, pod) if pod else "")
         yield ApiServerProxy(api, await find_agent(api, settings, node=node, namespace=target.agent_namespace))
 
 
 class AgentPod(Struct, frozen=True, kw_only=True):
-    """Where an agent runs."""
+    """The pod of an agent, its node and its HTTP port."""
 
     namespace: str
     name: str
@@ -229,6 +238,7 @@ async def find_agent(api: KubeApi, settings: Settings, *, node: str, namespace: 
             f"no agent runs {where}: no running pod {place}; check `kubectl get pods -A -l {AGENT_LABEL} -o wide`, and "
             "name its namespace with --agent-namespace"
         )
+    # Two on one node are an upgrade's, and either shows the node.
     if len(agents) > 1 and not node:
         names = ", ".join(agent.node for agent in agents[:10]) + (", …" if len(agents) > 10 else "")
         raise NotFound(f"{len(agents)} nodes have an agent ({names}): name one with --node NODE")
@@ -238,9 +248,11 @@ async def find_agent(api: KubeApi, settings: Settings, *, node: str, namespace: 
 def _agent_pod(raw: Raw, usual_port: int) -> AgentPod | None:
     pod = read_pod_json(raw)
     meta, node = pod.meta, pod.spec.node_name
+    # During an upgrade a node has two agents: the one that is being deleted may be gone before it answers.
     if pod.status.phase != "Running" or meta.deleted_at is not None or not (meta.namespace and meta.name and node):
         return None
     ports = (port for container in pod.spec.containers or () for port in container.ports if port.name == HTTP_PORT)
+    # A manifest of one's own may have left the port's name out.
     port = next((one.container_port for one in ports if 0 < one.container_port < 65536), usual_port)
     return AgentPod(namespace=meta.namespace, name=meta.name, node=node, port=port)
 
@@ -252,6 +264,7 @@ async def _node_of_pod(api: KubeApi, settings: Settings, namespace: str, pod: st
         NotFound: there is no such pod.
         Unavailable: no node was chosen for it yet.
     """
+    # Names of pods are unique in a namespace alone.
     if not namespace:
         namespace = await _only_namespace(api, pod)
     try:

@@ -55,11 +55,12 @@ async def check_driver(settings: Settings) -> list[Finding]:
     try:
         inventory = await read_inventory(settings)
     except AgentError as failure:
-        cure = "make `nvidia-smi` work on the host; a node without GPUs can rehearse with --driver simulated"
+        remedy = "make `nvidia-smi` work on the host; a node without GPUs can rehearse with --driver simulated"
         if settings.driver == "simulated":
-            cure = "check --topology, --cards and --card-memory-mib"
+            remedy = "check --topology, --cards and --card-memory-mib"
+        # As the agent itself: it ends, or goes on and tries again.
         level = Level.ERROR if settings.fail_on_init_error else Level.WARNING
-        return [Finding(level=level, what="driver", detail=str(failure), cure=cure)]
+        return [Finding(level=level, what="driver", detail=str(failure), cure=remedy)]
     findings = [_gpus_finding(settings, inventory)]
     findings += [_unhealthy_finding(gpu) for gpu in inventory.gpus if not gpu.is_healthy]
     findings += [
@@ -71,10 +72,11 @@ async def check_driver(settings: Settings) -> list[Finding]:
         for index, reason in inventory.unreadable
     ]
     names = resource_names(settings, inventory.mig_profiles)
+    # Excluded GPUs may differ: they are in no resource.
     offered = [gpu for gpu in inventory.gpus if not gpu.is_selected(settings.excluded_gpus)]
     if names.gpu and (why := names.nvidia.unlike(offered)):
-        reported, _, cure = why.partition(". ")
-        findings.append(error("mig", reported, cure))
+        reported, _, remedy = why.partition(". ")
+        findings.append(error("mig", reported, remedy))
     if settings.driver == "nvml":
         findings.append(_device_nodes_finding(inventory))
     return findings
@@ -117,8 +119,10 @@ def _device_nodes_finding(inventory: GpuInventory) -> Finding:
         except Unavailable as failure:
             missing.append(str(failure))
     if missing:
-        cure = "run `nvidia-modprobe -c 0 -u` on the host; in a pod, set NVIDIA_DRIVER_CAPABILITIES to compute,utility"
-        return error("device nodes", "; ".join(missing), cure)
+        remedy = (
+            "run `nvidia-modprobe -c 0 -u` on the host; in a pod, set NVIDIA_DRIVER_CAPABILITIES to compute,utility"
+        )
+        return error("device nodes", "; ".join(missing), remedy)
     return ok("device nodes", f"{len(paths)} present")
 
 
@@ -130,8 +134,8 @@ async def check_kubelet(settings: Settings) -> list[Finding]:
         await node_probes.connect_to_socket(directory / "kubelet.sock")
         findings.append(ok("kubelet socket", f"{directory / 'kubelet.sock'} answers"))
     except Unavailable as failure:
-        cure = "start the kubelet, or set --device-plugin-path to its device-plugins directory (mounted into the pod)"
-        findings.append(error("kubelet socket", str(failure), cure))
+        remedy = "start the kubelet, or set --device-plugin-path to its device-plugins directory (mounted into the pod)"
+        findings.append(error("kubelet socket", str(failure), remedy))
     longest = str(directory / instance_socket_name(ResourceKind.VMEMORY.socket))
     length, limit = len(longest.encode()), MAX_ADDRESS_BYTES
     if length > limit:
@@ -148,8 +152,8 @@ async def check_pod_resources(settings: Settings) -> list[Finding]:
     try:
         await node_probes.connect_to_socket(path)
     except Unavailable as failure:
-        cure = "mount the kubelet's pod-resources directory into the pod, or set --kubelet.pod-resources-socket"
-        return [error("pod resources", str(failure), cure)]
+        remedy = "mount the kubelet's pod-resources directory into the pod, or set --kubelet.pod-resources-socket"
+        return [error("pod resources", str(failure), remedy)]
     return [ok("pod resources", f"{path} answers (not asked for its list: that could disturb an admission)")]
 
 
@@ -159,17 +163,18 @@ async def check_directories(settings: Settings) -> list[Finding]:
     try:
         found = await asyncio.to_thread(node_probes.require_writable, directory)
     except Unavailable as failure:
-        cure = f"run the agent as root with the directory mounted for writing and room on its disk, or set {flag}"
-        return [error("directory", str(failure), cure)]
+        remedy = f"run the agent as root with the directory mounted for writing and room on its disk, or set {flag}"
+        return [error("directory", str(failure), remedy)]
     if found.directory != directory:
-        cure = f"start the kubelet, mount the directory, or set {flag}"
-        return [error("directory", f"{directory}: not there", cure)]
+        remedy = f"start the kubelet, mount the directory, or set {flag}"
+        return [error("directory", f"{directory}: not there", remedy)]
     return [ok("directory", f"{directory} writable, {found.free_bytes // MIB} MiB free")]
 
 
 async def check_files(settings: Settings) -> list[Finding]:
     """Files that settings name. Where volume.conf is read for the driver directory, that line reports it."""
     named = {"--extra-config": settings.extra_config}
+    # Where one does, its own probe reads the file and reports it.
     if not any(isolation.mounts_driver for isolation in isolations_in_use(settings)):
         named["--volume-config"] = settings.volume_config
     findings: list[Finding] = []
@@ -195,6 +200,7 @@ async def check_runtime(settings: Settings) -> list[Finding]:
     if not any(isolation.follows_processes for isolation in isolations_in_use(settings)):
         return [ok("container runtime", f"not asked: isolation {settings.isolation} does not use it")]
     endpoint, known = settings.runtime.endpoint, node_probes.RUNTIME_SOCKETS
+    # A socket that was configured is tried though it is missing: that is the finding.
     tried = [endpoint] if endpoint else [str(path) for path in known if path.is_socket()]
     if not tried:
         return [ok("container runtime", f"no known socket is here: {_FROM_STATUSES}")]
@@ -203,9 +209,9 @@ async def check_runtime(settings: Settings) -> list[Finding]:
         async with open_runtime(endpoint, timeout_s=timeout_s, known=known) as runtime:
             found = await runtime.version()
     except AgentError as failure:
-        cure = "correct --container-runtime-endpoint and mount its socket" if endpoint else "mount the one that runs"
+        remedy = "correct --container-runtime-endpoint and mount its socket" if endpoint else "mount the one that runs"
         detail = f"{', '.join(tried)}: {failure}; until one answers, {_FROM_STATUSES}"
-        return [warning("container runtime", detail, f"{cure}, or do without: leave both out")]
+        return [warning("container runtime", detail, f"{remedy}, or do without: leave both out")]
     return [ok("container runtime", f"{found.name} {found.version} answers at {found.endpoint}")]
 
 
@@ -215,8 +221,8 @@ async def check_cgroups(settings: Settings) -> list[Finding]:
     try:
         version = cgroup_version(root)
     except Unavailable as failure:
-        cure = "mount the host's /sys/fs/cgroup into the pod, or set --runtime.cgroup-root"
-        return [error("cgroups", str(failure), cure)]
+        remedy = "mount the host's /sys/fs/cgroup into the pod, or set --runtime.cgroup-root"
+        return [error("cgroups", str(failure), remedy)]
     findings = [ok("cgroups", f"{version} at {root}")]
     kubelet_socket = settings.kubelet.device_plugin_path / KUBELET_SOCKET
     # cgroup.procs of v1 lists a process of another PID namespace not at all, v2 lists it as 0: it is at least counted.
@@ -225,8 +231,8 @@ async def check_cgroups(settings: Settings) -> list[Finding]:
             f"{version} at {root}, which leaves out the processes of other PID namespaces: "
             f"shares of force-deleted pods are freed while their processes may run on"
         )
-        cure = "give the agent the host's PID namespace (hostPID: true), or move the node to cgroup v2"
-        findings = [warning("cgroups", detail, cure)]
+        remedy = "give the agent the host's PID namespace (hostPID: true), or move the node to cgroup v2"
+        findings = [warning("cgroups", detail, remedy)]
     return findings + await _check_driver_setting(settings)
 
 
@@ -235,26 +241,28 @@ async def _check_driver_setting(settings: Settings) -> list[Finding]:
     if not setting:
         return []
     cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
-    cure = "leave --cgroup-driver out: it is seen from the paths themselves"
+    remedy = "leave --cgroup-driver out: it is seen from the paths themselves"
     try:
+        # A walk of all cgroups, which may take long on a full node.
         disagreement = await cgroups.check_driver_in_thread(setting)
     except Unavailable as failure:
-        return [warning("cgroup driver", str(failure), cure)]
+        return [warning("cgroup driver", str(failure), remedy)]
     if disagreement is not None:
-        return [warning("cgroup driver", disagreement, cure)]
+        return [warning("cgroup driver", disagreement, remedy)]
     return [ok("cgroup driver", f"{setting} is set, and no pod's cgroup says otherwise")]
 
 
 async def check_kept(settings: Settings, failed: Collection[str] = ()) -> list[Finding]:
-    """Of a share under each isolation in use: what is kept, by whom, and what is not. Nothing of those that `failed`."""
+    """The limits of a share under each isolation in use but those that `failed`: which are enforced, by whom, which not."""
     module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
     findings = []
+    # What a broken isolation would enforce is no news to whoever reads its error.
     for name in sorted(settings.isolations_in_use - frozenset(failed)):
         found = ISOLATIONS[name].kept(node_circumstances(name, settings, Circumstances(module=module)))
         detail = f"{name}: {found.text}"
         if NotKept.OPEN_MODULES in found.not_kept:
-            cure = "update the driver to 570 or later, or install its proprietary kernel module; isolation mps does without"
-            findings.append(warning("isolation", detail, cure))
+            remedy = "update the driver to 570 or later, or install its proprietary module; isolation mps does without"
+            findings.append(warning("isolation", detail, remedy))
         else:
             findings.append(ok("isolation", detail))
     return findings
@@ -262,6 +270,7 @@ async def check_kept(settings: Settings, failed: Collection[str] = ()) -> list[F
 
 async def check_device_lists(settings: Settings) -> list[Finding]:
     """The strategies do not contradict each other, and CDI names every GPU where it provides them."""
+    # Simulated GPUs have no device nodes unless a setting says so.
     has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
     mounts_driver = ISOLATIONS[settings.isolation].mounts_driver and settings.volume_config is not None
     texts = strategy_warnings(settings.device_list_strategy, mounts_driver=mounts_driver, has_gpu_nodes=has_nodes)
@@ -291,20 +300,21 @@ def _status_finding(size: int) -> Finding:
     detail = f"that of a pod with all cores and memory of this node has {size} bytes of device IDs"
     if size <= MAX_STATUS_BYTES:
         return ok("pod status", detail)
-    cure = "set a larger resources.memory_block_mib, or have whole GPUs asked for without memory (docs/reference/formats.md)"
-    return warning("pod status", f"{detail}, more than {MAX_STATUS_BYTES}", cure)
+    larger = "set a larger resources.memory_block_mib, or have whole GPUs asked for without memory"
+    remedy = f"{larger} (docs/reference/formats.md)"
+    return warning("pod status", f"{detail}, more than {MAX_STATUS_BYTES}", remedy)
 
 
 async def _check_cdi(settings: Settings) -> list[Finding]:
-    cure = "see docs/reference/device-lists.md; `gpushare-agent cdi list` prints who names which GPU"
+    remedy = "see docs/reference/device-lists.md; `gpushare-agent cdi list` prints who names which GPU"
     try:
         inventory = await read_inventory(settings)
         state = await asyncio.to_thread(cdi_specs(settings).plan, inventory.gpus)
     except AgentError as failure:
-        return [error("cdi", str(failure), cure)]
-    found = [warning("cdi", f"passed over: {text}", cure) for text in state.passed_over]
+        return [error("cdi", str(failure), remedy)]
+    found = [warning("cdi", f"passed over: {text}", remedy) for text in state.passed_over]
     if state.unnamed or state.troubles:
-        return [*found, *(error("cdi", text, cure) for text in state.troubles or state.unnamed)]
+        return [*found, *(error("cdi", text, remedy) for text in state.troubles or state.unnamed)]
     return [*found, ok("cdi", f"{len(state.named)} GPUs have a name of kind {state.kind}, or get it from the agent")]
 
 
@@ -338,6 +348,7 @@ async def run(settings: Settings, *, form: Form) -> int:
 async def check_node(settings: Settings) -> list[Finding]:
     """Every finding, in the order of the probes, then what each isolation without an error keeps."""
     node = await resolve_isolation(settings)
+    # From here on with the isolation that auto chooses: the probes must be of that one.
     settings = node.settings
     chosen = [ok("isolation", f"auto chooses {settings.isolation}: {node.isolation_reason}")]
     parts = [part for part in ISOLATIONS if part in settings.isolation_parts_in_use]
@@ -347,6 +358,7 @@ async def check_node(settings: Settings) -> list[Finding]:
         tasks = [
             (part, group.create_task(_bounded(probe, settings), name=f"check {probe.name}")) for part, probe in every
         ]
+    # Without the node's own probes, which belong to no isolation.
     failed = {part for part, task in tasks if any(one.level is Level.ERROR for one in task.result())} - {""}
     kept = await _bounded(CheckProbe(name="isolation", run=partial(check_kept, failed=failed)), settings)
     found = dict.fromkeys(finding for _, task in tasks for finding in task.result())  # two isolations may ask the same
@@ -358,12 +370,16 @@ async def _bounded(probe: CheckProbe, settings: Settings) -> list[Finding]:
         async with asyncio.timeout(probe.timeout_s):
             return await probe.run(settings)
     except TimeoutError:
-        detail, cure = f"no answer within {probe.timeout_s:g} s", "find out what hangs there; the agent would hang too"
-        return [error(probe.name, detail, cure)]
+        # A file system of a lost server blocks without end, in the agent as here.
+        detail, remedy = (
+            f"no answer within {probe.timeout_s:g} s",
+            "find out what hangs there; the agent would hang too",
+        )
+        return [error(probe.name, detail, remedy)]
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """A line each: level, what, detail, cure; then a line that counts."""
+    """A line each: level, what, detail, remedy; then a line that counts."""
     width = max((len(finding.what) for finding in findings), default=0)
     lines = [
         f"{finding.level:<7}  {finding.what:<{width}}  {finding.detail}"

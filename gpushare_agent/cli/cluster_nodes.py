@@ -41,25 +41,27 @@ from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.settings.settings import Settings
 
 _LIST_TIMEOUT_S = 120.0
-_CURE = "check your own credentials and their rights; docs/reference/cli.md lists those that are needed"
+_REMEDY = "check your own credentials and their rights; docs/reference/cli.md lists those that are needed"
 
 
 @asynccontextmanager
 async def open_cluster(settings: Settings) -> AsyncIterator[KubeApi]:
     """The API server of the kubeconfig. Lists of a large cluster may take a while."""
     timeouts, kubeconfig = KubeTimeouts(list_s=_LIST_TIMEOUT_S), settings.kubeconfig
-    async with open_kube_api(kubeconfig=kubeconfig, context=settings.context, timeouts=timeouts, cure=_CURE) as api:
+    async with open_kube_api(kubeconfig=kubeconfig, context=settings.context, timeouts=timeouts, cure=_REMEDY) as api:
         yield api
 
 
 async def read_cluster(api: KubeApi, settings: Settings) -> list[InspectedNode]:
     """Every node that has GPUs, by name, with what is allocated to its pods."""
     names = cluster_names(settings)
+    # Nodes first: which pods are read depends on whom the nodes report.
     nodes, _ = await api.list_all(ALL_NODES, lambda raw: _node(raw, names))
     of_node: dict[str, list[Pod]] = {node.name: [] for node in nodes}
     reported = {uid for node in nodes for uid in node.report.allocated or ()}
     found, _ = await api.list_all(pods(fields=UNFINISHED), lambda raw: _pod(raw, names, reported))
     for pod in found:
+        # A node without GPUs is not shown, nor what pods ask for on it.
         if pod.node_name in of_node:
             of_node[pod.node_name].append(pod)
     return [
@@ -69,7 +71,7 @@ async def read_cluster(api: KubeApi, settings: Settings) -> list[InspectedNode]:
 
 
 def cluster_names(settings: Settings) -> ResourceNames:
-    """Also GPUShare's resource: this host's setting says nothing about the cluster."""
+    """The resources' names of the cluster, GPUShare's too: this host's setting says nothing about other nodes."""
     enabled = settings.gpushare.model_copy(update={"enabled": True})
     return resource_names(settings.model_copy(update={"gpushare": enabled}))
 
@@ -101,6 +103,7 @@ def _pod(raw: Raw, names: ResourceNames, reported: Collection[PodUid]) -> Pod | 
 
 def _count(quantity: Quantity | None) -> int:
     try:
+        # A node whose capacity cannot be read is left out, and the others are shown.
         return whole_number(quantity, "capacity") if quantity is not None else 0
     except Corrupt:
         return 0
@@ -124,7 +127,7 @@ class InspectedGpu(NamedGpu):
 
 
 class InspectedContainer(TypedDict):
-    """Without `gpus` it is charged to none, and `remark` says why."""
+    """One container with what it has. Without `gpus` it is charged to none, and `remark` says why."""
 
     namespace: str
     pod: str
@@ -153,16 +156,18 @@ class NodeReport(Struct, frozen=True, kw_only=True):
 
 
 def read_report(annotations: Mapping[str, str], capacity: Mapping[str, int], names: ResourceNames) -> NodeReport | None:
-    """By the annotation, else by the capacity of the resources; None for a node that offers none of them."""
+    """The report in the annotation, else one made of the resources' capacity; None for a node that offers none of them."""
     text = annotations.get(GPUS_ANNOTATION)
     if text is None:
         return _by_capacity(capacity, names, f"no {GPUS_ANNOTATION}")
     try:
+        # A Node's annotations are written by its agent, but also by everybody who may patch nodes: they are checked.
         reported = parse_gpus(text)
     except Corrupt as error:
         return _by_capacity(capacity, names, f"the annotation {GPUS_ANNOTATION} cannot be read ({error})")
     gpus = tuple(sorted(reported.gpus, key=lambda gpu: gpu.index))
     allocated, remark = _allocated(annotations.get(ALLOCATIONS_ANNOTATION), [gpu.index for gpu in gpus])
+    # The node's agent may have another block size than this host's settings.
     names = replace(names, memory_block_mib=reported.memory_block_mib or names.memory_block_mib)
     return NodeReport(gpus=gpus, names=names, allocated=allocated, remark=remark)
 
@@ -194,18 +199,20 @@ def _by_capacity(capacity: Mapping[str, int], names: ResourceNames, problem: str
 
 
 def report_document(node: str, report: NodeReport, pods: Sequence[Pod]) -> InspectedNode:
-    """`pods` are those of the node. A GPU's sums are the report's alone, whatever the pods say; what unplaced containers
-    ask for is in none."""
+    """The node in the form of the agent's document; `pods` are those of the node. A GPU's sums are the report's alone,
+    whatever the pods say; what containers without a GPU ask for is in none."""
     allocated = report.allocated or {}
     charged: dict[int, Charge] = {}
     for charges in allocated.values():
         add_charges(charged, charges)
+    # A pod that has ended keeps its requests and has no GPU any more.
     by_uid = {pod.uid: pod for pod in pods if not pod.is_terminal}
     containers = [one for uid, pod in by_uid.items() for one in _containers_of(pod, allocated.get(uid, {}), report)]
     gone = "the API server lists no such pod on the node that runs"
     containers += [
         _container("", uid, "", charges, _charged(charges, report), gone)
         for uid, charges in allocated.items()
+        # The report is a little behind: such a pod may have ended, and still has its GPUs for its agent.
         if uid not in by_uid
     ]
     return {
@@ -226,6 +233,7 @@ def _containers_of(pod: Pod, charges: Mapping[int, Charge], report: NodeReport) 
     asking = [
         container for container in pod.containers if container.kind is not ContainerKind.INIT and names.asked(container)
     ]
+    # With one container all of the pod's charges are its own.
     if charges and len(asking) <= 1:
         name = asking[0].name if asking else ""  # asks under a name that is not among the settings here
         return [_container(pod.namespace, pod.name, name, charges, _charged(charges, report))]

@@ -30,6 +30,7 @@ async def run(settings: Settings, target: AgentTarget, *, form: Form) -> int:
         document = graph_document(await read_node(agent))
 
     def tables(_width: int) -> Sequence[RenderableType]:
+        # Not wrapped: a broken line would break the branches that are drawn in it.
         return [Text(tree_text(document, is_wide=form == "wide"), no_wrap=True, overflow="ignore")]
 
     print_as(form, document, tables)
@@ -70,6 +71,7 @@ def graph_document(node: NodeDocument) -> GraphDocument:
 
 def _gpu(gpu: GpuDocument) -> GraphGpu:
     cores, memory = gpu["cores"], gpu["memory"]
+    # Room on a GPU out of service is offered to no pod.
     is_usable = gpu["is_healthy"] and not is_cordoned(gpu)
     free_bytes = max(0, memory["capacity_bytes"] - memory["allocated_bytes"]) if is_usable else 0
     return {
@@ -98,6 +100,7 @@ def _note(gpu: GraphGpu) -> str:
 
 def _read_branch(raw: BranchDocument, depth: int) -> Branch:
     kind = _KINDS.get(raw["kind"])
+    # The tree comes from elsewhere: `render_tree` calls itself for each level.
     if kind is None or depth == 0:
         raise Corrupt(
             f"cannot draw the topology: the agent's tree has a branch {plain(raw['kind'])!r} that this program does not"

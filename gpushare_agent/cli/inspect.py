@@ -47,7 +47,7 @@ class Totals(TypedDict):
     memory: Memory
 
 
-class Unplaced(TypedDict):
+class Uncharged(TypedDict):
     """What is charged to no GPU."""
 
     containers: int
@@ -56,7 +56,7 @@ class Unplaced(TypedDict):
 
 
 class SummedNode(InspectedNode):
-    unplaced: Unplaced
+    unplaced: Uncharged
     totals: Totals
 
 
@@ -67,20 +67,20 @@ class InspectionDocument(TypedDict):
 
 
 def inspection_document(nodes: Sequence[InspectedNode]) -> InspectionDocument:
-    """With the sums."""
+    """The document of `inspect`: the nodes, with the sums of each and of all."""
     return {
         "schema": SCHEMA,
-        "nodes": [{**node, "unplaced": _unplaced(node), "totals": _totals(node["gpus"])} for node in nodes],
+        "nodes": [{**node, "unplaced": _uncharged(node), "totals": _totals(node["gpus"])} for node in nodes],
         "totals": _totals([gpu for node in nodes for gpu in node["gpus"]]),
     }
 
 
-def _unplaced(node: InspectedNode) -> Unplaced:
-    unplaced = [container for container in node["containers"] if not container["gpus"]]
+def _uncharged(node: InspectedNode) -> Uncharged:
+    uncharged = [container for container in node["containers"] if not container["gpus"]]
     return {
-        "containers": len(unplaced),
-        "cores": sum(container["cores"] for container in unplaced),
-        "memory_bytes": sum(container["memory_bytes"] for container in unplaced),
+        "containers": len(uncharged),
+        "cores": sum(container["cores"] for container in uncharged),
+        "memory_bytes": sum(container["memory_bytes"] for container in uncharged),
     }
 
 
@@ -103,7 +103,7 @@ def _totals(gpus: Sequence[InspectedGpu]) -> Totals:
 def inspection_tables(
     document: InspectionDocument, *, with_details: bool, is_wide: bool = False
 ) -> list[RenderableType]:
-    """From the document, so that both forms agree. `is_wide` adds the UUIDs."""
+    """The tables, made from the document, so that both forms agree. `is_wide` adds the UUIDs."""
     nodes = document["nodes"]
     parts: list[RenderableType] = [_gpus_table(nodes, is_wide=is_wide)]
     if with_details:
@@ -111,8 +111,8 @@ def inspection_tables(
     remarks = [
         Text(f"{plain(node['node'])}: {plain(node['remark'])}", style="yellow") for node in nodes if node["remark"]
     ]
-    unplaced = [_unplaced_line(node, with_details) for node in nodes if node["unplaced"]["containers"]]
-    return [*parts, Text(""), *remarks, *unplaced, _cluster_line(document)]
+    uncharged = [_uncharged_line(node, with_details) for node in nodes if node["unplaced"]["containers"]]
+    return [*parts, Text(""), *remarks, *uncharged, _cluster_line(document)]
 
 
 def _gpus_table(nodes: Sequence[SummedNode], *, is_wide: bool) -> RenderableType:
@@ -126,10 +126,12 @@ def _gpus_table(nodes: Sequence[SummedNode], *, is_wide: bool) -> RenderableType
             more = [gpu["uuid"]] if is_wide else []
             rows.append([name, gpu_label(gpu), gpu["name"] or "-", *more, _health(gpu), *_amounts(gpu), reason])
         cores, memory = _amounts(node["totals"])
+        # Without a GPU's row, which has it, the row of sums is all that names the node.
         whose = "" if node["gpus"] else node["node"]
         rows.append(
             [whose, "all", "", *("" for _ in uuid), "", Text(cores, style="bold"), Text(memory, style="bold"), ""]
         )
+    # The last column is the reason: where all GPUs are in service it would only make lines longer.
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     return grid(columns, rows, right=("GPU", CORES_COLUMN, MEMORY_COLUMN))
@@ -171,12 +173,12 @@ def _containers_table(nodes: Sequence[SummedNode]) -> RenderableType:
     return grid(columns, rows, right=("GPU", CORES_COLUMN, MEMORY_COLUMN))
 
 
-def _unplaced_line(node: SummedNode, with_details: bool) -> Text:
-    unplaced = node["unplaced"]
-    number, verb = (counted(unplaced["containers"], "container"), "is" if unplaced["containers"] == 1 else "are")
+def _uncharged_line(node: SummedNode, with_details: bool) -> Text:
+    uncharged = node["unplaced"]
+    number, verb = (counted(uncharged["containers"], "container"), "is" if uncharged["containers"] == 1 else "are")
     hint = "" if with_details else "; -d lists them"
     return Text(
-        f"{plain(node['node'])}: {number} with {unplaced['cores']} GPU cores and {gib(unplaced['memory_bytes'])} GiB "
+        f"{plain(node['node'])}: {number} with {uncharged['cores']} GPU cores and {gib(uncharged['memory_bytes'])} GiB "
         f"{verb} charged to no GPU{hint}",
         style="yellow",
     )
@@ -211,6 +213,7 @@ async def run(
             nodes = [node_of_document(await read_node(agent))]
     document = inspection_document(nodes)
     for node in document["nodes"]:
+        # After the sums, which are of the whole node whatever namespace is shown.
         node["containers"] = in_namespace(node["containers"], namespace)
 
     def tables(_width: int) -> Sequence[RenderableType]:
@@ -225,7 +228,7 @@ async def run(
 
 
 def gpu_of_document(gpu: GpuDocument) -> InspectedGpu:
-    """Without its use."""
+    """The part of an agent's GPU that `inspect` shows: all but its use."""
     found: InspectedGpu = {
         "index": gpu["index"],
         "uuid": gpu["uuid"],
@@ -236,6 +239,7 @@ def gpu_of_document(gpu: GpuDocument) -> InspectedGpu:
         "cores": gpu["cores"],
         "memory": gpu["memory"],
     }
+    # The key is absent on a whole GPU, as in the agent's document.
     return {**found, "mig": gpu["mig"]} if "mig" in gpu else found
 
 

@@ -47,12 +47,14 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 
 
 def _run(call: Invocation) -> int:
+    # Logging before the import: what the imports and the settings have to say is in the chosen format.
     loaded = call.load_with_logs()
     _log_foreign_keys(loaded)
     from gpushare_agent.agent.agent import run as run_agent
 
     def reload(named: NamedConfiguration | None) -> Settings:
         loaded = call.load(named)
+        # The other places were reported at the start; only a node's own configuration may be another now.
         if named is not None:
             _log_foreign_keys(loaded)
         return loaded.settings
@@ -62,6 +64,7 @@ def _run(call: Invocation) -> int:
 
 def _log_foreign_keys(loaded: LoadedSettings) -> None:
     """What became of the configuration of NVIDIA's plugin and of gpu-manager's variables: once, at the start."""
+    # A key without effect is a warning: who migrates believes that it still holds.
     for key in loaded.foreign:
         is_lost, text = loaded.outcome(key)
         if is_lost:
@@ -86,6 +89,7 @@ def _config(call: Invocation) -> int:
         try:
             named = NamedConfiguration(name=path.name, content=path.read_bytes())
         except OSError as error:
+            # As a file of --config: exit code 2.
             raise SettingsError([f"the configuration {path} cannot be read: {error.strerror}"]) from error
     text = show_settings.render(call.load(named), call.options.output)
     print(text, end="")
@@ -213,6 +217,7 @@ def _uncordon_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _ask_agent(action: str, call: Invocation) -> int:
+    # Without logging: standard output and error are the answer to a person.
     settings = call.load().settings
     from gpushare_agent.cli import cordon
 
@@ -241,8 +246,8 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="check",
-        summary="check what of this node is in place, and print the cure for what is not",
-        description="Checks what of this node is in place for the agent, and prints the cure for what is not.",
+        summary="check what of this node is in place, and print the remedy for what is not",
+        description="Checks what of this node is in place for the agent, and prints the remedy for what is not.",
         run=_check,
         examples=("check --isolation mps",),
         add_arguments=add_output,
@@ -278,6 +283,7 @@ COMMANDS: tuple[Command, ...] = (
         description="Registers this container with the node's GPU agent and prints the limits and PIDs that it wrote.",
         run=_vdevice,
         add_arguments=_vdevice_arguments,
+        # All words are its own: in a container there are no settings to read.
         split_rest=lambda argv: ((), argv),
     ),
     Command(

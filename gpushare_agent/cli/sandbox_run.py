@@ -81,14 +81,19 @@ async def run(plan: Plan) -> int:
     setup_logging("warning", loaded.settings.log.format)  # of the embedded parts; the agents have their own logs
     names = node_names(loaded, len(plan.node_flags))
     whole = NodePaths(state=plan.state.absolute())
+    # Before the state directory is taken: a topology that cannot be used is a mistake of the command line, and nothing
+    # has been created yet.
     drivers = [
         check_driver(name, paths_of_node(whole, name, len(names)), (*plan.flags, *flags))
         for name, flags in zip(names, plan.node_flags, strict=True)
     ]
+    # A report on standard output is for a program; a live sandbox speaks to a person.
     notify = Notices(to_stderr=plan.is_once or plan.form in ("json", "yaml"))
     stop = _stop_on_signals()
     with owned_state_directory(plan.state) as paths:
+        # After the directory, which tells that a sandbox runs here already: its port would be the less helpful reason.
         _check_port(loaded.settings.web.addr, loaded.settings.web.port)
+        # Before the cluster, whose scheduler must know the address.
         extender = plan_extender(loaded.settings, paths, plan.flags, notify) if plan.has_extender else None
         async with open_embedded_cluster(
             paths.state, node_names=names, kubelet_version=plan.kubelet_version, times=_TIMES,
@@ -114,12 +119,14 @@ async def run(plan: Plan) -> int:
                 players=[node.player for node in nodes if node.player is not None],
             )  # fmt: skip
             notes = _introduce(cluster, plan, nodes, extender, notify)
+            # The control socket ends last, so that a command which came late gets an answer while agents end.
             async with (
                 open_control(paths.control_socket, controller.handle),
                 running_extender(extender),
                 running(nodes),
             ):
                 work = run_once(session) if plan.is_once else run_live(session, notes)
+                # Ctrl-C is how a live sandbox ends; a check that was interrupted has failed.
                 return await _until_stopped(work, stop, _INTERRUPTED if plan.is_once else 0)
 
 
@@ -153,6 +160,7 @@ def _introduce(
 
 
 def _kubectl_text(cluster: EmbeddedCluster) -> str:
+    # client-go sends credentials over TLS alone.
     if cluster.api.certificate is None:
         return "kubectl sends no token without TLS: install openssl, which makes the certificate, and start again"
     kubeconfig = shlex.quote(str(cluster.paths.kubeconfig))
@@ -181,6 +189,7 @@ def _isolation_text(settings: Settings) -> str:
 def _check_port(host: str, port: int) -> None:
     """Fails before the agent does, which would be a second later, and again after each restart."""
     try:
+        # The first address, which the agent's own listener takes as well.
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent does
@@ -206,9 +215,11 @@ async def _until_stopped(work: Coroutine[object, object, int], stop: asyncio.Eve
     async with asyncio.TaskGroup() as group:
         tasks = {group.create_task(work, name="sandbox"), group.create_task(stop.wait(), name="signals")}
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        # Whichever is left: the work is endless in the live mode, a signal may never come.
         for task in tasks:
             task.cancel()
     results = [task.result() for task in done if not task.cancelled() and task.get_name() == "sandbox"]
+    # Both may be done at once; then the work's own result counts.
     return results[0] if results else interrupted
 
 
@@ -230,6 +241,7 @@ class RunningNode(Struct, frozen=True, kw_only=True):
 def node_names(loaded: LoadedSettings, count: int) -> list[str]:
     """The node name of the settings where one is set, else a name of the sandbox's. Several are numbered."""
     source = loaded.sources["node_name"]
+    # NODE_NAME and the host's name are those of this machine, not wishes for the embedded node.
     is_set = source.startswith(("flag", "variable GPUSHARE")) or source.endswith((".yaml", ".yml"))
     name = loaded.settings.node_name if is_set else NODE_NAME
     return [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
@@ -259,9 +271,11 @@ async def build_node(
     own = [f"--node-name={node.name}", f"--debug.port={debug_port(flags, is_first=is_first)}"]
     if load_settings(flags, os.environ).settings.web.port == 0:
         own.append(f"--web.port={free_port()}")  # can be printed, and stays over restarts of the agent
+    # The last of equal flags counts: the person's beat the sandbox's, the name and the ports are not to be overridden.
     arguments = [*node.agent_arguments(), *flags, *own]
     settings = load_settings(arguments, os.environ).settings
     note = await _check_isolation(settings, node.paths, driver)
+    # All nodes have the same settings for it.
     if note and is_first:
         notify(note)
     inventory = await driver.read()
@@ -293,6 +307,7 @@ async def _check_isolation(settings: Settings, paths: NodePaths, driver: NodeDri
     notes = []
     try:
         for name in isolation_parts(settings.isolation):
+            # Only what a machine without GPUs can have: the driver's parts are simulated.
             if name in probes and probes[name].is_for_sandbox and not _has_fake_mps(name, settings, paths):
                 await probes[name].check()
                 notes += [probes[name].note] if probes[name].note else []
@@ -308,6 +323,7 @@ def debug_port(flags: Sequence[str], *, is_first: bool) -> int:
     """The port of the flags on the first node, else a free one, which stays over restarts of the agent."""
     loaded = load_settings(flags, os.environ)
     is_set = is_first and loaded.sources["debug.port"] != "default"
+    # Two agents of one machine cannot share the default port.
     return (loaded.settings.debug.port if is_set else 0) or free_port()
 
 
@@ -324,6 +340,7 @@ def addresses_of(settings: Settings) -> dict[str, str]:
 def agent_lines(node: RunningNode) -> list[str]:
     """What a person types to ask the node's agent, as it must be written for this one."""
     where = node.controller.shown.addresses
+    # The default address need not be typed.
     server = "" if where["web"] == addresses_of(load_settings((), {}).settings)["web"] else f" --server {where['web']}"
     cordon = [f"cordon GPU --socket {shlex.quote(where['control_socket'])}"] if where["control_socket"] else []
     return [f"{runnable()} {line}" for line in (f"top{server}", f"explain POD{server}", *cordon)]
@@ -342,6 +359,7 @@ async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
     """Runs agents, players and polls until the block ends."""
     async with AsyncExitStack() as stack:
         for node in nodes:
+            # Before the agents, which refuse shares under mps until the daemon answers.
             await stack.enter_async_context(_fake_mps(node))
         async with asyncio.TaskGroup() as group:
             agents, others = [], []
@@ -359,6 +377,7 @@ async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
                     await stop_task(task)
                 for task in agents:
                     task.cancel()
+                # Together: each agent may need seconds to end.
                 await asyncio.wait(agents)
 
 
@@ -421,6 +440,6 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def running_extender(planned: PlannedExtender | None) -> AsyncIterator[None]:
-    """Until the block ends; nothing where there is none."""
+    """Runs the extender until the block ends; nothing where none is planned."""
     async with nullcontext() if planned is None else running_task("extender process", planned.process.run):
         yield

@@ -37,6 +37,7 @@ def render(loaded: LoadedSettings, output: Form | Literal["markdown"]) -> str:
 
 def _plain_values(loaded: LoadedSettings) -> dict[str, Any]:
     """Dotted key -> value as JSON has it."""
+    # Once for all: pydantic's own texts for paths and enumerations, which a file takes again.
     tree = loaded.settings.model_dump(mode="json")
     found: dict[str, Any] = {}
     for key in all_keys():
@@ -83,9 +84,11 @@ def _yaml(loaded: LoadedSettings) -> str:
         if key.name == "config" or is_derived:  # a file cannot name itself, and serves more nodes than this one
             continue
         prefix, dot, leaf = key.name.rpartition(".")
+        # Keys come in the tree's order, so a section begins once.
         if prefix != section:
             section = prefix
             lines.append(f"{section}:")
+        # JSON in one line is YAML too, and quotes what YAML would read as another type.
         value = as_json(values[key.name], indent=None)
         lines.append(f"{'  ' if dot else ''}{leaf}: {value}  # {plain(loaded.sources[key.name])}")
     lines += [plain("# " + "; ".join(row)) for row in _foreign_rows(loaded)] if loaded.foreign else []

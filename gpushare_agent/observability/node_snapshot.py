@@ -65,7 +65,7 @@ class ContainerFacts(Struct, frozen=True, kw_only=True):
 
 
 class AgentFacts(Struct, frozen=True, kw_only=True):
-    """About the agent itself. `not_ready` is empty when it is ready; times are seconds since the epoch."""
+    """The agent itself. `not_ready` is empty when it is ready; times are seconds since the epoch."""
 
     version: str
     started_at: float
@@ -202,7 +202,7 @@ class TopologyDocument(Struct):
 
 
 class ClaimDocument(Struct):
-    """Of a claim's share `pod` is the first of its pods, and `container` the claim with its result."""
+    """The claim of a share. The container's `pod` is then the first of its pods, `container` the claim with its result."""
 
     name: str
     uid: str

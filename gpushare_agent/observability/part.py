@@ -158,7 +158,7 @@ class ContainerViews:
         self._known: dict[ContainerKey, tuple[tuple[object, ...], ContainerFacts]] = {}
 
     def current(self) -> list[ContainerFacts]:
-        """Of the containers that have not ended."""
+        """The facts of the containers that have not ended."""
         node = self._node
         gpus = node.inventory.current.by_uuid()
         # A new dictionary each time: containers that have ended are dropped without a search for them.

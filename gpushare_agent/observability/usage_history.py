@@ -1,10 +1,10 @@
-"""The last minutes of use, for the dashboard's curves: a ring of points for each GPU and each container. Memory only.
+"""The last minutes of use, for the dashboard's curves: a ring buffer of points for each GPU and each container. Memory only.
 
 A point is the mean of the rounds that fell into its time; one without a round is None, so that a gap is seen as a gap.
 While nobody reads there are few rounds: then one stands for the time since the round before, up to `idle_period_s`.
 What is gone is dropped once its last point has left the window. A container's values are the sums over its GPUs.
 
-State owned: the rings, and the slot that is being filled. Changed by `add` alone, which the sampling calls.
+State owned: the ring buffers, and the slot that is being filled. Changed by `add` alone, which the sampling calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ K = TypeVar("K", GpuUuid, ContainerKey)
 
 MAX_GPUS = 16
 MAX_CONTAINERS = 512
-"""Rings kept at once; with the default of 180 points all of them take 1.5 MiB."""
+"""Curves at once; with the default of 180 points all of them take 1.5 MiB."""
 RATIO_DIGITS = 4
 
 
@@ -89,13 +89,13 @@ class UsageHistory:
                 ratio, size = _sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses)
                 pair.add(slot, ratio, size, since=since)
 
-    def take_over(self, earlier: UsageHistory) -> None:
+    def take_over(self, outgoing: UsageHistory) -> None:
         """The curves of an agent that has read its settings again; none where the steps are others now."""
         # The means cannot be divided into other steps.
-        if (earlier._step_s, earlier._points) != (self._step_s, self._points):
+        if (outgoing._step_s, outgoing._points) != (self._step_s, self._points):
             return
-        self._gpus, self._containers, self._owners = earlier._gpus, earlier._containers, earlier._owners
-        self._slot, self._at, self.version = earlier._slot, earlier._at, earlier.version
+        self._gpus, self._containers, self._owners = outgoing._gpus, outgoing._containers, outgoing._owners
+        self._slot, self._at, self.version = outgoing._slot, outgoing._at, outgoing.version
 
     def pieces(self, *, gpus: bool = True, containers: bool = True) -> Iterator[bytes]:
         """The document as JSON, in pieces of some kilobytes: a full one takes 40 ms, and the caller may do something else
@@ -152,8 +152,8 @@ class _Pair:
     __slots__ = ("_ratio", "_size", "last_slot")
 
     def __init__(self, points: int) -> None:
-        self._ratio = _Ring(points, RATIO_DIGITS)
-        self._size = _Ring(points, 0)
+        self._ratio = _RingBuffer(points, RATIO_DIGITS)
+        self._size = _RingBuffer(points, 0)
         self.last_slot = 0
 
     def add(self, slot: int, ratio: float | None, size: float | None, *, since: int) -> None:
@@ -172,7 +172,7 @@ _Curve = tuple[str, Mapping[str, object], str, "tuple[array[float], array[float]
 """Name, owner, name of the size; a copy of the ratios and the sizes, oldest point first; NaN is a gap."""
 
 
-class _Ring:
+class _RingBuffer:
     """The mean of each of the last slots, rounded; NaN where nothing was added. Slots never go back."""
 
     __slots__ = ("_count", "_digits", "_slot", "_sum", "_values")

@@ -104,7 +104,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         self._has_reader.set()
 
     async def refresh(self) -> None:
-        """Before `current` is read: waits for a round where the last one is from a pause, for REFRESH_TIMEOUT_S at most."""
+        """Waits, before `current` is read, for a round where the last one is from a pause; REFRESH_TIMEOUT_S at most."""
         self.request()
         # By the last try, not the last success: while the driver is away each scrape would wait for a round that
         # fails.
@@ -116,7 +116,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         self._observers.append(observer)
 
     async def run(self) -> NoReturn:
-        """Until cancelled."""
+        """Samples until cancelled."""
         due_at = self.clock()
         while True:
             await self.sample_once()

@@ -179,7 +179,7 @@ class ResizeSettings(Section):
 
 
 class DraSettings(Section):
-    """The second front end: GPUs that pods get by ResourceClaims."""
+    """Dynamic Resource Allocation: GPUs that pods get by ResourceClaims."""
 
     gpus: Texts = Field(
         default=(),

@@ -69,5 +69,5 @@ def choose_name(labels: Mapping[str, str], names: Collection[str], default: str)
 
 
 def usable_names(names: Collection[str]) -> list[str]:
-    """Those that can be configurations, sorted: a mounted ConfigMap has `..data` and others of the kubelet's beside them."""
+    """The names that can be configurations, sorted: a mounted ConfigMap has `..data` of the kubelet's beside them."""
     return sorted(name for name in names if _NAME.fullmatch(name))

@@ -47,8 +47,8 @@ def read_nvidia(flags: Mapping[str, RawSetting], environ: Mapping[str, str], fil
 
 
 def parse_nvidia(content: bytes, place: str) -> Layer:
-    """What YAML or JSON has, by option's name in `theirs`, with the mistakes. Keys that the plugin does not know it passes
-    over in silence: here they are reported. A megabyte takes seconds: call it in a thread."""
+    """What YAML or JSON has, by option's name in `theirs`, with the mistakes. Keys that the plugin does not know it
+    ignores: here they are reported. A megabyte takes seconds: call it in a thread."""
     layer = Layer()
     tree = parse_into(layer, content, f"{place}: cannot read the configuration of NVIDIA's device plugin")
     try:

@@ -5,10 +5,10 @@ that one start shows all of them. Sources of pydantic-settings' own that are not
 
 - `CliSettingsSource` builds an argparse parser of every setting: 15 ms at each start, against 1 ms for all of
   `load_settings`. It ends at the first unknown flag, and does not keep how a flag was spelled ("flag --query-port").
-- `YamlConfigSettingsSource` passes over a missing file, and takes aliases (a few lines unfold into gigabytes) and keys given
+- `YamlConfigSettingsSource` ignores a missing file, and takes aliases (a few lines unfold into gigabytes) and keys given
   twice.
 
-`EnvSettingsSource` is used: it passes over unknown variables, which `read_variables` finds.
+`EnvSettingsSource` is used: it ignores unknown variables, which `read_variables` finds.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class _Variables(Layer):
 
 
 def read_variables(environ: Mapping[str, str]) -> Layer:
-    """Every `GPUSHARE_…` variable. Kubernetes' service links that begin so are passed over."""
+    """Every `GPUSHARE_…` variable. Kubernetes' service links that begin so are ignored."""
     layer = _Variables()
     known = {key.variable: key for key in all_keys()}
     for name in sorted(environ):

@@ -179,7 +179,7 @@ class Settings(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], *_: Any, **built_in: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Those of the argument `SOURCES`; without it the arguments alone: `Settings()` reads no environment."""
+        """The sources in the argument `SOURCES`; without it the arguments alone: `Settings()` reads no environment."""
         arguments: InitSettingsSource = built_in["init_settings"]
         return tuple(arguments.init_kwargs.get(SOURCES, (arguments,)))
 

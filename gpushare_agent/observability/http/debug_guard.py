@@ -64,7 +64,7 @@ class Denied(Struct, frozen=True, kw_only=True):
 
 
 class HasHeaders(Protocol):
-    """Of a request: all values of a header."""
+    """The headers of a request, of which one may have several values."""
 
     def getall(self, key: str, default: list[str]) -> list[str]: ...
 

@@ -284,8 +284,8 @@ def _group(row: tuple[tuple[str, ...], list[str]]) -> str:
 
 
 def task_stack(task: asyncio.Task[object]) -> tuple[str, ...]:
-    """From the task's coroutine to what it awaits, outermost first. Task.get_stack() knows only the outermost of one
-    that waits."""
+    """The frames from the task's coroutine to what it awaits, outermost first. Task.get_stack() knows only the
+    outermost of one that waits."""
     lines: list[str] = []
     waits_for: object = task.get_coro()
     while waits_for is not None and len(lines) < MAX_FRAMES:

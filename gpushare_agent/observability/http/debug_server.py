@@ -82,8 +82,8 @@ class DebugServer:
 
     def _report(self, error: str) -> None:
         if self._reported.is_new(error):
-            cure = "end the other program, or choose another debug.addr or debug.port"
-            log.warning("debug_unavailable", error=error, lost="the debug pages", cure=cure, again_in_s=self._retry_s)
+            remedy = "end the other program, or choose another debug.addr or debug.port"
+            log.warning("debug_unavailable", error=error, lost="the debug pages", cure=remedy, again_in_s=self._retry_s)
 
     async def _serve(self, listeners: Sequence[socket.socket]) -> NoReturn:
         from gpushare_agent.kit.http_server import HttpLimits, HttpServer

@@ -57,7 +57,7 @@ _GPU_SAMPLES = (
 
 
 def node_series(snapshot: NodeSnapshot) -> list[Series]:
-    """Those that have a row, always in the same order."""
+    """The series that have a row, always in the same order."""
     found = [*container_series(snapshot), *gpu_series(snapshot)]
     if snapshot.usage is not None:
         text = "When usage was last sampled; no row after three rounds without a sample."
@@ -68,7 +68,7 @@ def node_series(snapshot: NodeSnapshot) -> list[Series]:
 
 
 def gpu_series(snapshot: NodeSnapshot) -> Iterator[Series]:
-    """By GPU index."""
+    """The series of the GPUs, rows by GPU index."""
     gpus = sorted(snapshot.inventory.gpus, key=lambda gpu: gpu.index)
     labels = {gpu.uuid: labels_text(uuid=gpu.uuid, gpu=str(gpu.index), node=snapshot.node) for gpu in gpus}
     yield _gpu_info(snapshot, gpus)
@@ -181,7 +181,7 @@ def _memory(processes: Sequence[ProcessSample]) -> int | None:
 
 
 def container_series(snapshot: NodeSnapshot) -> list[Series]:
-    """By namespace, pod, container and GPU."""
+    """The series of the containers, rows by namespace, pod, container and GPU."""
     containers = sorted(
         snapshot.containers, key=lambda f: (f.allocation.namespace, f.allocation.pod_name, f.allocation.key)
     )

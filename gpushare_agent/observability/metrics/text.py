@@ -52,7 +52,7 @@ class NodePage(Struct, eq=False):
         self._made_at = float("-inf")
 
     def text(self, *, is_openmetrics: bool) -> bytes:
-        """Without OpenMetrics' last line."""
+        """The page in one of the formats, without OpenMetrics' last line."""
         if self.clock() - self._made_at >= self.max_age_s:
             self._series = self.series()
             self._made_at = self.clock()
