@@ -42,7 +42,8 @@ SORTS: tuple[Sort, ...] = ("gpu", "sm", "memory", "cores")
 """Orders of `top`."""
 COMPLETION_VARIABLE = "_ARGCOMPLETE"
 """argcomplete's shell code sets it when it asks the program for completions."""
-_INTERRUPTED = 130
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as a shell gives it: 128 and the number of SIGINT."""
 _UNPRINTABLE = {"\n": "\n", "\t": " "}
 _STAND_INS = str.maketrans("…–—µ·°↑↓█▉▊▋▌▍▎▏", ".--u. ^v####----")
 _ENCODING_ERRORS = "gpushare-stand-ins"
@@ -202,7 +203,7 @@ class CommandLine(Struct, frozen=True, kw_only=True):
                 raise
             return self._fail([str(error) for error in _leaves(ours)], 1)
         except KeyboardInterrupt:
-            return _INTERRUPTED
+            return INTERRUPTED
         except BrokenPipeError:  # the reader (`| head`) has seen enough
             # Python flushes standard output once more when it ends, and would report the closed pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

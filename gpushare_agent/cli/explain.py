@@ -97,7 +97,7 @@ def _request(decision: DecisionDocument) -> str:
     parts = [f"{request['cores']} GPU cores"] if request["cores"] else []
     parts += [f"{gib(request['memory_bytes'])} GiB"] if request["memory_bytes"] else []
     parts = parts or [plain(decision["resource"])]
-    parts += [f"its annotation names GPU {_gpus(request['hint'])}"] if request["hint"] else []
+    parts += [f"its annotation names GPU {', '.join(map(str, request['hint']))}"] if request["hint"] else []
     parts += [f"the kubelet requires {', '.join(map(plain, request['must_gpus']))}"] if request["must_gpus"] else []
     return ", ".join(parts)
 
@@ -114,10 +114,6 @@ def _advice(resource: str, reason: str) -> str:
         for item, text in (ADVICE | (CLAIM_ADVICE if resource == CLAIMS_RESOURCE else {})).items()
     }
     return f"{known[reason]}." if reason in known else ""
-
-
-def _gpus(indexes: Sequence[int]) -> str:
-    return ", ".join(map(str, indexes))
 
 
 def _candidates_table(candidates: Sequence[CandidateDocument], bar_width: int) -> RenderableType:

@@ -124,7 +124,8 @@ def _gpus_table(nodes: Sequence[SummedNode], *, is_wide: bool) -> RenderableType
             name = node["node"] if position == 0 else ""
             reason = "; ".join(health_reasons(gpu))
             more = [gpu["uuid"]] if is_wide else []
-            rows.append([name, gpu_label(gpu), gpu["name"] or "-", *more, _health(gpu), *_amounts(gpu), reason])
+            health = Text(word := health_word(gpu), style=health_style(word))
+            rows.append([name, gpu_label(gpu), gpu["name"] or "-", *more, health, *_amounts(gpu), reason])
         cores, memory = _amounts(node["totals"])
         # Without a GPU's row, which has it, the row of sums is all that names the node.
         whose = "" if node["gpus"] else node["node"]
@@ -135,11 +136,6 @@ def _gpus_table(nodes: Sequence[SummedNode], *, is_wide: bool) -> RenderableType
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     return grid(columns, rows, right=("GPU", CORES_COLUMN, MEMORY_COLUMN))
-
-
-def _health(gpu: InspectedGpu) -> Text:
-    word = health_word(gpu)
-    return Text(word, style=health_style(word))
 
 
 def _amounts(sums: InspectedGpu | Totals) -> tuple[str, str]:

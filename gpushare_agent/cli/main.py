@@ -49,23 +49,23 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 def _run(call: Invocation) -> int:
     # Logging before the import: what the imports and the settings have to say is in the chosen format.
     loaded = call.load_with_logs()
-    _log_foreign_keys(loaded)
+    _log_migrated_keys(loaded)
     from gpushare_agent.agent.agent import run as run_agent
 
     def reload(named: NamedConfiguration | None) -> Settings:
         loaded = call.load(named)
         # The other places were reported at the start; only a node's own configuration may be another now.
         if named is not None:
-            _log_foreign_keys(loaded)
+            _log_migrated_keys(loaded)
         return loaded.settings
 
     return run_app(run_agent(loaded.settings, reload=reload))
 
 
-def _log_foreign_keys(loaded: LoadedSettings) -> None:
+def _log_migrated_keys(loaded: LoadedSettings) -> None:
     """What became of the configuration of NVIDIA's plugin and of gpu-manager's variables: once, at the start."""
     # A key without effect is a warning: who migrates believes that it still holds.
-    for key in loaded.foreign:
+    for key in loaded.migrated:
         is_lost, text = loaded.outcome(key)
         if is_lost:
             log.warning("foreign_setting_without_effect", key=key.name, value=key.value, source=key.source, reason=text)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from gpushare_agent.cli.agent_client import local_url, open_agent_client, read_node
-from gpushare_agent.cli.command_line import Form, runnable
+from gpushare_agent.cli.command_line import INTERRUPTED, Form, runnable
 from gpushare_agent.cli.sandbox_modes import Notices, Session, run_live, run_once
 from gpushare_agent.gpus.part import NodeDriver, health_policy, open_driver
 from gpushare_agent.isolation import ISOLATIONS
@@ -57,7 +57,6 @@ from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsE
 if TYPE_CHECKING:
     from gpushare_agent.cli.agent_documents import NodeDocument
 
-_INTERRUPTED = 130
 _TIMES = KubeletTimes(status_interval_s=1.0, container_start_s=0.2)
 
 
@@ -127,7 +126,7 @@ async def run(plan: Plan) -> int:
             ):
                 work = run_once(session) if plan.is_once else run_live(session, notes)
                 # Ctrl-C is how a live sandbox ends; a check that was interrupted has failed.
-                return await _until_stopped(work, stop, _INTERRUPTED if plan.is_once else 0)
+                return await _until_stopped(work, stop, INTERRUPTED if plan.is_once else 0)
 
 
 def _introduce(

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct, to_builtins
@@ -58,7 +58,8 @@ def as_json(found: VDevice, *, own_pid: int | None, is_registered: bool | None) 
 
 def as_text(found: VDevice, *, own_pid: int | None, is_registered: bool | None) -> str:
     """`is_registered` is None where that was not tried, False where it failed."""
-    rows = (*_limits(found.config), ("pids", _numbers(found.pids)), ("own pid", _own(found, own_pid, is_registered)))
+    pids = " ".join(map(str, found.pids)) or "-"
+    rows = (*_limits(found.config), ("pids", pids), ("own pid", _own(found, own_pid, is_registered)))
     return "".join(f"{name:<11} {value}\n" for name, value in rows)
 
 
@@ -107,10 +108,6 @@ def _own(found: VDevice, own_pid: int | None, is_registered: bool | None) -> str
     if is_registered is None:
         return f"{own_pid}, not listed: it is no process of this container, or began within the last second"
     return f"{own_pid}, not listed: it could not be registered (above), and the agent that keeps the list may be away"
-
-
-def _numbers(pids: Iterable[int]) -> str:
-    return " ".join(map(str, pids)) or "-"
 
 
 ADDRESS_VARIABLE = "GPUSHARE_VDEVICE"

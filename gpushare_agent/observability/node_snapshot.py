@@ -101,6 +101,18 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
         capacity = self.names.units(gpu, ResourceKind.VCORE)
         return (self.cores_allocated.get(gpu.uuid, 0) if capacity else 0, capacity)
 
+    def use_of(self, key: ContainerKey, uuid: GpuUuid) -> ContainerUse | None:
+        """What a container uses of one of its GPUs: zero without a process there; None where the last round has nothing of
+        the GPU, or the GPU does not list its processes."""
+        sample = self.usage.gpus.get(uuid) if self.usage is not None else None
+        if self.usage is None or sample is None or sample.processes is None:
+            return None
+        if (use := self.usage.containers.get((key, uuid))) is not None:
+            return use
+        # A container that was admitted after the last round is not in it, and has no process yet.
+        ratios = {"sm_ratio": 0.0, "memory_ratio": 0.0, "encoder_ratio": 0.0, "decoder_ratio": 0.0}
+        return ContainerUse(key=key, uuid=uuid, pids=(), memory_bytes=0, **ratios)
+
 
 class CountsDocument(Struct):
     capacity: int
@@ -379,7 +391,7 @@ def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> Contain
                 uuid=gpu.uuid,
                 cores=facts.cores_on(gpu),
                 memory_bytes=facts.memory_bytes_on(gpu),
-                usage=_container_usage(allocation.key, gpu.uuid, snapshot.usage),
+                usage=_container_usage(snapshot.use_of(allocation.key, gpu.uuid)),
             )
             for gpu in gpus
         ],
@@ -431,13 +443,9 @@ def _phase(facts: ContainerFacts) -> str:
     return facts.pod.phase.value
 
 
-def _container_usage(key: ContainerKey, uuid: GpuUuid, usage: UsageRound | None) -> ContainerUsageDocument | None:
-    """Without a process of the container on the GPU: zero."""
-    sample = usage.gpus.get(uuid) if usage is not None else None
-    if usage is None or sample is None or sample.processes is None:
+def _container_usage(use: ContainerUse | None) -> ContainerUsageDocument | None:
+    if use is None:
         return None
-    # A container that was admitted after the last round has no process yet.
-    use = usage.containers.get((key, uuid), ContainerUse(key=key, uuid=uuid, pids=(), memory_bytes=0, sm_ratio=0.0))
     return ContainerUsageDocument(
         sm_ratio=use.sm_ratio,
         memory_bytes=use.memory_bytes,

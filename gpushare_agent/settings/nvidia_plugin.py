@@ -20,7 +20,7 @@ from gpushare_agent.settings.nvidia_options import (
 )
 from gpushare_agent.settings.observation import HealthSettings
 from gpushare_agent.settings.reference import text_of
-from gpushare_agent.settings.sources import ForeignKey, Layer, RawSetting, nearest, parse_into
+from gpushare_agent.settings.sources import Layer, MigratedKey, RawSetting, nearest, parse_into
 
 MAX_UNKNOWN_KEYS = 50
 MAX_REPLICATED = 100
@@ -36,7 +36,7 @@ class _Mistake(Exception):  # noqa: N818 - one line
 
 def read_nvidia(flags: Mapping[str, RawSetting], environ: Mapping[str, str], file: Layer | None) -> Layer:
     """The layer of all places; `flags` by option's name, `file` what `parse_nvidia` made of the file if there is one."""
-    found = dict(file.theirs) if file else {}
+    found = dict(file.nvidia) if file else {}
     for option in OPTIONS:
         variable = next((name for name in option.variables if environ.get(name)), None)
         if variable:
@@ -47,13 +47,13 @@ def read_nvidia(flags: Mapping[str, RawSetting], environ: Mapping[str, str], fil
 
 
 def parse_nvidia(content: bytes, place: str) -> Layer:
-    """What YAML or JSON has, by option's name in `theirs`, with the mistakes. Keys that the plugin does not know it
+    """What YAML or JSON has, by option's name in `nvidia`, with the mistakes. Keys that the plugin does not know it
     ignores: here they are reported. A megabyte takes seconds: call it in a thread."""
     layer = Layer()
     tree = parse_into(layer, content, f"{place}: cannot read the configuration of NVIDIA's device plugin")
     try:
         for name, value in _keys(tree, layer, place):
-            layer.theirs[name] = RawSetting(value=value, source=place)
+            layer.nvidia[name] = RawSetting(value=value, source=place)
     except _Mistake as error:
         layer.problems.append(f"{place}: {error}")
     return layer
@@ -68,11 +68,11 @@ def _keys(tree: Mapping[object, object], layer: Layer, place: str) -> Iterator[t
         elif name == f"sharing.{kind}.resources" and kind in _SHARINGS:
             yield from _replicated(name, value)
         # Each becomes a line of the log at the start.
-        elif len(layer.foreign) < MAX_UNKNOWN_KEYS:
+        elif len(layer.migrated) < MAX_UNKNOWN_KEYS:
             known = [option.name for option in OPTIONS if option.is_in_file]
             reason = f"NVIDIA's plugin does not know it either{nearest(name, known)}"
-            layer.foreign.append(
-                ForeignKey(
+            layer.migrated.append(
+                MigratedKey(
                     name=name[:_SHOWN_CHARACTERS], value=_shown(value), source=place, reason=reason, is_lost=True
                 )
             )
@@ -130,7 +130,7 @@ def _replicated(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> Layer:
     layer = Layer(*file.problems)
-    layer.foreign += file.foreign
+    layer.migrated += file.migrated
     values: dict[str, Any] = {}
     for option in OPTIONS:
         raw = found.get(option.name)
@@ -150,7 +150,7 @@ def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> 
         layer.put(name, value, f"{found[option_name].source} ({option_name})")
     if is_given:
         layer.put("nvidia.enabled", True, "NVIDIA's configuration")
-    layer.foreign += [
+    layer.migrated += [
         _outcome(option, found[option.name], values[option.name], ours) for option in OPTIONS if option.name in values
     ]
     return layer
@@ -190,7 +190,7 @@ def _xids(words: tuple[str, ...]) -> set[int]:
     return set(_ALL_XIDS) if {"all", "xids"} & set(words) else {int(word) for word in words}
 
 
-def _outcome(option: Option, raw: RawSetting, value: object, ours: Mapping[str, tuple[object, str]]) -> ForeignKey:
+def _outcome(option: Option, raw: RawSetting, value: object, ours: Mapping[str, tuple[object, str]]) -> MigratedKey:
     shown = _shown(raw.value)
     if option.settings:
         settings = {name: text_of(ours[name][0]) for name in option.settings if name in ours}
@@ -198,13 +198,13 @@ def _outcome(option: Option, raw: RawSetting, value: object, ours: Mapping[str, 
         # The section that loses has read settings too, but none of them is in effect.
         is_used = not kind or any(source.startswith(f"sharing.{kind}.") for _, source in ours.values())
         if is_used and settings:
-            return ForeignKey(name=option.name, value=shown, source=raw.source, settings=settings)
-        return ForeignKey(
+            return MigratedKey(name=option.name, value=shown, source=raw.source, settings=settings)
+        return MigratedKey(
             name=option.name, value=shown, source=raw.source, is_lost=True,
             reason="sharing.mps is used in its place, as by NVIDIA's plugin",
         )  # fmt: skip
     is_lost = value not in option.as_here
-    return ForeignKey(name=option.name, value=shown, source=raw.source, reason=option.reason, is_lost=is_lost)
+    return MigratedKey(name=option.name, value=shown, source=raw.source, reason=option.reason, is_lost=is_lost)
 
 
 def _shown(value: object) -> str:

@@ -18,8 +18,8 @@ from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.nvidia_plugin import parse_nvidia, read_nvidia
 from gpushare_agent.settings.reference import TEXTS, Key, all_keys, text_of
 from gpushare_agent.settings.sources import (
-    ForeignKey,
     Layer,
+    MigratedKey,
     RawSetting,
     read_bounded,
     read_file,
@@ -45,14 +45,14 @@ class SettingsError(AgentError):
 
 
 class LoadedSettings(Struct, frozen=True, kw_only=True):
-    """The tree, and for every dotted key where its value came from ("flag --driver", "default", …). `foreign` are the keys
+    """The tree, and for every dotted key where its value came from ("flag --driver", "default", …). `migrated` are the keys
     of NVIDIA's plugin and of gpu-manager that were found, with what became of them."""
 
     settings: Settings
     sources: Mapping[str, str]
-    foreign: Sequence[ForeignKey] = ()
+    migrated: Sequence[MigratedKey] = ()
 
-    def outcome(self, key: ForeignKey) -> tuple[bool, str]:
+    def outcome(self, key: MigratedKey) -> tuple[bool, str]:
         """Whether something that the key asks for is not so, and what it sets or why it sets nothing."""
         if not key.settings:
             return key.is_lost, key.reason
@@ -104,8 +104,8 @@ def load_settings(
         # A value may break two rules with one text, and a text of YAML's may have several lines.
         raise SettingsError(list(dict.fromkeys(" ".join(problem.split()) for problem in problems)))
     sources = {key.name: raw[key.name].source if key.name in raw else "default" for key in all_keys()}
-    foreign = tuple(key for layer in layers for key in layer.foreign)
-    return LoadedSettings(settings=settings, sources=sources, foreign=foreign)
+    migrated = tuple(key for layer in layers for key in layer.migrated)
+    return LoadedSettings(settings=settings, sources=sources, migrated=migrated)
 
 
 def _path(key: str, layers: Sequence[Layer]) -> RawSetting | None:
@@ -117,7 +117,7 @@ def _path(key: str, layers: Sequence[Layer]) -> RawSetting | None:
 def _nvidia_layer(layers: Sequence[Layer], environ: Mapping[str, str], named: Layer | None = None) -> Layer:
     """The configuration of NVIDIA's plugin: the last layer, for our own settings win; with `named` in the place of its file
     that of a single node."""
-    flags = {name: raw for layer in reversed(layers) for name, raw in layer.theirs.items()}
+    flags = {name: raw for layer in reversed(layers) for name, raw in layer.nvidia.items()}
     if named is not None:
         return read_nvidia(flags, environ, named)
     # Their own flag and variable for the file are read without the file, to learn its path.

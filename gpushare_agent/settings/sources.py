@@ -58,7 +58,7 @@ class RawSetting(Struct, frozen=True, kw_only=True):
     source: str
 
 
-class ForeignKey(Struct, frozen=True, kw_only=True):
+class MigratedKey(Struct, frozen=True, kw_only=True):
     """A key, variable or flag of NVIDIA's plugin or of gpu-manager, and what became of it.
 
     `settings` are ours that it gives a value, as text. Without any, `reason` says why it changes nothing; `is_lost` where it
@@ -74,15 +74,15 @@ class ForeignKey(Struct, frozen=True, kw_only=True):
 
 
 class Layer(PydanticBaseSettingsSource):
-    """The settings of one place, and the mistakes there. `theirs` are values of NVIDIA's plugin by option's name, not yet
-    mapped; `foreign` what became of another program's keys."""
+    """The settings of one place, and the mistakes there. `nvidia` are values of NVIDIA's plugin by option's name, not yet
+    mapped; `migrated` what became of another program's keys."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__(Settings)
         self.values: dict[str, RawSetting] = {}
         self.problems = list(problems)
-        self.theirs: dict[str, RawSetting] = {}
-        self.foreign: list[ForeignKey] = []
+        self.nvidia: dict[str, RawSetting] = {}
+        self.migrated: list[MigratedKey] = []
 
     def put(self, name: str, value: object, source: str) -> None:
         """An empty node name is none: the next place has it."""
@@ -153,7 +153,7 @@ def split_flags(argv: Sequence[str], leave: frozenset[str] = frozenset()) -> tup
 def read_flags(argv: Sequence[str]) -> Layer:
     """`--flag=value`, `--flag value`, `--flag` for true. Of a flag given twice the last counts, as in gpu-manager.
 
-    Flags of NVIDIA's plugin go into `theirs`, unless a setting has the same name.
+    Flags of NVIDIA's plugin go into `nvidia`, unless a setting has the same name.
     """
     layer = Layer()
     for words, key, value in _tokens(argv, frozenset()):
@@ -162,7 +162,7 @@ def read_flags(argv: Sequence[str]) -> Layer:
         option = options_by_flag().get(name[2:]) if key is None and name.startswith("--") else None
         if option is not None:
             # Read later, when the file of NVIDIA's plugin is known: a flag beats it.
-            layer.theirs[option.name] = RawSetting(value="true" if value is None else value, source=f"flag {name}")
+            layer.nvidia[option.name] = RawSetting(value="true" if value is None else value, source=f"flag {name}")
         elif key is None:
             layer.problems.append(_unknown_token(words[0], _by_flag()))
         elif value is None and not key.is_boolean:
@@ -319,8 +319,8 @@ def read_gpu_manager(environ: Mapping[str, str]) -> Layer:
     if level := environ.get("LOG_LEVEL"):
         _set_level(level, "LOG_LEVEL", "variable LOG_LEVEL", layer)
     if value := environ.get("LIBCUDA"):
-        layer.foreign.append(
-            ForeignKey(name="LIBCUDA", value=value[:200], source="variable LIBCUDA", reason=_LIBCUDA, is_lost=True)
+        layer.migrated.append(
+            MigratedKey(name="LIBCUDA", value=value[:200], source="variable LIBCUDA", reason=_LIBCUDA, is_lost=True)
         )
     return layer
 
@@ -336,7 +336,7 @@ def _set_level(value: str, name: str, source: str, layer: Layer) -> None:
     level = ("debug" if int(value) >= _DEBUG_FROM else "info") if is_number else value.lower()
     # EXTRA_FLAGS, which are read first, end gpu-manager's command line: their level beats LOG_LEVEL.
     layer.values.setdefault("log.level", RawSetting(value=level, source=source))
-    layer.foreign.append(ForeignKey(name=name, value=value, source=source, settings={"log.level": level}))
+    layer.migrated.append(MigratedKey(name=name, value=value, source=source, settings={"log.level": level}))
 
 
 def _read_extra_flags(text: str, layer: Layer) -> None:
@@ -353,8 +353,8 @@ def _read_extra_flags(text: str, layer: Layer) -> None:
         if name == "v" and value:
             _set_level(value, "EXTRA_FLAGS --v", source, layer)
         elif name in _KLOG:
-            layer.foreign.append(
-                ForeignKey(
+            layer.migrated.append(
+                MigratedKey(
                     name=f"EXTRA_FLAGS --{name}", value=value or "", source=source, reason=_KLOG[name], is_lost=True
                 )
             )
@@ -362,10 +362,11 @@ def _read_extra_flags(text: str, layer: Layer) -> None:
             ours += words
     read = read_flags(ours)
     layer.problems += [f"variable EXTRA_FLAGS: {problem}" for problem in read.problems]
-    layer.theirs |= read.theirs
+    layer.nvidia |= read.nvidia
     for name, raw in read.values.items():
         source = f"variable EXTRA_FLAGS, {raw.source}"
         layer.put(name, raw.value, source)
-        shown = ForeignKey(name=f"EXTRA_FLAGS {raw.source.removeprefix('flag ')}", value=str(raw.value)[:200], source=source,
-                           settings={name: str(raw.value)[:200]})  # fmt: skip
-        layer.foreign.append(shown)
+        shown, flag = str(raw.value)[:200], raw.source.removeprefix("flag ")
+        layer.migrated.append(
+            MigratedKey(name=f"EXTRA_FLAGS {flag}", value=shown, source=source, settings={name: shown})
+        )

@@ -235,7 +235,7 @@ def _shares(snapshot: NodeSnapshot, facts: ContainerFacts, gpus: Mapping[GpuUuid
         _Share(
             facts,
             gpu,
-            _use_of(snapshot, facts, gpu),
+            snapshot.use_of(allocation.key, gpu.uuid),
             labels_text(
                 namespace=allocation.namespace,
                 pod=allocation.pod_name,
@@ -247,20 +247,6 @@ def _shares(snapshot: NodeSnapshot, facts: ContainerFacts, gpus: Mapping[GpuUuid
         )
         for gpu in sorted(own, key=attrgetter("index"))
     ]
-
-
-def _use_of(snapshot: NodeSnapshot, facts: ContainerFacts, gpu: Gpu) -> ContainerUse | None:
-    """A container that was admitted after the last round has no process yet: zero."""
-    usage = snapshot.usage
-    sample = usage.gpus.get(gpu.uuid) if usage is not None else None
-    if usage is None or sample is None:
-        return None
-    use = usage.containers.get((facts.allocation.key, gpu.uuid))
-    # A driver that lists no processes leaves the container's use unknown: no row.
-    if use is not None or sample.processes is None:
-        return use
-    return ContainerUse(key=facts.allocation.key, uuid=gpu.uuid, pids=(), memory_bytes=0, sm_ratio=0.0,
-                        memory_ratio=0.0, encoder_ratio=0.0, decoder_ratio=0.0)  # fmt: skip
 
 
 # --- gpu-manager's four ---
