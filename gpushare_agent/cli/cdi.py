@@ -71,6 +71,7 @@ def _as_text(state: CdiState, *, is_done: bool) -> str:
     lines = [f"{state.own_path}: {does}{state.change.value}, {len(ours)} of {_count(state)} GPUs named there"]
     if not ours and state.change is SpecChange.NONE:
         lines = [f"{state.own_path}: not needed, {len(state.named)} of {_count(state)} GPUs are named by others"]
+    # With --check the spec itself is what is to be looked at.
     if not is_done and state.spec is not None:
         lines.append(json.dumps(state.spec, indent=2))
     lines += [f"  {state.kind}={uuid}  {path}" for uuid, path in state.named]

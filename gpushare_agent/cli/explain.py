@@ -96,6 +96,7 @@ def _request(decision: DecisionDocument) -> str:
         return f"{plain(decision['resource'])}; refused before its request was known"
     parts = [f"{request['cores']} GPU cores"] if request["cores"] else []
     parts += [f"{gib(request['memory_bytes'])} GiB"] if request["memory_bytes"] else []
+    # Units of NVIDIA's resources are neither cores nor memory.
     parts = parts or [plain(decision["resource"])]
     parts += [f"its annotation names GPU {', '.join(map(str, request['hint']))}"] if request["hint"] else []
     parts += [f"the kubelet requires {', '.join(map(plain, request['must_gpus']))}"] if request["must_gpus"] else []

@@ -146,6 +146,7 @@ def _introduce(
     what = f"embedded node {first.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
     notify(f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}")
     notify(f"{settings.driver} GPUs; {_containers_text(first.shown.node)}{_isolation_text(settings)}")
+    # The commands are shown as they must be typed, so with what differs from the defaults.
     where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
     return [
         f"other terminal: {runnable()} sandbox{where} "

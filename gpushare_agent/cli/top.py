@@ -109,6 +109,7 @@ class _Top:
             after = (SORTS.index(self._choice.sort) + 1) % len(SORTS)
             self._choice = replace(self._choice, sort=SORTS[after])
         elif key == _CANCEL:
+            # Esc clears a filter that was confirmed, too.
             self._choice = replace(self._choice, filter="")
         else:
             return False

@@ -140,6 +140,7 @@ def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> 
             values[option.name] = option.read(raw.value)
         except ValueError as error:
             layer.problems.append(f"{raw.source}: {option.name} is {_shown(raw.value)}, but must be {error}")
+    # A rule of their plugin between two keys, each of which is valid.
     if values.get("flags.migStrategy") == "mixed" and "sharing.mps.resources.replicas" in values:
         layer.problems.append(
             f"{found['flags.migStrategy'].source}: flags.migStrategy mixed does not go with sharing.mps, as in NVIDIA's"
@@ -149,6 +150,7 @@ def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> 
     for name, (value, option_name) in ours.items():
         layer.put(name, value, f"{found[option_name].source} ({option_name})")
     if is_given:
+        # Who brings a configuration of theirs wants these resources: nothing in it says so.
         layer.put("nvidia.enabled", True, "NVIDIA's configuration")
     layer.migrated += [
         _outcome(option, found[option.name], values[option.name], ours) for option in OPTIONS if option.name in values

@@ -101,6 +101,7 @@ def text_of(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
+        # Without a .0 that nobody has written.
         return f"{value:g}"
     if isinstance(value, tuple):
         return ",".join(map(str, value))
@@ -148,6 +149,7 @@ def _list_kind(item: Any) -> Kind:
         return Kind(placeholder="PATH[,PATH…]", allowed="a path, or a comma list of them")
     if plain is str:
         return Kind(placeholder="TEXT[,TEXT…]", allowed=TEXTS)
+    # pydantic keeps bounds in a field of its own when they stand beside a validator.
     bounds = [limit for part in metadata for limit in (part.metadata if isinstance(part, FieldInfo) else [part])]
     return Kind(placeholder="N[,N…]", allowed=f"a whole number{_bounds(bounds)}, or a comma list of them")
 

@@ -123,6 +123,7 @@ def _tokens(argv: Sequence[str], leave: frozenset[str]) -> Iterator[tuple[Sequen
         is_setting = flag.startswith("--") and flag not in leave
         key = _by_flag().get(flag[2:].replace("_", "-")) if is_setting else None
         after = argv[position + 1 : position + 2]
+        # `--flag value` takes the next word, unless a setting that is true or false cannot mean it.
         has_value_after = not equals and flag.startswith("--") and bool(after) and _may_be_value(key, after[0])
         words = argv[position : position + 1 + has_value_after]
         yield words, key, words[-1] if has_value_after else value if equals else None
@@ -359,6 +360,7 @@ def _read_extra_flags(text: str, layer: Layer) -> None:
                 )
             )
         else:
+            # Read below as a command line of ours: gpu-manager's flags are aliases of settings.
             ours += words
     read = read_flags(ours)
     layer.problems += [f"variable EXTRA_FLAGS: {problem}" for problem in read.problems]

@@ -1,4 +1,4 @@
-"""settings/gpu_manager.py: the variables of gpu-manager's image."""
+"""settings/sources.py: the variables of gpu-manager's image."""
 
 from __future__ import annotations
 

@@ -279,6 +279,7 @@ def _used_as_gpu_manager_shows_it(
             if use is not None and use.memory_bytes is not None:
                 sizes.append(use.memory_bytes)
                 memory.rows.append((f'{labels},gpu_memory="gpu{index}"', use.memory_bytes / MIB))
+        # The total is of the GPUs that are known: gpu-manager has it also for a single GPU.
         if ratios:
             sm.rows.append((f'{labels},gpu="total"', rounded(sum(ratios) * 100)))
         if sizes:
