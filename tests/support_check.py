@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpushare_agent.cli.check.check import check_node
+from gpushare_agent.cli.check import check_node
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.finding import Finding, Level

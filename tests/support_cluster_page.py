@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
 
-from gpushare_agent.cli.cluster_page import ClusterPage
+from gpushare_agent.cli.dashboard import ClusterPage
 from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
 from gpushare_agent.settings.settings import Settings
 from tests.support_extender import (

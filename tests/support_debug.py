@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import ClientSession
 from yarl import URL
 
+from gpushare_agent.observability.display import graph_text
 from gpushare_agent.observability.http.debug_pages import DebugSources
 from gpushare_agent.observability.http.debug_server import DebugServer
 from gpushare_agent.settings.observation import DebugSettings
@@ -33,6 +34,7 @@ def sources(*flags: str) -> DebugSources:
     return DebugSources(
         settings=load_settings(["--node-name=n1", *flags], {}).settings,
         snapshot=lambda: snapshot(usage=usage_round()),
+        graph=graph_text,
         allocations=lambda: [whole_allocation(), train_allocation()],
         pods=lambda: [train_pod()],
         now=lambda: 12.5,

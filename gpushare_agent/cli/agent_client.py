@@ -1,7 +1,8 @@
 """Reads an agent's document of its node and its decisions, for `top`, `inspect`, `graph` and `explain`.
 
-Two clients exist: of the agent's own HTTP address, here, and of the API server's proxy to the agent's pod (agent_pods.py).
-Formats: docs/reference/api.md. State: the connection.
+The agent of a node is found at its own address, or as a pod behind the API server's proxy. On a node the agent of this very
+node is meant; `kubectl gpushare` runs on a person's own machine and always goes through the API server. There is a client
+for each way. Formats: docs/reference/api.md, read in agent_documents.py. State: the connection.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
 
+import msgspec
+from msgspec import Raw, Struct
+
+from gpushare_agent.cli.agent_documents import DECISIONS, NODE, DecisionDocument, NodeDocument, check_document
+from gpushare_agent.cli.cluster_nodes import open_cluster
+from gpushare_agent.cli.command_line import AGENT_NAMESPACE
+from gpushare_agent.cli.render_text import plain
+from gpushare_agent.cluster.kube.client import KubeApi, pods
+from gpushare_agent.cluster.kube.objects import object_meta
+from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json, scheduler_message
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
 
-    from gpushare_agent.cli.agent_documents import DecisionDocument, NodeDocument
-
-AGENT_NAMESPACE = "gpushare-system"
-"""Of the manifests; --agent-namespace names another."""
 TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 32 << 20
 """200 containers on 16 GPUs are a quarter of a megabyte; 500 decisions of 16 candidates two."""
@@ -45,8 +52,6 @@ class AgentClient(Protocol):
 
 async def read_node(agent: AgentClient) -> NodeDocument:
     """Raises AgentError, Corrupt where the answer is of a format that this program does not know."""
-    from gpushare_agent.cli.agent_documents import NODE, check_document  # takes time that `run` has not
-
     return check_document(NODE, await agent.get("/api/v1/node", {}), agent.name)
 
 
@@ -54,29 +59,16 @@ async def read_decisions(
     agent: AgentClient, *, pod: str = "", namespace: str = "", limit: int = MAX_DECISIONS
 ) -> list[DecisionDocument]:
     """The newest first: of one pod where it is named. Raises AgentError, Corrupt as `read_node`."""
-    from gpushare_agent.cli.agent_documents import DECISIONS, check_document
-
-    wanted = {"pod": pod, "namespace": namespace, "limit": str(limit)}
-    answer = await agent.get("/api/v1/decisions", {key: value for key, value in wanted.items() if value})
+    query = {"pod": pod, "namespace": namespace, "limit": str(limit)}
+    answer = await agent.get("/api/v1/decisions", {key: value for key, value in query.items() if value})
     return check_document(DECISIONS, answer, agent.name)["decisions"]
 
 
 def local_url(address: str, port: int) -> str:
-    """Of what listens there on this host; a client connects to localhost where it listens on every address."""
+    """The URL of what listens there on this host; a client connects to localhost where it listens on every address."""
+    # 0.0.0.0 is where a server listens; as a destination it works on Linux alone.
     address = _EVERY_ADDRESS.get(address, address)
     return f"http://{f'[{address}]' if ':' in address else address}:{port}"
-
-
-def check_url(url: str) -> str:
-    """The URL without its last slash. Raises Rejected where it is none."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError as e:
-        raise Rejected(f"--server {url[:200]!r} is no URL: {e}; give one such as http://localhost:5678") from e
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise Rejected(f"--server {url[:200]!r} is no URL of an agent; give one such as http://localhost:5678")
-    return url.rstrip("/")
 
 
 class DirectAgentClient:
@@ -102,6 +94,7 @@ class DirectAgentClient:
             raise Unavailable(
                 f"{what}: no answer within {self._timeout_s:g} s; if the agent runs, its log has the reason"
             ) from e
+        # Before ClientError, whose subclass it is: nobody listens, which has remedies of its own.
         except ClientConnectorError as e:
             raise Unavailable(
                 f"{what}: {_reason(e.os_error)}. Is the agent running there? Its address and port are web.addr and"
@@ -126,10 +119,12 @@ async def _content(response: ClientResponse, what: str) -> bytes:
     content = bytearray()
     async for part in response.content.iter_any():
         content += part
+        # Counted while reading: Content-Length may be missing or wrong, and the address may be another program's.
         if len(content) > MAX_ANSWER_BYTES:
             raise Corrupt(
                 f"{what}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB; is this the agent's address?"
             )
+    # After the body, which says why.
     if response.status != 200:
         raise _status_error(response.status, bytes(content), what)
     return bytes(content)
@@ -137,6 +132,7 @@ async def _content(response: ClientResponse, what: str) -> bytes:
 
 def _reason(error: OSError) -> str:
     """asyncio's text for a refused connection has no reason."""
+    # Where a name has several addresses asyncio joins their errors into one text without a number.
     is_refused = error.errno == errno.ECONNREFUSED or "Connect call failed" in str(error)
     return "the connection is refused" if is_refused else str(error.strerror or error)
 
@@ -146,6 +142,7 @@ def _status_error(status: int, content: bytes, what: str) -> AgentError:
     text = f"{what}: the answer is {status} ({body or 'no text'})"
     if status == 404:
         return NotFound(f"{text}; this is another program, or an agent older than these commands")
+    # The agent answers 503 while too many requests wait.
     if status in (429, 503):
         return Unavailable(f"{text}; try again")
     return Rejected(text)
@@ -154,8 +151,163 @@ def _status_error(status: int, content: bytes, what: str) -> AgentError:
 def _json_object(content: bytes, what: str) -> dict[str, Any]:
     try:
         answer = json.loads(content)
+    # Deeply nested brackets end in RecursionError, not in a ValueError.
     except (ValueError, RecursionError) as e:
         raise Corrupt(f"{what}: the answer is no JSON; is this the agent's address?") from e
     if not isinstance(answer, dict):
         raise Corrupt(f"{what}: the answer is no JSON object; is this the agent's address?")
     return answer
+
+
+AGENT_LABEL = "app.kubernetes.io/name=gpushare-agent"
+HTTP_PORT = "http"
+"""Name of the container's port where the agent serves."""
+_GET_TIMEOUT_S = 15.0
+_MOST_ASKED = 10
+
+
+class AgentTarget(Struct, frozen=True, kw_only=True):
+    """Whose node is meant. `server` is the agent's URL, without a last slash. `node` is a node's name;
+    `is_remote` without one means the node that the pod is on, or the only one with an agent. An empty `agent_namespace`
+    means all."""
+
+    server: str = ""
+    node: str = ""
+    is_remote: bool = False
+    agent_namespace: str = AGENT_NAMESPACE
+
+
+@asynccontextmanager
+async def open_agent(
+    settings: Settings, target: AgentTarget, *, pod: str = "", namespace: str = "default"
+) -> AsyncIterator[AgentClient]:
+    """The node is that of `pod`, where one is named, unless `target` names one; an empty `namespace` means any. Raises
+    AgentError."""
+    # The agent's own address first: it needs no rights in the cluster.
+    if target.server or not (target.node or target.is_remote):
+        url = target.server or local_url(settings.web.addr, settings.web.port)
+        async with open_agent_client(url) as agent:
+            yield agent
+        return
+    async with open_cluster(settings) as api:
+        # Only where the node is not named: reading a pod takes a right of its own.
+        node = target.node or (await _node_of_pod(api, settings, namespace, pod) if pod else "")
+        yield ApiServerProxy(api, await find_agent(api, settings, node=node, namespace=target.agent_namespace))
+
+
+class AgentPod(Struct, frozen=True, kw_only=True):
+    """The pod of an agent, its node and its HTTP port."""
+
+    namespace: str
+    name: str
+    node: str
+    port: int
+
+
+class ApiServerProxy:
+    """An AgentClient through the API server's proxy to the agent's pod."""
+
+    def __init__(self, api: KubeApi, agent: AgentPod) -> None:
+        self._api = api
+        self._agent = agent
+
+    @property
+    def name(self) -> str:
+        return f"node {self._agent.node} (pod {self._agent.namespace}/{self._agent.name})"
+
+    async def get(self, path: str, query: Query) -> dict[str, Any]:
+        agent = self._agent
+        answer = await self._api.get_through_pod(agent.namespace, agent.name, agent.port, path, query)
+        return msgspec.json.decode(answer, type=dict[str, Any])
+
+
+async def find_agent(api: KubeApi, settings: Settings, *, node: str, namespace: str) -> AgentPod:
+    """The agent of that node; with an empty `node`, of the only node that has one.
+
+    Raises:
+        NotFound: there is none, or there are several to choose from.
+    """
+    fields = f"spec.nodeName={node}" if node else ""
+    watched = pods(namespace, labels=AGENT_LABEL, fields=fields)
+    found, _ = await api.list_all(watched, lambda raw: _agent_pod(raw, settings.web.port))
+    agents = sorted((agent for agent in found if agent.node == node or not node), key=lambda agent: agent.node)
+    place = f"with the label {AGENT_LABEL} in namespace {namespace or '(all)'}"
+    if not agents:
+        where = f"on node {node}" if node else "on any node"
+        raise NotFound(
+            f"no agent runs {where}: no running pod {place}; check `kubectl get pods -A -l {AGENT_LABEL} -o wide`, and "
+            "name its namespace with --agent-namespace"
+        )
+    # Two on one node are an upgrade's, and either shows the node.
+    if len(agents) > 1 and not node:
+        names = ", ".join(agent.node for agent in agents[:10]) + (", …" if len(agents) > 10 else "")
+        raise NotFound(f"{len(agents)} nodes have an agent ({names}): name one with --node NODE")
+    return agents[0]
+
+
+def _agent_pod(raw: Raw, usual_port: int) -> AgentPod | None:
+    pod = read_pod_json(raw)
+    meta, node = pod.meta, pod.spec.node_name
+    # During an upgrade a node has two agents: the one that is being deleted may be gone before it answers.
+    if pod.status.phase != "Running" or meta.deleted_at is not None or not (meta.namespace and meta.name and node):
+        return None
+    ports = (port for container in pod.spec.containers or () for port in container.ports if port.name == HTTP_PORT)
+    # A manifest of one's own may have left the port's name out.
+    port = next((one.container_port for one in ports if 0 < one.container_port < 65536), usual_port)
+    return AgentPod(namespace=meta.namespace, name=meta.name, node=node, port=port)
+
+
+async def _node_of_pod(api: KubeApi, settings: Settings, namespace: str, pod: str) -> str:
+    """Where a pod runs or was refused.
+
+    Raises:
+        NotFound: there is no such pod.
+        Unavailable: no node was chosen for it yet.
+    """
+    # Names of pods are unique in a namespace alone.
+    if not namespace:
+        namespace = await _only_namespace(api, pod)
+    try:
+        found = read_pod_json(await api.get_pod(namespace, pod, timeout_s=_GET_TIMEOUT_S))
+    except NotFound as e:
+        raise NotFound(
+            f"there is no pod {namespace}/{pod}: -n names another namespace, -A looks in all. Of a deleted pod the agent of"
+            " its node has the last decisions: --node NODE"
+        ) from e
+    node = found.spec.node_name
+    if not node:
+        raise Unavailable(
+            f"pod {namespace}/{pod} is on no node yet, so no agent has decided about it. {_why_on_no_node(found, settings)} "
+            f"What each GPU lacks: kubectl gpushare dashboard. Its Events: kubectl describe pod -n {namespace} {pod}"
+        )
+    return node
+
+
+def _why_on_no_node(pod: PodJson, settings: Settings) -> str:
+    """The request beside what agents offer: the scheduler refuses a misspelt resource, and bytes for blocks, without a
+    word of the cause."""
+    names = settings.resources
+    containers = (*(pod.spec.init_containers or ()), *(pod.spec.containers or ()))
+    asked = sorted({f"{name}: {count}" for one in containers for name, count in one.limits.items() if "/" in name})
+    return (
+        f"The scheduler: {plain(scheduler_message(pod)) or 'nothing so far.'} The pod asks for "
+        f"{plain(', '.join(asked[:_MOST_ASKED])) or 'no device'}; agents offer {names.vcore}, in hundredths of a "
+        f"GPU, and {names.vmemory}, in blocks of {names.memory_block_mib} MiB."
+    )
+
+
+async def _only_namespace(api: KubeApi, pod: str) -> str:
+    """Where the only pod of this name is. Raises NotFound."""
+    named = pods(fields=f"metadata.name={pod}")
+
+    def namespace_of(raw: Raw) -> str | None:
+        meta = object_meta(raw, "pod")
+        return meta.namespace if meta.name == pod else None
+
+    found, _ = await api.list_all(named, namespace_of)
+    if not found:
+        raise NotFound(f"there is no pod {pod} in any namespace")
+    if len(found) > 1:
+        names = ", ".join(sorted(found)[:10])
+        raise NotFound(f"pod {pod} is in {len(found)} namespaces ({names}): name one with -n")
+    return found[0]

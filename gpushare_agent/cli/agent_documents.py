@@ -176,13 +176,16 @@ def check_document(shape: TypeAdapter[D], answer: Any, agent: str) -> D:
     """The answer, with what the shape does not name; of schema 1 in the words of schema 2. Raises Corrupt."""
     answer = _in_schema_2(answer)
     try:
+        # Strict, for JSON has types: lax reading would take "1" and true for numbers.
         shape.validate_python(answer, strict=True)
     except ValidationError as error:
+        # One is enough: an answer of another program has hundreds.
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         raise Corrupt(
             f"cannot use the answer of {agent}: {'.'.join(map(str, first['loc']))[:200]}: {first['msg']}; use the"
             " gpushare-agent of the agent's own version, and check that this is an agent's address"
         ) from error
+    # The answer itself: `-o json` prints also the fields that this program does not know.
     document: D = answer
     return document
 
@@ -196,6 +199,7 @@ def _in_schema_2(value: Any, depth: int = _MAX_DEPTH) -> Any:
     if not isinstance(value, dict):
         return value
     found = {_KEYS_OF_SCHEMA_1.get(key, key): _in_schema_2(one, depth - 1) for key, one in value.items()}
+    # Only 1 is translated: of a later schema the check must say that this program is too old.
     if found.get("schema") == 1:
         found["schema"] = 2
     if isinstance(reason := found.get("reason"), str):

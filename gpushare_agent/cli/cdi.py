@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from msgspec import to_builtins
 
-from gpushare_agent.cli.check.local import read_inventory
+from gpushare_agent.cli.check import read_inventory
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_text import print_report
 from gpushare_agent.isolation.cdi.specs import CdiState, SpecChange, cdi_specs
@@ -32,12 +32,15 @@ async def run(settings: Settings, *, action: Literal["generate", "list"], check:
     specs = cdi_specs(settings)
     async with asyncio.timeout(_DRIVER_TIMEOUT_S):
         gpus = (await read_inventory(settings)).gpus
+    # More likely a fault of the driver than a node without GPUs: the spec that is there is left alone.
     if not gpus:
         raise Unavailable("the driver answers, but there is no GPU to name: no CDI spec was written or removed")
+    # Listing must not write: it is asked by whoever searches a fault.
     state = specs.ensure(gpus) if action == "generate" and not check else specs.plan(gpus)
     is_done = action == "generate" and not check
     if action == "list":
         print_report(form, _list_document(state), _list_as_text(state))
+        # A script asks so whether runtimes can start a container with any of the GPUs.
         return 1 if state.unnamed or _missing(state) else 0
     document = to_builtins(state) | {"is_done": is_done, "named": dict(state.named)}
     print_report(form, document, _as_text(state, is_done=is_done))
@@ -68,6 +71,7 @@ def _as_text(state: CdiState, *, is_done: bool) -> str:
     lines = [f"{state.own_path}: {does}{state.change.value}, {len(ours)} of {_count(state)} GPUs named there"]
     if not ours and state.change is SpecChange.NONE:
         lines = [f"{state.own_path}: not needed, {len(state.named)} of {_count(state)} GPUs are named by others"]
+    # With --check the spec itself is what is to be looked at.
     if not is_done and state.spec is not None:
         lines.append(json.dumps(state.spec, indent=2))
     lines += [f"  {state.kind}={uuid}  {path}" for uuid, path in state.named]
@@ -75,9 +79,9 @@ def _as_text(state: CdiState, *, is_done: bool) -> str:
 
 
 def _list_as_text(state: CdiState) -> str:
-    cure = f"nobody yet: `gpushare-agent cdi generate` writes {state.own_path}"
+    remedy = f"nobody yet: `gpushare-agent cdi generate` writes {state.own_path}"
     missing = _missing(state)
-    lines = [f"{state.kind}={uuid}  {cure if uuid in missing else path}" for uuid, path in state.named]
+    lines = [f"{state.kind}={uuid}  {remedy if uuid in missing else path}" for uuid, path in state.named]
     if state.change is SpecChange.WRITTEN and state.own_names and not missing:
         lines.append(
             f"  other settings  {state.own_path} was written with others: `gpushare-agent cdi generate --check` shows these"

@@ -33,6 +33,8 @@ from gpushare_agent.settings.sources import split_flags
 
 PROGRAM = "gpushare-agent"
 ALL_SETTINGS = ("*",)
+AGENT_NAMESPACE = "gpushare-system"
+"""Namespace of the agents' pods in the manifests; --agent-namespace names another."""
 Form = Literal["table", "wide", "json", "yaml"]
 FORMS: tuple[Form, ...] = ("table", "wide", "json", "yaml")
 Sort = Literal["gpu", "sm", "memory", "cores"]
@@ -40,7 +42,8 @@ SORTS: tuple[Sort, ...] = ("gpu", "sm", "memory", "cores")
 """Orders of `top`."""
 COMPLETION_VARIABLE = "_ARGCOMPLETE"
 """argcomplete's shell code sets it when it asks the program for completions."""
-_INTERRUPTED = 130
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as a shell gives it: 128 and the number of SIGINT."""
 _UNPRINTABLE = {"\n": "\n", "\t": " "}
 _STAND_INS = str.maketrans("…–—µ·°↑↓█▉▊▋▌▍▎▏", ".--u. ^v####----")
 _ENCODING_ERRORS = "gpushare-stand-ins"
@@ -70,6 +73,7 @@ def add_output(parser: argparse.ArgumentParser, *, also: Sequence[str] = (), def
 
 def _former_form(text: str) -> str:
     """Some commands called their table `text`."""
+    # Scripts of earlier builds go on to work.
     return "table" if text == "text" else text
 
 
@@ -133,6 +137,7 @@ class Command(Struct, frozen=True, kw_only=True):
         parser = self._parser(program, with_help="-h" in words or "--help" in words)
         if self.settings is None:
             return self.run(Invocation(options=parser.parse_args(words), flags=(), rest=rest, environ=environ))
+        # The command's own option wins where a setting has its name: `sandbox --topology` is the sandbox's.
         flags, own = split_flags(words, leave=frozenset(parser._option_string_actions))
         options, unknown = parser.parse_known_args(own)  # load_settings reports the unknown beside the other mistakes
         return self.run(Invocation(options=options, flags=[*flags, *unknown], rest=rest, environ=environ))
@@ -144,6 +149,7 @@ class Command(Struct, frozen=True, kw_only=True):
             description=self.description,
             epilog=self._epilog(program) if with_help else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            # An abbreviation changes its meaning when an option is added.
             allow_abbrev=False,
         )
         self.add_arguments(parser)
@@ -159,6 +165,7 @@ class Command(Struct, frozen=True, kw_only=True):
         if self.settings is not None and program == PROGRAM:  # a person with a kubeconfig has no settings of an agent
             parts.append("Settings that it uses (flag > variable > YAML file > default):")
             parts.append(help_text(select_keys(["config", *self.settings])))
+            # Those that are not listed are accepted, too: one set of flags may serve several commands.
             if self.settings != ALL_SETTINGS:
                 parts.append(
                     f"The flags of all settings work; `{PROGRAM} run --help` and docs/reference/settings.md list them."
@@ -180,6 +187,8 @@ class CommandLine(Struct, frozen=True, kw_only=True):
         _print_in_any_encoding()
         try:
             code = self._dispatch(argv, environ)
+            # Here, so that a full disk or a closed pipe is a failure of this command: Python would report it at its own
+            # end with a traceback.
             sys.stdout.flush()
         except SystemExit as end:  # argparse ends so, after its own message
             return end.code if isinstance(end.code, int) else 0
@@ -188,22 +197,26 @@ class CommandLine(Struct, frozen=True, kw_only=True):
         except AgentError as error:
             return self._fail([str(error)], 1)
         except BaseExceptionGroup as group:  # a TaskGroup's: the agent's own errors are for a person, the rest are bugs
+            # With one bug among them the whole group is shown: its traceback is what a developer needs.
             ours, bugs = group.split(AgentError)
             if bugs is not None or ours is None:
                 raise
             return self._fail([str(error) for error in _leaves(ours)], 1)
         except KeyboardInterrupt:
-            return _INTERRUPTED
+            return INTERRUPTED
         except BrokenPipeError:  # the reader (`| head`) has seen enough
+            # Python flushes standard output once more when it ends, and would report the closed pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         finally:
+            # __main__.py has switched it off for the imports; a caller in the same process, such as a test, goes on.
             gc.enable()
         return code
 
     def _dispatch(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         by_name = {command.name: command for command in self.commands}
         word = argv[0] if argv else ""
+        # `help COMMAND`, as kubectl and git have it.
         if word == "help" and argv[1:2] and argv[1] in by_name:
             return by_name[argv[1]].invoke(self.program, ["--help"], environ)
         if word in ("-h", "--help", "help"):
@@ -214,12 +227,14 @@ class CommandLine(Struct, frozen=True, kw_only=True):
         if word in by_name:
             return by_name[word].invoke(self.program, argv[1:], environ)
         if not word:
+            # Without a command nothing was done: for a script that is an error.
             print(self._overview(), file=sys.stderr)
             return 2
         return self._fail([self._unknown_command(word, list(by_name), argv)], 2)
 
     def _unknown_command(self, word: str, known: Sequence[str], argv: Sequence[str]) -> str:
         if word.startswith("-"):
+            # Flags before the command, as other programs have them: the command may stand further behind.
             meant = next((one for one in argv if one in known), known[0])
             return (
                 f"{word}: a command comes first, such as `{self.program} {meant} {word}`;"
@@ -263,6 +278,7 @@ def _print_in_any_encoding() -> None:
     """A locale, or PYTHONIOENCODING, may lack letters that the output has."""
     codecs.register_error(_ENCODING_ERRORS, _stand_in)
     for stream in (sys.stdout, sys.stderr):
+        # A test or an embedding program may have put another object there.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_ENCODING_ERRORS)
 
@@ -280,9 +296,11 @@ def runnable() -> str:
     path = Path(sys.argv[0]).absolute()
     if path.name != PROGRAM or not path.is_file():
         return f"{shlex.quote(sys.executable)} -m gpushare_agent"
+    # A relative path is shorter, and is how the person has called it.
     if path.is_relative_to(Path.cwd()):
         return shlex.quote(str(path.relative_to(Path.cwd())))
     found = shutil.which(PROGRAM)
+    # Another one on PATH may be of another version.
     return PROGRAM if found and path.samefile(found) else shlex.quote(str(path))
 
 
@@ -297,7 +315,8 @@ def print_version(line: str) -> Command:
 
 
 def run_app(app: Coroutine[Any, Any, int]) -> int:
-    """Runs the app; collection of garbage passes over what the imports made, which lives as long as the process."""
+    """Runs the app; garbage collection skips what the imports made, which lives as long as the process."""
+    # Frozen, they are skipped by each later collection, which holds the event loop.
     gc.freeze()
     gc.enable()
     return asyncio.run(app)

@@ -28,6 +28,7 @@ def script(shell: str, lines: Sequence[CommandLine]) -> str:
 
 def answer_shell(line: CommandLine) -> int:
     """Writes the completions to the descriptor that the script opened. Does not return: argcomplete ends the process."""
+    # Up to the cursor: a command behind it has not been chosen yet.
     typed = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split()
     CompletionFinder()(_parser(line, typed[1:]), always_complete_options=False)
     return 0
@@ -46,7 +47,9 @@ def completions(line: CommandLine, words: Sequence[str]) -> list[str]:
         default_completer=ChoicesCompleter({}),
         append_space=False,
     )
+    # readline's protocol: the state counts up until there is no further match.
     matches = iter(partial(next, map(partial(finder.rl_complete, typed), count())), None)
+    # argcomplete answers with the whole line, kubectl wants the last word.
     return [match[len(typed) - len(last) :] for match in matches]
 
 
@@ -59,6 +62,7 @@ def _parser(line: CommandLine, words: Sequence[str]) -> argparse.ArgumentParser:
         one = commands.add_parser(
             command.name, help=command.summary, conflict_handler="resolve", allow_abbrev=False, add_help=True
         )
+        # Only the command that is typed: the options of others are not offered behind it.
         if command.name in words[:1]:
             if command.settings is not None:
                 _add_settings(one, command.settings)
@@ -70,6 +74,7 @@ def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None
     """Those that its `--help` lists."""
     for key in select_keys(["config", *names]):
         flags = [f"--{name}" for name in (key.flag, *key.aliases)]
+        # The first sentence; zsh and fish show it in one line. argparse formats its help by %.
         about = (key.field.description or "").partition(". ")[0].replace("%", "%%")
         action = parser.add_argument(*flags, nargs="?" if key.is_boolean else None, help=about)
         if choices := dict.fromkeys(key.kind.choices, ""):  # no `choices=`, which would refuse a comma list of them

@@ -63,6 +63,7 @@ def run(action: str, options: argparse.Namespace, setting: Path | None) -> int:
         return 2
     request = {"gpu": options.gpu} | ({"reason": options.reason} if action == "cordon" else {})
     answer = ask(path, "POST", f"/{action}", request)
+    # The GPU was named wrongly, not at all, or ambiguously: exit code 2, as a mistake of the command line.
     if answer.status in WRONG_NAME:
         write_stderr(f"gpushare-agent: cannot {action} the GPU: {answer.document.get('error', '')}\n")
         return 2
@@ -89,6 +90,7 @@ def reported(action: str, document: dict[str, Any]) -> str:
             lines.append(f"It had waited for a reset since {document['ended_wait']}; that wait is ended.")
     if action == "uncordon" and not gpu["is_healthy"]:
         lines.append(f"It is Unhealthy still: {gpu['reason']}.")
+    # The cordon holds now, but the agent could not write its state file.
     if document["not_kept"]:
         lines.append(f"This is forgotten when the agent ends, because it could not be written: {document['not_kept']}")
     return "\n".join(lines)
@@ -97,6 +99,7 @@ def reported(action: str, document: dict[str, Any]) -> str:
 def ask(path: Path, method: str, target: str, request: dict[str, Any] | None = None) -> Answer:
     """One request to the agent. Raises Unavailable where none answers."""
     try:
+        # A socket's address has 108 bytes at most; a path may have more.
         with connectable_path(path) as address:
             connection = _UnixConnection(address)
             try:
@@ -110,6 +113,7 @@ def ask(path: Path, method: str, target: str, request: dict[str, Any] | None = N
         raise Unavailable(
             f"no agent listens at {path}: start it, or name its control socket with --socket (the setting control.socket)"
         ) from e
+    # Before OSError: the socket is for root, and that is what the person has to know.
     except PermissionError as e:
         raise Unavailable(f"the control socket {path} cannot be opened: {e.strerror}; ask as root") from e
     except (OSError, http.client.HTTPException, ValueError) as e:
@@ -119,6 +123,7 @@ def ask(path: Path, method: str, target: str, request: dict[str, Any] | None = N
     return Answer(status=response.status, document=document)
 
 
+# Not aiohttp, which alone takes 190 ms to load, for one request.
 class _UnixConnection(http.client.HTTPConnection):
     """HTTP over a unix socket."""
 

@@ -17,8 +17,7 @@ from typing import Literal
 from msgspec import Struct, field, to_builtins
 
 from gpushare_agent.cli.command_line import Form
-from gpushare_agent.cli.progress import Report, progress
-from gpushare_agent.cli.render_text import print_report
+from gpushare_agent.cli.render_text import Report, print_report, progress
 from gpushare_agent.isolation.driver_volume.config import USUAL_CONFIG, read_volume_config
 from gpushare_agent.isolation.driver_volume.directory import DriverDirectory
 from gpushare_agent.isolation.driver_volume.libraries import plan_of
@@ -39,6 +38,8 @@ class MountedDirectories(Struct, frozen=True, kw_only=True):
 
     def has(self, directory: str) -> bool:
         """Is a directory with this path's end, or something in it, mounted? `.versions/x` finds /any/.versions/x/lib."""
+        # The kernel appends //deleted to a root that was removed while it is mounted; with slashes around, x does not
+        # find x2.
         return any(f"/{directory}/" in f"{root.removesuffix('//deleted')}/" for root in self.roots)
 
 
@@ -52,9 +53,11 @@ def read_mounted_directories(proc: Path = Path("/proc")) -> MountedDirectories:
         try:
             text = (process / "mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
         except OSError as error:
+            # Counted apart: what cannot be looked into may have any version mounted.
             unreadable += error.errno in (errno.EACCES, errno.EPERM)  # any other: it has ended
             continue
         for line in text.splitlines():
+            # The kernel writes blanks in paths as octal, so a blank parts fields.
             fields = line.split(" ", _ROOT_FIELD + 1)
             if len(fields) > _ROOT_FIELD:
                 roots.add(fields[_ROOT_FIELD])
@@ -115,6 +118,7 @@ def _volume_report(
     directory = DriverDirectory(volume.base)
     errors: list[str] = []
     try:
+        # A volume that fails must not stop the other, so its error goes into the report.
         _make(settings, directory, volume, report, _in_mib(shown, volume), check=check)
     except AgentError as error:
         errors.append(str(error))
@@ -142,6 +146,7 @@ def _make(
     report.files = {file.target: str(file.source) for file in plan.files}
     report.links = {link.target: link.points_to for link in plan.links}
     if check:
+        # Compares the files as well, for a file of the driver may have been replaced under its name.
         report.state = "unchanged" if directory.is_in_force(plan, shown) else "would change"
         return
     installed = directory.install(plan, shown)
@@ -160,9 +165,10 @@ def _prune(directory: DriverDirectory, volume: DriverVolume, report: VolumeRepor
     found, used = (directory.would_prune if check else directory.prune)(volume.name, is_in_use)
     report.kept = list(used)
     report.would_remove, report.removed = (list(found), []) if check else ([], list(found))
-    if used and (blind := mounted().unreadable_processes):
+    # The warning only where it matters: without an old version nothing was held back.
+    if used and (hidden := mounted().unreadable_processes):
         report.warnings.append(
-            f"volume {volume.name}: no old version {'would be' if check else 'was'} removed, because the mounts of {blind}"
+            f"volume {volume.name}: no old version {'would be' if check else 'was'} removed, because the mounts of {hidden}"
             " processes cannot be read and one may use it; run this as the host's root, with the capability SYS_PTRACE"
         )
 

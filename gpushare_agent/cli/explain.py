@@ -16,9 +16,8 @@ from msgspec import Struct
 from rich.console import RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_client import AgentClient, read_decisions
+from gpushare_agent.cli.agent_client import AgentClient, AgentTarget, open_agent, read_decisions
 from gpushare_agent.cli.agent_documents import CandidateDocument, DecisionDocument
-from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_text import CORES_COLUMN, bar, counted, gib, grid, health_style, plain, print_as
 from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Outcome
@@ -78,6 +77,7 @@ def _title(decision: DecisionDocument) -> Text:
     if is_allocated and len(decision["gpus"]) > 1:
         what = f"got GPUs {names}"
     name = f"{plain(decision['namespace'])}/{plain(decision['pod'])}, container {plain(decision['container'])}"
+    # A call whose container could not be identified is recorded without one.
     if not decision["pod"]:
         name = "a pod that could not be identified"
     return Text.assemble((name, "bold"), " ", (what, "green" if is_allocated else "red"), (f"  ({at})", "dim"))
@@ -96,8 +96,9 @@ def _request(decision: DecisionDocument) -> str:
         return f"{plain(decision['resource'])}; refused before its request was known"
     parts = [f"{request['cores']} GPU cores"] if request["cores"] else []
     parts += [f"{gib(request['memory_bytes'])} GiB"] if request["memory_bytes"] else []
+    # Units of NVIDIA's resources are neither cores nor memory.
     parts = parts or [plain(decision["resource"])]
-    parts += [f"its annotation names GPU {_gpus(request['hint'])}"] if request["hint"] else []
+    parts += [f"its annotation names GPU {', '.join(map(str, request['hint']))}"] if request["hint"] else []
     parts += [f"the kubelet requires {', '.join(map(plain, request['must_gpus']))}"] if request["must_gpus"] else []
     return ", ".join(parts)
 
@@ -109,13 +110,11 @@ def _policy(decision: DecisionDocument) -> str:
 
 def _advice(resource: str, reason: str) -> str:
     known = {
-        item.value: text for item, text in (ADVICE | (CLAIM_ADVICE if resource == CLAIMS_RESOURCE else {})).items()
+        # A claim is tried again by the kubelet, where a pod that is refused at admission has failed.
+        item.value: text
+        for item, text in (ADVICE | (CLAIM_ADVICE if resource == CLAIMS_RESOURCE else {})).items()
     }
     return f"{known[reason]}." if reason in known else ""
-
-
-def _gpus(indexes: Sequence[int]) -> str:
-    return ", ".join(map(str, indexes))
 
 
 def _candidates_table(candidates: Sequence[CandidateDocument], bar_width: int) -> RenderableType:
@@ -163,6 +162,8 @@ class PodQuery(Struct, frozen=True, kw_only=True):
 
 async def run(settings: Settings, target: AgentTarget, query: PodQuery, *, form: Form) -> int:
     """Raises AgentError, NotFound where nothing was decided about the pod."""
+    # The agent searches its decisions by name alone; through the API server the pod is fetched first, for which a
+    # namespace is needed, kubectl's own default.
     is_in_default = (target.is_remote or target.node) and not query.is_any_namespace
     namespace = query.namespace or ("default" if is_in_default else "")
     async with open_agent(settings, target, pod=query.pod, namespace=namespace) as agent:
@@ -180,13 +181,14 @@ async def run(settings: Settings, target: AgentTarget, query: PodQuery, *, form:
 
 
 def newest_of_containers(decisions: Sequence[DecisionDocument], container: str) -> list[DecisionDocument]:
-    """Of each container the newest decision, in the order in which they were decided. `decisions` begins with the newest.
+    """The newest decision of each container, in the order in which they were decided. `decisions` begins with the newest.
 
     A pod created again under the same name is another pod: only the newest one's count, in each namespace.
     """
     pods: dict[str, str] = {}
     newest: dict[tuple[str, str], DecisionDocument] = {}
     for decision in decisions:
+        # The first is the newest: its UID is that of the pod which exists now.
         pod = pods.setdefault(decision["namespace"], decision["pod_uid"])
         if decision["pod_uid"] == pod and (not container or decision["container"] == container):
             newest.setdefault((decision["namespace"], decision["container"]), decision)
@@ -197,9 +199,11 @@ async def _nothing_known(
     agent: AgentClient, query: PodQuery, namespace: str, decisions: Sequence[DecisionDocument]
 ) -> str:
     name = f"{namespace}/{query.pod}" if namespace else query.pod
+    # The pod is known, but not the container that was named.
     if decisions:
         known = ", ".join(sorted({plain(decision["container"]) for decision in decisions}))
         return f"{agent.name} has decided nothing about container {query.container} of pod {name}, but about: {known}"
+    # The refusal of this very pod may be among those that could not be identified.
     latest = await read_decisions(agent, limit=_SEARCHED_FOR_UNATTRIBUTED)
     unattributed = [decision for decision in latest if not decision["pod"]]
     seen = (

@@ -8,12 +8,11 @@ from rich.console import RenderableType
 from rich.text import Text
 from typing_extensions import TypedDict
 
-from gpushare_agent.cli.agent_client import read_node
+from gpushare_agent.cli.agent_client import AgentTarget, open_agent, read_node
 from gpushare_agent.cli.agent_documents import BranchDocument, Cores, GpuDocument, Memory, NodeDocument
-from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
+from gpushare_agent.cli.cluster_nodes import NamedGpu
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.inspect import gpu_of_document
-from gpushare_agent.cli.node_reports import NamedGpu
 from gpushare_agent.cli.render_text import gib, gpu_label, health_line, is_cordoned, plain, print_as
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.topology import Branch, LinkKind, Topology
@@ -31,6 +30,7 @@ async def run(settings: Settings, target: AgentTarget, *, form: Form) -> int:
         document = graph_document(await read_node(agent))
 
     def tables(_width: int) -> Sequence[RenderableType]:
+        # Not wrapped: a broken line would break the branches that are drawn in it.
         return [Text(tree_text(document, is_wide=form == "wide"), no_wrap=True, overflow="ignore")]
 
     print_as(form, document, tables)
@@ -71,6 +71,7 @@ def graph_document(node: NodeDocument) -> GraphDocument:
 
 def _gpu(gpu: GpuDocument) -> GraphGpu:
     cores, memory = gpu["cores"], gpu["memory"]
+    # Room on a GPU out of service is offered to no pod.
     is_usable = gpu["is_healthy"] and not is_cordoned(gpu)
     free_bytes = max(0, memory["capacity_bytes"] - memory["allocated_bytes"]) if is_usable else 0
     return {
@@ -99,6 +100,7 @@ def _note(gpu: GraphGpu) -> str:
 
 def _read_branch(raw: BranchDocument, depth: int) -> Branch:
     kind = _KINDS.get(raw["kind"])
+    # The tree comes from elsewhere: `render_tree` calls itself for each level.
     if kind is None or depth == 0:
         raise Corrupt(
             f"cannot draw the topology: the agent's tree has a branch {plain(raw['kind'])!r} that this program does not"

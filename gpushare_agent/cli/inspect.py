@@ -1,7 +1,7 @@
 """`gpushare-agent inspect`: what is allocated of every GPU, of one node by its agent or of all by the API server.
 
 The agent's ledger is the truth about its node. Over all nodes the sums come from what each agent reports of it on the
-node's object (node_reports.py), never from a pod's annotations, which any tenant can write.
+node's object (cluster_nodes.py), never from a pod's annotations, which any tenant can write.
 
 The document's format is docs/reference/cli.md; sizes are bytes.
 """
@@ -14,12 +14,10 @@ from rich.console import RenderableType
 from rich.text import Text
 from typing_extensions import TypedDict
 
-from gpushare_agent.cli.agent_client import read_node
+from gpushare_agent.cli.agent_client import AgentTarget, open_agent, read_node
 from gpushare_agent.cli.agent_documents import Cores, GpuDocument, Memory, NodeDocument
-from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
-from gpushare_agent.cli.cluster_nodes import open_cluster, read_cluster
+from gpushare_agent.cli.cluster_nodes import InspectedGpu, InspectedNode, open_cluster, read_cluster
 from gpushare_agent.cli.command_line import Form
-from gpushare_agent.cli.node_reports import InspectedGpu, InspectedNode
 from gpushare_agent.cli.render_text import (
     CORES_COLUMN,
     MEMORY_COLUMN,
@@ -49,7 +47,7 @@ class Totals(TypedDict):
     memory: Memory
 
 
-class Unplaced(TypedDict):
+class Uncharged(TypedDict):
     """What is charged to no GPU."""
 
     containers: int
@@ -58,7 +56,7 @@ class Unplaced(TypedDict):
 
 
 class SummedNode(InspectedNode):
-    unplaced: Unplaced
+    unplaced: Uncharged
     totals: Totals
 
 
@@ -69,20 +67,20 @@ class InspectionDocument(TypedDict):
 
 
 def inspection_document(nodes: Sequence[InspectedNode]) -> InspectionDocument:
-    """With the sums."""
+    """The document of `inspect`: the nodes, with the sums of each and of all."""
     return {
         "schema": SCHEMA,
-        "nodes": [{**node, "unplaced": _unplaced(node), "totals": _totals(node["gpus"])} for node in nodes],
+        "nodes": [{**node, "unplaced": _uncharged(node), "totals": _totals(node["gpus"])} for node in nodes],
         "totals": _totals([gpu for node in nodes for gpu in node["gpus"]]),
     }
 
 
-def _unplaced(node: InspectedNode) -> Unplaced:
-    unplaced = [container for container in node["containers"] if not container["gpus"]]
+def _uncharged(node: InspectedNode) -> Uncharged:
+    uncharged = [container for container in node["containers"] if not container["gpus"]]
     return {
-        "containers": len(unplaced),
-        "cores": sum(container["cores"] for container in unplaced),
-        "memory_bytes": sum(container["memory_bytes"] for container in unplaced),
+        "containers": len(uncharged),
+        "cores": sum(container["cores"] for container in uncharged),
+        "memory_bytes": sum(container["memory_bytes"] for container in uncharged),
     }
 
 
@@ -105,7 +103,7 @@ def _totals(gpus: Sequence[InspectedGpu]) -> Totals:
 def inspection_tables(
     document: InspectionDocument, *, with_details: bool, is_wide: bool = False
 ) -> list[RenderableType]:
-    """From the document, so that both forms agree. `is_wide` adds the UUIDs."""
+    """The tables, made from the document, so that both forms agree. `is_wide` adds the UUIDs."""
     nodes = document["nodes"]
     parts: list[RenderableType] = [_gpus_table(nodes, is_wide=is_wide)]
     if with_details:
@@ -113,8 +111,8 @@ def inspection_tables(
     remarks = [
         Text(f"{plain(node['node'])}: {plain(node['remark'])}", style="yellow") for node in nodes if node["remark"]
     ]
-    unplaced = [_unplaced_line(node, with_details) for node in nodes if node["unplaced"]["containers"]]
-    return [*parts, Text(""), *remarks, *unplaced, _cluster_line(document)]
+    uncharged = [_uncharged_line(node, with_details) for node in nodes if node["unplaced"]["containers"]]
+    return [*parts, Text(""), *remarks, *uncharged, _cluster_line(document)]
 
 
 def _gpus_table(nodes: Sequence[SummedNode], *, is_wide: bool) -> RenderableType:
@@ -126,20 +124,18 @@ def _gpus_table(nodes: Sequence[SummedNode], *, is_wide: bool) -> RenderableType
             name = node["node"] if position == 0 else ""
             reason = "; ".join(health_reasons(gpu))
             more = [gpu["uuid"]] if is_wide else []
-            rows.append([name, gpu_label(gpu), gpu["name"] or "-", *more, _health(gpu), *_amounts(gpu), reason])
+            health = Text(word := health_word(gpu), style=health_style(word))
+            rows.append([name, gpu_label(gpu), gpu["name"] or "-", *more, health, *_amounts(gpu), reason])
         cores, memory = _amounts(node["totals"])
+        # Without a GPU's row, which has it, the row of sums is all that names the node.
         whose = "" if node["gpus"] else node["node"]
         rows.append(
             [whose, "all", "", *("" for _ in uuid), "", Text(cores, style="bold"), Text(memory, style="bold"), ""]
         )
+    # The last column is the reason: where all GPUs are in service it would only make lines longer.
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     return grid(columns, rows, right=("GPU", CORES_COLUMN, MEMORY_COLUMN))
-
-
-def _health(gpu: InspectedGpu) -> Text:
-    word = health_word(gpu)
-    return Text(word, style=health_style(word))
 
 
 def _amounts(sums: InspectedGpu | Totals) -> tuple[str, str]:
@@ -173,12 +169,12 @@ def _containers_table(nodes: Sequence[SummedNode]) -> RenderableType:
     return grid(columns, rows, right=("GPU", CORES_COLUMN, MEMORY_COLUMN))
 
 
-def _unplaced_line(node: SummedNode, with_details: bool) -> Text:
-    unplaced = node["unplaced"]
-    number, verb = (counted(unplaced["containers"], "container"), "is" if unplaced["containers"] == 1 else "are")
+def _uncharged_line(node: SummedNode, with_details: bool) -> Text:
+    uncharged = node["unplaced"]
+    number, verb = (counted(uncharged["containers"], "container"), "is" if uncharged["containers"] == 1 else "are")
     hint = "" if with_details else "; -d lists them"
     return Text(
-        f"{plain(node['node'])}: {number} with {unplaced['cores']} GPU cores and {gib(unplaced['memory_bytes'])} GiB "
+        f"{plain(node['node'])}: {number} with {uncharged['cores']} GPU cores and {gib(uncharged['memory_bytes'])} GiB "
         f"{verb} charged to no GPU{hint}",
         style="yellow",
     )
@@ -213,6 +209,7 @@ async def run(
             nodes = [node_of_document(await read_node(agent))]
     document = inspection_document(nodes)
     for node in document["nodes"]:
+        # After the sums, which are of the whole node whatever namespace is shown.
         node["containers"] = in_namespace(node["containers"], namespace)
 
     def tables(_width: int) -> Sequence[RenderableType]:
@@ -227,7 +224,7 @@ async def run(
 
 
 def gpu_of_document(gpu: GpuDocument) -> InspectedGpu:
-    """Without its use."""
+    """The part of an agent's GPU that `inspect` shows: all but its use."""
     found: InspectedGpu = {
         "index": gpu["index"],
         "uuid": gpu["uuid"],
@@ -238,6 +235,7 @@ def gpu_of_document(gpu: GpuDocument) -> InspectedGpu:
         "cores": gpu["cores"],
         "memory": gpu["memory"],
     }
+    # The key is absent on a whole GPU, as in the agent's document.
     return {**found, "mig": gpu["mig"]} if "mig" in gpu else found
 
 

@@ -32,6 +32,7 @@ def complete(argv: Sequence[str] | None = None) -> int:
     from gpushare_agent.cli.completion import completions
 
     words = list(sys.argv[1:] if argv is None else argv)
+    # One word a line; kubectl passes the last line on to cobra's script as its directive.
     print("\n".join([*completions(PLUGIN_LINE, words), _NO_FILES]))
     return 0
 

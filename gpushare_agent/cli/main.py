@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -25,7 +26,6 @@ from gpushare_agent.cli.command_line import (
     print_version,
     run_app,
 )
-from gpushare_agent.cli.node_commands import NODE_COMMANDS
 from gpushare_agent.cli.view_commands import view_commands
 from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError
@@ -33,6 +33,7 @@ from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsE
 log = structlog.get_logger(__name__)
 
 _RESOURCE_SETTINGS = ("resources", "gpushare", "placement")
+_GPU_SETTINGS = ("driver", "simulated")
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
@@ -46,22 +47,25 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 
 
 def _run(call: Invocation) -> int:
+    # Logging before the import: what the imports and the settings have to say is in the chosen format.
     loaded = call.load_with_logs()
-    _log_foreign_keys(loaded)
+    _log_migrated_keys(loaded)
     from gpushare_agent.agent.agent import run as run_agent
 
     def reload(named: NamedConfiguration | None) -> Settings:
         loaded = call.load(named)
+        # The other places were reported at the start; only a node's own configuration may be another now.
         if named is not None:
-            _log_foreign_keys(loaded)
+            _log_migrated_keys(loaded)
         return loaded.settings
 
     return run_app(run_agent(loaded.settings, reload=reload))
 
 
-def _log_foreign_keys(loaded: LoadedSettings) -> None:
+def _log_migrated_keys(loaded: LoadedSettings) -> None:
     """What became of the configuration of NVIDIA's plugin and of gpu-manager's variables: once, at the start."""
-    for key in loaded.foreign:
+    # A key without effect is a warning: who migrates believes that it still holds.
+    for key in loaded.migrated:
         is_lost, text = loaded.outcome(key)
         if is_lost:
             log.warning("foreign_setting_without_effect", key=key.name, value=key.value, source=key.source, reason=text)
@@ -85,6 +89,7 @@ def _config(call: Invocation) -> int:
         try:
             named = NamedConfiguration(name=path.name, content=path.read_bytes())
         except OSError as error:
+            # As a file of --config: exit code 2.
             raise SettingsError([f"the configuration {path} cannot be read: {error.strerror}"]) from error
     text = show_settings.render(call.load(named), call.options.output)
     print(text, end="")
@@ -141,6 +146,84 @@ def _completion(call: Invocation) -> int:
     return 0
 
 
+def _check(call: Invocation) -> int:
+    settings = call.settings(log_level="error")
+    from gpushare_agent.cli import check
+
+    return run_app(check.run(settings, form=call.options.output))
+
+
+def _driver_volume_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="print what would be done, and change nothing")
+    parser.add_argument("--prune", action="store_true", help="remove old versions that no container has mounted")
+    add_output(parser)
+
+
+def _driver_volume(call: Invocation) -> int:
+    settings, options = call.settings(), call.options
+    from gpushare_agent.cli import driver_volume
+
+    return driver_volume.run(settings, check=options.check, prune=options.prune, form=options.output)
+
+
+def _cdi_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", choices=("generate", "list"), help="write the agent's spec, or print which spec names each GPU"
+    )
+    parser.add_argument("--check", action="store_true", help="generate: print what would be done, and change nothing")
+    add_output(parser)
+
+
+def _cdi(call: Invocation) -> int:
+    settings, options = call.settings(log_level="error"), call.options
+    from gpushare_agent.cli import cdi
+
+    return run_app(cdi.run(settings, action=options.action, check=options.check, form=options.output))
+
+
+def _vdevice_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpushare_agent.cli import vdevice
+
+    vdevice.add_arguments(parser, {})
+
+
+def _vdevice(call: Invocation) -> int:
+    """Parses its words itself: the same client also runs as a module, without this command line."""
+    from gpushare_agent.cli import vdevice
+
+    return vdevice.run(call.rest, call.environ, program=f"{PROGRAM} vdevice")
+
+
+def _mps_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="ask the daemon once, whoever runs it: 0 when it serves")
+
+
+def _mps(call: Invocation) -> int:
+    settings = call.settings(log_level="error" if call.options.check else None)
+    from gpushare_agent.cli import mps_supervisor
+
+    return run_app(mps_supervisor.check(settings) if call.options.check else mps_supervisor.run(settings))
+
+
+def _cordon_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--reason", metavar="TEXT", default="", help="why, for whoever finds the GPU cordoned")
+    _uncordon_arguments(parser)
+
+
+def _uncordon_arguments(parser: argparse.ArgumentParser) -> None:
+    from gpushare_agent.cli import cordon
+
+    cordon.add_arguments(parser)
+
+
+def _ask_agent(action: str, call: Invocation) -> int:
+    # Without logging: standard output and error are the answer to a person.
+    settings = call.load().settings
+    from gpushare_agent.cli import cordon
+
+    return cordon.run(action, call.options, settings.control.socket)
+
+
 COMMANDS: tuple[Command, ...] = (
     Command(
         name="run",
@@ -161,7 +244,75 @@ COMMANDS: tuple[Command, ...] = (
         add_arguments=_config_arguments,
         settings=ALL_SETTINGS,
     ),
-    *NODE_COMMANDS,
+    Command(
+        name="check",
+        summary="check what of this node is in place, and print the remedy for what is not",
+        description="Checks what of this node is in place for the agent, and prints the remedy for what is not.",
+        run=_check,
+        examples=("check --isolation mps",),
+        add_arguments=add_output,
+        settings=(
+            *("node_name", "isolation", "isolations_allowed", "device_list_strategy", "fail_on_init_error"),
+            *("extra_config", "volume_config", "kubeconfig", *_GPU_SETTINGS, "resources", "gpushare", "kubelet"),
+            *("virtual_manager", "driver_volume", "mps.pipe_directory", "mps.log_directory", "mps.control"),
+            *("mps.command_timeout_s", "hami_core.library", "hami_core.directory", "libgpushare", "cdi", "runtime"),
+            *("allocation.cleanup_rejected_pods", "facts.is_written"),
+        ),
+    ),
+    Command(
+        name="driver-volume",
+        summary="collect the driver's files for containers to mount",
+        description="Collects the driver's libraries and programs for containers to mount.",
+        run=_driver_volume,
+        examples=("driver-volume --check",),
+        add_arguments=_driver_volume_arguments,
+        settings=("volume_config", "driver_volume"),
+    ),
+    Command(
+        name="cdi",
+        summary="name the GPUs for container runtimes by CDI, and print which spec names each",
+        description="Names the node's GPUs for container runtimes by CDI, and prints which spec names each.",
+        run=_cdi,
+        examples=("cdi generate --check",),
+        add_arguments=_cdi_arguments,
+        settings=(*_GPU_SETTINGS, "isolation", "isolations_allowed", "volume_config", "cdi"),
+    ),
+    Command(
+        name="vdevice",
+        summary="inside a container: register, and print its limits and PIDs",
+        description="Registers this container with the node's GPU agent and prints the limits and PIDs that it wrote.",
+        run=_vdevice,
+        add_arguments=_vdevice_arguments,
+        # All words are its own: in a container there are no settings to read.
+        split_rest=lambda argv: ((), argv),
+    ),
+    Command(
+        name="mps",
+        summary="run NVIDIA's MPS control daemon on this node",
+        description="Runs NVIDIA's MPS control daemon on this node until SIGTERM or SIGINT.",
+        run=_mps,
+        examples=("mps --check",),
+        add_arguments=_mps_arguments,
+        settings=("driver", "mps", "log"),
+    ),
+    Command(
+        name="cordon",
+        summary="take a GPU out of service; running pods go on",
+        description="Takes a GPU out of service: pods that run on it go on, no new pod gets it. Needs root on the node.",
+        run=partial(_ask_agent, "cordon"),
+        examples=("cordon 3 --reason 'fan replaced on Monday'", "cordon --list"),
+        add_arguments=_cordon_arguments,
+        settings=("control",),
+    ),
+    Command(
+        name="uncordon",
+        summary="put a GPU back in service, and end its wait for a reset",
+        description="Puts a GPU back in service, and ends its wait for a reset. Needs root on the node.",
+        run=partial(_ask_agent, "uncordon"),
+        examples=("uncordon 3",),
+        add_arguments=_uncordon_arguments,
+        settings=("control",),
+    ),
     Command(
         name="extender",
         summary="run the scheduler extender, which filters and ranks nodes for kube-scheduler",

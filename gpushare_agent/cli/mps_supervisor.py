@@ -40,8 +40,9 @@ async def check(settings: Settings) -> int:
 
 
 async def run(settings: Settings) -> int:
-    """Until SIGTERM or SIGINT; a second one ends the waiting for clients. Raises StartupError."""
+    """Runs the daemon until SIGTERM or SIGINT; a second one ends the waiting for clients. Raises StartupError."""
     control, modes, mps = mps_control(settings), ComputeModes(), settings.mps
+    # The host's own /dev/shm is there already, and is not to be labelled.
     control.files.make(shared_memory=mps.shm_directory if mps.shm_directory != HOST_SHARED_MEMORY else None)
     supervision = MpsSupervision(
         MpsDaemonProcess(control),
@@ -68,6 +69,7 @@ async def run(settings: Settings) -> int:
 
 
 async def _make_exclusive(settings: Settings, modes: ComputeModes) -> None:
+    # The compute mode is the driver's; simulated GPUs have none.
     if settings.driver != "nvml":
         log.warning("compute_mode_not_set", reason="the GPUs are simulated")
         return
@@ -78,6 +80,7 @@ async def _restore(modes: ComputeModes) -> None:
     try:
         await modes.restore()
     except Unavailable as error:
+        # Not raised: the daemon has ended in order, and this must not hide why it did.
         log.error("compute_mode_not_restored", error=str(error), then="set it by `nvidia-smi -c DEFAULT`")
 
 
@@ -85,6 +88,7 @@ async def _until_stopped(supervision: MpsSupervision, stops: _Stops) -> None:
     """The supervision, until it fails or a stop comes; then the drain. Whatever happens, no daemon is left behind."""
     try:
         await _supervise_and_drain(supervision, stops)
+    # Cancellation too: a daemon that outlives its parent would keep the pipes, and the next one could not start.
     except BaseException:
         await supervision.end_now()
         raise
@@ -99,9 +103,12 @@ async def _supervise_and_drain(supervision: MpsSupervision, stops: _Stops) -> No
             stop = group.create_task(stops.wait(), name="stop")
             await asyncio.wait({supervised, stop}, return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
+            # The supervision starts the daemon again when it ends: it must be gone before the drain.
             supervised.cancel()
     except* StartupError as errors:
+        # Raised only after the drain: clients of a daemon that goes wrong still have their work to end.
         failed = [error for error in errors.exceptions if isinstance(error, StartupError)]
+    # Before the drain, which may take minutes: systemd would else report a unit that serves.
     sd_notify("STOPPING=1", os.environ)
     async with asyncio.TaskGroup() as group:
         drained = group.create_task(supervision.drain(), name="mps drain")
@@ -111,6 +118,7 @@ async def _supervise_and_drain(supervision: MpsSupervision, stops: _Stops) -> No
             log.warning("mps_drain_cut_short", reason="a second signal")
             drained.cancel()
         again.cancel()
+    # Cut short by a second signal: clients that still run lose their daemon, as was asked.
     if drained.cancelled():
         await supervision.end_now()
     if failed:
@@ -127,6 +135,7 @@ class _Stops:
     """SIGTERM and SIGINT, one `wait` for each."""
 
     def __init__(self) -> None:
+        # A semaphore counts: two signals in quick succession are two stops, of which an Event would keep one.
         self._came = asyncio.Semaphore(0)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -39,8 +39,10 @@ def cores_text(container: ContainerRow) -> str:
     """What a container may use, in hundredths of a GPU: `30`, elastic `30–60`, `whole`; units of NVIDIA's names."""
     if container["units"]:
         return ", ".join(f"{count} {name.rpartition('/')[2]}" for name, count in sorted(container["units"].items()))
+    # A claim's cores are in no limit of the container.
     cores = container["vcore"] or sum(one["cores"] for one in container["claims"])
     reported = container["vdevice"]
+    # vcuda.config of whole GPUs has numbers too, which limit nothing.
     ceiling = reported["core_limit"] if reported is not None and reported["is_limited"] else 0
     return of_cores(cores, ceiling)
 
@@ -58,14 +60,16 @@ def limit_text(container: ContainerRow) -> str:
 def memory_text(container: ContainerRow) -> str:
     """Used and limit in GiB: `0.5/4`; the limit alone where the use is not known."""
     reported = container["vdevice"]
+    # Units and claims have no memory in the request: what the container reads says it.
     limit_mib = container["memory_mib"] or (reported["memory_mib"] if reported is not None else 0)
     limit, used = gib(limit_mib * MIB) if limit_mib else "-", container["used"]
     return limit if used is None else f"{gib(used['memory_mib'] * MIB)}/{limit}"
 
 
 def used_text(container: ContainerRow) -> str:
-    """In percent of all its GPUs together."""
+    """The use of all its GPUs together, in percent."""
     used = container["used"]
+    # Of all its GPUs: two that are half busy are 50 %.
     return percent(None if used is None else used["cores"] / CORES_PER_GPU / max(1, len(container["gpus"])))
 
 
@@ -75,6 +79,7 @@ def pids_text(container: ContainerRow, *, is_short: bool) -> str:
     if is_short or not pids:
         return str(len(pids))
     more = ", …" if len(pids) > _PIDS_SHOWN else ""
+    # PIDs change with each process: the first few tell that processes are there.
     return f"{len(pids)}: {', '.join(map(str, pids[:_PIDS_SHOWN]))}{more}"
 
 
@@ -91,10 +96,12 @@ def status_of(pod: PodRow) -> Text:
 def node_parts(node: NodeRow, width: int) -> list[RenderableType]:
     """The node, what is allocated of all its GPUs, and each of them as `top` shows it."""
     gpus = node["gpus"]
+    # The agent needs a second to start; its GPUs come from its own document.
     if not gpus:
         return [Text(f"{plain(node['name'])}: its agent has not answered yet", style="yellow")]
     text = "  ".join([f"{plain(node['name'])}: {counted(len(gpus), 'GPU')}", *together(gpus)])
     lines = [line for gpu in gpus for line in gpu_lines(gpu, width, "" if gpu["health"] != UNKNOWN else UNKNOWN)]
+    # A pipe has no use for bars.
     choice = Choice(has_bars=width != PIPE_WIDTH)
     return [Text(text, style="bold", no_wrap=True, overflow="ellipsis"), top_table(lines, width, choice)]
 
@@ -130,7 +137,7 @@ def pods_table(document: SandboxDocument, width: int) -> Table:
 
 
 def reason_lines(document: SandboxDocument) -> list[Text]:
-    """Below the table, where they have the whole width."""
+    """The pods' reasons, for below the table, where they have the whole width."""
     pods = [(f"{pod['namespace']}/{pod['name']}", reason_text(pod)) for pod in document["pods"]]
     return [Text(f"{name}: {reason}", style="yellow") for name, reason in pods if reason]
 
@@ -139,6 +146,7 @@ def reason_text(pod: PodRow) -> str:
     """Why the pod is in its phase, and that its manifest expects that."""
     text = ": ".join(filter(None, (pod["reason"], pod["message"])))
     expected = pod["annotations"].get(EXPECTATION_ANNOTATION)
+    # A sample that cannot fit shows a refusal: who tries the sandbox should not take it for a fault.
     return f"{text} (as intended: {expected})" if expected and text else text
 
 

@@ -1,4 +1,4 @@
-"""What the operator commands' output has in common: JSON, YAML, tables, sizes, and text that a terminal can take.
+"""What the commands' output has in common: JSON, YAML, tables, sizes, text that a terminal can take, and progress.
 
 Names of pods, GPUs and reasons come from elsewhere: control characters in them never reach the terminal.
 """
@@ -6,9 +6,11 @@ Names of pods, GPUs and reasons come from elsewhere: control characters in them 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NotRequired, TypeVar
 
 from rich.cells import cell_len
@@ -74,21 +76,23 @@ def print_report(form: Form, document: Mapping[str, object], text: str) -> None:
     if form == "yaml":
         import yaml
 
+        # Through JSON, so that both forms have the same types: a Path or an enumeration is a text in each.
         text = yaml.safe_dump(json.loads(text), sort_keys=False, allow_unicode=_prints_unicode()).rstrip("\n")
     print(text)
 
 
 def as_json(value: object, *, indent: int | None = 2) -> str:
-    """With letters beyond ASCII escaped where standard output may lack them."""
+    """The value as JSON; letters beyond ASCII are escaped where standard output may lack them."""
     return json.dumps(value, indent=indent, ensure_ascii=not _prints_unicode())
 
 
 def _prints_unicode() -> bool:
+    # By the codec's own name: UTF8, utf-8 and cp65001 are one.
     return codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"  # a stream of texts alone has none
 
 
 def in_namespace(containers: list[C], namespace: str) -> list[C]:
-    """Those of one namespace, all where it is empty."""
+    """The containers of one namespace, all where it is empty."""
     return [one for one in containers if namespace in ("", one["namespace"])]
 
 
@@ -97,6 +101,7 @@ def _print_tables(tables: Callable[[int], Sequence[RenderableType]]) -> None:
         console = Console(highlight=False)
         console.print(*tables(console.width), sep="\n")
         return
+    # rich takes 80 columns for a pipe and would break names that a script reads.
     console = Console(width=PIPE_WIDTH, highlight=False)
     with console.capture() as capture:
         console.print(*tables(PIPE_WIDTH), sep="\n")
@@ -106,6 +111,7 @@ def _print_tables(tables: Callable[[int], Sequence[RenderableType]]) -> None:
 
 def plain(value: object) -> str:
     """One line without control characters."""
+    # A reason may hold the whole output of a program.
     text = " ".join(str(value).split())[:MAX_TEXT_CHARS]
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
@@ -121,7 +127,7 @@ def grid(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, right:
 
 
 def plain_cell(text: str) -> str:
-    """As `plain`, with the leading blanks, which indent."""
+    """The text as `plain` has it, with the leading blanks, which indent."""
     return text[: len(text) - len(text.lstrip(" "))] + plain(text)
 
 
@@ -130,7 +136,7 @@ def width_of(cells: Sequence[str]) -> int:
 
 
 def gib(size_bytes: float | None) -> str:
-    """At most three digits, as the dashboard: `80`, `22.4`, `0.25`."""
+    """The size in GiB with at most three digits, as on the dashboard: `80`, `22.4`, `0.25`."""
     if size_bytes is None:
         return "-"
     size = size_bytes / GIB
@@ -156,6 +162,7 @@ def bar(ratio: float | None, width: int) -> Text:
     """The part in use, in eighths of a cell; dots are the rest, also without colours."""
     if ratio is None:
         return Text(" " * width)
+    # The driver's own rounding may give a little more than 1.
     eighths = round(min(1.0, max(0.0, ratio)) * width * 8)
     full = "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
     return Text.assemble((full, load_style(ratio)), ("·" * (width - len(full)), "dim"))
@@ -171,7 +178,7 @@ def part_of(part: float, whole: float, shown: Callable[[float], str] = "{:.0f}".
 
 
 def allocated_line(cores: tuple[int, int], memory_bytes: tuple[int, int]) -> str:
-    """Of several GPUs together, each allocated and all."""
+    """Cores and memory of several GPUs together, each allocated and all."""
     return (
         f"allocated {cores[0]}/{cores[1]} GPU cores{_share_of(*cores)}, "
         f"memory {gib(memory_bytes[0])}/{gib(memory_bytes[1])} GiB{_share_of(*memory_bytes)}"
@@ -193,11 +200,12 @@ def is_cordoned(gpu: ShownGpu) -> bool:
 
 def is_unhealthy(gpu: ShownGpu) -> bool:
     """Whether something is wrong with the GPU itself: a cordoned one is not offered, and may be healthy."""
+    # A cordoned GPU is offered as Unhealthy too; only a reason says that something else is wrong with it.
     return bool(gpu["health_reason"]) or not (gpu["is_healthy"] or is_cordoned(gpu))
 
 
 def health_word(gpu: ShownGpu) -> str:
-    """Of a GPU of the node's document: Healthy, Cordoned, Unhealthy, or both of these."""
+    """The state of a GPU of the node's document: Healthy, Cordoned, Unhealthy, or both of these."""
     return ", ".join(word for word, _ in _words_with_reasons(gpu)) or "Healthy"
 
 
@@ -205,6 +213,7 @@ def health_reasons(gpu: ShownGpu) -> list[str]:
     """Why, where a reason is known: the operator's words and what is wrong with the GPU itself. Where a GPU is both, each
     begins with its word."""
     reported = {word: reason for word, reason in _words_with_reasons(gpu) if reason}
+    # Two reasons beside each other would not say which is the operator's.
     if is_cordoned(gpu) and is_unhealthy(gpu):
         return [f"{word}: {reason}" for word, reason in reported.items()]
     return list(reported.values())
@@ -232,3 +241,44 @@ def out_of_service(gpus: Sequence[ShownGpu]) -> str:
     """`, 1 unhealthy, 2 cordoned`; empty where all are in service."""
     counts = ((sum(map(is_unhealthy, gpus)), "unhealthy"), (sum(map(is_cordoned, gpus)), "cordoned"))
     return "".join(f", {number} {word}" for number, word in counts if number)
+
+
+Report = Callable[[str, int, int], None]
+"""What is done, how much of it, of how much."""
+LINE_PERIOD_S = 5.0
+
+
+@contextlib.contextmanager
+def progress(unit: str) -> Iterator[Report]:
+    """For what is counted in `unit`. The bars are gone with the block."""
+    # Not standard output, which is often a file while the person watches.
+    if not sys.stderr.isatty():
+        yield _lines(unit)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            # Steps are known only as they come: a workload's policies, a volume's files.
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+def _lines(unit: str) -> Report:
+    printed_at = time.monotonic()
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal printed_at
+        # A log of a CI job or an init container should not grow by thousands of lines.
+        if time.monotonic() - printed_at >= LINE_PERIOD_S:
+            printed_at = time.monotonic()
+            print(f"{what}: {done} of {total} {unit}", file=sys.stderr, flush=True)
+
+    return report

@@ -86,22 +86,25 @@ def top_lines(document: NodeDocument, width: int = PIPE_WIDTH, choice: Choice | 
     lines: list[Line] = []
     for gpu in sorted(document["gpus"], key=_order(choice.sort, _gpu_loads)):
         parts = [(one, part) for one in containers for part in one["gpus"] if part["uuid"] == gpu["uuid"]]
+        # Without a filter an idle GPU is shown; with one it would only push down what was searched.
         if choice.filter and not parts:
             continue
         lines += gpu_lines(gpu, width)
         for container, part in sorted(parts, key=_order(choice.sort, lambda pair: _part_loads(*pair))):
             lines.append(_container_line(container, part))
             lines += _process_lines(part) if choice.has_processes else ()
+        # They have no name that a filter could match.
         lines += [_unattributed_line(process) for process in gpu["unattributed"] if not choice.filter]
-    unplaced = [container for container in containers if not container["gpus"]]
-    if unplaced:
+    without_gpu = [container for container in containers if not container["gpus"]]
+    if without_gpu:
         lines.append(Line(cells={FIRST: "on no GPU that the driver names"}, is_gpu=True))
-        lines += [_container_line(container, None) for container in unplaced]
+        lines += [_container_line(container, None) for container in without_gpu]
     return lines
 
 
 def _order(sort: Sort, loads: Callable[[Any], Mapping[str, float | None]]) -> Callable[[Any], float]:
     """The highest first; those without a value last. By GPU the document's own order stays."""
+    # The sort is stable, so equal keys leave the order as it is.
     return lambda one: 0.0 if sort == "gpu" else -(loads(one)[sort] or 0.0)
 
 
@@ -136,6 +139,7 @@ def gpu_lines(gpu: GpuDocument, width: int, state: str = "") -> list[Line]:
         style=health_style(state),
     )
     text_width = max(1, width - len(REASON_INDENT))
+    # Of the document's state: with `state` the caller has only replaced the word.
     style = health_style(health_word(gpu))
     reasons = [part for reason in health_reasons(gpu) for part in textwrap.wrap(reason, text_width)]
     return [line, *(Line(cells={FIRST: REASON_INDENT + part}, style=style) for part in reasons)]
@@ -201,12 +205,15 @@ def columns_for(lines: Sequence[Line], width: int, *, has_bars: bool = True) -> 
     }
     widths |= {name: BAR_WIDTH for name in BARS if has_bars}
     if _needs(widths) > width:
+        # Narrower bars and a cut state before a column goes.
         widths[STATE] = min(widths[STATE], SHORT_STATE_WIDTH)
         widths |= {name: SHORT_BAR_WIDTH for name in BARS if has_bars}
+    # One at a time, so that a wide terminal loses as little as it must.
     for name in DROPPED_FIRST:
         if _needs(widths) <= width:
             break
         widths.pop(name, None)
+    # What is left is the first column's: a cut name is better than no use.
     others = _needs(widths) - widths[FIRST]
     widths[FIRST] = max(MIN_FIRST_WIDTH, min(widths[FIRST], width - others))
     return widths
@@ -235,6 +242,7 @@ def rows_of(lines: Sequence[Line], widths: Mapping[str, int], width: int) -> Ite
 
 
 def _line(line: Line, widths: Mapping[str, int], width: int) -> Text:
+    # A reason may be a sentence: it may run over all columns.
     if len(line.cells) == 1:
         text = Text(plain_cell(line.cells[FIRST]), style=line.style, no_wrap=True)
         text.truncate(width, overflow="ellipsis")
@@ -295,6 +303,7 @@ def together(gpus: Sequence[GpuDocument]) -> list[str]:
     used = [size for usage in usages if (size := usage.get("memory_used_bytes")) is not None]
     return [
         allocated_line(cores, memory),
+        # Divided by all GPUs: those without a sample count as idle.
         f"used: SM {percent(sum(busy) / len(gpus) if busy else None)} %, memory {gib(sum(used) if used else None)} GiB",
     ]
 
@@ -315,4 +324,5 @@ def _sampled(document: NodeDocument) -> str:
         return "usage not sampled yet"
     age_s = max(0.0, document["at"] - sampled_at)
     period_s = document["agent"]["sample_period_seconds"]
+    # The agent shows usage for three periods, so until then it is as good as it gets.
     return f"usage sampled {age_s:.0f} s ago" if age_s > 3 * period_s else "usage is current"

@@ -1,7 +1,10 @@
 """`gpushare-agent sandbox`: the agent on an embedded node, to try it or to check it in a script.
 
-Here: the arguments, and the commands for a running sandbox; cli/sandbox_run.py runs one. Exit codes: 0 done, 1 not
-every pod runs or a part failed, 2 a manifest or an argument is wrong; `exec` ends as its command does (sandbox_exec.py).
+Here: the arguments, and the commands for a running sandbox; cli/sandbox_run.py runs one. With `exec` this process enters a
+container of the sandbox and becomes the command.
+
+Exit codes: 0 done, 1 not every pod runs or a part failed, 2 a manifest or an argument is wrong. `exec` ends as its command
+does; with 1 it cannot run there, 126 it is not executable, 127 it was not found.
 """
 
 from __future__ import annotations
@@ -9,14 +12,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gpushare_agent.cli.command_line import FORMS, add_hidden, add_output, runnable
-from gpushare_agent.cli.sandbox_exec import add_exec_arguments, become, split_inner_command
-from gpushare_agent.cli.sandbox_extender import free_port
 from gpushare_agent.sandbox.behaviour import KUBERNETES_VERSIONS
 from gpushare_agent.sandbox.control import Answer, ask
 from gpushare_agent.sandbox.gpu_faults import LOST_REASON
@@ -106,7 +109,9 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     commands.add_parser("status", help="print GPUs and pods")
     for name in ("restart-kubelet", "kill-agent", "fail-gpu", "heal-gpu"):
         commands.choices[name].add_argument("--node", metavar="NAME", help="which node, where there are several")
+    # Each once: a former name is the same parser under another key.
     for command in set(commands.choices.values()):
+        # Suppressed: a default here would take the place of what stands before the command.
         command.add_argument("--state-dir", type=Path, default=argparse.SUPPRESS, help="of the running sandbox")
     add_output(commands.choices["status"], default=argparse.SUPPRESS)
     add_hidden(commands.choices["status"], "--format", dest="output", choices=FORMS)
@@ -139,13 +144,14 @@ def _add_gpu_commands(commands: Any) -> None:
 async def run(args: argparse.Namespace, extra_agent_flags: list[str], inner_command: Sequence[str] = ()) -> int:
     """Returns the exit code; `exec` does not return where it works. Raises AgentError for what a person must change.
 
-    `inner_command` is the second part of sandbox_exec.split_inner_command.
+    `inner_command` is the second part of `split_inner_command`.
     """
     try:
         if args.command is not None:
             return await _run_command(args, extra_agent_flags, inner_command)
         if args.dra and (args.extender or args.kubelet_version != "1.36"):
             raise ManifestError("--dra needs kubelet 1.36, and the scheduler that asks an extender knows no claims")
+        # Who brings pods of their own wants to see these alone.
         samples = args.samples or ("none" if args.apply else "all")
         manifests = [*read_manifests(args.apply), *sample_manifests(samples, by_claims=args.dra)]
         from gpushare_agent.cli import sandbox_run  # not for the commands: it takes most of a second
@@ -172,6 +178,8 @@ def _agent_flags(args: argparse.Namespace, extra: list[str]) -> list[str]:
         if (value := getattr(args, name)) is not None
     ]
     if args.port is not None:
+        from gpushare_agent.cli.sandbox_run import free_port
+
         flags.append(f"--web.port={args.port or free_port()}")
     if args.dra:
         flags.append("--dra.gpus=all")
@@ -181,6 +189,7 @@ def _agent_flags(args: argparse.Namespace, extra: list[str]) -> list[str]:
 def _implied_gpus(args: argparse.Namespace, extra: list[str]) -> list[str]:
     """Several memory sizes are as many GPUs, where no setting has their number."""
     count = len((args.card_memory_mib or "").split(","))
+    # The number is then given, or one size counts for all.
     if count == 1 or args.cards is not None or args.topology is not None:
         return []
     sources = load_settings(extra, os.environ).sources
@@ -189,7 +198,7 @@ def _implied_gpus(args: argparse.Namespace, extra: list[str]) -> list[str]:
 
 
 def node_flags(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
-    """Of each node: its GPUs, and for all but the first a web port of its own. Raises ManifestError."""
+    """The flags of each node: its GPUs, and for all but the first a web port of its own. Raises ManifestError."""
     entries = args.node_cards.split(",") if args.node_cards else []
     count = args.nodes if args.nodes is not None else max(1, len(entries))
     if not 1 <= count <= _MOST_NODES:
@@ -198,8 +207,12 @@ def node_flags(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
         raise ManifestError(f"--node-gpus has {len(entries)} entries for {count} nodes: leave some out, or add --nodes")
     if entries and any(getattr(args, name) is not None for name in _SETTINGS_OPTIONS):
         raise ManifestError("--node-gpus has everything about the GPUs: leave out --gpus, --gpu-memory-mib, --topology")
+    from gpushare_agent.cli.sandbox_run import free_port
+
     gpus = [_gpus_flags(entry) for entry in entries]
+    # The first node keeps the setting's port, which the documentation names.
     ports = [(), *((f"--web.port={free_port()}",) for _ in range(count - 1))]
+    # Fewer entries than nodes are used in turn.
     return tuple((*(gpus[number % len(gpus)] if gpus else ()), *ports[number]) for number in range(count))
 
 
@@ -220,8 +233,10 @@ def _gpus_flags(entry: str) -> tuple[str, ...]:
 
 
 async def _run_command(args: argparse.Namespace, extra: list[str], inner_command: Sequence[str]) -> int:
+    # Flags of settings are for agents, and those that run have theirs already.
     if extra:
         raise ManifestError(f"unknown arguments for {args.command}: {' '.join(extra)}")
+    # fail-card and heal-card are former names.
     command = args.command.replace("-card", "-gpu")
     request: dict[str, Any] = {"command": command}
     if args.command == "apply":
@@ -236,6 +251,7 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
         if not inner_command:
             raise ManifestError("exec: no command: say what to run behind the pod's name, such as `exec POD -- sh`")
         request |= {"namespace": args.namespace, "pod": args.pod, "container": args.container}
+    # Absolute, for the answer names the path to a person in another directory.
     socket = NodePaths(state=args.state_dir.absolute()).control_socket
     answer: Answer = await ask(socket, request, program=runnable())
     if args.command == "status" and answer["ok"]:
@@ -247,7 +263,89 @@ async def _run_command(args: argparse.Namespace, extra: list[str], inner_command
     for error in answer["errors"]:
         _print_error(error)
     if args.command == "exec" and answer["ok"]:
+        # On standard error: standard output is the command's.
         for note in answer["notes"]:
             print(note, file=sys.stderr)
         return become(inner_command, answer["env"])
+    # A manifest or a name that is wrong, as before the start: 2.
     return 0 if answer["ok"] else 2 if answer.get("is_rejected") else 1
+
+
+# --- exec ---
+
+NOT_EXECUTABLE, NOT_FOUND = 126, 127
+"""As a shell ends where it cannot run a command."""
+
+_LONE_OPTIONS = frozenset({"--once", "--help", "--stdin", "--tty", "-h", "-i", "-t"})
+"""Of the sandbox and of exec: those without a value."""
+
+
+def add_exec_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "gpushare-agent sandbox exec [-n NAMESPACE] [-c CONTAINER] POD [--] COMMAND [ARGUMENT...]"
+    add = parser.add_argument
+    add("pod", metavar="POD", help="its name, or NAMESPACE/NAME")
+    add("-c", "--container", help="default: the pod's first main container")
+    add("-n", "--namespace", default="default", help="of the pod (%(default)s)")
+    add("-i", "--stdin", action="store_true", help="as with kubectl; the command has this terminal anyway")
+    add("-t", "--tty", action="store_true", help="likewise")
+
+
+def split_inner_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of the sandbox, and those of the command that `exec` is to run: none of these is an option of ours.
+
+    The command begins behind `--`, or with the first word behind the pod's name.
+    """
+    words: list[int] = []  # where those stand that are neither options nor their values
+    position = 0
+    while position < len(argv) and len(words) < 3:
+        word = argv[position]
+        if word == "--" and words:
+            return list(argv[:position]), list(argv[position + 1 :])
+        if not word.startswith("-") or word == "-":
+            words.append(position)
+            # The other commands take no words of somebody else's.
+            if argv[words[0]] != "exec":
+                return list(argv), []
+        # The value of an option is no word, or `-n default` would be the pod.
+        position += 2 if _wants_value(word) and argv[position + 1 : position + 2] != ["--"] else 1
+    if len(words) < 3:
+        return list(argv), []
+    return list(argv[: words[2]]), list(argv[words[2] :])
+
+
+def _wants_value(word: str) -> bool:
+    """Whether the next word belongs to this one: not in `--name=value`, `-cvalue`, `-it`."""
+    is_whole = "=" not in word if word.startswith("--") else len(word) == 2
+    return word.startswith("-") and is_whole and word not in _LONE_OPTIONS
+
+
+def become(command: Sequence[str], inside: Mapping[str, str]) -> int:
+    """Replaces this process by the command, with the container's environment. Returns, with an exit code, only where that
+    fails."""
+    environment = _environment(inside, os.environ)
+    # What Python holds back is lost with the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what is ignored stays so
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvpe(command[0], list(command), environment)  # noqa: S606 - what the person asks for, as it stands
+    # NotADirectoryError too: a part of PATH may be a file.
+    except (FileNotFoundError, NotADirectoryError):
+        print(f"gpushare-agent sandbox: {command[0]}: command not found", file=sys.stderr)
+        return NOT_FOUND
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        print(f"gpushare-agent sandbox: {command[0]}: cannot be run: {reason}", file=sys.stderr)
+        return NOT_EXECUTABLE
+
+
+def _environment(inside: Mapping[str, str], caller: Mapping[str, str]) -> dict[str, str]:
+    """The container's, the caller's terminal, and at the end of PATH where `gpushare-agent` is installed."""
+    terminal = {"TERM": caller["TERM"]} if "TERM" in caller else {}
+    scripts = sysconfig.get_path("scripts")
+    # An empty PATH would search the current directory.
+    places = (inside.get("PATH") or os.defpath).split(os.pathsep)
+    path = os.pathsep.join(places if scripts in places else [*places, scripts])
+    # The container's own variables win, also TERM where its image sets it.
+    return {**terminal, **inside, "PATH": path}

@@ -44,6 +44,7 @@ class Notices:
         self._show: Callable[[], None] | None = None
 
     def __call__(self, text: str) -> None:
+        # While the view has the screen a printed line would be drawn over.
         if self._show is None:
             print(text, file=sys.stderr if self._to_stderr else sys.stdout, flush=True)
         else:
@@ -55,7 +56,7 @@ class Notices:
 
     @contextlib.contextmanager
     def shown_by(self, show: Callable[[], None]) -> Iterator[None]:
-        """Until the block ends, when those that came meanwhile are printed: the screen goes with its last state."""
+        """Notices go to the view until the block ends, when they are printed: the screen goes with its last state."""
         self._show = show
         try:
             yield
@@ -81,6 +82,7 @@ async def _create(session: Session) -> None:
     async with reported_after(_WAIT_REPORTED_AFTER_S, "waiting for the agent to register its resources…", notify):
         is_registered = await controller.wait_registered()
     late = next((one for one in controller.nodes if not one.is_registered()), None)
+    # Pods are created all the same: a pod that stays Pending is what a person must see.
     if not is_registered and late is not None:
         notify(
             f"{late.agent.name} has not registered its resources; pods that want them will stay Pending. "
@@ -102,10 +104,11 @@ async def reported_after(seconds: float, text: str, notify: Callable[[str], None
 
 
 async def run_once(session: Session) -> int:
-    """Until every pod is steady; prints the report. Returns 1 where a pod neither runs nor has succeeded, else 0."""
+    """Waits until every pod is steady and prints the report; 1 where a pod neither runs nor has succeeded, else 0."""
     controller, notify = session.controller, session.notify
     await _create(session)
     try:
+        # A script must come to its end; the report has the pods that are not steady.
         async with asyncio.timeout(STEADY_TIMEOUT_S):
             await _wait_steady(controller)
     except TimeoutError:
@@ -131,6 +134,7 @@ async def _wait_steady(controller: SandboxController) -> None:
         if controller.extender is None or not controller.has_waiting():
             return
         with contextlib.suppress(TimeoutError):
+            # Steady so far; only a change within _STILL_S says otherwise, so the timeout is the good end.
             await signal_.wait_until(lambda: not controller.has_waiting() or not controller.is_steady(), _STILL_S)
             continue
         return
@@ -142,6 +146,7 @@ async def run_live(session: Session, notes: Sequence[str]) -> int:
         session.notify(note)
     async with asyncio.TaskGroup() as group:
         group.create_task(_create(session), name="create-pods")
+        # A pipe or a file gets a line for each change, which a script can read.
         if sys.stdout.isatty() and session.form in ("table", "wide"):
             await _draw(session, notes)
         else:
@@ -162,6 +167,7 @@ class _LiveView:
         """q is no key here: it would end every pod."""
         if key == "?":
             self._has_help = not self._has_help
+        # q is taken here, so that the screen does not see it.
         return key in ("?", "q", "Q")
 
     def show(self, width: int) -> View:
@@ -200,6 +206,7 @@ async def _print_changes(controller: SandboxController, notify: Callable[[str], 
         for uid, line in lines.items():
             if shown.get(uid) != line:
                 notify(line)
+        # By UID: a pod made again under the same name is another, and the first one has gone.
         for uid in shown.keys() - lines.keys():
             notify(f"gone: {shown[uid]}")
         shown = lines
@@ -211,4 +218,5 @@ async def _wait_for_change(controller: SandboxController, seen: int) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_READ_AGAIN_S):
             await controller.api.signal.wait(seen)
+    # A pod's start is a burst of events: one drawing for all of them.
     await asyncio.sleep(_REDRAW_S)

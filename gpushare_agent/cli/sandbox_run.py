@@ -1,5 +1,8 @@
 """One run of the sandbox: puts embedded nodes, agents and extender together and runs a mode (sandbox_modes.py) on them.
 
+The order of the whole comes first, then the parts. A node has its agent, a child process; the player of its containers'
+usage; and, with isolation mps, a fake MPS control daemon. The scheduler extender is a child process too, on a port of this
+machine and on the embedded API server.
 State owned: the state directory while it runs. SIGINT and SIGTERM end it.
 """
 
@@ -11,34 +14,49 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from gpushare_agent.cli.command_line import Form, runnable
-from gpushare_agent.cli.sandbox_extender import PlannedExtender, plan_extender, running_extender
+from gpushare_agent.cli.agent_client import local_url, open_agent_client, read_node
+from gpushare_agent.cli.command_line import INTERRUPTED, Form, runnable
 from gpushare_agent.cli.sandbox_modes import Notices, Session, run_live, run_once
-from gpushare_agent.cli.sandbox_nodes import (
-    RunningNode,
-    agent_lines,
-    build_node,
-    check_driver,
-    node_names,
-    running,
-)
+from gpushare_agent.gpus.part import NodeDriver, health_policy, open_driver
 from gpushare_agent.isolation import ISOLATIONS
+from gpushare_agent.isolation.mps.edits import ISOLATION as MPS
+from gpushare_agent.isolation.part import build_probes
+from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.logs import setup_logging
-from gpushare_agent.model.errors import StartupError
+from gpushare_agent.kit.supervision import forever, stop_task
+from gpushare_agent.model.errors import StartupError, Unavailable
+from gpushare_agent.model.isolation import isolation_parts
+from gpushare_agent.sandbox.agent_process import AgentProcess
+from gpushare_agent.sandbox.api.pod_subresources import AgentServer
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.control import open_control
-from gpushare_agent.sandbox.controller import SandboxController
+from gpushare_agent.sandbox.controller import NodeController, SandboxController
+from gpushare_agent.sandbox.fake_mps import open_fake_mps
+from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import Manifest
-from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embedded_cluster, paths_of_node
+from gpushare_agent.sandbox.node import (
+    EmbeddedCluster,
+    EmbeddedNode,
+    open_embedded_cluster,
+    paths_of_node,
+    running_task,
+)
+from gpushare_agent.sandbox.report.document import ReportedNode
 from gpushare_agent.sandbox.state_directory import NodePaths, default_state_directory, owned_state_directory
-from gpushare_agent.settings.settings import Settings, load_settings
+from gpushare_agent.sandbox.workload import WorkloadPlayer
+from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings
 
-_INTERRUPTED = 130
+if TYPE_CHECKING:
+    from gpushare_agent.cli.agent_documents import NodeDocument
+
 _TIMES = KubeletTimes(status_interval_s=1.0, container_start_s=0.2)
 
 
@@ -62,14 +80,19 @@ async def run(plan: Plan) -> int:
     setup_logging("warning", loaded.settings.log.format)  # of the embedded parts; the agents have their own logs
     names = node_names(loaded, len(plan.node_flags))
     whole = NodePaths(state=plan.state.absolute())
+    # Before the state directory is taken: a topology that cannot be used is a mistake of the command line, and nothing
+    # has been created yet.
     drivers = [
         check_driver(name, paths_of_node(whole, name, len(names)), (*plan.flags, *flags))
         for name, flags in zip(names, plan.node_flags, strict=True)
     ]
+    # A report on standard output is for a program; a live sandbox speaks to a person.
     notify = Notices(to_stderr=plan.is_once or plan.form in ("json", "yaml"))
     stop = _stop_on_signals()
     with owned_state_directory(plan.state) as paths:
+        # After the directory, which tells that a sandbox runs here already: its port would be the less helpful reason.
         _check_port(loaded.settings.web.addr, loaded.settings.web.port)
+        # Before the cluster, whose scheduler must know the address.
         extender = plan_extender(loaded.settings, paths, plan.flags, notify) if plan.has_extender else None
         async with open_embedded_cluster(
             paths.state, node_names=names, kubelet_version=plan.kubelet_version, times=_TIMES,
@@ -95,13 +118,15 @@ async def run(plan: Plan) -> int:
                 players=[node.player for node in nodes if node.player is not None],
             )  # fmt: skip
             notes = _introduce(cluster, plan, nodes, extender, notify)
+            # The control socket ends last, so that a command which came late gets an answer while agents end.
             async with (
                 open_control(paths.control_socket, controller.handle),
                 running_extender(extender),
                 running(nodes),
             ):
                 work = run_once(session) if plan.is_once else run_live(session, notes)
-                return await _until_stopped(work, stop, _INTERRUPTED if plan.is_once else 0)
+                # Ctrl-C is how a live sandbox ends; a check that was interrupted has failed.
+                return await _until_stopped(work, stop, INTERRUPTED if plan.is_once else 0)
 
 
 def _introduce(
@@ -121,6 +146,7 @@ def _introduce(
     what = f"embedded node {first.name}" if len(nodes) == 1 else f"{len(nodes)} embedded nodes"
     notify(f"{what}, kubelet {plan.kubelet_version}, in {cluster.paths.state}")
     notify(f"{settings.driver} GPUs; {_containers_text(first.shown.node)}{_isolation_text(settings)}")
+    # The commands are shown as they must be typed, so with what differs from the defaults.
     where = "" if plan.state == default_state_directory() else f" --state-dir {plan.state}"
     return [
         f"other terminal: {runnable()} sandbox{where} "
@@ -134,6 +160,7 @@ def _introduce(
 
 
 def _kubectl_text(cluster: EmbeddedCluster) -> str:
+    # client-go sends credentials over TLS alone.
     if cluster.api.certificate is None:
         return "kubectl sends no token without TLS: install openssl, which makes the certificate, and start again"
     kubeconfig = shlex.quote(str(cluster.paths.kubeconfig))
@@ -162,6 +189,7 @@ def _isolation_text(settings: Settings) -> str:
 def _check_port(host: str, port: int) -> None:
     """Fails before the agent does, which would be a second later, and again after each restart."""
     try:
+        # The first address, which the agent's own listener takes as well.
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent does
@@ -187,7 +215,231 @@ async def _until_stopped(work: Coroutine[object, object, int], stop: asyncio.Eve
     async with asyncio.TaskGroup() as group:
         tasks = {group.create_task(work, name="sandbox"), group.create_task(stop.wait(), name="signals")}
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        # Whichever is left: the work is endless in the live mode, a signal may never come.
         for task in tasks:
             task.cancel()
     results = [task.result() for task in done if not task.cancelled() and task.get_name() == "sandbox"]
+    # Both may be done at once; then the work's own result counts.
     return results[0] if results else interrupted
+
+
+# --- the nodes ---
+
+NODE_NAME = "sandbox"
+_AGENT_TIMEOUT_S = 2.0
+"""It listens on this machine; the report waits for its answer."""
+
+
+class RunningNode(Struct, frozen=True, kw_only=True):
+    """One node, and what runs for it."""
+
+    controller: NodeController
+    settings: Settings
+    player: WorkloadPlayer | None
+
+
+def node_names(loaded: LoadedSettings, count: int) -> list[str]:
+    """The node name of the settings where one is set, else a name of the sandbox's. Several are numbered."""
+    source = loaded.sources["node_name"]
+    # NODE_NAME and the host's name are those of this machine, not wishes for the embedded node.
+    is_set = source.startswith(("flag", "variable GPUSHARE")) or source.endswith((".yaml", ".yml"))
+    name = loaded.settings.node_name if is_set else NODE_NAME
+    return [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
+
+
+def check_driver(name: str, paths: NodePaths, flags: Sequence[str]) -> NodeDriver:
+    """The GPUs as the node's agent will see them. Raises SettingsError for a topology file that cannot be used: a mistake
+    of the command line, as any other setting."""
+    arguments = ("--driver=simulated", f"--simulated.faults={paths.faults}", *flags, f"--node-name={name}")
+    try:
+        return open_driver(load_settings(arguments, os.environ).settings)
+    except StartupError as error:
+        raise SettingsError([str(error)]) from error
+
+
+async def build_node(
+    node: EmbeddedNode,
+    flags: Sequence[str],
+    driver: NodeDriver,
+    notify: Callable[[str], None],
+    *,
+    is_first: bool = True,
+    is_only: bool = True,
+) -> RunningNode:
+    """The node's parts, not yet running. `flags` are those of the command line; they win over the sandbox's own, except for
+    the name, and for a port that the first node has."""
+    own = [f"--node-name={node.name}", f"--debug.port={debug_port(flags, is_first=is_first)}"]
+    if load_settings(flags, os.environ).settings.web.port == 0:
+        own.append(f"--web.port={free_port()}")  # can be printed, and stays over restarts of the agent
+    # The last of equal flags counts: the person's beat the sandbox's, the name and the ports are not to be overridden.
+    arguments = [*node.agent_arguments(), *flags, *own]
+    settings = load_settings(arguments, os.environ).settings
+    note = await _check_isolation(settings, node.paths, driver)
+    # All nodes have the same settings for it.
+    if note and is_first:
+        notify(note)
+    inventory = await driver.read()
+    shown = ReportedNode(
+        node=node, gpus=inventory.gpus, names=resource_names(settings, inventory.mig_profiles),
+        addresses=addresses_of(settings), by_claims=bool(settings.dra.gpus),
+    )  # fmt: skip
+    node.api.add_agent(node.name, AgentServer(url=shown.addresses["web"], log=node.paths.agent_log))
+    controller = NodeController(
+        shown=shown,
+        agent=AgentProcess(
+            arguments, node.paths.agent_log, notify, name="the agent" if is_only else f"the agent of {node.name}"
+        ),
+        faults=GpuFaults(settings.simulated.faults, len(inventory.gpus), health_policy(settings)),
+        read_agent=partial(_read_agent, shown.addresses["web"]),
+    )
+    return RunningNode(controller=controller, settings=settings, player=_player(shown, settings))
+
+
+async def _read_agent(url: str) -> NodeDocument:
+    async with open_agent_client(url, timeout_s=_AGENT_TIMEOUT_S) as agent:
+        return await read_node(agent)
+
+
+async def _check_isolation(settings: Settings, paths: NodePaths, driver: NodeDriver) -> str:
+    """What its shares do without, empty where nothing is missing. Raises StartupError where the agent would wait for a
+    library or a daemon that nobody brings."""
+    probes = build_probes(settings, driver)
+    notes = []
+    try:
+        for name in isolation_parts(settings.isolation):
+            # Only what a machine without GPUs can have: the driver's parts are simulated.
+            if name in probes and probes[name].is_for_sandbox and not _has_fake_mps(name, settings, paths):
+                await probes[name].check()
+                notes += [probes[name].note] if probes[name].note else []
+    except (StartupError, Unavailable) as error:
+        raise StartupError(
+            f"no share could be given under isolation {settings.isolation}: {error}. Without a setting of the isolation the"
+            " sandbox takes one that needs neither a library nor a daemon"
+        ) from error
+    return "; ".join(notes)
+
+
+def debug_port(flags: Sequence[str], *, is_first: bool) -> int:
+    """The port of the flags on the first node, else a free one, which stays over restarts of the agent."""
+    loaded = load_settings(flags, os.environ)
+    is_set = is_first and loaded.sources["debug.port"] != "default"
+    # Two agents of one machine cannot share the default port.
+    return (loaded.settings.debug.port if is_set else 0) or free_port()
+
+
+def addresses_of(settings: Settings) -> dict[str, str]:
+    """The agent's addresses on this machine; empty for what a setting has switched off."""
+    debug, socket = settings.debug, settings.control.socket
+    return {
+        "web": local_url(settings.web.addr, settings.web.port),
+        "debug": f"{local_url(debug.addr, debug.port)}/debug/" if debug.addr else "",
+        "control_socket": str(socket.absolute()) if socket is not None else "",
+    }
+
+
+def agent_lines(node: RunningNode) -> list[str]:
+    """What a person types to ask the node's agent, as it must be written for this one."""
+    where = node.controller.shown.addresses
+    # The default address need not be typed.
+    server = "" if where["web"] == addresses_of(load_settings((), {}).settings)["web"] else f" --server {where['web']}"
+    cordon = [f"cordon GPU --socket {shlex.quote(where['control_socket'])}"] if where["control_socket"] else []
+    return [f"{runnable()} {line}" for line in (f"top{server}", f"explain POD{server}", *cordon)]
+
+
+def _player(shown: ReportedNode, settings: Settings) -> WorkloadPlayer | None:
+    """None where the settings name another usage file, or none."""
+    path = shown.node.paths.usage
+    if settings.driver != "simulated" or settings.simulated.usage != path:
+        return None
+    return WorkloadPlayer(shown, path, isolation=settings.isolation, allowed=settings.isolations_allowed)
+
+
+@asynccontextmanager
+async def running(nodes: Sequence[RunningNode]) -> AsyncIterator[None]:
+    """Runs agents, players and polls until the block ends."""
+    async with AsyncExitStack() as stack:
+        for node in nodes:
+            # Before the agents, which refuse shares under mps until the daemon answers.
+            await stack.enter_async_context(_fake_mps(node))
+        async with asyncio.TaskGroup() as group:
+            agents, others = [], []
+            for node in nodes:
+                name = node.controller.name
+                agents.append(
+                    group.create_task(forever("agent process", node.controller.agent.run), name=f"agent {name}")
+                )
+                if node.player is not None:
+                    others.append(group.create_task(forever("workload", node.player.run), name=f"workload {name}"))
+            try:
+                yield
+            finally:
+                for task in others:
+                    await stop_task(task)
+                for task in agents:
+                    task.cancel()
+                # Together: each agent may need seconds to end.
+                await asyncio.wait(agents)
+
+
+def _has_fake_mps(isolation: str, settings: Settings, paths: NodePaths) -> bool:
+    return isolation == MPS.name and settings.mps.pipe_directory == paths.mps_pipe
+
+
+@asynccontextmanager
+async def _fake_mps(node: RunningNode) -> AsyncIterator[None]:
+    """A daemon for isolation mps, unless a person has named the directory of one."""
+    settings, paths = node.settings, node.controller.shown.node.paths
+    if not any(_has_fake_mps(name, settings, paths) for name in settings.isolation_parts_in_use):
+        yield
+        return
+    async with open_fake_mps(paths.mps_pipe, paths.mps_logs, paths.mps_control):
+        yield
+
+
+# --- the extender ---
+
+_HOST = "127.0.0.1"
+
+
+class PlannedExtender(Struct, frozen=True, kw_only=True):
+    """`url` is the prefix before the verbs."""
+
+    url: str
+    process: AgentProcess
+
+
+def plan_extender(
+    settings: Settings, paths: NodePaths, flags: Sequence[str], notify: Callable[[str], None]
+) -> PlannedExtender:
+    """Not yet running. There is one only, so it leads without election: after a kill it would wait for its own lease."""
+    port = free_port()
+    arguments = [
+        f"--kubeconfig={paths.kubeconfig}",
+        "--extender.leader-elect=false",
+        *flags,
+        f"--extender.addr={_HOST}",
+        f"--extender.port={port}",
+    ]
+    process = AgentProcess(arguments, paths.extender_log, notify, command="extender", name="the extender")
+    return PlannedExtender(url=f"http://{_HOST}:{port}/scheduler", process=process)
+
+
+_RESERVED: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """A port for a child process. It stays bound here, without listening, until this process ends: else another server could
+    get the number before the child's first start, or between two. The child can listen: it sets SO_REUSEADDR too."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((_HOST, 0))
+    _RESERVED.append(reserved)
+    port: int = reserved.getsockname()[1]
+    return port
+
+
+@asynccontextmanager
+async def running_extender(planned: PlannedExtender | None) -> AsyncIterator[None]:
+    """Runs the extender until the block ends; nothing where none is planned."""
+    async with nullcontext() if planned is None else running_task("extender process", planned.process.run):
+        yield

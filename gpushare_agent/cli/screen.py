@@ -48,10 +48,12 @@ class Screen:
         self.is_changed = asyncio.Event()
 
     async def run(self, *, ends_on_signals: bool) -> None:
-        """Until q. With `ends_on_signals` until Ctrl-C or SIGTERM, too; else the caller has handlers for them."""
+        """Shows the screen until q. With `ends_on_signals` until Ctrl-C or SIGTERM, too; else the caller handles them."""
         console = Console(highlight=False)
+        # Without rich's own thread: what is drawn is changed on the event loop alone.
         with self._terminal(ends_on_signals), Live(console=console, screen=True, auto_refresh=False) as live:
             while not self.is_over.is_set():
+                # Before drawing: a change in the meantime draws once more.
                 self.is_changed.clear()
                 live.update(self, refresh=True)
                 await self.is_changed.wait()
@@ -63,6 +65,7 @@ class Screen:
     def press(self, keys: str) -> None:
         """What was typed since the last time: letters, and the arrows' sequences."""
         for key in _KEY.findall(keys):
+            # The view first: while a filter is typed, q is a letter.
             if self._press(key):
                 continue
             if key in ("q", "Q"):
@@ -71,7 +74,7 @@ class Screen:
         self.is_changed.set()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """As many lines of the body as the terminal has left."""
+        """Yields head and foot, and as many lines of the body as the terminal has left."""
         width, height = options.max_width, console.height
         view = self._show(width)
         free = options.update(height=None)
@@ -81,12 +84,14 @@ class Screen:
         body = console.render_lines(view.body, free, pad=False)
         self._page = max(MIN_BODY_LINES, height - len(head) - len(foot))
         hidden = max(0, len(body) - self._page)
+        # Here, where the height is known: the terminal may have grown, or lines may have gone.
         self._first_line = max(0, min(self._first_line, hidden))
         if hidden and foot:
             more = Text(f"{hidden} more lines (j, k)  ", style="bold").append_text(view.foot[-1])
             foot[-1:] = _cut(console, free, more)
         shown = body[self._first_line : self._first_line + self._page]
         blank: list[list[Segment]] = [[]] * (self._page - len(shown))
+        # Cut to the screen: one line more would scroll the head away.
         for line in (head + shown + blank + foot)[:height]:
             yield from line
             yield Segment.line()
@@ -95,9 +100,11 @@ class Screen:
     def _terminal(self, ends_on_signals: bool) -> Iterator[None]:
         """Keys come one by one and unechoed; a new size draws the screen again."""
         loop = asyncio.get_running_loop()
+        # The sandbox has handlers of its own, and a loop has one for each signal.
         numbers = (signal.SIGINT, signal.SIGTERM) if ends_on_signals else ()
         for number in numbers:
             loop.add_signal_handler(number, self.end)
+        # rich asks for the size only when it draws.
         loop.add_signal_handler(signal.SIGWINCH, self.is_changed.set)
         try:
             with self._keys() if sys.stdin.isatty() else contextlib.nullcontext():
@@ -110,16 +117,19 @@ class Screen:
     def _keys(self) -> Iterator[None]:
         loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
         before = termios.tcgetattr(stdin)
+        # Not raw: Ctrl-C stays a signal.
         tty.setcbreak(stdin)
         loop.add_reader(stdin, self._read_keys, stdin)
         try:
             yield
         finally:
             loop.remove_reader(stdin)
+            # Without flushing: what was typed ahead is the shell's.
             termios.tcsetattr(stdin, termios.TCSADRAIN, before)
 
     def _read_keys(self, stdin: int) -> None:
         try:
+            # Not sys.stdin, whose buffer would keep keys of which the loop hears nothing.
             keys = os.read(stdin, _KEYS_AT_ONCE).decode("ascii", "replace")
         except OSError:
             keys = ""

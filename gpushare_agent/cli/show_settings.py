@@ -13,21 +13,21 @@ from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.render_text import as_json, plain
 from gpushare_agent.settings.reference import all_keys, markdown, text_of
 from gpushare_agent.settings.settings import NODE_NAME_SOURCES, LoadedSettings
-from gpushare_agent.settings.sources import ForeignKey
+from gpushare_agent.settings.sources import MigratedKey
 
 
 def render(loaded: LoadedSettings, output: Form | Literal["markdown"]) -> str:
     """The text for `gpushare-agent config`, with its last line end."""
     match output:
         case "table" | "wide":
-            return _table(_settings_rows(loaded)) + (("\n" + _table(_foreign_rows(loaded))) if loaded.foreign else "")
+            return _table(_settings_rows(loaded)) + (("\n" + _table(_migrated_rows(loaded))) if loaded.migrated else "")
         case "json":
             values = _plain_values(loaded)
             document: dict[str, Any] = {
                 name: {"value": value, "source": loaded.sources[name]} for name, value in sorted(values.items())
             }
-            if loaded.foreign:
-                document["foreign"] = [_outcome(loaded, key) for key in loaded.foreign]
+            if loaded.migrated:
+                document["foreign"] = [_outcome(loaded, key) for key in loaded.migrated]
             return as_json(document) + "\n"
         case "yaml":
             return _yaml(loaded)
@@ -37,6 +37,7 @@ def render(loaded: LoadedSettings, output: Form | Literal["markdown"]) -> str:
 
 def _plain_values(loaded: LoadedSettings) -> dict[str, Any]:
     """Dotted key -> value as JSON has it."""
+    # Once for all: pydantic's own texts for paths and enumerations, which a file takes again.
     tree = loaded.settings.model_dump(mode="json")
     found: dict[str, Any] = {}
     for key in all_keys():
@@ -45,7 +46,7 @@ def _plain_values(loaded: LoadedSettings) -> dict[str, Any]:
     return found
 
 
-def _outcome(loaded: LoadedSettings, key: ForeignKey) -> dict[str, Any]:
+def _outcome(loaded: LoadedSettings, key: MigratedKey) -> dict[str, Any]:
     is_lost, text = loaded.outcome(key)
     return {"key": key.name, "value": key.value, "source": key.source, "honoured": not is_lost, "becomes": text}
 
@@ -55,10 +56,10 @@ def _settings_rows(loaded: LoadedSettings) -> list[tuple[str, ...]]:
     return [("SETTING", "VALUE", "FROM"), *((name, value, loaded.sources[name]) for name, value in values)]
 
 
-def _foreign_rows(loaded: LoadedSettings) -> list[tuple[str, ...]]:
+def _migrated_rows(loaded: LoadedSettings) -> list[tuple[str, ...]]:
     """The keys of NVIDIA's plugin and of gpu-manager."""
     rows: list[tuple[str, ...]] = [("THEIR KEY", "VALUE", "FROM", "HERE")]
-    for key in loaded.foreign:
+    for key in loaded.migrated:
         is_lost, text = loaded.outcome(key)
         rows.append((key.name, key.value or "-", key.source, f"without effect: {text}" if is_lost else text))
     return rows
@@ -83,10 +84,12 @@ def _yaml(loaded: LoadedSettings) -> str:
         if key.name == "config" or is_derived:  # a file cannot name itself, and serves more nodes than this one
             continue
         prefix, dot, leaf = key.name.rpartition(".")
+        # Keys come in the tree's order, so a section begins once.
         if prefix != section:
             section = prefix
             lines.append(f"{section}:")
+        # JSON in one line is YAML too, and quotes what YAML would read as another type.
         value = as_json(values[key.name], indent=None)
         lines.append(f"{'  ' if dot else ''}{leaf}: {value}  # {plain(loaded.sources[key.name])}")
-    lines += [plain("# " + "; ".join(row)) for row in _foreign_rows(loaded)] if loaded.foreign else []
+    lines += [plain("# " + "; ".join(row)) for row in _migrated_rows(loaded)] if loaded.migrated else []
     return "\n".join(lines) + "\n"

@@ -17,8 +17,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gpushare_agent.cli.command_line import add_output
-from gpushare_agent.cli.progress import progress
-from gpushare_agent.cli.render_text import grid, print_as
+from gpushare_agent.cli.render_text import grid, print_as, progress
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.model.errors import AgentError
@@ -39,6 +38,7 @@ _NO_NODE_TEXTS = {
 
 
 def tables(results: Sequence[PolicyResult], cluster: Cluster, workload: Workload) -> list[RenderableType]:
+    # What a trace's pods ask for and we do not offer is counted, not dropped in silence.
     skipped = "".join(f"; {count} left out: {why}" for why, count in sorted(workload.skipped.items()))
     return [
         Text(
@@ -216,6 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Raises AgentError for a file that cannot be written, SettingsError for one that cannot be read."""
     if options.plot is not None:
+        # Before minutes of work: the library is optional and may be missing.
         plot.need_matplotlib()
         _check_plot_path(options.plot)
     if options.protocol == "inflation":
@@ -227,6 +228,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         workload = _workload(options, cluster, names.memory_block_mib)
     except AgentError as error:  # a mistake in what the command line names
         raise SettingsError([str(error)]) from error
+    # kube-scheduler looks at fewer nodes in larger clusters, which changes what it finds.
     per_try = nodes_per_try(len(cluster.nodes), options.score_percent)
     rules = Rules(
         agents=ClusterPolicy(names=names, share_policy=settings.placement.share_policy),
@@ -251,6 +253,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
 
 def _inflate(options: argparse.Namespace, settings: Settings) -> int:
     policies = _policies(options.policy, InflationPolicy, (InflationPolicy.FGD, InflationPolicy.BINPACK))
+    # The published results are of these files: a generated cluster has nothing to be compared with.
     if isinstance(options.nodes, int) or options.pods is None:
         raise SettingsError(["--protocol inflation takes a trace: name its files by --nodes and --pods"])
     if options.load:
@@ -301,12 +304,14 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 def _workload(options: argparse.Namespace, cluster: Cluster, block_mib: int) -> Workload:
     if options.pods is not None:
         read = read_workload(options.pods, block_mib=block_mib)
+        # A trace's own times are its point; only who asks for a load gets others.
         return at_load(read, cluster, options.load) if options.load else read
     generated = generate_workload(options.generate or _USUAL_PODS, options.seed, block_mib=block_mib)
     return at_load(generated, cluster, options.load or _USUAL_LOAD)
 
 
 def _nodes(text: str) -> int | Path:
+    # A file may have a name of digits only with a directory before it.
     return _count(MAX_NODES)(text) if text.isascii() and text.isdigit() else Path(text)
 
 
@@ -317,6 +322,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _policies(names: Sequence[str] | None, kind: type[_P], usual: tuple[_P, ...]) -> tuple[_P, ...]:
     try:
+        # Checked here and not by argparse: which names there are depends on --protocol.
         return tuple(kind(name) for name in names) if names is not None else usual
     except ValueError:
         text = ",".join(names or ())

@@ -14,9 +14,8 @@ from msgspec.structs import replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gpushare_agent.cli.agent_client import read_node
+from gpushare_agent.cli.agent_client import AgentTarget, open_agent, read_node
 from gpushare_agent.cli.agent_documents import NodeDocument
-from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
 from gpushare_agent.cli.command_line import SORTS, Form, Sort
 from gpushare_agent.cli.render_text import in_namespace, plain, print_as
 from gpushare_agent.cli.render_top import (
@@ -69,7 +68,9 @@ async def run(
             document["containers"] = in_namespace(document["containers"], namespace)
             return document
 
+        # Before the screen is taken: where no agent answers, the error stays to be read.
         document = await read()
+        # Keys come from standard input: without a terminal there nobody could end the table.
         if once or form in ("json", "yaml") or not (sys.stdout.isatty() and sys.stdin.isatty()):
             choice = replace(choice, has_bars=sys.stdout.isatty())
             print_as(form, document, lambda width: _tables(document, width, choice))
@@ -108,6 +109,7 @@ class _Top:
             after = (SORTS.index(self._choice.sort) + 1) % len(SORTS)
             self._choice = replace(self._choice, sort=SORTS[after])
         elif key == _CANCEL:
+            # Esc clears a filter that was confirmed, too.
             self._choice = replace(self._choice, filter="")
         else:
             return False
@@ -121,6 +123,7 @@ class _Top:
             text = ""
         elif key.isprintable() and len(text) < _MAX_FILTER_CHARS:
             text += key
+        # Any other key goes on, also one that was not taken because the filter is full.
         self._is_typing = key not in (*_END, _CANCEL)
         self._choice = replace(self._choice, filter=text)
 
@@ -149,6 +152,7 @@ async def _show_live(read: Callable[[], Awaitable[NodeDocument]], top: _Top, int
         try:
             await screen.run(ends_on_signals=True)
         finally:
+            # The poll is endless, and the group would wait for it.
             poll.cancel()
 
 
@@ -158,5 +162,6 @@ async def _poll(read: Callable[[], Awaitable[NodeDocument]], top: _Top, screen: 
         try:
             top.document, top.problem = await read(), ""
         except AgentError as e:
+            # The last numbers stay: an agent that restarts is away for a second.
             top.problem = f"as of the last answer: {e}"
         screen.is_changed.set()

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct, to_builtins
@@ -58,7 +58,8 @@ def as_json(found: VDevice, *, own_pid: int | None, is_registered: bool | None) 
 
 def as_text(found: VDevice, *, own_pid: int | None, is_registered: bool | None) -> str:
     """`is_registered` is None where that was not tried, False where it failed."""
-    rows = (*_limits(found.config), ("pids", _numbers(found.pids)), ("own pid", _own(found, own_pid, is_registered)))
+    pids = " ".join(map(str, found.pids)) or "-"
+    rows = (*_limits(found.config), ("pids", pids), ("own pid", _own(found, own_pid, is_registered)))
     return "".join(f"{name:<11} {value}\n" for name, value in rows)
 
 
@@ -91,6 +92,7 @@ def _limits(config: VDeviceConfig) -> tuple[tuple[str, str], ...]:
 def _ceiling(config: VDeviceConfig) -> str:
     if not config.limit:
         return "none"
+    # A ceiling equal to the cores is how a share that is not elastic is written.
     return f"{config.limit} %" + (", no more than its cores" if config.limit == config.utilization else "")
 
 
@@ -106,10 +108,6 @@ def _own(found: VDevice, own_pid: int | None, is_registered: bool | None) -> str
     if is_registered is None:
         return f"{own_pid}, not listed: it is no process of this container, or began within the last second"
     return f"{own_pid}, not listed: it could not be registered (above), and the agent that keeps the list may be away"
-
-
-def _numbers(pids: Iterable[int]) -> str:
-    return " ".join(map(str, pids)) or "-"
 
 
 ADDRESS_VARIABLE = "GPUSHARE_VDEVICE"
@@ -151,14 +149,17 @@ async def register(
     from gpushare_agent.wire.vcuda import VDeviceRequest, VDeviceResponse
 
     request = VDeviceRequest(bus_id=bus_id, pod_uid=pod_uid, container_name=container_name, container_id=container_id)
+    # Imported above, not at the head: reading alone does without gRPC and asyncio, which take most of the start.
     channel = UnixChannel(address)
     try:
         async with asyncio.timeout(TIMEOUT_S):
             await channel.unary("/vcuda.VCUDAService/RegisterVDevice", request, VDeviceResponse)
     except (RpcFailed, MalformedMessageError, TimeoutError) as e:
+        # Nobody answered, or not in time: nothing is known about the request itself.
         if not isinstance(e, RpcFailed) or not e.is_answer:
             why = _why(e.__cause__ or e)
             raise Unavailable(f"registering through {address} failed: {why}; {_AGENT_UNAVAILABLE}") from e
+        # These pass: the agent starts, is busy, or limits calls.
         if e.status in (Status.UNAVAILABLE, Status.DEADLINE_EXCEEDED, Status.RESOURCE_EXHAUSTED):
             raise Unavailable(f"the agent could not register now: {e}; try again") from e
         raise Rejected(f"the agent refused to register: {e}") from e
@@ -186,6 +187,7 @@ def own_host_pid(address: Path) -> int | None:
         return os.getpid()
     agent = _listener_pid(address)
     ours = pid_namespace_of("self")
+    # PID 0 of the peer: the agent is in a namespace that this one cannot see into.
     return os.getpid() if agent > 0 and ours is not None and pid_namespace_of(agent) == ours else None
 
 
@@ -201,6 +203,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str], *, program: str) -> int
     if options.register:
         code = _register(options, program)
     directory = options.addr.parent
+    # Registered by ID, the container has a directory of its own below the pod's.
     if options.cont_id:
         directory /= options.cont_id
     pid = own_host_pid(options.addr)
@@ -223,6 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+    # Python would report the closed pipe once more when it flushes at its end.
     except BrokenPipeError:  # the reader (`| head`) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
@@ -240,6 +244,7 @@ def _parse(argv: Sequence[str], environ: Mapping[str, str], program: str) -> arg
     options = parser.parse_args(argv)
     if options.cont_id and not is_container_id(options.cont_id):
         parser.error("--cont-id must be 64 hexadecimal digits in lower case")
+    # People name the directory, gpu-client's flag the socket in it.
     if options.addr.is_dir():
         if containers := _containers_in(options.addr):
             parser.error(f"{options.addr} is a pod's directory; name one of its containers: {', '.join(containers)}")
@@ -302,6 +307,7 @@ def _containers_in(directory: Path) -> list[str]:
 
 def _interval(text: str) -> float:
     seconds = float(text)
+    # Also refuses NaN, which compares with nothing.
     if not 0.1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 3600 seconds")
     return seconds
@@ -322,6 +328,7 @@ def _register(options: argparse.Namespace, program: str) -> int:
     pod_uid, name = options.pod_uid, options.cont_name
     if not pod_uid or not (name or options.cont_id):
         config = _read_config(options.addr.parent)
+        # What was given counts, so that a test can claim to be another container and be refused.
         pod_uid = pod_uid or config.pod_uid
         name = name or ("" if options.cont_id else config.container)
     try:
@@ -334,6 +341,7 @@ def _register(options: argparse.Namespace, program: str) -> int:
                 bus_id=options.bus_id,
             )
         )
+    # The files are read all the same: the limits hold while the agent is away.
     except Unavailable as e:
         sys.stderr.write(f"{program}: {e}\n")
         return AGENT_UNAVAILABLE
@@ -345,6 +353,7 @@ def _why(error: BaseException) -> str:
         return "there is no such socket"
     if isinstance(error, ConnectionRefusedError):
         return "no process listens there"
+    # asyncio's own has no text.
     if isinstance(error, TimeoutError) and not str(error):
         return f"no answer within {TIMEOUT_S:g} s"
     return str(error)
@@ -354,6 +363,7 @@ def _listener_pid(address: Path) -> int:
     """The listener's PID at `address`; 0 where there is none, or it is not visible in this PID namespace."""
     try:
         with socket.socket(socket.AF_UNIX) as client, connectable_path(address) as path:
+            # A stopped agent whose backlog is full would never accept.
             client.settimeout(PEER_TIMEOUT_S)
             client.connect(path)
             return socket_peer(client).pid
@@ -374,6 +384,7 @@ def _watch(directory: Path, last: VDevice, *, interval_s: float, is_json: bool, 
             found = read_vdevice(directory)
         except AgentError as e:
             if failure.is_new(str(e)):
+                # So that the same content counts as news when it can be read again.
                 shown = None
                 sys.stderr.write(f"{now} {e}\n")
             continue

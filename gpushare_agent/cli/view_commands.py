@@ -10,13 +10,12 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from gpushare_agent.cli.agent_client import AGENT_NAMESPACE, check_url
-from gpushare_agent.cli.command_line import SORTS, Command, Invocation, add_output, run_app
-from gpushare_agent.model.errors import Rejected
+from gpushare_agent.cli.command_line import AGENT_NAMESPACE, SORTS, Command, Invocation, add_output, run_app
 
 if TYPE_CHECKING:
-    from gpushare_agent.cli.agent_pods import AgentTarget
+    from gpushare_agent.cli.agent_client import AgentTarget
 
 KUBECTL = "kubectl gpushare"
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 3600.0
@@ -46,6 +45,7 @@ def view_commands(*, is_plugin: bool) -> tuple[Command, ...]:
             run=lambda call: run(call, _target(call, is_plugin=is_plugin)),
             examples=examples,
             add_arguments=partial(arguments, is_plugin=is_plugin),
+            # A person's machine has no agent, so web.addr and web.port say nothing there.
             settings=("kubeconfig", "context", *(() if is_plugin else ("web",)), *settings),
             help_note=_PLUGIN_NOTE if is_plugin else "",
         )
@@ -107,6 +107,7 @@ def _dashboard_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _port(text: str) -> int:
+    # int() would take signs and blanks.
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text} is no port")
     return int(text)
@@ -114,9 +115,9 @@ def _port(text: str) -> int:
 
 def _dashboard(call: Invocation) -> int:
     settings, options = call.settings(log_level="error"), call.options
-    from gpushare_agent.cli import cluster_nodes
+    from gpushare_agent.cli import dashboard
 
-    return run_app(cluster_nodes.serve_dashboard(settings, options.port))
+    return run_app(dashboard.run(settings, port=options.port))
 
 
 def _target_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
@@ -127,7 +128,7 @@ def _target_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> No
         add(
             "--server",
             metavar="URL",
-            type=_server_url,
+            type=server_url,
             help="the agent's address (default: this host, and web.port)",
         )
         add("--node", metavar="NODE", default="", help="ask another node's agent, through the API server")
@@ -151,11 +152,17 @@ def _namespace_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("-A", "--all-namespaces", action="store_true", help="those of all (the default)")
 
 
-def _server_url(text: str) -> str:
+def server_url(text: str) -> str:
+    """The URL without its last slash: a path is put behind it."""
+    remedy = "give one such as http://localhost:5678"
     try:
-        return check_url(text)
-    except Rejected as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        parts = urlsplit(text)
+        _ = parts.port  # urlsplit itself takes any port; this raises for one that is no number up to 65535
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"--server {text[:200]!r} is no URL: {e}; {remedy}") from e
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise argparse.ArgumentTypeError(f"--server {text[:200]!r} is no URL of an agent; {remedy}")
+    return text.rstrip("/")
 
 
 def _top_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> None:
@@ -175,6 +182,7 @@ def _interval_s(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
+    # Also refuses NaN, which compares with nothing.
     if not _MIN_INTERVAL_S <= seconds <= _MAX_INTERVAL_S:
         raise argparse.ArgumentTypeError(f"{text} is not between {_MIN_INTERVAL_S:g} and {_MAX_INTERVAL_S:g} seconds")
     return seconds
@@ -199,9 +207,10 @@ def _explain_arguments(parser: argparse.ArgumentParser, *, is_plugin: bool) -> N
 
 
 def _target(call: Invocation, *, is_plugin: bool) -> AgentTarget:
-    from gpushare_agent.cli.agent_pods import AgentTarget
+    from gpushare_agent.cli.agent_client import AgentTarget
 
     return AgentTarget(
+        # kubectl gpushare has no --server, and not every command a node beside --node.
         server=getattr(call.options, "server", None) or "",
         node=call.options.node or getattr(call.options, "node_name", ""),
         is_remote=is_plugin,
@@ -230,6 +239,7 @@ def _inspect(call: Invocation, target: AgentTarget) -> int:
     settings, options = call.settings(log_level="error"), call.options
     from gpushare_agent.cli import inspect
 
+    # On a person's own machine no node is the obvious one; on a node it is this node.
     is_all = (target.is_remote and not target.node) or getattr(options, "all_nodes", False)
     return run_app(
         inspect.run(
@@ -257,10 +267,10 @@ def _explain(call: Invocation, target: AgentTarget) -> int:
     namespace, slash, pod = options.pod.rpartition("/")
     if namespace in ("pod", "pods", "po"):  # kubectl's TYPE/NAME
         namespace, slash = "", ""
-    wanted = explain.PodQuery(
+    query = explain.PodQuery(
         pod=pod,
         namespace=namespace if slash else options.namespace,
         container=options.container,
         is_any_namespace=options.all_namespaces,
     )
-    return run_app(explain.run(settings, target, wanted, form=options.output))
+    return run_app(explain.run(settings, target, query, form=options.output))

@@ -4,7 +4,7 @@ State owned: the current round of usage (UsageSampling), its past (UsageHistory)
 (SnapshotCache), counters (AgentMetrics), listeners (WebServer, DebugServer, DisplayServer). The agent's composition builds
 and subscribes all of it; `extender` uses the answers.
 Open first: node_snapshot.py (what is shown), then http/server.py (where). /metrics has gpu-manager's four series from
-metrics/containers.py (`_requested`, `_used_as_gpu_manager_shows_it`); docs/reference/formats.md, section 8.
+metrics/node.py (`_requested`, `_used_as_gpu_manager_shows_it`); docs/reference/formats.md, section 8.
 
 Others import: http.answers, http.debug_guard, http.page, metrics.agent, node_snapshot, part.
 """

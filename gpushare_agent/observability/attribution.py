@@ -12,8 +12,9 @@ from typing import TypeVar
 
 from msgspec import Struct, field
 
-from gpushare_agent.model.allocations import ContainerKey
+from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.names import GpuUuid, PodUid
+from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.usage import ContainerUse, DriverSample, GpuSample, ProcessSample, UsageRound
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
@@ -35,6 +36,12 @@ class AllocatedContainers(Struct, frozen=True, kw_only=True):
     """The keys of the claims' allocations that a container uses."""
 
 
+def has_handed_over(allocation: Allocation, pod: Pod | None) -> bool:
+    """Whether this is an init container that has run: the kubelet has given its devices to later containers, with which they
+    are counted."""
+    return allocation.kind is ContainerKind.INIT and pod is not None and pod.has_started
+
+
 def join_usage(
     sample: DriverSample, owners: Mapping[int, PeerIdentity], allocated: AllocatedContainers, *, sampled_at: float
 ) -> UsageRound:
@@ -49,6 +56,7 @@ def join_usage(
         here = on_gpu.get(gpu.uuid, {})
         found: dict[ContainerKey, list[ProcessSample]] = {key: [] for keys in here.values() for key in keys}
         unknown: list[ProcessSample] = []
+        # None where the driver does not list them: `_use` then says that nothing is known, not that nothing is used.
         for process in gpu.processes or ():
             key = _container_of(owners.get(process.pid), here, allocated)
             (unknown if key is None else found[key]).append(process)
@@ -76,6 +84,7 @@ def unknown_ids(
         if one is not None
         and one.container_id is not None
         and one.container_id not in allocated.by_id
+        # A path may name the container alone, as the agent's own pod seen from inside: it may be one of these pods'.
         and (one.pod_uid is None or one.pod_uid in pods)
     )
 
@@ -96,8 +105,12 @@ def _container_of(
         return None
     reported = allocated.by_id.get(owner.container_id) if owner.container_id is not None else None
     if reported is not None:
+        # A claim's devices are charged to the claim, so a process may use a GPU under its container's key or a
+        # claim's.
         possible = (reported, *allocated.claims.get(reported, ()))
         return next((key for key in possible if key in here.get(key.pod_uid, ())), None)
+    # Of two containers on this GPU it could be either's: unattributed for a second is better than charged to the wrong
+    # one.
     keys = here.get(owner.pod_uid, ()) if owner.pod_uid is not None else ()
     return keys[0] if len(keys) == 1 else None
 
@@ -110,6 +123,7 @@ def _use(key: ContainerKey, gpu: GpuSample, processes: Sequence[ProcessSample]) 
         key=key,
         uuid=gpu.uuid,
         pids=tuple(sorted(process.pid for process in processes)),
+        # Without processes zero is known; with processes whose memory the driver does not report nothing is.
         memory_bytes=sum(memory) if memory or not processes else None,
         sm_ratio=_share(process.sm_ratio for process in processes),
         memory_ratio=_share(process.memory_ratio for process in processes),

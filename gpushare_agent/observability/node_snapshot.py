@@ -53,17 +53,19 @@ class ContainerFacts(Struct, frozen=True, kw_only=True):
         if self.allocation.is_whole:
             return CORES_PER_GPU
         part = self.allocation.parts.get(gpu.uuid)
+        # `cores` is the sum over all GPUs, which no single one of them has.
         return self.cores if part is None else cores_of_part(part)
 
     def memory_bytes_on(self, gpu: Gpu) -> int:
         if self.allocation.is_whole:
             return gpu.memory_mib * MIB
         part = self.allocation.parts.get(gpu.uuid)
+        # Rounded down, as the limit that the isolation sets: all replicas together must fit the GPU.
         return self.memory_bytes if part is None else int(part * gpu.memory_mib) * MIB
 
 
 class AgentFacts(Struct, frozen=True, kw_only=True):
-    """About the agent itself. `not_ready` is empty when it is ready; times are seconds since the epoch."""
+    """The agent itself. `not_ready` is empty when it is ready; times are seconds since the epoch."""
 
     version: str
     started_at: float
@@ -98,6 +100,18 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
         shares, of which the node offers none."""
         capacity = self.names.units(gpu, ResourceKind.VCORE)
         return (self.cores_allocated.get(gpu.uuid, 0) if capacity else 0, capacity)
+
+    def use_of(self, key: ContainerKey, uuid: GpuUuid) -> ContainerUse | None:
+        """What a container uses of one of its GPUs: zero without a process there; None where the last round has nothing of
+        the GPU, or the GPU does not list its processes."""
+        sample = self.usage.gpus.get(uuid) if self.usage is not None else None
+        if self.usage is None or sample is None or sample.processes is None:
+            return None
+        if (use := self.usage.containers.get((key, uuid))) is not None:
+            return use
+        # A container that was admitted after the last round is not in it, and has no process yet.
+        ratios = {"sm_ratio": 0.0, "memory_ratio": 0.0, "encoder_ratio": 0.0, "decoder_ratio": 0.0}
+        return ContainerUse(key=key, uuid=uuid, pids=(), memory_bytes=0, **ratios)
 
 
 class CountsDocument(Struct):
@@ -200,7 +214,7 @@ class TopologyDocument(Struct):
 
 
 class ClaimDocument(Struct):
-    """Of a claim's share `pod` is the first of its pods, and `container` the claim with its result."""
+    """The claim of a share. The container's `pod` is then the first of its pods, `container` the claim with its result."""
 
     name: str
     uid: str
@@ -300,6 +314,7 @@ def agent_document(snapshot: NodeSnapshot) -> AgentDocument:
             IsolationDocument(one.name, one.unavailable_reason, _kept(one.kept), one.probe)
             for one in sorted(agent.isolations, key=lambda one: one.name)
         ],
+        # Once for the node: each text is a sentence, which every container would repeat.
         not_kept_texts={term.value: NOT_KEPT_TEXTS[term] for term in not_kept},
         driver=agent.driver,
         driver_version=snapshot.inventory.driver_version,
@@ -326,6 +341,7 @@ def gpu_document(gpu: Gpu, snapshot: NodeSnapshot) -> GpuDocument:
         cordoned=(snapshot.cordoned[gpu.uuid] or NO_REASON) if gpu.uuid in snapshot.cordoned else None,
         cores=CountsDocument(capacity, cores),
         memory=BytesDocument(gpu.memory_mib * MIB, snapshot.memory_allocated_bytes.get(gpu.uuid, 0)),
+        # Without the sample's processes: they are the containers' and the unattributed.
         usage=convert(sample, GpuUse, from_attributes=True) if sample is not None else None,
         unattributed=[ProcessDocument(p.pid, p.kind.value, p.memory_bytes, p.sm_ratio) for p in unattributed],
     )
@@ -339,8 +355,10 @@ def reported_gpu_document(gpu: GpuReport, account: GpuAccount) -> ReportedGpuDoc
         name=gpu.name,
         mig=MigLabel(gpu.mig.label, gpu.mig.profile) if gpu.mig is not None else UNSET,
         is_healthy=gpu.is_healthy,
+        # The annotation says that a GPU is unhealthy, not why.
         health_reason="" if gpu.is_healthy else None,
         cordoned=gpu.cordoned or None,
+        # A MIG instance that takes no shares has no cores to offer; allocated as a whole it would show 100 of 0.
         cores=CountsDocument(gpu.cores, min(account.allocated_cores, gpu.cores)),
         memory=BytesDocument(gpu.memory_bytes, account.allocated_mib * MIB),
     )
@@ -348,6 +366,7 @@ def reported_gpu_document(gpu: GpuReport, account: GpuAccount) -> ReportedGpuDoc
 
 def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> ContainerDocument:
     allocation, share = facts.allocation, facts.allocation.claim
+    # An allocation may name a GPU that was lost before the agent's start: it is left out here and stays in the ledger.
     by_uuid = snapshot.inventory.by_uuid()
     gpus = sorted((by_uuid[uuid] for uuid in allocation.gpus if uuid in by_uuid), key=lambda gpu: gpu.index)
     return ContainerDocument(
@@ -372,7 +391,7 @@ def container_document(facts: ContainerFacts, snapshot: NodeSnapshot) -> Contain
                 uuid=gpu.uuid,
                 cores=facts.cores_on(gpu),
                 memory_bytes=facts.memory_bytes_on(gpu),
-                usage=_container_usage(allocation.key, gpu.uuid, snapshot.usage),
+                usage=_container_usage(snapshot.use_of(allocation.key, gpu.uuid)),
             )
             for gpu in gpus
         ],
@@ -405,6 +424,7 @@ def link_word(link: Link) -> str:
 
 
 def _branch(branch: Branch) -> BranchDocument:
+    # A branch joins GPUs with different numbers of NVLinks: NV, not NV0.
     kind = link_word(Link(kind=branch.kind)).rstrip("0")
     return BranchDocument(kind, branch.gpus, [_branch(child) for child in branch.children])
 
@@ -413,6 +433,7 @@ def _phase(facts: ContainerFacts) -> str:
     """The container's own where it is known to run, else the pod's."""
     if facts.pod is None:
         return "Unknown"
+    # First: containers of a deleted pod run until their grace period is over, and use their GPUs.
     if facts.allocation.key.container in facts.pod.running:
         return "Running"
     if facts.pod.is_deleting:
@@ -422,12 +443,9 @@ def _phase(facts: ContainerFacts) -> str:
     return facts.pod.phase.value
 
 
-def _container_usage(key: ContainerKey, uuid: GpuUuid, usage: UsageRound | None) -> ContainerUsageDocument | None:
-    """Without a process of the container on the GPU: zero."""
-    sample = usage.gpus.get(uuid) if usage is not None else None
-    if usage is None or sample is None or sample.processes is None:
+def _container_usage(use: ContainerUse | None) -> ContainerUsageDocument | None:
+    if use is None:
         return None
-    use = usage.containers.get((key, uuid), ContainerUse(key=key, uuid=uuid, pids=(), memory_bytes=0, sm_ratio=0.0))
     return ContainerUsageDocument(
         sm_ratio=use.sm_ratio,
         memory_bytes=use.memory_bytes,

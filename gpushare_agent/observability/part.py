@@ -1,19 +1,31 @@
-"""What shows one agent: usage, the one snapshot of the node, and everything that shows it."""
+"""What shows one agent: usage, the one snapshot of the node, and everything that shows it.
+
+`build` joins the parts. Below it the snapshot is read from the states that know the node: cache, pods, inventory, limits.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from gpushare_agent import __version__
 from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.gpus.watch import GpuDriver
 from gpushare_agent.isolation.container_ids import ContainerIds
 from gpushare_agent.isolation.isolations import Isolations
+from gpushare_agent.isolation.shares import share_limits
 from gpushare_agent.kit.supervision import Runs, Tasks, bodies
+from gpushare_agent.model.allocations import NO_CHARGE, Allocation, ContainerKey
+from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.names import MIB, GpuUuid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.node import Node
-from gpushare_agent.observability.display import DisplayServer
+from gpushare_agent.observability.attribution import has_handed_over
+from gpushare_agent.observability.display import DisplayServer, graph_text
 from gpushare_agent.observability.display import routes as display_routes
 from gpushare_agent.observability.http.debug_pages import DebugSources
 from gpushare_agent.observability.http.debug_server import DebugServer
@@ -22,10 +34,16 @@ from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import node_series
 from gpushare_agent.observability.metrics.text import NodePage
-from gpushare_agent.observability.node_snapshot import MAX_AGE_S, SnapshotCache
+from gpushare_agent.observability.node_snapshot import (
+    MAX_AGE_S,
+    AgentFacts,
+    ContainerFacts,
+    NodeSnapshot,
+    SnapshotCache,
+)
 from gpushare_agent.observability.usage_history import UsageHistory
 from gpushare_agent.observability.usage_sampling import UsageSampling
-from gpushare_agent.observability.views import ContainerViews, node_snapshot
+from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.runtime.cgroups import ProcessOwners
 from gpushare_agent.settings.settings import Settings
 
@@ -88,6 +106,7 @@ def build(
     started_at, containers = time.time(), ContainerViews(node, isolation)
     snapshots = SnapshotCache(
         lambda: node_snapshot(node, isolation, containers, usage.current, started_at=started_at, not_ready=not_ready()),
+        # A short period is to be seen as such; a long one must not hold back readiness, of which nobody is told.
         max_age_s=min(settings.sample_period_s, MAX_AGE_S),
     )
     node_api = NodeApi(
@@ -121,8 +140,98 @@ def _debug(settings: Settings, node: Node, snapshots: SnapshotCache) -> DebugSer
     sources = DebugSources(
         settings=settings,
         snapshot=snapshots.current,
+        graph=graph_text,
         allocations=lambda: node.cache,
         pods=node.pods.pods,
         now=time.monotonic,
     )
     return DebugServer(settings.debug, sources)
+
+
+class ContainerViews:
+    """The facts of each container, made anew where its allocation, its pod, a GPU or its limit has changed: between two
+    rounds of sampling hardly any has."""
+
+    def __init__(self, node: Node, isolation: Isolations) -> None:
+        self._node = node
+        self._isolation = isolation
+        self._known: dict[ContainerKey, tuple[tuple[object, ...], ContainerFacts]] = {}
+
+    def current(self) -> list[ContainerFacts]:
+        """The facts of the containers that have not ended."""
+        node = self._node
+        gpus = node.inventory.current.by_uuid()
+        # A new dictionary each time: containers that have ended are dropped without a search for them.
+        before, self._known = self._known, {}
+        for allocation in node.cache:
+            pod = node.claim_pods.get(allocation.key.pod_uid)
+            if not allocation.pod_name or has_handed_over(allocation, pod):
+                continue
+            # An isolation writes the limits some time after the Allocate, without a change of the other three.
+            inputs = (allocation, pod, node.inventory.current, self._isolation.has_limits(allocation.key))
+            known = before.get(allocation.key)
+            # By identity: states replace their values and never change them, and comparing whole pods would cost more.
+            if known is None or any(old is not new for old, new in zip(known[0], inputs, strict=True)):
+                known = inputs, _container(node, self._isolation, allocation, pod, gpus)
+            self._known[allocation.key] = known
+        return [facts for _, facts in self._known.values()]
+
+
+def node_snapshot(
+    node: Node,
+    isolation: Isolations,
+    containers: ContainerViews,
+    usage: UsageRound | None,
+    *,
+    started_at: float,
+    not_ready: Sequence[str],
+) -> NodeSnapshot:
+    """Everything that is shown of the node, now. `started_at` is in seconds since the epoch."""
+    settings, inventory, charges = node.settings, node.inventory, node.cache.charges()
+    accounts = [account_of(gpu, node.names, charges.get(gpu.uuid, NO_CHARGE)) for gpu in node.gpus().gpus]
+    return NodeSnapshot(
+        node=settings.node_name,
+        at=time.time(),
+        agent=AgentFacts(
+            version=__version__,
+            started_at=started_at,
+            not_ready=tuple(not_ready),
+            isolation=settings.isolation,
+            driver=settings.driver,
+            sample_period_s=settings.sample_period_s,
+            isolations=isolation.facts(),
+            isolation_reason=node.isolation_reason,
+        ),
+        names=node.names,
+        inventory=inventory.current,
+        cordoned=inventory.cordoned,
+        unhealthy_reasons=inventory.unhealthy_reasons,
+        # From the accounts by which GPUs are placed, so that what is shown as free is what a pod can get.
+        cores_allocated={one.uuid: one.allocated_cores for one in accounts},
+        memory_allocated_bytes={one.uuid: one.allocated_mib * MIB for one in accounts},
+        containers=containers.current(),
+        usage=usage,
+    )
+
+
+def _container(
+    node: Node, isolation: Isolations, allocation: Allocation, pod: Pod | None, gpus: Mapping[GpuUuid, Gpu]
+) -> ContainerFacts:
+    annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
+    share = share_limits(allocation, annotations, gpus, node.names)
+    allocated = share
+    # A live resize changes the limits alone: the kubelet and the scheduler go on to count what was allocated.
+    if allocation.granted is not None:
+        allocated = share_limits(replace(allocation, granted=None), annotations, gpus, node.names)
+    chosen = isolation.isolation_of(allocation)
+    return ContainerFacts(
+        allocation=allocation,
+        pod=pod,
+        cores=share.cores,
+        memory_bytes=share.memory_bytes,
+        core_limit=share.core_limit,
+        allocated_cores=allocated.cores,
+        allocated_memory_bytes=allocated.memory_bytes,
+        isolation=chosen or "",
+        kept=isolation.kept(allocation),
+    )

@@ -1,10 +1,10 @@
-"""The last minutes of use, for the dashboard's curves: a ring of points for each GPU and each container. Memory only.
+"""The last minutes of use, for the dashboard's curves: a ring buffer of points for each GPU and each container. Memory only.
 
 A point is the mean of the rounds that fell into its time; one without a round is None, so that a gap is seen as a gap.
 While nobody reads there are few rounds: then one stands for the time since the round before, up to `idle_period_s`.
 What is gone is dropped once its last point has left the window. A container's values are the sums over its GPUs.
 
-State owned: the rings, and the slot that is being filled. Changed by `add` alone, which the sampling calls.
+State owned: the ring buffers, and the slot that is being filled. Changed by `add` alone, which the sampling calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ K = TypeVar("K", GpuUuid, ContainerKey)
 
 MAX_GPUS = 16
 MAX_CONTAINERS = 512
-"""Rings kept at once; with the default of 180 points all of them take 1.5 MiB."""
+"""Curves at once; with the default of 180 points all of them take 1.5 MiB."""
 RATIO_DIGITS = 4
 
 
@@ -65,17 +65,23 @@ class UsageHistory:
             self._has_gap = True
             return
         self.version += 1
+        # Whole steps of the clock, not time since the last point: rounds that come late do not move the points.
         before, self._slot = self._slot, math.floor(self._clock() / self._step_s)
         slot = self._slot
+        # A pause without readers is filled with the round at its end; a round that failed, or a pause longer than one
+        # can be, stays a gap.
         since = before if not self._has_gap and slot - before <= self._idle_slots else slot - 1
         self._has_gap = False
         self._at = usage.sampled_at
         self._drop_old()
         for uuid, gpu in usage.gpus.items():
+            # At most MAX_GPUS and MAX_CONTAINERS: pods that start and fail in a loop make a new curve each, which
+            # lives for the whole window.
             if (pair := self._pair(self._gpus, uuid, MAX_GPUS)) is not None:
                 pair.add(slot, gpu.sm_ratio, gpu.memory_used_bytes, since=since)
         allocations = self._allocations()
         for key, uses in _by_container(usage.containers).items():
+            # The allocation may have been freed since the sample; its curve goes on with the owner that it had.
             if (allocation := allocations.get(key)) is not None:
                 gpus = tuple(sorted(use.uuid for use in uses))
                 self._owners[key] = _Owner(namespace=allocation.namespace, pod=allocation.pod_name, gpus=gpus)
@@ -83,12 +89,13 @@ class UsageHistory:
                 ratio, size = _sum(use.sm_ratio for use in uses), _sum(use.memory_bytes for use in uses)
                 pair.add(slot, ratio, size, since=since)
 
-    def take_over(self, earlier: UsageHistory) -> None:
+    def take_over(self, outgoing: UsageHistory) -> None:
         """The curves of an agent that has read its settings again; none where the steps are others now."""
-        if (earlier._step_s, earlier._points) != (self._step_s, self._points):
+        # The means cannot be divided into other steps.
+        if (outgoing._step_s, outgoing._points) != (self._step_s, self._points):
             return
-        self._gpus, self._containers, self._owners = earlier._gpus, earlier._containers, earlier._owners
-        self._slot, self._at, self.version = earlier._slot, earlier._at, earlier.version
+        self._gpus, self._containers, self._owners = outgoing._gpus, outgoing._containers, outgoing._owners
+        self._slot, self._at, self.version = outgoing._slot, outgoing._at, outgoing.version
 
     def pieces(self, *, gpus: bool = True, containers: bool = True) -> Iterator[bytes]:
         """The document as JSON, in pieces of some kilobytes: a full one takes 40 ms, and the caller may do something else
@@ -145,12 +152,13 @@ class _Pair:
     __slots__ = ("_ratio", "_size", "last_slot")
 
     def __init__(self, points: int) -> None:
-        self._ratio = _Ring(points, RATIO_DIGITS)
-        self._size = _Ring(points, 0)
+        self._ratio = _RingBuffer(points, RATIO_DIGITS)
+        self._size = _RingBuffer(points, 0)
         self.last_slot = 0
 
     def add(self, slot: int, ratio: float | None, size: float | None, *, since: int) -> None:
         """`since` is the slot of the round before."""
+        # A container's first round does not stand for the time before it began.
         is_new, self.last_slot = not self.last_slot, slot
         for missed in range(slot if is_new else min(since + 1, slot), slot + 1):
             self._ratio.add(missed, ratio)
@@ -164,7 +172,7 @@ _Curve = tuple[str, Mapping[str, object], str, "tuple[array[float], array[float]
 """Name, owner, name of the size; a copy of the ratios and the sizes, oldest point first; NaN is a gap."""
 
 
-class _Ring:
+class _RingBuffer:
     """The mean of each of the last slots, rounded; NaN where nothing was added. Slots never go back."""
 
     __slots__ = ("_count", "_digits", "_slot", "_sum", "_values")
@@ -178,6 +186,7 @@ class _Ring:
 
     def add(self, slot: int, value: float | None) -> None:
         self._move(slot)
+        # JSON has no NaN, which is also how a gap is stored.
         if value is not None and math.isfinite(value):
             self._sum += value
             self._count += 1
@@ -188,6 +197,7 @@ class _Ring:
         most = len(self._values)
         missing = min(most, newest - self._slot)
         first = (newest + 1) % most
+        # A copy, so that rounds which come while the answer is being encoded change nothing in it.
         turned = self._values[first:] + self._values[:first]
         return turned[: most - missing] + array("d", [math.nan]) * missing
 
@@ -195,6 +205,7 @@ class _Ring:
         if slot == self._slot:
             return
         most = len(self._values)
+        # After a gap longer than the window each place is cleared once, not once for each slot that has passed.
         for passed in range(max(self._slot + 1, slot - most + 1), slot + 1):
             self._values[passed % most] = math.nan
         self._slot, self._sum, self._count = slot, 0.0, 0

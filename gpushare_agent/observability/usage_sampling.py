@@ -24,10 +24,9 @@ from msgspec import Struct, field
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, Unavailable
-from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.usage import DriverSample, UsageRound
 from gpushare_agent.node import Metrics, Pods
-from gpushare_agent.observability.attribution import AllocatedContainers, join_usage, unknown_ids
+from gpushare_agent.observability.attribution import AllocatedContainers, has_handed_over, join_usage, unknown_ids
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
 log = structlog.get_logger(__name__)
@@ -95,6 +94,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
     def current(self) -> UsageRound | None:
         """The last round, unless it is from before a pause. A request as well."""
         self.request()
+        # While rounds go on `_failed` withdraws an old one; in a pause nothing runs that could.
         is_old = self.is_idle and self.clock() - self._round_at >= MISSED_ROUNDS * self.period_s
         return None if is_old else self._last
 
@@ -104,8 +104,10 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         self._has_reader.set()
 
     async def refresh(self) -> None:
-        """Before `current` is read: waits for a round where the last one is from a pause, for REFRESH_TIMEOUT_S at most."""
+        """Waits, before `current` is read, for a round where the last one is from a pause; REFRESH_TIMEOUT_S at most."""
         self.request()
+        # By the last try, not the last success: while the driver is away each scrape would wait for a round that
+        # fails.
         if self.clock() - self._tried_at >= MISSED_ROUNDS * self.period_s:
             await wait_for(self._round_ends, REFRESH_TIMEOUT_S)
 
@@ -114,7 +116,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         self._observers.append(observer)
 
     async def run(self) -> NoReturn:
-        """Until cancelled."""
+        """Samples until cancelled."""
         due_at = self.clock()
         while True:
             await self.sample_once()
@@ -122,14 +124,19 @@ class UsageSampling(Struct, kw_only=True, eq=False):
             due_at += self.period_s
             if now > due_at:
                 self._note_slow(now - due_at + self.period_s)
+                # The periods that the round took are left out and the rhythm stays: one more addition would begin it
+                # at once, and a slow driver would be asked without a pause.
                 due_at += self.period_s * ((now - due_at) // self.period_s + 1)
             else:
                 self._is_slow = False
             await asyncio.sleep(due_at - now)
+            # With a long period READ_FOR_S ends within one: a reader that comes once a round would look like none.
             if self.clock() - self._read_at >= max(READ_FOR_S, MISSED_ROUNDS * self.period_s):
                 self._has_reader.clear()
                 self.is_idle = self.idle_period_s > self.period_s
+                # One period of the pause has been slept above.
                 await wait_for(self._has_reader, max(0.0, self.idle_period_s - self.period_s))
+                # The rhythm begins anew with the reader: the periods of the pause were not missed.
                 due_at = max(due_at, self.clock())
 
     async def sample_once(self) -> None:
@@ -138,6 +145,7 @@ class UsageSampling(Struct, kw_only=True, eq=False):
             await self._sample_once()
         finally:
             self._tried_at = self.clock()
+            # Wakes the readers that wait for this round; those that come from now on wait for another.
             self._round_ends.set()
             self._round_ends = asyncio.Event()
 
@@ -165,13 +173,19 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         timeout_s = min(MAX_SAMPLE_TIMEOUT_S, max(MIN_SAMPLE_TIMEOUT_S, MISSED_ROUNDS * self.period_s))
         try:
             async with asyncio.timeout(timeout_s):
+                # Before the driver is asked: what it reports is at least as new as the time shown with it.
                 sampled_at = self.wall_clock()
                 sample = await self.driver.sample()
+                # A GPU that fails costs its own values alone: its errors are counted, and the round is shown.
                 for error, count in sorted(sample.errors.items()):
                     self.metrics.driver_error(error, count)
                 pids = {process.pid for gpu in sample.gpus for process in gpu.processes or ()}
+                # After the sample, for the driver names the PIDs. A process that has ended in between has no owner and
+                # is unattributed for this round.
                 owners = await self.owners.identify(pids)
                 allocated = self._allocated()
+                # The kubelet writes a container's ID into the status a second or two after its start; the runtime has
+                # it at once. The second look costs a call, so only where an ID is unknown.
                 if unknown_ids(sample, owners, allocated) and await self._refresh_ids():
                     allocated = self._allocated()
         except TimeoutError as e:
@@ -189,22 +203,19 @@ class UsageSampling(Struct, kw_only=True, eq=False):
         }
         return AllocatedContainers(
             gpus={
-                key: allocation.gpus for key, allocation in self.allocations().items() if not self._is_over(allocation)
+                key: allocation.gpus
+                for key, allocation in self.allocations().items()
+                if not has_handed_over(allocation, self.pods.get(key.pod_uid))
             },
+            # The statuses win: the runtime's answer may be old, for it is asked only about IDs that no status has.
             by_id={**self._reported, **in_statuses},
             claims=self.claims(),
         )
 
-    def _is_over(self, allocation: Allocation) -> bool:
-        """An init container that has run: its GPUs are the later containers'."""
-        if allocation.kind is not ContainerKind.INIT:
-            return False
-        pod = self.pods.get(allocation.key.pod_uid)
-        return pod is not None and pod.has_started
-
     async def _refresh_ids(self) -> bool:
         """Whether the runtime reported anything new. It may be unavailable: the pods' statuses have the IDs a second
         later."""
+        # A process in a container that the runtime does not know either would have it asked in each round.
         if self.clock() - self._ids_asked_at < IDS_AGAIN_S:
             return False
         self._ids_asked_at = self.clock()
@@ -218,9 +229,11 @@ class UsageSampling(Struct, kw_only=True, eq=False):
 
     def _failed(self, error: str) -> None:
         self.metrics.sampling_failed()
+        # A bug has been logged with its traceback already.
         if error and not self._is_failing:
             log.warning("usage_not_sampled", error=error, next_in_s=self.period_s)
         self._is_failing = True
+        # Only now: one missed round must not make the dashboard and the metrics blink.
         if self._last is not None and self.clock() - self._round_at >= MISSED_ROUNDS * self.period_s:
             log.warning("usage_unknown", missed_rounds=MISSED_ROUNDS)
             self._publish(None)

@@ -1,7 +1,7 @@
 """A running sandbox: the nodes, their agents, and what people do with them (apply, delete, exec, restart, fail, status).
 
 For `exec` the calling process itself is moved into the container's cgroup and then becomes the command, so that terminal,
-signals and exit code need no proxy; the command is cli/sandbox_exec.py's. State owned: none but the running parts. The
+signals and exit code need no proxy; the command is cli/sandbox.py's. State owned: none but the running parts. The
 printing is the app's.
 """
 

@@ -3,8 +3,8 @@
 Owns no state: `load_settings` makes a `LoadedSettings` (the tree `Settings` and its sources) and keeps nothing. Called by
 cli/; the composition hands each part its section. Open tree.py first: it joins the sections, one module per group
 (allocation, extender, isolation, node_configuration, nvidia, observation). sources.py has the sources, which
-pydantic-settings merges; settings.py orders them and words mistakes, reference.py makes `--help` and
-docs/reference/settings.md.
+pydantic-settings merges, nvidia_plugin.py the configuration of NVIDIA's plugin; settings.py orders them and words mistakes,
+reference.py makes `--help` and docs/reference/settings.md.
 
 Others import: extender, isolation, isolation_names, node_configuration, observation, reference, settings, sources, yaml.
 """

@@ -45,6 +45,7 @@ class ResourceSettings(Section):
 
     @model_validator(mode="after")
     def _differ(self) -> Self:
+        # The kubelet knows a plugin by its resource: the second registration would end the first one's stream.
         if self.vcore == self.vmemory:
             raise ValueError(f"vcore and vmemory are both {self.vcore!r}, but must be two resources")
         return self
@@ -178,7 +179,7 @@ class ResizeSettings(Section):
 
 
 class DraSettings(Section):
-    """The second front end: GPUs that pods get by ResourceClaims."""
+    """Dynamic Resource Allocation: GPUs that pods get by ResourceClaims."""
 
     gpus: Texts = Field(
         default=(),
@@ -258,6 +259,7 @@ class SimulatedSettings(Section):
     @model_validator(mode="after")
     def _has_one_memory_per_gpu(self) -> Self:
         sizes = len(self.card_memory_mib)
+        # With a topology file only the file knows how many GPUs there are.
         if self.topology is None and sizes not in (1, self.cards):
             raise ValueError(f"card_memory_mib has {sizes} values for {self.cards} GPUs; give one, or one for each GPU")
         return self

@@ -91,6 +91,7 @@ class ExtenderSettings(Section):
     lease_namespace: _NameOrEmpty = Field(
         default="", description="Namespace of the Lease. Empty: the variable POD_NAMESPACE, else kube-system."
     )
+    # The three times are kube-scheduler's own.
     lease_duration_s: Seconds = Field(
         default=15.0, ge=1, le=600, description="How long others wait for a leader that does not renew."
     )
@@ -104,6 +105,7 @@ class ExtenderSettings(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        # A leader must stop before another one may begin, and try at least once more before it stops.
         if not self.retry_period_s < self.renew_deadline_s < self.lease_duration_s:
             raise ValueError("retry_period_s must be less than renew_deadline_s, and that less than lease_duration_s")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -112,6 +114,7 @@ class ExtenderSettings(Section):
             raise ValueError("client_ca needs tls_cert and tls_key: without TLS no client shows a certificate")
         if self.claims_webhook != "off" and self.tls_cert is None:
             raise ValueError("claims_webhook needs tls_cert and tls_key: an API server calls webhooks by HTTPS alone")
+        # Without authorities every certificate would be as good as any.
         if self.claims_webhook == "certificate" and self.client_ca is None:
             raise ValueError("claims_webhook certificate needs client_ca: whose certificates are meant?")
         return self

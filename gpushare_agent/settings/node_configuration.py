@@ -50,22 +50,24 @@ class NamedConfiguration(Struct, frozen=True, kw_only=True):
 def choose_name(labels: Mapping[str, str], names: Collection[str], default: str) -> str:
     """The name of a node's configuration, one of `names`; empty where it has none. Raises ValueError: there is none of the
     name that is asked for. What a label says is compared with `names` and used for nothing else."""
+    # A label without a value asks for nothing, as for NVIDIA's config-manager.
     label = next((label for label in LABELS if labels.get(label)), None)
-    wanted = labels[label] if label is not None else default
-    if wanted:
-        if wanted in usable_names(names):
-            return wanted
+    requested = labels[label] if label is not None else default
+    if requested:
+        if requested in usable_names(names):
+            return requested
         asks = f"the Node's label {label}" if label is not None else "node_configuration.default"
         known = ", ".join(usable_names(names)) or "none"
         raise ValueError(
-            f"{asks} names the configuration {wanted[:253]!r}, which is not there; there are: {known[:500]}"
+            f"{asks} names the configuration {requested[:253]!r}, which is not there; there are: {known[:500]}"
         )
     usable = usable_names(names)
     if len(usable) == 1:
         return usable[0]
+    # Of several none is guessed: the node then has the settings of all.
     return DEFAULT_NAME if DEFAULT_NAME in usable else ""
 
 
 def usable_names(names: Collection[str]) -> list[str]:
-    """Those that can be configurations, sorted: a mounted ConfigMap has `..data` and others of the kubelet's beside them."""
+    """The names that can be configurations, sorted: a mounted ConfigMap has `..data` of the kubelet's beside them."""
     return sorted(name for name in names if _NAME.fullmatch(name))

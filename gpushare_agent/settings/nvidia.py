@@ -30,6 +30,7 @@ def _pairs(values: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """`LEFT=RIGHT` of each. Raises ValueError where one is none."""
     pairs = []
     for value in values:
+        # At the last sign: a pattern for models may hold one, a count or a resource's name does not.
         left, equals, right = (part.strip() for part in value.rpartition("="))
         if not equals or not left or not right:
             raise ValueError(f"{value!r} is no pair such as LEFT=RIGHT")
@@ -139,6 +140,7 @@ class NvidiaSettings(Section):
 
     @property
     def refuses_several_replicas(self) -> bool:
+        # With MPS NVIDIA's plugin refuses them always.
         return self.sharing is Sharing.MPS if self.refuse_several_replicas is None else self.refuse_several_replicas
 
     @field_validator("names", "mig_names")
@@ -158,6 +160,7 @@ class NvidiaSettings(Section):
 
     @model_validator(mode="after")
     def _shared_names_fit(self) -> Self:
+        # The suffix may make a name longer than NVIDIA's plugin takes.
         if self.rename_replicas:
             for name in sorted(self.resource_names):
                 _short_name(name)

@@ -15,7 +15,8 @@ from typing import Any
 
 from msgspec import Struct
 
-MAX_NAME_CHARS = 63
+from gpushare_agent.settings.values import MAX_NVIDIA_RESOURCE_NAME_CHARS
+
 _PREFIX = "nvidia.com/"
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*", re.ASCII)
 _XID = re.compile(r"[1-9][0-9]{0,4}", re.ASCII)
@@ -25,8 +26,9 @@ STRATEGIES = ("envvar", "volume-mounts", "cdi-annotations", "cdi-cri")
 
 
 class Option(Struct, frozen=True, kw_only=True):
-    """One of theirs. `name` is the file's dotted key, or the first flag's or variable's name where the file has none;
-    `read` takes what a file, a variable or a flag has and raises ValueError with what is allowed.
+    """A key, variable or flag of NVIDIA's device plugin. `name` is the file's dotted key, or the first flag's or variable's
+    name where the file has none; `read` takes what a file, a variable or a flag has and raises ValueError with what is
+    allowed.
 
     `settings` are ours that it sets. Without any, `reason` says why it changes nothing here, and nothing is lost where the
     value is one of `as_here`.
@@ -83,9 +85,16 @@ def strategies(value: object) -> tuple[str, ...]:
 
 def resource_name(value: object) -> str:
     """The name with the prefix, which may be left out."""
+    # Their plugin puts its prefix before a name without one; another domain is no name there.
     name = value if isinstance(value, str) and value.startswith(_PREFIX) else f"{_PREFIX}{value}"
-    if not isinstance(value, str) or len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name.removeprefix(_PREFIX)):
-        raise ValueError(f"a resource name such as nvidia.com/gpu, of at most {MAX_NAME_CHARS} characters")
+    if (
+        not isinstance(value, str)
+        or len(name) > MAX_NVIDIA_RESOURCE_NAME_CHARS
+        or not _NAME.fullmatch(name.removeprefix(_PREFIX))
+    ):
+        raise ValueError(
+            f"a resource name such as nvidia.com/gpu, of at most {MAX_NVIDIA_RESOURCE_NAME_CHARS} characters"
+        )
     return name
 
 
@@ -106,12 +115,14 @@ def channels(value: object) -> tuple[int, ...]:
 
 
 def discovery(value: object) -> str:
+    # The other values are for Tegra, whose GPUs NVML does not list.
     if value not in ("auto", "nvml"):
         raise ValueError("auto or nvml: GPUs of Tegra systems are not served, leave NVIDIA's plugin on their nodes")
     return str(value)
 
 
 def not_required(value: object) -> bool:
+    # A pod that needs a channel would start without it and fail in the middle of its work.
     if boolean(value):
         raise ValueError("false: no IMEX channel is given to containers here; keep NVIDIA's plugin where one is needed")
     return False

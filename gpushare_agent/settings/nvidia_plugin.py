@@ -20,7 +20,7 @@ from gpushare_agent.settings.nvidia_options import (
 )
 from gpushare_agent.settings.observation import HealthSettings
 from gpushare_agent.settings.reference import text_of
-from gpushare_agent.settings.sources import ForeignKey, Layer, RawSetting, nearest, parse_into
+from gpushare_agent.settings.sources import Layer, MigratedKey, RawSetting, nearest, parse_into
 
 MAX_UNKNOWN_KEYS = 50
 MAX_REPLICATED = 100
@@ -36,23 +36,24 @@ class _Mistake(Exception):  # noqa: N818 - one line
 
 def read_nvidia(flags: Mapping[str, RawSetting], environ: Mapping[str, str], file: Layer | None) -> Layer:
     """The layer of all places; `flags` by option's name, `file` what `parse_nvidia` made of the file if there is one."""
-    found = dict(file.theirs) if file else {}
+    found = dict(file.nvidia) if file else {}
     for option in OPTIONS:
         variable = next((name for name in option.variables if environ.get(name)), None)
         if variable:
             found[option.name] = RawSetting(value=environ[variable], source=f"variable {variable}")
+    # Flags last: theirs beat variables, which beat the file.
     found |= flags
     return _mapped(found, file or Layer(), is_given=file is not None or bool(found))
 
 
 def parse_nvidia(content: bytes, place: str) -> Layer:
-    """What YAML or JSON has, by option's name in `theirs`, with the mistakes. Keys that the plugin does not know it passes
-    over in silence: here they are reported. A megabyte takes seconds: call it in a thread."""
+    """What YAML or JSON has, by option's name in `nvidia`, with the mistakes. Keys that the plugin does not know it
+    ignores: here they are reported. A megabyte takes seconds: call it in a thread."""
     layer = Layer()
     tree = parse_into(layer, content, f"{place}: cannot read the configuration of NVIDIA's device plugin")
     try:
         for name, value in _keys(tree, layer, place):
-            layer.theirs[name] = RawSetting(value=value, source=place)
+            layer.nvidia[name] = RawSetting(value=value, source=place)
     except _Mistake as error:
         layer.problems.append(f"{place}: {error}")
     return layer
@@ -66,11 +67,12 @@ def _keys(tree: Mapping[object, object], layer: Layer, place: str) -> Iterator[t
             yield name, value
         elif name == f"sharing.{kind}.resources" and kind in _SHARINGS:
             yield from _replicated(name, value)
-        elif len(layer.foreign) < MAX_UNKNOWN_KEYS:
+        # Each becomes a line of the log at the start.
+        elif len(layer.migrated) < MAX_UNKNOWN_KEYS:
             known = [option.name for option in OPTIONS if option.is_in_file]
             reason = f"NVIDIA's plugin does not know it either{nearest(name, known)}"
-            layer.foreign.append(
-                ForeignKey(
+            layer.migrated.append(
+                MigratedKey(
                     name=name[:_SHOWN_CHARACTERS], value=_shown(value), source=place, reason=reason, is_lost=True
                 )
             )
@@ -78,6 +80,7 @@ def _keys(tree: Mapping[object, object], layer: Layer, place: str) -> Iterator[t
         sharing = tree.get("sharing")
         section = sharing.get(kind) if isinstance(sharing, dict) else None
         if section is not None and not (isinstance(section, dict) and section.get("resources")):
+            # Their plugin ends with an error here, too: an empty section is a mistake, not "no sharing".
             raise _Mistake(f"sharing.{kind} has no resources; write name and replicas of at least one, or leave it out")
 
 
@@ -86,7 +89,9 @@ def _flattened(tree: Mapping[object, object], prefix: str) -> Iterator[tuple[str
     parts = {"", "flags", "sharing"} | {section for section in sections if not section.endswith(".resources")}
     known = {name.lower(): name for name in parts | options_by_name().keys() if not name.startswith("sharing.")}
     for raw_name, value in tree.items():  # Go's JSON takes the names of a struct's fields in any case
+        # An unknown name stays as it was written, for the message.
         name = known.get(f"{prefix}{raw_name}".lower(), f"{prefix}{raw_name}")
+        # `key:` with nothing behind it is unset in Go.
         if value is None:
             continue
         if name not in parts:
@@ -106,6 +111,7 @@ def _replicated(name: str, value: object) -> Iterator[tuple[str, object]]:
         if not isinstance(item, dict) or not {"name", "replicas"} <= item.keys():
             raise _Mistake(f"{name}: each must have name and replicas")
         count = item["replicas"]
+        # One replica is no sharing; their plugin refuses it.
         if isinstance(count, bool) or not isinstance(count, int) or count < 2:
             raise _Mistake(f"{name}: replicas is {_shown(count)}, but must be a whole number of at least 2")
         try:
@@ -124,7 +130,7 @@ def _replicated(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> Layer:
     layer = Layer(*file.problems)
-    layer.foreign += file.foreign
+    layer.migrated += file.migrated
     values: dict[str, Any] = {}
     for option in OPTIONS:
         raw = found.get(option.name)
@@ -134,6 +140,7 @@ def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> 
             values[option.name] = option.read(raw.value)
         except ValueError as error:
             layer.problems.append(f"{raw.source}: {option.name} is {_shown(raw.value)}, but must be {error}")
+    # A rule of their plugin between two keys, each of which is valid.
     if values.get("flags.migStrategy") == "mixed" and "sharing.mps.resources.replicas" in values:
         layer.problems.append(
             f"{found['flags.migStrategy'].source}: flags.migStrategy mixed does not go with sharing.mps, as in NVIDIA's"
@@ -143,8 +150,9 @@ def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> 
     for name, (value, option_name) in ours.items():
         layer.put(name, value, f"{found[option_name].source} ({option_name})")
     if is_given:
+        # Who brings a configuration of theirs wants these resources: nothing in it says so.
         layer.put("nvidia.enabled", True, "NVIDIA's configuration")
-    layer.foreign += [
+    layer.migrated += [
         _outcome(option, found[option.name], values[option.name], ours) for option in OPTIONS if option.name in values
     ]
     return layer
@@ -153,6 +161,7 @@ def _mapped(found: Mapping[str, RawSetting], file: Layer, *, is_given: bool) -> 
 def _settings(values: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
     """Our dotted key -> value, and the option that decides it."""
     ours: dict[str, tuple[object, str]] = {}
+    # Where both are given, their plugin takes MPS.
     used = next((kind for kind in _SHARINGS if f"sharing.{kind}.resources.replicas" in values), None)
     for option in OPTIONS:
         kind = option.name.split(".")[1] if option.name.startswith("sharing.") else used
@@ -163,6 +172,7 @@ def _settings(values: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
         ours |= {"nvidia.replicas": (tuple(values[name]), name), "nvidia.sharing": (_SHARINGS[used], name)}
     passes, listed = "flags.plugin.passDeviceSpecs", "flags.plugin.deviceListStrategy"
     if passes in values or listed in values:
+        # The default of theirs, not ours: passDeviceSpecs alone was given to their plugin.
         strategies = values.get(listed, ("envvar",))
         # With CDI alone their plugin names the devices and passes no nodes (getAllocateResponse in server.go).
         if values.get(passes) and not all(strategy.startswith("cdi-") for strategy in strategies):
@@ -172,6 +182,7 @@ def _settings(values: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
         ours["kubelet.device_plugin_path"] = (str(Path(values["kubelet-socket"]).parent), "kubelet-socket")
     without, enabled = "DP_DISABLE_HEALTHCHECKS", "DP_ENABLE_HEALTHCHECKS"
     if without in values or enabled in values:
+        # An enabled Xid beats a disabled one, and ours stay ignored unless enabled.
         ignored = {*_xids(values.get(without, ())), *HealthSettings().ignored_xids} - _xids(values.get(enabled, ()))
         ours["health.ignored_xids"] = (tuple(sorted(ignored)), without if without in values else enabled)
     return ours
@@ -181,20 +192,21 @@ def _xids(words: tuple[str, ...]) -> set[int]:
     return set(_ALL_XIDS) if {"all", "xids"} & set(words) else {int(word) for word in words}
 
 
-def _outcome(option: Option, raw: RawSetting, value: object, ours: Mapping[str, tuple[object, str]]) -> ForeignKey:
+def _outcome(option: Option, raw: RawSetting, value: object, ours: Mapping[str, tuple[object, str]]) -> MigratedKey:
     shown = _shown(raw.value)
     if option.settings:
         settings = {name: text_of(ours[name][0]) for name in option.settings if name in ours}
         kind = option.name.split(".")[1] if option.name.startswith("sharing.") else ""
+        # The section that loses has read settings too, but none of them is in effect.
         is_used = not kind or any(source.startswith(f"sharing.{kind}.") for _, source in ours.values())
         if is_used and settings:
-            return ForeignKey(name=option.name, value=shown, source=raw.source, settings=settings)
-        return ForeignKey(
+            return MigratedKey(name=option.name, value=shown, source=raw.source, settings=settings)
+        return MigratedKey(
             name=option.name, value=shown, source=raw.source, is_lost=True,
             reason="sharing.mps is used in its place, as by NVIDIA's plugin",
         )  # fmt: skip
     is_lost = value not in option.as_here
-    return ForeignKey(name=option.name, value=shown, source=raw.source, reason=option.reason, is_lost=is_lost)
+    return MigratedKey(name=option.name, value=shown, source=raw.source, reason=option.reason, is_lost=is_lost)
 
 
 def _shown(value: object) -> str:

@@ -52,6 +52,7 @@ class HealthSettings(Section):
         description="Period of fetching the driver's events (Xid errors, ECC).",
     )
     ignored_xids: Xids = Field(
+        # NVIDIA's device plugin ignores the same: errors of a program, not of the GPU.
         default=(13, 31, 43, 45, 68, 109),
         description="Xid errors that leave a GPU Healthy. Empty: none.",
     )

@@ -90,6 +90,7 @@ def _keys_of(model: type[BaseModel], prefix: str, section: str) -> list[Key]:
         else:
             aliases = tuple(alias for alias, key in ALIASES.items() if key == dotted)
             plain.append(Key(name=dotted, section=section, field=field, aliases=aliases))
+    # Keys of the section itself first: in a help text or a file they would else stand in the last subsection.
     return plain + nested
 
 
@@ -100,6 +101,7 @@ def text_of(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
+        # Without a .0 that nobody has written.
         return f"{value:g}"
     if isinstance(value, tuple):
         return ",".join(map(str, value))
@@ -120,6 +122,7 @@ def _kind(annotation: Any, metadata: Sequence[Any], *, is_duration: bool) -> Kin
         return Kind(placeholder="|".join(choices), allowed=f"one of {shown}", choices=choices)
     if annotation is bool:
         return Kind(placeholder="true|false", allowed="true or false", choices=("true", "false"))
+    # Three states, of which a flag alone can say two: empty leaves the choice to another setting.
     if annotation == bool | None:
         return Kind(placeholder="true|false", allowed="true, false or empty", choices=("true", "false"))
     if annotation is int:
@@ -146,12 +149,14 @@ def _list_kind(item: Any) -> Kind:
         return Kind(placeholder="PATH[,PATH…]", allowed="a path, or a comma list of them")
     if plain is str:
         return Kind(placeholder="TEXT[,TEXT…]", allowed=TEXTS)
+    # pydantic keeps bounds in a field of its own when they stand beside a validator.
     bounds = [limit for part in metadata for limit in (part.metadata if isinstance(part, FieldInfo) else [part])]
     return Kind(placeholder="N[,N…]", allowed=f"a whole number{_bounds(bounds)}, or a comma list of them")
 
 
 def _words(annotation: Any, metadata: Sequence[Any]) -> tuple[str, ...]:
     """The values of an enumeration, a Literal or `OneOf`; empty for any other type."""
+    # Asked first: the type beside it is a plain text.
     if found := next((one.words() for one in metadata if isinstance(one, OneOf)), ()):
         return found
     if get_origin(annotation) is Literal:
@@ -184,6 +189,7 @@ def help_text(keys: Sequence[Key], width: int = 100) -> str:
             width,
             initial_indent=" " * 6,
             subsequent_indent=" " * 6,
+            # Flags and names of files stay whole, to be copied.
             break_on_hyphens=False,
             break_long_words=False,
         )
@@ -206,6 +212,7 @@ def markdown() -> str:
             ]
         name = "<br>".join([f"`{key.name}`", *(f"`--{alias}`" for alias in key.aliases)])
         default = f"`{text_of(key.default)}`" if text_of(key.default) else "empty"
+        # A bar would end the table's cell.
         allowed, meaning = (text.replace("|", "\\|") for text in (key.kind.brief, key.field.description or ""))
         lines.append(f"| {name} | {default} | {allowed} | {_linked(meaning)} |")
     return "\n".join(lines) + "\n"

@@ -14,17 +14,17 @@ from msgspec import Struct
 from pydantic import ValidationError
 
 from gpushare_agent.model.errors import AgentError
-from gpushare_agent.settings.gpu_manager import read_gpu_manager
 from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.nvidia_plugin import parse_nvidia, read_nvidia
 from gpushare_agent.settings.reference import TEXTS, Key, all_keys, text_of
 from gpushare_agent.settings.sources import (
-    ForeignKey,
     Layer,
+    MigratedKey,
     RawSetting,
     read_bounded,
     read_file,
     read_flags,
+    read_gpu_manager,
     read_named,
     read_variables,
 )
@@ -45,17 +45,18 @@ class SettingsError(AgentError):
 
 
 class LoadedSettings(Struct, frozen=True, kw_only=True):
-    """The tree, and for every dotted key where its value came from ("flag --driver", "default", …). `foreign` are the keys
+    """The tree, and for every dotted key where its value came from ("flag --driver", "default", …). `migrated` are the keys
     of NVIDIA's plugin and of gpu-manager that were found, with what became of them."""
 
     settings: Settings
     sources: Mapping[str, str]
-    foreign: Sequence[ForeignKey] = ()
+    migrated: Sequence[MigratedKey] = ()
 
-    def outcome(self, key: ForeignKey) -> tuple[bool, str]:
+    def outcome(self, key: MigratedKey) -> tuple[bool, str]:
         """Whether something that the key asks for is not so, and what it sets or why it sets nothing."""
         if not key.settings:
             return key.is_lost, key.reason
+        # A value of theirs may have lost against one of ours: what is in effect is compared, not what was read.
         actual = {name: text_of(attrgetter(name)(self.settings)) for name in key.settings}
         others = [name for name, value in key.settings.items() if actual[name] != value]
         texts = [
@@ -74,19 +75,24 @@ def load_settings(
     Raises:
         SettingsError: with every mistake found.
     """
+    # The first layer that has a value wins.
     layers = [read_flags(argv), read_variables(environ), read_gpu_manager(environ)]
     path = _path("config", layers)
     own = read_named(named) if named is not None else None
     if named is not None:
+        # A named configuration of NVIDIA's comes in the place of the file that nvidia.config names, and before our own
+        # file: it is meant for this node alone.
         layers.append(own or _nvidia_layer(layers, environ, parse_nvidia(named.content, named.source)))
     if path:
         layers.append(read_file(path))
+    # Else it has been read above.
     if named is None or own is not None:
         layers.append(_nvidia_layer(layers, environ))
     layers.append(host := Layer())
     # Manifests set NODE_NAME from the downward API. Of an empty name the tree makes the host's.
     node_name = environ.get("NODE_NAME", "")
     host.values["node_name"] = RawSetting(value=node_name, source=NODE_NAME_SOURCES[not node_name])
+    # Reversed, so that the layer that wins is written last.
     raw = {name: value for layer in reversed(layers) for name, value in layer.values.items()}
     problems = [problem for layer in layers for problem in layer.problems]
     arguments: dict[str, Any] = {SOURCES: layers}
@@ -95,10 +101,11 @@ def load_settings(
     except ValidationError as error:
         problems += [_problem(found["loc"], found["msg"], raw) for found in error.errors(include_url=False)]
     if problems:
+        # A value may break two rules with one text, and a text of YAML's may have several lines.
         raise SettingsError(list(dict.fromkeys(" ".join(problem.split()) for problem in problems)))
     sources = {key.name: raw[key.name].source if key.name in raw else "default" for key in all_keys()}
-    foreign = tuple(key for layer in layers for key in layer.foreign)
-    return LoadedSettings(settings=settings, sources=sources, foreign=foreign)
+    migrated = tuple(key for layer in layers for key in layer.migrated)
+    return LoadedSettings(settings=settings, sources=sources, migrated=migrated)
 
 
 def _path(key: str, layers: Sequence[Layer]) -> RawSetting | None:
@@ -110,9 +117,10 @@ def _path(key: str, layers: Sequence[Layer]) -> RawSetting | None:
 def _nvidia_layer(layers: Sequence[Layer], environ: Mapping[str, str], named: Layer | None = None) -> Layer:
     """The configuration of NVIDIA's plugin: the last layer, for our own settings win; with `named` in the place of its file
     that of a single node."""
-    flags = {name: raw for layer in reversed(layers) for name, raw in layer.theirs.items()}
+    flags = {name: raw for layer in reversed(layers) for name, raw in layer.nvidia.items()}
     if named is not None:
         return read_nvidia(flags, environ, named)
+    # Their own flag and variable for the file are read without the file, to learn its path.
     path = _path("nvidia.config", [*layers, read_nvidia(flags, environ, None)])
     return read_nvidia(flags, environ, read_bounded(path, parse_nvidia) if path else None)
 
@@ -120,8 +128,10 @@ def _nvidia_layer(layers: Sequence[Layer], environ: Mapping[str, str], named: La
 def _problem(location: tuple[int | str, ...], message: str, raw: Mapping[str, RawSetting]) -> str:
     """One line that names the place, the value, the setting, and what is allowed."""
     parts = [part for part in location if isinstance(part, str)]
+    # pydantic's place goes on into the items of a list; a setting has at most a section and a name.
     key = next((key for n in (2, 1) for key in all_keys() if key.name == ".".join(parts[:n])), None)
     reason = message.removeprefix("Value error, ")
+    # A rule between settings names no key: the values that break it may come from several places.
     if key is None:
         name = ".".join(parts) or "settings"
         places = sorted({found.source for key_name, found in raw.items() if key_name.startswith(name + ".")})
@@ -138,6 +148,7 @@ def _problem(location: tuple[int | str, ...], message: str, raw: Mapping[str, Ra
 
 def _allowed(key: Key, reason: str) -> str:
     """The words of a validator of the field, which say more than the type; else the type's."""
+    # "a comma list" would not say what is wrong with an item.
     if key.kind.allowed == TEXTS:
         return reason
     return (

@@ -5,16 +5,17 @@ that one start shows all of them. Sources of pydantic-settings' own that are not
 
 - `CliSettingsSource` builds an argparse parser of every setting: 15 ms at each start, against 1 ms for all of
   `load_settings`. It ends at the first unknown flag, and does not keep how a flag was spelled ("flag --query-port").
-- `YamlConfigSettingsSource` passes over a missing file, and takes aliases (a few lines unfold into gigabytes) and keys given
+- `YamlConfigSettingsSource` ignores a missing file, and takes aliases (a few lines unfold into gigabytes) and keys given
   twice.
 
-`EnvSettingsSource` is used: it passes over unknown variables, which `read_variables` finds.
+`EnvSettingsSource` is used: it ignores unknown variables, which `read_variables` finds.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -57,7 +58,7 @@ class RawSetting(Struct, frozen=True, kw_only=True):
     source: str
 
 
-class ForeignKey(Struct, frozen=True, kw_only=True):
+class MigratedKey(Struct, frozen=True, kw_only=True):
     """A key, variable or flag of NVIDIA's plugin or of gpu-manager, and what became of it.
 
     `settings` are ours that it gives a value, as text. Without any, `reason` says why it changes nothing; `is_lost` where it
@@ -73,15 +74,15 @@ class ForeignKey(Struct, frozen=True, kw_only=True):
 
 
 class Layer(PydanticBaseSettingsSource):
-    """The settings of one place, and the mistakes there. `theirs` are values of NVIDIA's plugin by option's name, not yet
-    mapped; `foreign` what became of another program's keys."""
+    """The settings of one place, and the mistakes there. `nvidia` are values of NVIDIA's plugin by option's name, not yet
+    mapped; `migrated` what became of another program's keys."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__(Settings)
         self.values: dict[str, RawSetting] = {}
         self.problems = list(problems)
-        self.theirs: dict[str, RawSetting] = {}
-        self.foreign: list[ForeignKey] = []
+        self.nvidia: dict[str, RawSetting] = {}
+        self.migrated: list[MigratedKey] = []
 
     def put(self, name: str, value: object, source: str) -> None:
         """An empty node name is none: the next place has it."""
@@ -109,6 +110,7 @@ def _by_flag() -> dict[str, Key]:
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """The known name that is most like it, as the end of a message; empty where none is."""
+    # Sorted, for of equally near names difflib takes the first.
     found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     return f" (did you mean {prefix}{found[0]}?)" if found else ""
 
@@ -121,6 +123,7 @@ def _tokens(argv: Sequence[str], leave: frozenset[str]) -> Iterator[tuple[Sequen
         is_setting = flag.startswith("--") and flag not in leave
         key = _by_flag().get(flag[2:].replace("_", "-")) if is_setting else None
         after = argv[position + 1 : position + 2]
+        # `--flag value` takes the next word, unless a setting that is true or false cannot mean it.
         has_value_after = not equals and flag.startswith("--") and bool(after) and _may_be_value(key, after[0])
         words = argv[position : position + 1 + has_value_after]
         yield words, key, words[-1] if has_value_after else value if equals else None
@@ -132,6 +135,7 @@ def _may_be_value(key: Key | None, word: str) -> bool:
     its own."""
     if key is None:
         return not word.startswith("-")
+    # A single dash may begin a value, such as a negative number, which the setting refuses by its name.
     return word.lower() in _BOOLEAN_WORDS if key.is_boolean else not word.startswith("--")
 
 
@@ -147,24 +151,19 @@ def split_flags(argv: Sequence[str], leave: frozenset[str] = frozenset()) -> tup
     return settings, others
 
 
-def flag_words(argv: Sequence[str]) -> Iterator[tuple[Sequence[str], str, str | None]]:
-    """Each flag's words, its name without dashes, its value if any; for another word the name is empty."""
-    for words, _, value in _tokens(argv, frozenset()):
-        name = words[0].partition("=")[0]
-        yield words, name[2:].replace("_", "-") if name.startswith("--") else "", value
-
-
 def read_flags(argv: Sequence[str]) -> Layer:
     """`--flag=value`, `--flag value`, `--flag` for true. Of a flag given twice the last counts, as in gpu-manager.
 
-    Flags of NVIDIA's plugin go into `theirs`, unless a setting has the same name.
+    Flags of NVIDIA's plugin go into `nvidia`, unless a setting has the same name.
     """
     layer = Layer()
     for words, key, value in _tokens(argv, frozenset()):
         name = words[0].partition("=")[0]
+        # Settings of ours come first: --fail-on-init-error and --device-list-strategy are flags of both programs.
         option = options_by_flag().get(name[2:]) if key is None and name.startswith("--") else None
         if option is not None:
-            layer.theirs[option.name] = RawSetting(value="true" if value is None else value, source=f"flag {name}")
+            # Read later, when the file of NVIDIA's plugin is known: a flag beats it.
+            layer.nvidia[option.name] = RawSetting(value="true" if value is None else value, source=f"flag {name}")
         elif key is None:
             layer.problems.append(_unknown_token(words[0], _by_flag()))
         elif value is None and not key.is_boolean:
@@ -187,6 +186,7 @@ class _Variables(Layer):
     """Read by pydantic-settings from the names that `read_variables` found."""
 
     def __call__(self) -> dict[str, Any]:
+        # Its own reading of the environment would accept names in any case, and say nothing of unknown ones.
         source = EnvSettingsSource(Settings)
         source.env_vars = {
             key.variable.lower(): str(self.values[key.name].value) for key in all_keys() if key.name in self.values
@@ -195,12 +195,14 @@ class _Variables(Layer):
 
 
 def read_variables(environ: Mapping[str, str]) -> Layer:
-    """Every `GPUSHARE_…` variable. Kubernetes' service links that begin so are passed over."""
+    """Every `GPUSHARE_…` variable. Kubernetes' service links that begin so are ignored."""
     layer = _Variables()
     known = {key.variable: key for key in all_keys()}
     for name in sorted(environ):
         if not name.startswith(ENVIRONMENT_PREFIX):
             continue
+        # A Service named gpushare makes GPUSHARE_PORT=tcp://10.0.0.1:80. What ends in _PORT and is no URL is more
+        # likely a setting that was mistyped.
         is_service_link = _SERVICE_LINK.fullmatch(name) or (name.endswith("_PORT") and "://" in environ[name])
         if key := known.get(name):
             layer.put(key.name, environ[name], f"variable {name}")
@@ -217,6 +219,7 @@ def read_bounded(path: RawSetting, parse: Callable[[bytes, str], Layer]) -> Laye
     named = f"{path.source}: cannot read the settings file {path.value}"
     try:
         with Path(str(path.value)).open("rb") as file:
+            # One byte more tells a longer file without reading all of it: the path may name a device.
             content = file.read(_FILE_LIMIT_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -242,6 +245,7 @@ def read_named(named: NamedConfiguration) -> Layer | None:
     before it, nor what names the node."""
     layer = Layer()
     tree = parse_into(layer, named.content, f"{named.source}: cannot be read")
+    # NVIDIA's config-manager hands its plugin files of the same directory; no setting of ours has that name.
     if "version" in tree:
         return None
     _flatten(tree, "", named.source, layer)
@@ -265,12 +269,14 @@ def parse_into(layer: Layer, content: bytes, problem: str) -> Mapping[object, ob
 
 
 def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Layer) -> None:
+    # The file is named from outside: one that named another would need an order among files.
     known = {key.name for key in all_keys()} - {"config"}
     sections = {name.partition(".")[0] for name in known if "." in name}
     for raw_name, value in tree.items():
         if len(layer.problems) >= MAX_PROBLEMS:
             layer.problems[MAX_PROBLEMS:] = [f"{source}: there may be more mistakes; correct these first"]
             return
+        # Keys are accepted as flags write them, too.
         name = prefix + str(raw_name).replace("-", "_")
         if value is None and name in known | sections:
             continue  # `key:` with nothing behind it means the default
@@ -288,3 +294,81 @@ def _flatten(tree: Mapping[object, object], prefix: str, source: str, layer: Lay
             layer.problems.append(
                 f"{source}: key {name} is unknown{nearest(name, known | sections)}; see docs/reference/settings.md"
             )
+
+
+# --- gpu-manager's image: its DaemonSet of 1.1.5 and start.sh; EXTRA_FLAGS end its command line, klog gets LOG_LEVEL ---
+
+_DEBUG_FROM = 5
+"""klog's verbosity from which gpu-manager logs each step; 4 is its manifest's."""
+_LEVELS = ("debug", "info", "warning", "error")
+_KLOG = {
+    "log-dir": "logs go to standard error",
+    "logtostderr": "logs go to standard error",
+    "alsologtostderr": "logs go to standard error",
+    "stderrthreshold": "log.level counts",
+    "vmodule": "log.level counts",
+}
+_LIBCUDA = "the driver directory is described by the file of volume_config"
+
+
+def read_gpu_manager(environ: Mapping[str, str]) -> Layer:
+    """The variables LOG_LEVEL, EXTRA_FLAGS and LIBCUDA of gpu-manager's image, a layer below our own variables."""
+    layer = Layer()
+    if words := environ.get("EXTRA_FLAGS"):
+        # Before LOG_LEVEL, which it beats.
+        _read_extra_flags(words, layer)
+    if level := environ.get("LOG_LEVEL"):
+        _set_level(level, "LOG_LEVEL", "variable LOG_LEVEL", layer)
+    if value := environ.get("LIBCUDA"):
+        layer.migrated.append(
+            MigratedKey(name="LIBCUDA", value=value[:200], source="variable LIBCUDA", reason=_LIBCUDA, is_lost=True)
+        )
+    return layer
+
+
+def _set_level(value: str, name: str, source: str, layer: Layer) -> None:
+    """A number of klog's, or one of our words."""
+    is_number = value.isascii() and value.isdigit() and len(value) < 4
+    if not is_number and value.lower() not in _LEVELS:
+        layer.problems.append(
+            f"{source}: {value[:80]!r} is no log level; write klog's number, or debug, info, warning, error"
+        )
+        return
+    level = ("debug" if int(value) >= _DEBUG_FROM else "info") if is_number else value.lower()
+    # EXTRA_FLAGS, which are read first, end gpu-manager's command line: their level beats LOG_LEVEL.
+    layer.values.setdefault("log.level", RawSetting(value=level, source=source))
+    layer.migrated.append(MigratedKey(name=name, value=value, source=source, settings={"log.level": level}))
+
+
+def _read_extra_flags(text: str, layer: Layer) -> None:
+    try:
+        argv = shlex.split(text)
+    except ValueError as error:
+        layer.problems.append(f"variable EXTRA_FLAGS: {text[:80]!r} cannot be parted into words: {error}")
+        return
+    ours: list[str] = []
+    for words, _, value in _tokens(argv, frozenset()):
+        flag = words[0].partition("=")[0]
+        name = flag[2:].replace("_", "-") if flag.startswith("--") else ""
+        source = f"variable EXTRA_FLAGS, {flag}"
+        if name == "v" and value:
+            _set_level(value, "EXTRA_FLAGS --v", source, layer)
+        elif name in _KLOG:
+            layer.migrated.append(
+                MigratedKey(
+                    name=f"EXTRA_FLAGS --{name}", value=value or "", source=source, reason=_KLOG[name], is_lost=True
+                )
+            )
+        else:
+            # Read below as a command line of ours: gpu-manager's flags are aliases of settings.
+            ours += words
+    read = read_flags(ours)
+    layer.problems += [f"variable EXTRA_FLAGS: {problem}" for problem in read.problems]
+    layer.nvidia |= read.nvidia
+    for name, raw in read.values.items():
+        source = f"variable EXTRA_FLAGS, {raw.source}"
+        layer.put(name, raw.value, source)
+        shown, flag = str(raw.value)[:200], raw.source.removeprefix("flag ")
+        layer.migrated.append(
+            MigratedKey(name=f"EXTRA_FLAGS {flag}", value=shown, source=source, settings={name: shown})
+        )

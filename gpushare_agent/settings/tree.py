@@ -179,13 +179,14 @@ class Settings(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], *_: Any, **built_in: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Those of the argument `SOURCES`; without it the arguments alone: `Settings()` reads no environment."""
+        """The sources in the argument `SOURCES`; without it the arguments alone: `Settings()` reads no environment."""
         arguments: InitSettingsSource = built_in["init_settings"]
         return tuple(arguments.init_kwargs.get(SOURCES, (arguments,)))
 
     @property
     def isolations_in_use(self) -> frozenset[str]:
         """The node's own, those that pods may choose, and MPS where it limits replicas of GPUs."""
+        # Replicas under MPS need its daemon on nodes whose own isolation is another.
         by_mps = self.nvidia.enabled and self.nvidia.replicas and self.nvidia.sharing is Sharing.MPS
         return frozenset({self.isolation, *self.isolations_allowed, *([Sharing.MPS.isolation] if by_mps else [])})
 
@@ -206,6 +207,7 @@ class Settings(BaseSettings):
         others = {self.resources.vcore, self.resources.vmemory, self.gpushare.resource, self.gpushare.count_resource}
         if self.nvidia.enabled and (taken := sorted(others.intersection(self.nvidia.resource_names))):
             raise ValueError(f"nvidia and another section both have the resource {taken[0]}")
+        # One replica of a GPU is the whole GPU, which share_mode=false allows.
         if self.nvidia.enabled and not self.share_mode and any(count > 1 for _, count in self.nvidia.replica_counts):
             raise ValueError("nvidia.replicas lets containers share GPUs, which share_mode=false forbids")
         return self
@@ -214,6 +216,7 @@ class Settings(BaseSettings):
     @classmethod
     def _name_this_node(cls, value: str) -> str:
         if not value:
+            # The kubelet writes its Node's name in lower case, whatever the host is called.
             return socket.gethostname().lower()
         if not DNS_NAME.fullmatch(value):
             raise ValueError("is no node name (small letters, digits, - and .)")

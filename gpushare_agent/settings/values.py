@@ -54,6 +54,7 @@ def parse_duration(value: object) -> object:
     """
     if isinstance(value, bool):
         raise ValueError("is no duration")
+    # Seconds. Booleans, which Python counts among the integers, were refused above: YAML's `true` is no second.
     if isinstance(value, int | float):
         return value
     text = str(value).strip()
@@ -62,6 +63,7 @@ def parse_duration(value: object) -> object:
     if _PLAIN_NUMBER.fullmatch(text):
         return float(text)
     if _GO_DURATION.fullmatch(text):
+        # A plain sum's rounding errors would be shown with the setting.
         return math.fsum(float(number) * _UNIT_S[unit] for number, unit in _GO_DURATION_PART.findall(text))
     raise ValueError("is no duration")
 
@@ -76,16 +78,19 @@ def _no_boolean(value: object) -> object:
 def comma_list(value: object) -> object:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
+    # YAML reads `ignored_xids: 13` as a number, which is a list of one.
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def pairs_of(value: object) -> object:
     """`k=v,k=v` as a mapping; numbers and booleans that YAML parsed from label values become text again."""
     if isinstance(value, Mapping):
+        # Labels are texts: YAML reads `zone: 1` as a number and `gpu: true` as a boolean.
         return {key: str(item).lower() if isinstance(item, bool | int | float) else item for key, item in value.items()}
     if not isinstance(value, str):
         return value
     pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+    # An empty value is a label's right; an empty name is none.
     if any(not separator or not key.strip() for key, separator, _ in pairs):
         raise ValueError("is no list of pairs")
     return {key.strip(): item.strip() for key, _, item in pairs}

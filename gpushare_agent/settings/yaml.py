@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 _MAX_NUMBER_CHARS = 40
+"""Python shows no integer of more than 4,300 digits, and a message about it would fail."""
 _MAX_BYTES = 256 * 1024
 """The reader in Python takes 8.3 s of processor time for a mebibyte of short values, and 1.8 s for this (measured)."""
-"""Python shows no integer of more than 4,300 digits, and a message about it would fail."""
 
 
 class UnreadableYaml(Exception):  # noqa: N818 - names what is wrong with the file
@@ -29,6 +29,7 @@ class _PlainLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs leave the parser untyped
         where = f" (line {event.start_mark.line + 1})" if event.start_mark else ""
+        # Before the node is made: what aliases stand for must not be built at all.
         if isinstance(event, yaml.AliasEvent):
             raise UnreadableYaml(f"aliases are not allowed{where}")
         if event.tag is not None:
@@ -60,6 +61,7 @@ class _PlainLoader(yaml.SafeLoader):
             if name in seen:
                 raise yaml.MarkedYAMLError(problem=f"key {name!r} is given twice", problem_mark=key_node.start_mark)
             seen.add(name)
+        # Compared as texts: `1` and `"1"` would be two keys for YAML and one setting for us.
         return super().construct_mapping(node, deep=deep)
 
 
@@ -70,6 +72,7 @@ def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     """Infinity and NaN, too: whoever wants a number refuses them with the setting's name."""
+    # YAML writes .inf and .nan, Python inf and nan.
     return float(node.value.replace(".", "", 1) if node.value[-1] in "fFnN" else node.value)
 
 
@@ -86,6 +89,7 @@ _CORE = (
 )
 """Tag, pattern, and what a scalar of it begins with; the first that fits counts."""
 for _tag, _pattern, _firsts in _CORE:
+    # \Z, for $ would let a line's end follow.
     _PlainLoader.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), _firsts)
 _PlainLoader.add_constructor(_INTEGER, _integer)
 _PlainLoader.add_constructor(_FLOAT, _float)
@@ -112,6 +116,7 @@ def parse_yaml(content: bytes) -> dict[object, object]:
         raise UnreadableYaml(f"{error.problem}{where}") from error
     except yaml.reader.ReaderError as error:
         raise UnreadableYaml(f"it is no text: {error.reason} at byte {error.position}") from error
+    # The parser goes down one call for each level, so a few kilobytes of brackets reach Python's limit.
     except RecursionError as error:
         raise UnreadableYaml("it is nested too deeply") from error
     except Exception as error:  # a file that a person wrote must not end the agent, whatever it holds

@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpushare_agent.agent.auto_isolation import resolve_isolation
-from gpushare_agent.cli.check.check import check_node
+from gpushare_agent.cli.check import check_node
 from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import PodUid

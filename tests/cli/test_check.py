@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.cli.check.check import check_node, run
-from gpushare_agent.cli.check.local import device_paths
+from gpushare_agent.cli.check import check_node, device_paths, run
 from gpushare_agent.isolation.vdevice import check as vdevice_check
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.finding import Level

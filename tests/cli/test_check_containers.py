@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.cli.check.check import check_node
+from gpushare_agent.cli.check import check_node
 from gpushare_agent.isolation.vcuda import check as vcuda_check
 from gpushare_agent.isolation.vdevice import check as vdevice_check
 from gpushare_agent.model.finding import Finding, Level

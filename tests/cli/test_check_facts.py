@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.cli.check.check import check_node
+from gpushare_agent.cli.check import check_node
 from gpushare_agent.model.finding import Level
 from tests.support_check import complete_node, node_api, not_ok
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.cli.check.check import check_node
-from gpushare_agent.cli.check.shares import (
+from gpushare_agent.cli.check import (
     check_device_lists,
     check_kept,
     check_list_sizes,
+    check_node,
 )
 from gpushare_agent.isolation.driver_volume.elf import read_interface
 from gpushare_agent.isolation.hami_core.check import check_hami_core

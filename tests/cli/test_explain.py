@@ -14,7 +14,7 @@ import yaml
 from msgspec import to_builtins
 
 from gpushare_agent.cli import explain, render_text
-from gpushare_agent.cli.agent_pods import AgentTarget
+from gpushare_agent.cli.agent_client import AgentTarget
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.explain import ADVICE, PodQuery
 from gpushare_agent.cli.kubectl import PLUGIN_LINE

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli import graph, inspect, top
-from gpushare_agent.cli.agent_pods import AgentTarget
-from gpushare_agent.cli.cluster_nodes import serve_dashboard
+from gpushare_agent.cli import dashboard, graph, inspect, top
+from gpushare_agent.cli.agent_client import AgentTarget
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.kubectl import PLUGIN_LINE
 from gpushare_agent.cli.main import main
@@ -363,7 +362,7 @@ async def test_a_cluster_that_cannot_be_reached_ends_the_commands(short_dir: Pat
     with pytest.raises(
         Unavailable, match=r"no connection to the API server at 127.0.0.1:\d+: refused; check that it runs"
     ):
-        await serve_dashboard(settings, 0)
+        await dashboard.run(settings, port=0)
 
 
 def test_the_plugin_has_the_same_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import io
 import json
@@ -15,11 +16,17 @@ import yaml
 from rich.console import Console
 
 from gpushare_agent.cli import top
-from gpushare_agent.cli.agent_client import MAX_ANSWER_BYTES, check_url, local_url, open_agent_client, read_node
-from gpushare_agent.cli.agent_pods import AgentTarget
+from gpushare_agent.cli.agent_client import (
+    MAX_ANSWER_BYTES,
+    AgentTarget,
+    local_url,
+    open_agent_client,
+    read_node,
+)
 from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.main import main
 from gpushare_agent.cli.render_top import top_lines, top_table
+from gpushare_agent.cli.view_commands import server_url
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.observability.node_snapshot import NO_REASON
 from gpushare_agent.settings.settings import load_settings
@@ -252,8 +259,8 @@ async def test_an_address_without_a_host_is_reported() -> None:
 @pytest.mark.parametrize("url", ["localhost:5678", "ftp://x", "http://", "http://x:y", "http://x?a=b", "http://[::1"])
 def test_a_wrong_url_is_rejected_before_anything_is_asked(url: str) -> None:
     """With an example of a right one."""
-    with pytest.raises(Rejected, match="http://localhost:5678"):
-        check_url(url)
+    with pytest.raises(argparse.ArgumentTypeError, match="http://localhost:5678"):
+        server_url(url)
 
 
 @pytest.mark.parametrize(

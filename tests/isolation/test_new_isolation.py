@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent import isolation
-from gpushare_agent.cli.check.check import check_node
+from gpushare_agent.cli.check import check_node
 from gpushare_agent.settings.isolation_names import isolation_names
 from gpushare_agent.settings.reference import markdown
 from gpushare_agent.settings.settings import SettingsError, load_settings

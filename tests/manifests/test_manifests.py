@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.cli.check.api import CLEANUP_RIGHT, FACTS_RIGHT, NEEDED_RIGHTS
+from gpushare_agent.cli.check_api import CLEANUP_RIGHT, FACTS_RIGHT, NEEDED_RIGHTS
 from gpushare_agent.isolation.driver_volume.config import read_volume_config
 from gpushare_agent.isolation.driver_volume.plan import VolumeName
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE

@@ -1,4 +1,4 @@
-"""observability/display.py and display_document.py: gpu-manager's messages over gRPC (grpcio as a foreign client) and as
+"""observability/display.py: gpu-manager's messages over gRPC (grpcio as a foreign client) and as
 JSON.
 """
 
@@ -21,8 +21,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.model.gpus import Health
-from gpushare_agent.observability.display import DisplayServer, routes
-from gpushare_agent.observability.display_document import Usage, encode_usage, graph_text, usage_document
+from gpushare_agent.observability.display import DisplayServer, Usage, encode_usage, graph_text, routes, usage_document
 from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.node_snapshot import NodeSnapshot

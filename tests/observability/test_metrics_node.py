@@ -14,7 +14,7 @@ from gpushare_agent.model.names import MIB, device_id
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.model.usage import GpuSample, UsageRound
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
-from gpushare_agent.observability.display_document import usage_document
+from gpushare_agent.observability.display import usage_document
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import THROTTLE_REASONS, node_series
 from gpushare_agent.observability.metrics.text import MAX_LABEL, NodePage, Series, labels_text

@@ -18,7 +18,7 @@ from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Gpu, MigPlace
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.resources import Request, ResourceKind, ResourceNames
-from gpushare_agent.observability.display_document import graph_text
+from gpushare_agent.observability.display import graph_text
 from gpushare_agent.observability.metrics.node import gpu_series
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.placement import Placed, place

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from gpushare_agent.model.names import unit_id
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
-from gpushare_agent.observability.metrics.containers import container_series
+from gpushare_agent.observability.metrics.node import container_series
 from tests.support_json import written_node
 from tests.support_usage import allocation, driver_sample, facts, gpu_sample, key_of, snapshot
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.ledger import Policy
-from gpushare_agent.cli.node_reports import read_report, report_document
+from gpushare_agent.cli.cluster_nodes import read_report, report_document
 from gpushare_agent.cluster.node_annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,

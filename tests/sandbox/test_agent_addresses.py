@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gpushare_agent.cli.sandbox_nodes import addresses_of, debug_port
+from gpushare_agent.cli.sandbox_run import addresses_of, debug_port
 from gpushare_agent.settings.settings import load_settings
 from tests.support_sandbox_cli import DEADLINE_S, ROOT, document_of, live, read_until, registered, sandbox
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from gpushare_agent.cli.agent_pods import AgentTarget, open_agent
+from gpushare_agent.cli.agent_client import AgentTarget, open_agent
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.sandbox.api.pod_subresources import AgentServer
 from gpushare_agent.settings.settings import load_settings

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli.sandbox_exec import split_inner_command
-from gpushare_agent.cli.sandbox_nodes import NODE_NAME
+from gpushare_agent.cli.sandbox import split_inner_command
+from gpushare_agent.cli.sandbox_run import NODE_NAME
 from gpushare_agent.settings.sources import read_variables
 from tests.support_containers import needs_processes
 from tests.support_sandbox import container, pod

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from gpushare_agent.cli.render_sandbox import gpu_text, pod_line
-from gpushare_agent.cli.sandbox_nodes import build_node, check_driver
+from gpushare_agent.cli.sandbox_run import build_node, check_driver
 from gpushare_agent.model.errors import Rejected, StartupError, Unavailable
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import GpuUuid

@@ -1,4 +1,4 @@
-"""settings/gpu_manager.py: the variables of gpu-manager's image."""
+"""settings/sources.py: the variables of gpu-manager's image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_log_level_is_klogs_number_or_a_word_of_ours(value: str, level: str) -> 
     """Below our own variable, above the file."""
     assert load_settings([], {"LOG_LEVEL": value}).settings.log.level == level
     loaded = load_settings([], {"LOG_LEVEL": value, "GPUSHARE_LOG__LEVEL": "error"})
-    assert loaded.settings.log.level == "error" and loaded.outcome(loaded.foreign[0])[0]
+    assert loaded.settings.log.level == "error" and loaded.outcome(loaded.migrated[0])[0]
 
 
 def test_extra_flags_are_flags() -> None:
@@ -22,7 +22,7 @@ def test_extra_flags_are_flags() -> None:
     settings = loaded.settings
     assert (settings.node_name, settings.share_mode, settings.web.port) == ("n1", False, 5679)
     assert settings.log.level == "debug"
-    assert [key.name for key in loaded.foreign if key.is_lost] == ["EXTRA_FLAGS --logtostderr"]
+    assert [key.name for key in loaded.migrated if key.is_lost] == ["EXTRA_FLAGS --logtostderr"]
     assert loaded.sources["web.port"] == "variable EXTRA_FLAGS, flag --query-port"
 
 
@@ -42,5 +42,5 @@ def test_mistakes_name_the_variable(name: str, value: str, words: str) -> None:
 
 def test_libcuda_is_reported() -> None:
     """It changes nothing here."""
-    (key,) = load_settings([], {"LIBCUDA": "/x"}).foreign
+    (key,) = load_settings([], {"LIBCUDA": "/x"}).migrated
     assert key.is_lost and "volume_config" in key.reason

@@ -50,7 +50,7 @@ def load(tmp_path: Path, text: str, *argv: str, **environ: str) -> LoadedSetting
 
 
 def outcomes(loaded: LoadedSettings) -> dict[str, tuple[bool, str]]:
-    return {key.name: loaded.outcome(key) for key in loaded.foreign}
+    return {key.name: loaded.outcome(key) for key in loaded.migrated}
 
 
 def test_a_whole_file_becomes_our_settings(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_mps_is_used_in_the_place_of_time_slicing() -> None:
     assert layer.values["nvidia.sharing"].value == "mps"
     assert layer.values["nvidia.replicas"].value == ("nvidia.com/gpu=8",)
     assert "nvidia.rename_replicas" not in layer.values
-    assert {key.name for key in layer.foreign if key.is_lost} == {
+    assert {key.name for key in layer.migrated if key.is_lost} == {
         "sharing.timeSlicing.renameByDefault", "sharing.timeSlicing.resources.name",
         "sharing.timeSlicing.resources.replicas",
     }  # fmt: skip
@@ -148,7 +148,7 @@ def test_names_of_keys_in_any_case_and_unknown_ones() -> None:
     """Go's JSON takes flags in any case; a key that is unknown to the plugin too is reported with the nearest."""
     layer = nvidia_layer(b"flags: {MIGSTRATEGY: single, migStratgy: mixed}", "x")
     assert layer.values["nvidia.mig_strategy"].value == "single"
-    (unknown,) = [key for key in layer.foreign if key.name == "flags.migStratgy"]
+    (unknown,) = [key for key in layer.migrated if key.name == "flags.migStratgy"]
     assert unknown.is_lost and "did you mean flags.migStrategy?" in unknown.reason
 
 
@@ -194,12 +194,12 @@ def test_a_file_is_bounded(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="larger than 1 MiB"):
         load(tmp_path, "#" * (1 << 20) + "\n")
     many = nvidia_layer(json.dumps({f"key{n}": n for n in range(1000)}).encode(), "x")
-    assert len(many.foreign) == 50
+    assert len(many.migrated) == 50
 
 
 def test_an_unknown_key_is_reported_whatever_it_has() -> None:
     """A date is a text in JSON and has no other form there: with one as a key the report failed, and the agent with it."""
-    (key,) = nvidia_layer(b"{flags: {since: {2026-01-01: 2026-01-02}}}", "x").foreign
+    (key,) = nvidia_layer(b"{flags: {since: {2026-01-01: 2026-01-02}}}", "x").migrated
     assert (key.name, key.value) == ("flags.since", '{"2026-01-01": "2026-01-02"}')
 
 
@@ -229,6 +229,6 @@ def test_the_kubelets_socket_gives_its_directory() -> None:
 def test_without_any_of_theirs_nothing_is_turned_on() -> None:
     """Empty variables, which charts write, are unset; each option names settings that exist, or a reason."""
     loaded = load_settings([], {"MIG_STRATEGY": "", "CONFIG_FILE": "", "PATH": "/bin"})
-    assert not loaded.settings.nvidia.enabled and not loaded.foreign
+    assert not loaded.settings.nvidia.enabled and not loaded.migrated
     ours = {key.name for key in all_keys()}
     assert all(set(option.settings) <= ours and bool(option.settings) != bool(option.reason) for option in OPTIONS)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.cli import progress
+from gpushare_agent.cli import render_text
 from gpushare_agent.cli.main import main
 from gpushare_agent.simulation.plot import figure_of
 from gpushare_agent.simulation.schedulers import Policy
@@ -98,7 +98,7 @@ def test_progress_goes_to_standard_error_only(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Standard output is one JSON document, however often progress is told."""
-    monkeypatch.setattr(progress, "LINE_PERIOD_S", 0.0)
+    monkeypatch.setattr(render_text, "LINE_PERIOD_S", 0.0)
     assert main(["simulate", "--nodes", "2", "--generate", "20", "-o", "json"], {}) == 0
     done = capsys.readouterr()
     json.loads(done.out)

@@ -104,6 +104,7 @@ def _value(name: str, text: str | None, kind: Number | Word) -> int | str:
     if isinstance(kind, Number):
         if text is None:
             return kind.default
+        # int() would take signs, blanks, underscores and digits of other scripts; 18 digits fit any reader's integers.
         if not re.fullmatch(r"[0-9]{1,18}", text) or not kind.least <= int(text) <= kind.most:
             raise BadQueryError(f"{name}={shown(text)}: must be a whole number from {kind.least} to {kind.most}")
         return int(text)
@@ -124,6 +125,7 @@ def shown(text: str) -> str:
 
 def accepts_gzip(request: web.BaseRequest) -> bool:
     found = _GZIP.search(request.headers.get("Accept-Encoding", ""))
+    # q=0, also written 0.000, refuses the coding (RFC 9110, 12.4.2).
     return found is not None and (found[1] is None or found[1].strip("0.") != "")
 
 
@@ -163,9 +165,12 @@ class JsonBody:
         """A large one is packed in a thread."""
         from aiohttp import web
 
+        # Not compared as weak or strong: this tag is the same for packed and plain bodies.
         if self._tag and any(one.value == self._tag for one in request.if_none_match or ()):
             return web.Response(status=304, headers=self._headers())
         is_packed = self.is_worth_packing and accepts_gzip(request)
+        # Two requests at once may both pack it; the bytes are the same, and the second only takes the place of the
+        # first.
         if is_packed and self._packed is None and len(self.text) >= THREAD_FROM_BYTES:
             self._packed = await asyncio.to_thread(packed, self.text)
         return self.response(is_packed=is_packed)
@@ -230,6 +235,7 @@ class RequestQueue:
                 return _busy()
             self._waiting[peer] += 1
             try:
+                # Counted before the lock and not in it: who waits is what the limits are for.
                 async with self._lock:
                     response = await handler(request)
                     await asyncio.sleep(0)  # other tasks of the loop run
@@ -245,5 +251,6 @@ def _busy() -> web.Response:
 
     headers = {"Retry-After": RETRY_AFTER_S, "Cache-Control": "no-store"}
     response = web.Response(status=503, headers=headers, text="too many requests at once; try again\n")
+    # A client that ignores Retry-After has to connect again, which slows it down.
     response.force_close()
     return response

@@ -64,7 +64,7 @@ class Denied(Struct, frozen=True, kw_only=True):
 
 
 class HasHeaders(Protocol):
-    """Of a request: all values of a header."""
+    """The headers of a request, of which one may have several values."""
 
     def getall(self, key: str, default: list[str]) -> list[str]: ...
 
@@ -85,8 +85,10 @@ class Guard:
             return Denied(status=400, text="the request line must hold a path, not a URL")
         if self._token is None and not _names_this_host(headers.getall("Host", [])):
             return Denied(status=403, text="the Host header must be localhost or a loopback address, given once")
+        # A browser names the page's origin with each request of its scripts, also where it is this listener.
         own = {f"http://{host}" for host in headers.getall("Host", [])} if self._has_page else set[str]()
         if set(headers.getall("Origin", [])) - own or set(headers.getall("Sec-Fetch-Site", [])) - {
+            # A person typed the address or used a bookmark.
             "none",
             "same-origin",
         }:
@@ -113,7 +115,9 @@ class _TokenFile:
             return Denied(
                 status=503, text="the agent cannot use its token file: see event debug_token_unusable in its log"
             )
+        # Two headers are no token: a proxy in between may have checked the other one.
         scheme, _, token = presented[0].partition(" ") if len(presented) == 1 else ("", "", "")
+        # Compared whatever the scheme, so that each refusal takes as long.
         is_right = hmac.compare_digest(_digest(token.strip().encode("utf-8", "surrogateescape")), self._digest)
         if scheme.lower() == "bearer" and is_right:
             return None
@@ -123,6 +127,7 @@ class _TokenFile:
         now = self._clock()
         if self._read_at is not None and now - self._read_at < READ_AGAIN_S:
             return
+        # Before the read: while the disk hangs, every request would wait for one of its own.
         self._read_at = now
         try:
             token = await self._thread.call(self._read_file, f"reading {self._path}", _READ_TIMEOUT_S)
@@ -137,9 +142,11 @@ class _TokenFile:
 
     def _read_file(self) -> bytes:
         with self._path.open("rb") as file:
+            # One byte more tells a longer file, one is for the line's end.
             return file.read(_MAX_TOKEN_BYTES + 2).strip()
 
     def _refuse_all(self, why: str) -> None:
+        # The former token ends too: the file may have been emptied to withdraw it.
         self._digest = None
         if self._reported.is_new(why):
             log.warning("debug_token_unusable", file=str(self._path), error=why, then="every request is refused")
@@ -156,5 +163,6 @@ def _names_this_host(hosts: list[str]) -> bool:
     if found is None:
         return False
     if (ipv6 := found["ipv6"]) is not None:
+        # The pattern takes [127.0.0.1] too, which no client writes: brackets are for IPv6 (RFC 3986, 3.2.2).
         return ":" in ipv6 and is_loopback(ipv6)
     return is_for_this_host(found["name"])

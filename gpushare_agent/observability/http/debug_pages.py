@@ -37,10 +37,11 @@ _PLAIN_FUTURES = ("FutureIter", "Future")
 
 
 class DebugSources(Struct, frozen=True, kw_only=True):
-    """Where the pages read. `now` is the monotonic clock of `Allocation.allocated_at`."""
+    """Where the pages read. `now` is the monotonic clock of `Allocation.allocated_at`, `graph` draws a snapshot's tree."""
 
     settings: Settings
     snapshot: Callable[[], NodeSnapshot]
+    graph: Callable[[NodeSnapshot], str]
     allocations: Callable[[], Iterable[Allocation]]
     pods: Callable[[], Iterable[Pod]]
     now: Callable[[], float]
@@ -90,6 +91,7 @@ def device_ranges(ids: Iterable[str]) -> dict[str, str]:
     for device in ids:
         split = split_device_id(device)
         if split is None:
+            # No ID of this agent's, from a kubelet's record of another plugin: shown as it is, without a number.
             numbers[device[:_TEXT_SHOWN]] = []
         else:
             numbers[split[0]].append(split[1])
@@ -163,6 +165,7 @@ def _pod(pod: Pod) -> PodRow:
         container_ids=dict(sorted(pod.container_ids.items())),
         containers=[_container(container) for container in pod.containers],
         annotations={
+            # Tools keep whole manifests with secrets in annotations (kubectl's last-applied-configuration).
             name: value[:_TEXT_SHOWN] if name.startswith(_OWN_ANNOTATIONS) else "(not shown)"
             for name, value in sorted(pod.annotations.items())
         },
@@ -214,8 +217,6 @@ class TopologyPage(Struct, kw_only=True):
 
 def topology_page(sources: DebugSources) -> TopologyPage:
     """The GPUs, the matrix of links, and the tree that placement walks."""
-    from gpushare_agent.observability.display_document import graph_text
-
     snapshot = sources.snapshot()
     inventory = snapshot.inventory
     topology = topology_document(inventory.topology)
@@ -237,7 +238,7 @@ def topology_page(sources: DebugSources) -> TopologyPage:
         unreadable=[UnreadableRow(index, reason) for index, reason in inventory.unreadable],
         links=topology.links,
         tree=topology.tree,
-        graph=graph_text(snapshot).splitlines(),
+        graph=sources.graph(snapshot).splitlines(),
     )
 
 
@@ -268,6 +269,7 @@ def tasks_page(tasks: Iterable[asyncio.Task[object]]) -> str:
     for task in listed:
         by_stack[task_stack(task)].append(task.get_name())
     rows = sorted(by_stack.items(), key=lambda item: (-len(item[1]), item[1], item[0]))
+    # The largest groups first, so that what is cut are the single tasks.
     shown = rows[:MAX_ROWS]
     left_out += sum(len(names) for _, names in rows[MAX_ROWS:])
     head = f"{len(listed)} tasks at {len(rows)} places; innermost frame last\n"
@@ -282,13 +284,14 @@ def _group(row: tuple[tuple[str, ...], list[str]]) -> str:
 
 
 def task_stack(task: asyncio.Task[object]) -> tuple[str, ...]:
-    """From the task's coroutine to what it awaits, outermost first. Task.get_stack() knows only the outermost of one
-    that waits."""
+    """The frames from the task's coroutine to what it awaits, outermost first. Task.get_stack() knows only the
+    outermost of one that waits."""
     lines: list[str] = []
     waits_for: object = task.get_coro()
     while waits_for is not None and len(lines) < MAX_FRAMES:
         frame = _frame_of(waits_for)
         if frame is None:
+            # An Event's or a Queue's future says nothing; a task's or a thread's name does.
             if type(waits_for).__name__ not in _PLAIN_FUTURES:
                 lines.append(f"waits for {type(waits_for).__name__}")
             break
@@ -318,6 +321,7 @@ def _frame_line(frame: FrameType) -> str:
     code = frame.f_code
     path = code.co_filename
     for root in _PACKAGE_ROOTS:
+        # Where the interpreter lies tells nothing, and makes lines too long for a terminal.
         path = path.rpartition(root)[2]
     own = path.rfind("gpushare_agent/")
     path = path[own:] if own > 0 else path

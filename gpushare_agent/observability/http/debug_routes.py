@@ -53,6 +53,7 @@ def debug_routes(sources: DebugSources) -> list[web.AbstractRouteDef]:
     ]
     index = _index(pages)
     return [
+        # aiohttp would answer HEAD by making the whole page and dropping it.
         *(web.get(path, handler, allow_head=False) for method, path, _, handler in pages if method == "GET"),
         *(web.get(path, index, allow_head=False) for path in ("/debug", "/debug/")),
         web.post("/debug/log", _change_log),
@@ -71,13 +72,12 @@ def guarding(guard: Guard) -> Any:
 
 
 async def _answer(request: web.Request, handler: Handler, guard: Guard) -> web.StreamResponse:
+    # Before the path is looked at: an answer 404 would tell strangers which pages there are.
     denied = await guard.denies(request.raw_path, request.headers)
     if denied is not None:
         challenge = {"WWW-Authenticate": 'Bearer realm="gpushare-agent debug"'} if denied.status == 401 else None
         return web.Response(status=denied.status, text=denied.text + "\n", headers=challenge)
     try:
-        if len(request.query) > len(set(request.query)):
-            raise BadQueryError("a parameter is given twice")
         return await handler(request)
     except BadQueryError as e:
         return web.Response(status=400, text=f"{e}\n")
@@ -144,5 +144,6 @@ async def _change_log(request: web.Request) -> web.Response:
     if not level:
         raise BadQueryError(f"the parameter level is required: one of {', '.join(LOG_LEVELS)}")
     old = set_log_level(level)
+    # A warning, so that the change is logged at the usual level too.
     log.warning("log_level_changed", level=level, old=old)
     return _json_text({"level": level, "old": old})

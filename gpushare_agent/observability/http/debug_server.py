@@ -70,9 +70,11 @@ class DebugServer:
                     self._settings.addr,
                     self._settings.port,
                     backlog=_BACKLOG,
+                    # `localhost` is resolved by the host's files: without a token its addresses are checked, too.
                     only_loopback=self._settings.token_file is None,
                 )
             except Unavailable as e:
+                # Tried again, for during an upgrade the outgoing agent may hold the port for a while.
                 self._report(str(e))
                 await asyncio.sleep(self._retry_s)
                 continue
@@ -80,8 +82,8 @@ class DebugServer:
 
     def _report(self, error: str) -> None:
         if self._reported.is_new(error):
-            cure = "end the other program, or choose another debug.addr or debug.port"
-            log.warning("debug_unavailable", error=error, lost="the debug pages", cure=cure, again_in_s=self._retry_s)
+            remedy = "end the other program, or choose another debug.addr or debug.port"
+            log.warning("debug_unavailable", error=error, lost="the debug pages", cure=remedy, again_in_s=self._retry_s)
 
     async def _serve(self, listeners: Sequence[socket.socket]) -> NoReturn:
         from gpushare_agent.kit.http_server import HttpLimits, HttpServer

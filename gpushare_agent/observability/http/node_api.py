@@ -77,6 +77,7 @@ class NodeApi(Struct, kw_only=True, eq=False):
 
     async def _node_body(self, _query: Mapping[str, Any]) -> JsonBody:
         snapshot = self.snapshot()
+        # SnapshotCache hands out the same one until a round or a change, so one document serves all readers of it.
         if self._node is None or self._node[0] is not snapshot:
             self._node = snapshot, _node_answer(node_document(snapshot))
         return self._node[1]
@@ -88,6 +89,7 @@ class NodeApi(Struct, kw_only=True, eq=False):
             return known[1]
         pieces = self.history.pieces(gpus=only != "containers", containers=only != "gpus")
         body = JsonBody(await join_in_slices(pieces))
+        # Before the length is known: a history that has grown past the limit must not leave its former body behind.
         self._curves.pop(only, None)
         if len(body.text) <= MOST_KEPT_BYTES:
             self._curves[only] = version, body
@@ -96,6 +98,7 @@ class NodeApi(Struct, kw_only=True, eq=False):
     async def _decisions_body(self, query: Mapping[str, Any]) -> JsonBody:
         named = {"namespace": query["namespace"], "pod": query["pod"]}
         if query["number"]:
+            # The log has no index; its numbers grow, so all from this one on contain it.
             newer = self.decisions.newest(self.kept_decisions, **named, after=query["number"] - 1)
             found: Sequence[DecisionRecord] = [one for one in newer if one.number == query["number"]]
         else:
@@ -104,10 +107,12 @@ class NodeApi(Struct, kw_only=True, eq=False):
 
     def _decision_pieces(self, records: Sequence[DecisionRecord]) -> Iterator[bytes]:
         for index, record in enumerate(records):
+            # The page polls the newest decisions every two seconds, and hardly any is new.
             known = self._encoded.get(record.number)
             if known is None or known[0] is not record:
                 known = self._encoded[record.number] = record, encode(to_builtins(record))
                 if len(self._encoded) > MOST_DECISIONS:
+                    # The oldest: a dictionary keeps the order of insertion.
                     del self._encoded[next(iter(self._encoded))]
             yield b"," + known[1] if index else known[1]
 
@@ -115,6 +120,7 @@ class NodeApi(Struct, kw_only=True, eq=False):
 def _node_answer(document: NodeDocument) -> JsonBody:
     """Its tag is that of all but `at`, which is of the moment of the question."""
     fields = to_builtins(document)
+    # With `at` in it the tag would change each second, and no poll be answered 304.
     at = encode(fields.pop("at"))
     rest = encode(fields)
     return JsonBody(b'{"at":' + at + b"," + rest[1:], tag=hashlib.blake2b(rest, digest_size=16).hexdigest())

@@ -52,8 +52,9 @@ class WebPage:
         """Reads the files; blocks for some milliseconds, so call it in a thread."""
         directory = resources.files(PACKAGE).joinpath(DIRECTORY)
         found = {entry.name: entry.read_bytes() for entry in directory.iterdir() if entry.is_file()}
-        kept = (name for name in sorted(found) if name == self._index or not name.endswith(".html"))
-        self._files = {name: _file(name, found[name]) for name in kept if _content_type(name)}
+        # Agent and cluster have a page each in one directory; a server shows its own.
+        served = (name for name in sorted(found) if name == self._index or not name.endswith(".html"))
+        self._files = {name: _file(name, found[name]) for name in served if _content_type(name)}
 
     def index(self, request: web.Request) -> web.Response:
         return _answer(request, self._files[self._index])
@@ -74,6 +75,8 @@ def _content_type(name: str) -> str:
 
 
 def _file(name: str, content: bytes) -> PageFile:
+    # Once at the start, so at the best level; without a time the bytes are the same in each process, as their tag
+    # says.
     packed = gzip.compress(content, 9, mtime=0) if len(content) >= GZIP_FROM_BYTES else b""
     tag = hashlib.sha256(content).hexdigest()[:32]
     return PageFile(content=content, packed=packed, content_type=_content_type(name), tag=tag)
@@ -83,8 +86,10 @@ def _answer(request: web.Request, file: PageFile) -> web.Response:
     from aiohttp import web
 
     is_packed = bool(file.packed) and accepts_gzip(request)
+    # A strong tag is of the bytes (RFC 9110, 8.8.3), which differ when packed.
     tag = f'"{file.tag}-gzip"' if is_packed else f'"{file.tag}"'
     headers = {"ETag": tag, "Cache-Control": "no-cache", "Vary": "Accept, Accept-Encoding"}
+    # If-None-Match compares weakly (RFC 9110, 13.1.2): a proxy that recompresses makes the tag weak.
     asked = [one.strip().removeprefix("W/") for one in request.headers.get("If-None-Match", "").split(",")]
     if tag in asked:
         return web.Response(status=304, headers=headers)

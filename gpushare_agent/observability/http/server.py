@@ -82,6 +82,7 @@ class WebServer(Struct, eq=False):
 
     async def run(self) -> NoReturn:
         """Serve until cancelled. Raises StartupError: the address cannot be listened on."""
+        # Imports in a thread still hold the interpreter's lock, but let the loop run between them.
         await asyncio.to_thread(self._load)
         from aiohttp import web
 
@@ -104,15 +105,18 @@ class WebServer(Struct, eq=False):
         try:
             listeners = await listen_tcp(self.addr, self.port, backlog=BACKLOG)
         except Unavailable as e:
+            # The two mistakes have different remedies, and the wrapped text does not tell them apart.
             is_taken = isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EADDRINUSE
-            cure = "end the other program or choose another --query-port" if is_taken else "check --query-addr"
-            raise StartupError(f"cannot serve metrics: {e}; {cure}") from e
+            remedy = "end the other program or choose another --query-port" if is_taken else "check --query-addr"
+            raise StartupError(f"cannot serve metrics: {e}; {remedy}") from e
         self.bound_port = listeners[0].getsockname()[1]
         return listeners
 
     def _handlers(self) -> dict[str, Handler]:
         """By path; an added route replaces one of the same path."""
         queue = RequestQueue()
+        # In the queue stands what costs something. The kubelet's probes are answered beside it: a slow scrape must not
+        # restart the agent.
         show_metrics = queue.one_at_a_time(self._refreshed(self._show_metrics))
         return {
             "/": self._show_index,
@@ -120,6 +124,7 @@ class WebServer(Struct, eq=False):
             "/readyz": self._show_readiness,
             "/version": self._show_version,
             "/metrics": show_metrics,
+            # gpu-manager's second path.
             "/metric": show_metrics,
             **dict(self._page.routes()),
             **{path: queue.one_at_a_time(self._refreshed(handler)) for path, handler in self.routes},
@@ -136,8 +141,10 @@ class WebServer(Struct, eq=False):
         """The dashboard for a browser, the list of paths for everything else."""
         from aiohttp import web
 
+        # One address for both, as the port's number is all that a person remembers.
         if accepts_html(request):
             return self._page.index(request)
+        # The dashboard's files are no pages of their own.
         paths = "".join(f"  {path}\n" for path in self._paths if not path.startswith(PREFIX))
         return web.Response(text=f"gpushare-agent {__version__}\n\n{paths}", headers={"Vary": "Accept"})
 
@@ -166,6 +173,8 @@ class WebServer(Struct, eq=False):
         headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
         if accepts_gzip(request):
             headers["Content-Encoding"] = "gzip"
+            # A full node has thousands of rows: packing them takes longer than the loop, which admits pods, should
+            # stand still.
             body = await asyncio.to_thread(packed, body)
         return web.Response(body=body, headers=headers)
 

@@ -142,6 +142,8 @@ class AgentMetrics:
     def _counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:
         """`labels` by name, with the values of an only one that are known from the start."""
         counter = Counter(f"gpushare_{name}", text, labels, registry=self.registry)
+        # Of several labels only the caller knows which values go together: `know_resources` and `know_gpus` begin
+        # those.
         for value in chain(*labels.values()):
             counter.labels(value)
         return counter
@@ -167,6 +169,7 @@ class AgentMetrics:
         self._status_bytes.set(status_bytes)
         for uuid in uuids:
             for to in ("healthy", "unhealthy"):
+                # Bounded: a series stays for ever, and MIG instances come and go.
                 self._health_changes.labels(_bounded(uuid, self._uuids), to)
 
     def admission(self, resource: str, outcome: str, reason: str) -> None:
@@ -184,6 +187,7 @@ class AgentMetrics:
 
     def registered(self, resource: str) -> None:
         self._registrations.labels(resource).inc()
+        # Also at the first registration, so that the series begins at zero.
         again = self._reregistrations.labels(resource)
         if resource in self._registered:
             again.inc()
@@ -222,6 +226,7 @@ class AgentMetrics:
 
     def gpu_event(self, kind: str, xid: int, is_ignored: bool) -> None:
         """`kind` is GpuEventKind's value; `xid` counts where it is one."""
+        # Bounded, whatever number a future driver reports.
         shown = "" if xid <= 0 else str(xid) if xid <= _MAX_XID else "other"
         self._gpu_events.labels(str(kind), shown, "true" if is_ignored else "false").inc()
 
@@ -230,6 +235,7 @@ class AgentMetrics:
 
     def driver_error(self, error: str, count: int = 1) -> None:
         """`error` is the driver's own name of it, in lower case: `gpu_is_lost`, `timeout`."""
+        # The driver's library makes the name; a label must have no other letters, whatever it says.
         shown = _bounded(error, self._errors) if _ERROR.fullmatch(error) else "other"
         self._driver_errors.labels(shown).inc(count)
 
@@ -274,6 +280,7 @@ class AgentMetrics:
         """Forgets the states, for the parts that reported them have ended (SIGHUP); counters stay. Returns itself."""
         self._page = None
         for collector in self._states:
+            # The next parts register the same names, which the registry refuses while these are there.
             self.registry.unregister(collector)
         self._states.clear()
         return self
@@ -289,6 +296,7 @@ class AgentMetrics:
         except (TypeError, ValueError):  # it compares versions that are no numbers
             _, content_type = choose_encoder("")
         is_openmetrics = content_type.startswith("application/openmetrics-text")
+        # The node's rows are made apart from the library: metrics/text.py has the costs.
         node = self._page.text(is_openmetrics=is_openmetrics) if self._page is not None else b""
         counted = families_text(self.registry.collect(), is_openmetrics=is_openmetrics)
         return content_type, node + counted + (_EOF if is_openmetrics else b"")
@@ -319,6 +327,7 @@ class _StateCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         value = self._read()
         family = GaugeMetricFamily(self._name, self._documentation, labels=list(self._labels))
+        # None is no sample at all; the family stays, so that its help is shown from the start.
         if value is not None:
             family.add_metric(list(self._labels.values()), float(value))
         yield family

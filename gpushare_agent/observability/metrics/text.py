@@ -52,11 +52,12 @@ class NodePage(Struct, eq=False):
         self._made_at = float("-inf")
 
     def text(self, *, is_openmetrics: bool) -> bytes:
-        """Without OpenMetrics' last line."""
+        """The page in one of the formats, without OpenMetrics' last line."""
         if self.clock() - self._made_at >= self.max_age_s:
             self._series = self.series()
             self._made_at = self.clock()
             self._texts.clear()
+        # Two texts, for the two formats name a counter differently; most nodes are only ever asked for one.
         if is_openmetrics not in self._texts:
             parts = [self._part(series, is_openmetrics=is_openmetrics) for series in self._series]
             self._texts[is_openmetrics] = "".join(parts).encode()
@@ -79,11 +80,13 @@ def labels_text(**values: str) -> Labels:
 
 
 def _escaped(value: str) -> str:
+    # The backslash first: it would double those of the other escapes.
     return value[:MAX_LABEL].replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 def rounded(value: Number) -> Number:
     """Sums of ratios without the noise of their addition."""
+    # Bytes and counts stay whole: as a float they would lose digits from 2**53 on.
     return value if isinstance(value, int) else round(value, _DIGITS)
 
 
@@ -91,6 +94,7 @@ def families_text(families: Iterable[Metric], *, is_openmetrics: bool) -> bytes:
     """The library's families. Its own writer checks each letter of each name: four times the cost."""
     parts: list[str] = []
     for family in families:
+        # Prometheus' text has _total in the family's name, OpenMetrics in the samples' alone.
         name = f"{family.name}_total" if family.type == "counter" and not is_openmetrics else family.name
         parts.append(f"# HELP {name} {family.documentation}\n# TYPE {name} {family.type}\n")
         parts += [

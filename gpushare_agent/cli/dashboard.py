@@ -1,8 +1,8 @@
 """The page of all nodes, for a person with a kubeconfig: what is allocated where, and why pods wait, GPU by GPU.
 
-It has the extender's view of the cluster, read with the person's own rights and kept by informers; it decides and writes
-nothing, and needs no extender. It listens on this machine alone, and answers no other web page (debug_guard.py). What comes
-from pods is bounded here and becomes text alone in the browser. The long answer comes in pages of nodes (debug.py).
+It has the extender's view of the cluster, which informers read with the person's own rights; it decides and writes nothing,
+and needs no extender. It listens on this machine alone, and answers no other web page (debug_guard.py). What comes from pods
+is bounded here and becomes text alone in the browser. The long answer comes in pages of nodes (extender/debug.py).
 State owned: the informers' view of the cluster, and what the scheduler says of waiting pods.
 """
 
@@ -18,6 +18,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from gpushare_agent import __version__
+from gpushare_agent.cli.cluster_nodes import cluster_names, open_cluster
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import ALL_NODES
 from gpushare_agent.cluster.kube.cluster import LIVE_PODS
@@ -66,11 +67,13 @@ class _Pods(PodsFeed):
     messages: dict[PodUid, str]
 
     def __init__(self, **parts: Any) -> None:
+        # It decides nothing, so no pod is bound or reserved by it.
         super().__init__(**parts, leads=lambda: False)
         self.messages = {}
 
     def put_pod(self, read: PodJson) -> bool:
         is_ours, uid = super().put_pod(read), PodUid(read.meta.uid or "")
+        # The informer puts a pod again with each change, and the scheduler writes a new message when it tries again.
         if is_ours and self.unscheduled(uid) is not None:
             self.messages[uid] = scheduler_message(read)
         else:
@@ -100,11 +103,13 @@ class ClusterPage:
             Informer(kind="pods", watched=LIVE_PODS, handler=self._pods, metrics=metrics),
         )
         self._page = WebPage(INDEX)
+        # Without a token: the page shows only what this person may read, on this machine.
         self._guard = Guard(None, has_page=True)
 
     async def run(self, api: KubeLists, *, on_listening: Callable[[int], None]) -> NoReturn:
         """Serve until cancelled. `on_listening` gets the port. Raises Unavailable: the port cannot be used."""
         await asyncio.to_thread(self._page.load)
+        # Before the informers: a port that is taken ends the command at once.
         listeners = await listen_tcp(ADDRESS, self._port, backlog=_BACKLOG, only_loopback=True)
         server = HttpServer(
             "dashboard", self._routes(), limits=HttpLimits(), middlewares=[self._guarded], headers=SECURITY_HEADERS
@@ -187,12 +192,13 @@ class ClusterPage:
         }
 
     async def _nodes_for(self, pod: Pod) -> dict[str, Any]:
-        """The nodes where it fits first, then the others by name. GPUs are judged for the largest request."""
+        """The nodes where it fits first, then the others by name. GPUs are compared with the largest request."""
         pod = replace(pod, containers=pod.containers[: MAX_ASKING + 1])  # one more is refused as thousands are
         found = await in_steps(self._state.filter_steps(pod, None))
         verdicts = {**dict.fromkeys(found.fitting, ""), **found.failed, **found.unresolvable}
         names = sorted(verdicts, key=lambda name: (verdicts[name] != "", name))
         requests = [request for _, request in signature_of(pod, self._names)]
+        # The containers' requests compete for the same GPUs: what fits the largest says most.
         largest = max(requests, key=lambda one: (one.cores, one.blocks, one.units))
         return {
             "count": len(names),
@@ -204,6 +210,7 @@ class ClusterPage:
                         {
                             "index": gpu.index,
                             "label": gpu.label,
+                            # What an unhealthy GPU has left is offered to nobody.
                             "free_cores": gpu.free_cores if gpu.is_healthy else 0,
                             "free_bytes": gpu.free_blocks * gpu.block_mib * MIB if gpu.is_healthy else 0,
                             "verdict": "fits" if (lack := gpu.lack(largest)) is None else lack.of_gpu(),
@@ -214,3 +221,15 @@ class ClusterPage:
                 for name in names[:MOST_NODES]
             ],
         }
+
+
+async def run(settings: Settings, *, port: int) -> int:
+    """Serve until cancelled. Raises AgentError: the cluster cannot be read, or the port not used."""
+
+    def on_listening(found: int) -> None:
+        print(f"The cluster's GPUs are at http://localhost:{found}/ until Ctrl-C.", flush=True)
+
+    async with open_cluster(settings) as api:
+        # The informers repeat a list that fails for ever: one list before them ends the command with the reason.
+        await api.list_all(ALL_NODES, lambda _: None)
+        await ClusterPage(settings, cluster_names(settings), port=port).run(api, on_listening=on_listening)

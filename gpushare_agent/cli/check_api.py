@@ -19,7 +19,7 @@ OLDEST_KUBELET = (1, 30)
 """Before it, a List during GetPreferredAllocation can panic the kubelet."""
 
 _VERSION = re.compile(r"v?(\d+)\.(\d+)")
-_ROLE_CURE = "apply manifests/base/rbac.yaml, or give this account the right"
+_ROLE_REMEDY = "apply manifests/base/rbac.yaml, or give this account the right"
 
 NEEDED_RIGHTS = (
     ("get", "nodes"),
@@ -42,18 +42,20 @@ async def check_api(settings: Settings) -> list[Finding]:
     from gpushare_agent.cluster.kube.client import open_kube_api
     from gpushare_agent.cluster.kube.lists import KubeTimeouts
 
+    # Each well below the probe's limit, so that the finding says which request had no answer.
     timeouts = KubeTimeouts(connect_s=3.0, request_s=4.0, list_s=5.0)
     try:
         async with open_kube_api(kubeconfig=settings.kubeconfig, timeouts=timeouts) as api:
             findings = await _check_node_object(api, settings)
             return [*findings, *await _check_rights(api, settings), *await _check_static_pods(api, settings)]
     except AgentError as failure:
-        cure = "check the network, the service account or kubeconfig (--kubeconfig), and that the API server is up"
-        return [error("api server", str(failure), cure)]
+        remedy = "check the network, the service account or kubeconfig (--kubeconfig), and that the API server is up"
+        return [error("api server", str(failure), remedy)]
 
 
 async def _check_node_object(api: KubeApi, settings: Settings) -> list[Finding]:
     try:
+        # The Node first: with a wrong node name all that follows says nothing.
         raw_node = await api.get_node(settings.node_name)
     except NotFound:
         detail = f"there is no node {settings.node_name}"
@@ -72,10 +74,10 @@ def _kubelet_version(raw_node: Raw, settings: Settings) -> Finding:
         return ok("kubelet version", text)
     detail = f"{text} is older than 1.30: asking its PodResources during an admission can crash it"
     if settings.kubelet.allow_unsupported:
-        cure = (
+        remedy = (
             "update the kubelet; until then pods are identified by the API server alone and refused where two would fit"
         )
-        return warning("kubelet version", detail, cure)
+        return warning("kubelet version", detail, remedy)
     return error("kubelet version", detail, "update the kubelet, or insist with --kubelet.allow-unsupported")
 
 
@@ -93,6 +95,7 @@ async def _check_static_pods(api: KubeApi, settings: Settings) -> list[Finding]:
         address=kubelet.api_address, port=kubelet.api_port, ca_file=kubelet.api_ca, node_name=settings.node_name
     )
     try:
+        # Its own limit, less than the probe's, so that the finding names the kubelet's port.
         found = await reader.read(timeout_s=4.0)
     except AgentError as failure:
         return [
@@ -109,23 +112,24 @@ async def _check_rights(api: KubeApi, settings: Settings) -> list[Finding]:
     cleanup, may_clean_up = settings.allocation.cleanup_rejected_pods, await api.can_i(*CLEANUP_RIGHT)
     if cleanup and may_clean_up:
         allowed += ", delete pods (rejected ones that have a controller)"
+    # A right that nothing uses should be taken back.
     elif may_clean_up:
         allowed += "; delete pods too, which is not needed: allocation.cleanup_rejected_pods is false"
     findings = [
-        error("permissions", f"not allowed: {', '.join(missing)}", _ROLE_CURE)
+        error("permissions", f"not allowed: {', '.join(missing)}", _ROLE_REMEDY)
         if missing
         else ok("permissions", allowed)
     ]
     if cleanup and not may_clean_up:
         detail = "not allowed: delete pods; rejected pods of controllers will pile up"
         findings.append(
-            warning("permissions", detail, f"{_ROLE_CURE}; or set --allocation.cleanup-rejected-pods=false")
+            warning("permissions", detail, f"{_ROLE_REMEDY}; or set --allocation.cleanup-rejected-pods=false")
         )
     if settings.facts.is_written and not await api.can_i(*FACTS_RIGHT):
         detail = (
             "not allowed: patch nodes; labels and the scheduler extender's list of GPUs will be missing on the node"
         )
-        findings.append(warning("permissions", detail, f"{_ROLE_CURE}; or set --facts.is-written=false"))
+        findings.append(warning("permissions", detail, f"{_ROLE_REMEDY}; or set --facts.is-written=false"))
     if settings.gpushare.enabled and not await api.can_i("patch", "nodes/status"):
         detail = f"not allowed: patch nodes/status; the capacity will lack {settings.gpushare.count_resource}"
         findings.append(warning("permissions", detail, "add manifests/components/gpushare"))

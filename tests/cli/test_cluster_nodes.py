@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare_agent.cli.cluster_nodes import NodeReport, read_report, report_document
 from gpushare_agent.cli.inspect import inspection_document
-from gpushare_agent.cli.node_reports import NodeReport, read_report, report_document
 from gpushare_agent.cluster.node_annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,

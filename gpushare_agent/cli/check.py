@@ -1,0 +1,405 @@
+"""`gpushare-agent check`: reports before a deployment what of the node is in place, and the remedy for what is not.
+
+The probes of the node come first (driver, kubelet, files; runtime and cgroups; device lists and sizes), then the table of
+them and what runs it, last the report. The probes of an isolation are in its package, those of the API server in
+check_api.py. What the node does not use is not probed.
+
+All probes run beside each other, each is bounded, and the report has their findings in a fixed order. They only read: in
+particular the PodResources socket is connected to but gets no request, because a List while an Allocate is open makes the
+kubelet give the same device twice (docs/explanation/architecture.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from msgspec import to_builtins
+
+from gpushare_agent.agent.auto_isolation import resolve_isolation
+from gpushare_agent.cli.check_api import check_api
+from gpushare_agent.cli.command_line import Form
+from gpushare_agent.cli.render_text import print_report
+from gpushare_agent.gpus.part import open_driver
+from gpushare_agent.isolation import ISOLATIONS, isolations_in_use
+from gpushare_agent.isolation.cdi.specs import cdi_specs
+from gpushare_agent.isolation.check import CheckProbe, build_check_probes, node_circumstances
+from gpushare_agent.isolation.device_lists import strategy_warnings
+from gpushare_agent.isolation.kept import Circumstances, NotKept
+from gpushare_agent.isolation.resource_names import resource_names
+from gpushare_agent.kit.sockets import MAX_ADDRESS_BYTES
+from gpushare_agent.kubelet.device_table import MAX_STATUS_BYTES, check_lists, status_bytes
+from gpushare_agent.kubelet.handover import instance_socket_name
+from gpushare_agent.kubelet.registration import KUBELET_SOCKET
+from gpushare_agent.model.errors import AgentError, StartupError, Unavailable
+from gpushare_agent.model.finding import Finding, Level, error, ok, warning
+from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.isolation import DeviceListStrategy
+from gpushare_agent.model.names import MIB
+from gpushare_agent.model.resources import ResourceKind
+from gpushare_agent.runtime import node_probes
+from gpushare_agent.runtime.cgroups import Cgroups, CgroupVersion, cgroup_version
+from gpushare_agent.runtime.cri import open_runtime
+from gpushare_agent.runtime.machine import read_kernel_module
+from gpushare_agent.settings.settings import Settings
+
+DRIVER_TIMEOUT_S = 15.0
+"""Without persistence mode a GPU takes a second or two to wake."""
+
+
+async def check_driver(settings: Settings) -> list[Finding]:
+    """The GPUs, and with NVML the device nodes that containers need."""
+    try:
+        inventory = await read_inventory(settings)
+    except AgentError as failure:
+        remedy = "make `nvidia-smi` work on the host; a node without GPUs can rehearse with --driver simulated"
+        if settings.driver == "simulated":
+            remedy = "check --topology, --cards and --card-memory-mib"
+        # As the agent itself: it ends, or goes on and tries again.
+        level = Level.ERROR if settings.fail_on_init_error else Level.WARNING
+        return [Finding(level=level, what="driver", detail=str(failure), cure=remedy)]
+    findings = [_gpus_finding(settings, inventory)]
+    findings += [_unhealthy_finding(gpu) for gpu in inventory.gpus if not gpu.is_healthy]
+    findings += [
+        warning(
+            "card",
+            f"number {index} cannot be read: {reason}",
+            "see `nvidia-smi -q` and the kernel log; it is not offered",
+        )
+        for index, reason in inventory.unreadable
+    ]
+    names = resource_names(settings, inventory.mig_profiles)
+    # Excluded GPUs may differ: they are in no resource.
+    offered = [gpu for gpu in inventory.gpus if not gpu.is_selected(settings.excluded_gpus)]
+    if names.gpu and (why := names.nvidia.unlike(offered)):
+        reported, _, remedy = why.partition(". ")
+        findings.append(error("mig", reported, remedy))
+    if settings.driver == "nvml":
+        findings.append(_device_nodes_finding(inventory))
+    return findings
+
+
+async def read_inventory(settings: Settings) -> GpuInventory:
+    """One read of the configured driver. Raises AgentError."""
+    driver = open_driver(settings)
+    try:
+        return await driver.read()
+    finally:
+        await driver.close()
+
+
+def _gpus_finding(settings: Settings, inventory: GpuInventory) -> Finding:
+    if not inventory.gpus:
+        return warning("driver", "it answers, but there is no GPU", "the node will offer nothing; is a GPU plugged in?")
+    memory = sum(gpu.memory_mib for gpu in inventory.gpus)
+    kind = "simulated GPUs" if settings.driver == "simulated" else f"GPUs, driver {inventory.driver_version}"
+    return ok("driver", f"{len(inventory.gpus)} {kind}, {memory} MiB in all")
+
+
+def _unhealthy_finding(gpu: Gpu) -> Finding:
+    detail = f"number {gpu.label} ({gpu.uuid}) is unhealthy: {gpu.unhealthy_reason}"
+    return warning("card", detail, "see `nvidia-smi -q` and the kernel log; it is not given to pods until it recovers")
+
+
+def device_paths(gpus: Sequence[Gpu]) -> list[Path]:
+    """The device nodes of NVIDIA's driver. It says none of a GPU that was lost before the start: see Gpu."""
+    of_gpus = (Path(f"/dev/nvidia{gpu.minor}") for gpu in gpus if gpu.minor >= 0)
+    return [Path("/dev/nvidiactl"), Path("/dev/nvidia-uvm"), *of_gpus]
+
+
+def _device_nodes_finding(inventory: GpuInventory) -> Finding:
+    paths = device_paths(inventory.gpus)
+    missing: list[str] = []
+    for path in paths:
+        try:
+            node_probes.require_device_node(path)
+        except Unavailable as failure:
+            missing.append(str(failure))
+    if missing:
+        remedy = (
+            "run `nvidia-modprobe -c 0 -u` on the host; in a pod, set NVIDIA_DRIVER_CAPABILITIES to compute,utility"
+        )
+        return error("device nodes", "; ".join(missing), remedy)
+    return ok("device nodes", f"{len(paths)} present")
+
+
+async def check_kubelet(settings: Settings) -> list[Finding]:
+    """The device-plugin directory, the kubelet's socket in it, and the length of our own sockets' paths."""
+    directory = settings.kubelet.device_plugin_path
+    findings: list[Finding] = []
+    try:
+        await node_probes.connect_to_socket(directory / "kubelet.sock")
+        findings.append(ok("kubelet socket", f"{directory / 'kubelet.sock'} answers"))
+    except Unavailable as failure:
+        remedy = "start the kubelet, or set --device-plugin-path to its device-plugins directory (mounted into the pod)"
+        findings.append(error("kubelet socket", str(failure), remedy))
+    longest = str(directory / instance_socket_name(ResourceKind.VMEMORY.socket))
+    length, limit = len(longest.encode()), MAX_ADDRESS_BYTES
+    if length > limit:
+        detail = f"{longest} has {length} bytes, a socket's path may have {limit}"
+        findings.append(error("socket path", detail, "mount the kubelet's directory at a shorter path"))
+    else:
+        findings.append(ok("socket path", f"{length} of {limit} bytes used"))
+    return findings
+
+
+async def check_pod_resources(settings: Settings) -> list[Finding]:
+    """Connects and hangs up: asking it for a List here could harm an admission under way."""
+    path = settings.kubelet.pod_resources_socket
+    try:
+        await node_probes.connect_to_socket(path)
+    except Unavailable as failure:
+        remedy = "mount the kubelet's pod-resources directory into the pod, or set --kubelet.pod-resources-socket"
+        return [error("pod resources", str(failure), remedy)]
+    return [ok("pod resources", f"{path} answers (not asked for its list: that could disturb an admission)")]
+
+
+async def check_directories(settings: Settings) -> list[Finding]:
+    """The directory of the device-plugin sockets; the kubelet makes it."""
+    directory, flag = settings.kubelet.device_plugin_path, "--device-plugin-path"
+    try:
+        found = await asyncio.to_thread(node_probes.require_writable, directory)
+    except Unavailable as failure:
+        remedy = f"run the agent as root with the directory mounted for writing and room on its disk, or set {flag}"
+        return [error("directory", str(failure), remedy)]
+    if found.directory != directory:
+        remedy = f"start the kubelet, mount the directory, or set {flag}"
+        return [error("directory", f"{directory}: not there", remedy)]
+    return [ok("directory", f"{directory} writable, {found.free_bytes // MIB} MiB free")]
+
+
+async def check_files(settings: Settings) -> list[Finding]:
+    """Files that settings name. Where volume.conf is read for the driver directory, that line reports it."""
+    named = {"--extra-config": settings.extra_config}
+    # Where one does, its own probe reads the file and reports it.
+    if not any(isolation.mounts_driver for isolation in isolations_in_use(settings)):
+        named["--volume-config"] = settings.volume_config
+    findings: list[Finding] = []
+    for flag, path in named.items():
+        if path is None:
+            continue
+        try:
+            node_probes.require_readable_file(path)
+            findings.append(ok("file", f"{path} is readable ({flag})"))
+        except Unavailable as failure:
+            findings.append(error("file", f"{failure} ({flag})", f"create the file, mount it, or leave {flag} out"))
+    return findings
+
+
+RUNTIME_TIMEOUT_S = 4.0
+"""Less than a probe's, so that the finding names the silent socket."""
+
+_FROM_STATUSES = "containers' IDs come from the pods' statuses in the API server"
+
+
+async def check_runtime(settings: Settings) -> list[Finding]:
+    """Asks the configured CRI socket for its version, or those known that are there."""
+    if not any(isolation.follows_processes for isolation in isolations_in_use(settings)):
+        return [ok("container runtime", f"not asked: isolation {settings.isolation} does not use it")]
+    endpoint, known = settings.runtime.endpoint, node_probes.RUNTIME_SOCKETS
+    # A socket that was configured is tried though it is missing: that is the finding.
+    tried = [endpoint] if endpoint else [str(path) for path in known if path.is_socket()]
+    if not tried:
+        return [ok("container runtime", f"no known socket is here: {_FROM_STATUSES}")]
+    timeout_s = min(settings.runtime.request_timeout_s, RUNTIME_TIMEOUT_S)
+    try:
+        async with open_runtime(endpoint, timeout_s=timeout_s, known=known) as runtime:
+            found = await runtime.version()
+    except AgentError as failure:
+        remedy = "correct --container-runtime-endpoint and mount its socket" if endpoint else "mount the one that runs"
+        detail = f"{', '.join(tried)}: {failure}; until one answers, {_FROM_STATUSES}"
+        return [warning("container runtime", detail, f"{remedy}, or do without: leave both out")]
+    return [ok("container runtime", f"{found.name} {found.version} answers at {found.endpoint}")]
+
+
+async def check_cgroups(settings: Settings) -> list[Finding]:
+    """The hierarchies, whether all processes are in them, and the driver if one is set."""
+    root = settings.runtime.cgroup_root
+    try:
+        version = cgroup_version(root)
+    except Unavailable as failure:
+        remedy = "mount the host's /sys/fs/cgroup into the pod, or set --runtime.cgroup-root"
+        return [error("cgroups", str(failure), remedy)]
+    findings = [ok("cgroups", f"{version} at {root}")]
+    kubelet_socket = settings.kubelet.device_plugin_path / KUBELET_SOCKET
+    # cgroup.procs of v1 lists a process of another PID namespace not at all, v2 lists it as 0: it is at least counted.
+    if version is not CgroupVersion.V2 and not await node_probes.sees_processes_of_node(kubelet_socket):
+        detail = (
+            f"{version} at {root}, which leaves out the processes of other PID namespaces: "
+            f"shares of force-deleted pods are freed while their processes may run on"
+        )
+        remedy = "give the agent the host's PID namespace (hostPID: true), or move the node to cgroup v2"
+        findings = [warning("cgroups", detail, remedy)]
+    return findings + await _check_driver_setting(settings)
+
+
+async def _check_driver_setting(settings: Settings) -> list[Finding]:
+    setting = settings.runtime.cgroup_driver
+    if not setting:
+        return []
+    cgroups = Cgroups(settings.runtime.cgroup_root, settings.runtime.proc_root)
+    remedy = "leave --cgroup-driver out: it is seen from the paths themselves"
+    try:
+        # A walk of all cgroups, which may take long on a full node.
+        disagreement = await cgroups.check_driver_in_thread(setting)
+    except Unavailable as failure:
+        return [warning("cgroup driver", str(failure), remedy)]
+    if disagreement is not None:
+        return [warning("cgroup driver", disagreement, remedy)]
+    return [ok("cgroup driver", f"{setting} is set, and no pod's cgroup says otherwise")]
+
+
+async def check_kept(settings: Settings, failed: Collection[str] = ()) -> list[Finding]:
+    """The limits of a share under each isolation in use but those that `failed`: which are enforced, by whom, which not."""
+    module = read_kernel_module(settings.runtime.proc_root) if settings.driver == "nvml" else None
+    findings = []
+    # What a broken isolation would enforce is no news to whoever reads its error.
+    for name in sorted(settings.isolations_in_use - frozenset(failed)):
+        found = ISOLATIONS[name].kept(node_circumstances(name, settings, Circumstances(module=module)))
+        detail = f"{name}: {found.text}"
+        if NotKept.OPEN_MODULES in found.not_kept:
+            remedy = "update the driver to 570 or later, or install its proprietary module; isolation mps does without"
+            findings.append(warning("isolation", detail, remedy))
+        else:
+            findings.append(ok("isolation", detail))
+    return findings
+
+
+async def check_device_lists(settings: Settings) -> list[Finding]:
+    """The strategies do not contradict each other, and CDI names every GPU where it provides them."""
+    # Simulated GPUs have no device nodes unless a setting says so.
+    has_nodes = settings.driver == "nvml" or settings.simulated.device_nodes
+    mounts_driver = ISOLATIONS[settings.isolation].mounts_driver and settings.volume_config is not None
+    texts = strategy_warnings(settings.device_list_strategy, mounts_driver=mounts_driver, has_gpu_nodes=has_nodes)
+    findings = [warning("device lists", text, "see docs/reference/device-lists.md") for text in texts]
+    if not {DeviceListStrategy.CDI_ANNOTATIONS, DeviceListStrategy.CDI_CRI} & set(settings.device_list_strategy):
+        return findings
+    return [*findings, *await _check_cdi(settings)]
+
+
+async def check_list_sizes(settings: Settings) -> list[Finding]:
+    """The lists of memory blocks and of GPUShare's units fit the kubelet: else the agent does not start."""
+    try:
+        found = await read_inventory(settings)
+    except AgentError:
+        return []  # the driver's own line has it
+    names = resource_names(settings)
+    try:
+        check_lists(found, names)
+    except StartupError as failure:
+        return [error("list sizes", str(failure), "set the unit or block size that the text names")]
+    fits = ok("list sizes", f"the lists of {', '.join(names.names)} fit the kubelet's messages")
+    return [fits, _status_finding(status_bytes(found.gpus, names))]
+
+
+def _status_finding(size: int) -> Finding:
+    """Kubelets from 1.36 on write each device ID of a container into its pod's status."""
+    detail = f"that of a pod with all cores and memory of this node has {size} bytes of device IDs"
+    if size <= MAX_STATUS_BYTES:
+        return ok("pod status", detail)
+    larger = "set a larger resources.memory_block_mib, or have whole GPUs asked for without memory"
+    remedy = f"{larger} (docs/reference/formats.md)"
+    return warning("pod status", f"{detail}, more than {MAX_STATUS_BYTES}", remedy)
+
+
+async def _check_cdi(settings: Settings) -> list[Finding]:
+    remedy = "see docs/reference/device-lists.md; `gpushare-agent cdi list` prints who names which GPU"
+    try:
+        inventory = await read_inventory(settings)
+        state = await asyncio.to_thread(cdi_specs(settings).plan, inventory.gpus)
+    except AgentError as failure:
+        return [error("cdi", str(failure), remedy)]
+    found = [warning("cdi", f"passed over: {text}", remedy) for text in state.passed_over]
+    if state.unnamed or state.troubles:
+        return [*found, *(error("cdi", text, remedy) for text in state.troubles or state.unnamed)]
+    return [*found, ok("cdi", f"{len(state.named)} GPUs have a name of kind {state.kind}, or get it from the agent")]
+
+
+API_TIMEOUT_S = 20.0
+"""Several questions, after a library that alone takes most of a second to load."""
+
+_NODE = (
+    CheckProbe(name="driver", run=check_driver, timeout_s=DRIVER_TIMEOUT_S),
+    CheckProbe(name="kubelet", run=check_kubelet),
+    CheckProbe(name="pod resources", run=check_pod_resources),
+    CheckProbe(name="container runtime", run=check_runtime),
+    CheckProbe(name="cgroups", run=check_cgroups),
+    CheckProbe(name="directories", run=check_directories),
+)
+_BESIDE = (
+    CheckProbe(name="device lists", run=check_device_lists, timeout_s=DRIVER_TIMEOUT_S),
+    CheckProbe(name="list sizes", run=check_list_sizes, timeout_s=DRIVER_TIMEOUT_S),
+    CheckProbe(name="files", run=check_files),
+    CheckProbe(name="api server", run=check_api, timeout_s=API_TIMEOUT_S),
+)
+"""Of every node, before and after those of its isolations."""
+
+
+async def run(settings: Settings, *, form: Form) -> int:
+    """Prints the report; 1 if anything is an error, else 0."""
+    findings = await check_node(settings)
+    print_report(form, report_document(settings.node_name, findings), as_text(findings))
+    return 1 if any(finding.level is Level.ERROR for finding in findings) else 0
+
+
+async def check_node(settings: Settings) -> list[Finding]:
+    """Every finding, in the order of the probes, then what each isolation without an error keeps."""
+    node = await resolve_isolation(settings)
+    # From here on with the isolation that auto chooses: the probes must be of that one.
+    settings = node.settings
+    chosen = [ok("isolation", f"auto chooses {settings.isolation}: {node.isolation_reason}")]
+    parts = [part for part in ISOLATIONS if part in settings.isolation_parts_in_use]
+    own = [(part, probe) for part in parts for probe in build_check_probes(part, open_driver)]
+    every = [*(("", probe) for probe in _NODE), *own, *(("", probe) for probe in _BESIDE)]
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            (part, group.create_task(_bounded(probe, settings), name=f"check {probe.name}")) for part, probe in every
+        ]
+    # Without the node's own probes, which belong to no isolation.
+    failed = {part for part, task in tasks if any(one.level is Level.ERROR for one in task.result())} - {""}
+    kept = await _bounded(CheckProbe(name="isolation", run=partial(check_kept, failed=failed)), settings)
+    found = dict.fromkeys(finding for _, task in tasks for finding in task.result())  # two isolations may ask the same
+    return [*(chosen if node.isolation_reason else ()), *found, *kept]
+
+
+async def _bounded(probe: CheckProbe, settings: Settings) -> list[Finding]:
+    try:
+        async with asyncio.timeout(probe.timeout_s):
+            return await probe.run(settings)
+    except TimeoutError:
+        # A file system of a lost server blocks without end, in the agent as here.
+        detail, remedy = (
+            f"no answer within {probe.timeout_s:g} s",
+            "find out what hangs there; the agent would hang too",
+        )
+        return [error(probe.name, detail, remedy)]
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """A line each: level, what, detail, remedy; then a line that counts."""
+    width = max((len(finding.what) for finding in findings), default=0)
+    lines = [
+        f"{finding.level:<7}  {finding.what:<{width}}  {finding.detail}"
+        + (f"  -> {finding.cure}" if finding.cure else "")
+        for finding in findings
+    ]
+    errors, warnings = _count(findings, Level.ERROR), _count(findings, Level.WARNING)
+    summary = f"This node is {'not ' if errors else ''}ready: errors {errors}, warnings {warnings}."
+    # A library's error may have lines of its own; scripts read the report line by line.
+    return "\n".join([*(" ".join(line.splitlines()) for line in lines), summary])
+
+
+def report_document(node_name: str, findings: Sequence[Finding]) -> dict[str, Any]:
+    return {
+        "node": node_name,
+        "errors": _count(findings, Level.ERROR),
+        "warnings": _count(findings, Level.WARNING),
+        "findings": [to_builtins(finding) for finding in findings],
+    }
+
+
+def _count(findings: Sequence[Finding], level: Level) -> int:
+    return sum(finding.level is level for finding in findings)
