@@ -188,41 +188,6 @@ def _nvidia_options() -> str:
     return "\n".join(lines)
 
 
-def _not_kept() -> str:
-    rows = [f"| `{term.value}` | {text} |" for term, text in NOT_KEPT_TEXTS.items()]
-    return "\n".join(["| term | not kept |", "|---|---|", *rows])
-
-
-def _libraries() -> str:
-    """The measured table of four libraries, this project's first."""
-    head, _, *rows = _measured("vgpu-manager")
-    order = sorted(range(1, len(head)), key=lambda column: head[column] != "gpushare")
-    return _joined(
-        [["a program", *(head[column] for column in order)]] + [[row[0], *(row[i] for i in order)] for row in rows]
-    )
-
-
-def _error_budget() -> str:
-    """A kernel's libraries one below the other, this project's first: measured; published."""
-    head, _, *rows = _measured("132 SMs")
-    rows.sort(key=lambda row: (row[0].split(": ")[0], not row[0].endswith("gpushare")))
-    return _joined(
-        [["measured; published", *head[1:]], *([cell.replace(", published", ";") for cell in row] for row in rows)]
-    )
-
-
-def _measured(column: str) -> list[list[str]]:
-    """The cells of the one table with that column."""
-    tables = MEASURED.read_text(encoding="utf-8").strip().split("\n\n")
-    [lines] = [table.splitlines() for table in tables if column in table.splitlines()[0]]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def _joined(rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
-
-
 def _schema_with_settings(text: str) -> str:
     """The chart's schema: its last definition is every setting, a line for each section."""
     before, begin, _ = text.partition('    "agentSettings": ')
@@ -263,7 +228,45 @@ def chart_table() -> ModuleType:
     return module
 
 
+def _not_kept() -> str:
+    rows = [f"| `{term.value}` | {text} |" for term, text in NOT_KEPT_TEXTS.items()]
+    return "\n".join(["| term | not kept |", "|---|---|", *rows])
+
+
+def _libraries() -> str:
+    """The measured table of four libraries, this project's first."""
+    head, _, *rows = _measured("vgpu-manager")
+    order = sorted(range(1, len(head)), key=lambda column: head[column] != "gpushare")
+    return _joined(
+        [["a program", *(head[column] for column in order)]] + [[row[0], *(row[i] for i in order)] for row in rows]
+    )
+
+
+def _error_budget() -> str:
+    """A kernel's libraries one below the other, this project's first: measured; published."""
+    head, _, *rows = _measured("132 SMs")
+    rows.sort(key=lambda row: (row[0].split(": ")[0], not row[0].endswith("gpushare")))
+    return _joined(
+        [["measured; published", *head[1:]], *([cell.replace(", published", ";") for cell in row] for row in rows)]
+    )
+
+
+def _measured(column: str) -> list[list[str]]:
+    """The cells of the one table with that column."""
+    tables = MEASURED.read_text(encoding="utf-8").strip().split("\n\n")
+    [lines] = [table.splitlines() for table in tables if column in table.splitlines()[0]]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def _joined(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "not_kept": _not_kept,
+    "libraries": _libraries,
+    "error_budget": _error_budget,
     "containers": lambda: _metrics("gpushare_container_", frozenset(("namespace", "pod", "container", "node"))),
     "gpus": lambda: _metrics("gpushare_card_", frozenset(("uuid", "gpu", "node"))),
     "agent": lambda: _metrics("gpushare_"),
@@ -271,9 +274,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "kept": lambda: _metrics("container_", frozenset(("pod_name", "namespace", "node", "container_name"))),
     "commands": _commands,
     "nvidia_options": _nvidia_options,
-    "not_kept": _not_kept,
-    "libraries": _libraries,
-    "error_budget": _error_budget,
 }
 
 
@@ -282,11 +282,11 @@ def _filled(text: str) -> str:
 
 
 PAGES: dict[str, Callable[[str], str]] = {
+    "docs/explanation/isolation.md": _filled,
     "docs/reference/settings.md": lambda _: markdown(),
     "docs/reference/metrics.md": _filled,
     "docs/reference/cli.md": _filled,
     "docs/reference/extender.md": _filled,
-    "docs/explanation/isolation.md": _filled,
     "docs/how-to/migrate-from-nvidia.md": _filled,
     "charts/gpushare-agent/README.md": lambda text: str(chart_table().readme_with_table(text)),
     "charts/gpushare-agent/values.schema.json": _schema_with_settings,
