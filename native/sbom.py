@@ -16,27 +16,27 @@ from pathlib import Path
 
 from build_hami_core import COMMIT
 
-_PARTS = {  # path in the image: name, and where known version and package URL
-    "usr/local/gpushare/libgpushare.so": ("libgpushare", None, None),
-    "usr/local/vgpu/libvgpu.so": ("HAMi-core", COMMIT, f"pkg:github/Project-HAMi/HAMi-core@{COMMIT}"),
-    "usr/lib64/libcuda-control.so": ("vcuda-controller", None, "pkg:github/tkestack/vcuda-controller"),
-    "opt/gpushare-agent/bin/gpu-client": ("gpu-client", None, None),
+_PARTS = {  # path in the image: name, licence, and where known version and package URL
+    "usr/local/gpushare/libgpushare.so": ("libgpushare", "Apache-2.0", None, None),
+    "usr/local/vgpu/libvgpu.so": ("HAMi-core", None, COMMIT, f"pkg:github/Project-HAMi/HAMi-core@{COMMIT}"),
+    "usr/lib64/libcuda-control.so": ("vcuda-controller", "Apache-2.0", None, "pkg:github/tkestack/vcuda-controller"),
+    "opt/gpushare-agent/bin/gpu-client": ("gpu-client", "Apache-2.0 AND MIT", None, None),  # MIT: musl
 }
 
 
-def part(path: Path, name: str, version: str | None, package_url: str | None) -> dict[str, object]:
-    """A CycloneDX component."""
+def part(path: Path, name: str, licence: str | None, version: str | None, package_url: str | None) -> dict[str, object]:
+    """A CycloneDX component. Without a licence there is none to name: HAMi-core's commit has no file of it."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    known = {"version": version, "purl": package_url}
+    known = {"version": version, "purl": package_url, "licenses": [{"expression": licence}] if licence else None}
     component = {"type": "library", "bom-ref": name, "name": name, "hashes": [{"alg": "SHA-256", "content": digest}]}
     return component | {key: value for key, value in known.items() if value}
 
 
 def main(python_json: str, root: str, output: str) -> None:
     document = json.loads(Path(python_json).read_text(encoding="utf-8"))
-    for path, (name, version, package_url) in _PARTS.items():
+    for path, about in _PARTS.items():
         if (Path(root) / path).exists():
-            document["components"].append(part(Path(root) / path, name, version, package_url))
+            document["components"].append(part(Path(root) / path, *about))
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     Path(output).write_text(json.dumps(document, indent=1), encoding="utf-8")
 

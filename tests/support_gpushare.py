@@ -102,13 +102,16 @@ class Machine:
         observed: bool = True,
         period_s: float = 0.1,
         observed_s: float = float("inf"),
+        knows_nobody: bool = False,
     ) -> list[Ended]:
-        """At the same time, in virtual time, with the agent's part for `observed_s`, unless it is not `observed`."""
+        """At the same time, in virtual time, with the agent's part for `observed_s`, unless it is not `observed`;
+        `knows_nobody`: it cannot tell whose a process is."""
         clock = self.directory / "clock"
         clock.write_bytes(b"")
         directories = {str(container.directory): None for container, _ in programs}
         virtual = {"VIRTUAL_TIME": str(clock), "VIRTUAL_COUNT": str(len(programs) + observed)}
         virtual |= {"OBSERVING_PERIOD_S": str(period_s), "OBSERVING_FOR_S": str(observed_s)}
+        virtual |= {"OBSERVING_NOBODY": "1"} if knows_nobody else {}
         with ExitStack() as stack:
             if observed:
                 command = [sys.executable, str(NATIVE / "observing_agent.py"), *directories]

@@ -26,11 +26,13 @@ class NotKept(StrEnum):
     ASYNC_ALLOCATIONS = "async-allocations"
     BYPASS = "bypass"
     COOPERATIVE_LAUNCHES = "cooperative-launches"
+    COPIES = "copies"
     EXTENDED_LAUNCHES = "extended-launches"
     GRAPHS = "graphs"
     MANAGED_MEMORY = "managed-memory"
     MUSL = "musl"
     OPEN_MODULES = "open-modules"
+    OTHER_APIS = "other-apis"
     PER_PROCESS = "per-process"
     POOLS = "pools"
     SMALL_LAUNCHES = "small-launches"
@@ -42,11 +44,15 @@ NOT_KEPT_TEXTS: Mapping[NotKept, str] = {
     NotKept.ASYNC_ALLOCATIONS: "memory from cuMemAllocAsync",
     NotKept.BYPASS: "a program that sets out to pass what is kept inside its own process",
     NotKept.COOPERATIVE_LAUNCHES: "compute of cooperative launches",
+    NotKept.COPIES: "compute of copies and fills: cuMemcpy, cuMemset (read, not measured)",
     NotKept.EXTENDED_LAUNCHES: "compute of launches by cuLaunchKernelEx",
     NotKept.GRAPHS: "compute of CUDA graphs",
     NotKept.MANAGED_MEMORY: "memory from cuMemAllocManaged (NVIDIA's own words, not measured)",
-    NotKept.MUSL: "what the library keeps, in images without glibc (Alpine) and in statically linked programs",
+    NotKept.MUSL: "what the library keeps, in images without glibc (Alpine) and in statically linked programs: `driver`"
+    " limits their memory",
     NotKept.OPEN_MODULES: "compute, under NVIDIA's open kernel modules before 570",
+    NotKept.OTHER_APIS: "what the library keeps, of Vulkan, OpenGL, NVENC and NVDEC: `driver` limits their memory (read, not"
+    " measured)",
     NotKept.PER_PROCESS: "the sum over several processes of a container: MPS gives each the whole limit",
     NotKept.POOLS: "memory from memory pools",
     NotKept.SMALL_LAUNCHES: "compute of kernels with few thread blocks",
@@ -77,6 +83,7 @@ _OF_MEMORY = frozenset(
 _OF_COMPUTE = frozenset(
     {
         NotKept.COOPERATIVE_LAUNCHES,
+        NotKept.COPIES,
         NotKept.EXTENDED_LAUNCHES,
         NotKept.GRAPHS,
         NotKept.OPEN_MODULES,

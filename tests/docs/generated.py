@@ -27,6 +27,7 @@ from gpushare_agent.cli.command_line import Command
 from gpushare_agent.cli.main import COMMAND_LINE
 from gpushare_agent.extender.app import build, show_state
 from gpushare_agent.extender.metrics import ExtenderMetrics
+from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS
 from gpushare_agent.model.usage import GpuSample
 from gpushare_agent.observability.attribution import AllocatedContainers, join_usage
 from gpushare_agent.observability.metrics.agent import AgentMetrics
@@ -40,6 +41,8 @@ from tests.support_core import mig_instance
 from tests.support_usage import UUIDS, allocation, driver_sample, facts, id_of, key_of, owner, process, snapshot
 
 ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "tests/data/isolation/measured.md"
+"""As `nox -s isolation -- --error-budget --table FILE` wrote it on the machine that the page names."""
 _OBJECT = {"type": ["object", "null"], "additionalProperties": False}
 _LIST, _TEXT = ("array", "string", "integer"), ("string",)
 _JSON_TYPES = {
@@ -226,7 +229,45 @@ def chart_table() -> ModuleType:
     return module
 
 
+def _not_kept() -> str:
+    rows = [f"| `{term.value}` | {text} |" for term, text in NOT_KEPT_TEXTS.items()]
+    return "\n".join(["| term | not kept |", "|---|---|", *rows])
+
+
+def _libraries() -> str:
+    """The measured table of four libraries, this project's first."""
+    head, _, *rows = _measured("vgpu-manager")
+    order = sorted(range(1, len(head)), key=lambda column: head[column] != "gpushare")
+    return _joined(
+        [["a program", *(head[column] for column in order)]] + [[row[0], *(row[i] for i in order)] for row in rows]
+    )
+
+
+def _error_budget() -> str:
+    """A kernel's libraries one below the other, this project's first: measured; published."""
+    head, _, *rows = _measured("132 SMs")
+    rows.sort(key=lambda row: (row[0].split(": ")[0], not row[0].endswith("gpushare")))
+    return _joined(
+        [["measured; published", *head[1:]], *([cell.replace(", published", ";") for cell in row] for row in rows)]
+    )
+
+
+def _measured(column: str) -> list[list[str]]:
+    """The cells of the one table with that column."""
+    tables = MEASURED.read_text(encoding="utf-8").strip().split("\n\n")
+    [lines] = [table.splitlines() for table in tables if column in table.splitlines()[0]]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def _joined(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "not_kept": _not_kept,
+    "libraries": _libraries,
+    "error_budget": _error_budget,
     "containers": lambda: _metrics("gpushare_container_", frozenset(("namespace", "pod", "container", "node"))),
     "gpus": lambda: _metrics("gpushare_card_", frozenset(("uuid", "gpu", "node"))),
     "agent": lambda: _metrics("gpushare_"),
@@ -243,6 +284,7 @@ def _filled(text: str) -> str:
 
 
 PAGES: dict[str, Callable[[str], str]] = {
+    "docs/explanation/isolation.md": _filled,
     "docs/reference/settings.md": lambda _: markdown(),
     "docs/reference/metrics.md": _filled,
     "docs/reference/isolations.md": _filled,

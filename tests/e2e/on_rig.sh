@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # on_rig.sh RIG [ARGUMENT…]: `nox -s e2e -- ARGUMENT…` on a one-node cluster that the program RIG makes on this machine, and
 # that is wiped before and after: not for a machine that is a node. RIG has the commands up, down, wipe, build, image, kubeconfig; root, Debian 12.
-# Variables: HAMI_CORE_SOURCE, an archive or a folder of HAMi-core (else the Containerfile fetches it); IMAGE_TAR, the agent's image
+# Variables: HAMI_CORE_SOURCE, an archive or a folder of HAMi-core (else the image has none); IMAGE_TAR, the agent's image
 # where it is built already; E2E, the command that runs the tests in the place of nox.
 set -euo pipefail
 rig=$(readlink -f "$1")

@@ -225,6 +225,14 @@ def test_a_driver_without_samples_leaves_the_measured_costs(machine_with: Machin
     assert found == pytest.approx(30, abs=3)
 
 
+def test_an_agent_that_cannot_tell_whose_a_process_is_leaves_the_measured_costs(machine_with: MachineWith) -> None:
+    """As without the host's PID namespace: what the container computes is nobody's, and must not be taken for idleness."""
+    kernel = Kernel("wave", 132)
+    share = machine_with(**kernel.settings).container(cores=3000)
+    [ended] = share.machine.run_virtual((share, [kernel.launch(5), kernel.launch(10)]), knows_nobody=True)
+    assert [kernel.percent(rate) for rate in ended.rates()] == pytest.approx([30, 30], abs=3)
+
+
 def set_cores(share: Container, cores: int) -> None:
     path = share.directory / CONFIG_NAME
     content = bytearray(path.read_bytes())

@@ -456,13 +456,23 @@ def test_a_container_is_told_of_itself_and_one_number_of_all_others() -> None:
 @pytest.mark.parametrize("broken", [replace(READING, is_continued=False), replace(READING, busy_until_ns=0)])
 def test_what_is_not_known_makes_the_count_begin_anew(broken: GpuBusy) -> None:
     """A pause of the readings; a driver that does not say: libgpushare takes neither for idleness."""
-    count = counted(READING, READING, replace(broken, processes=()))
+    count = counted(READING, READING, broken)
     seen = count.observed(KEY, Observed(), 0, None)
     assert (seen.busy_since_ns, seen.busy_until_ns, seen.busy_ns, seen.others_ns) == (
         broken.busy_until_ns, broken.busy_until_ns, 0, 0
     )  # fmt: skip
     count.add(READING, OWNERS)
     assert count.since_ns == READING.busy_until_ns
+
+
+def test_of_a_container_without_a_known_process_nothing_is_said() -> None:
+    """As without the host's PID namespace: its processes are nobody's, and it must not be taken for an idle one."""
+    first = replace(READING, is_continued=False, busy_until_ns=18 * SECOND)
+    count = counted(first, READING, owners={7: None, 8: OTHER, 9: None})
+    assert count.observed(KEY, Observed(), READING.at_ns, None).busy_until_ns == 0
+    assert count.observed(OTHER, Observed(), READING.at_ns, None).busy_until_ns == READING.busy_until_ns
+    count.add(READING, OWNERS)
+    assert count.observed(KEY, Observed(), READING.at_ns, None).busy_until_ns == READING.busy_until_ns
 
 
 def test_a_process_that_no_round_has_shown_keeps_what_it_was_busy_until_one_does() -> None:

@@ -9,6 +9,7 @@ from gpushare_agent.isolation.kept import ITS_OWN_GPU, NOBODY, NOT_KEPT_TEXTS, C
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.gpus import KernelModule
 from tests.real_isolation.checks import CHECKS, Verdict
+from tests.real_isolation.library_table import OURS, ROWS, About
 
 
 def module(version: str, *, is_open: bool) -> KernelModule:
@@ -94,6 +95,35 @@ def test_without_the_drivers_limit_the_other_part_keeps_what_it_can() -> None:
 def test_an_open_module_blinds_hami_core_in_a_combination_too() -> None:
     found = ISOLATIONS["hami-core+driver"].kept(Circumstances(module=module("565.57.01", is_open=True)))
     assert (found.memory_by, found.compute_by) == ("driver", NOBODY)
+
+
+def test_gpushare_says_nothing_of_what_it_was_measured_to_keep() -> None:
+    """Its column of the table of four libraries: each kind of memory ends at 8 blocks, each kind of launch at 300 a second.
+    What it lets past is what no row has."""
+    rows = {row.name: row.expected[OURS] for row in ROWS}
+    memory = (
+        "cuMemAllocManaged",
+        "cuMemAllocAsync",
+        "a pool of the program's",
+        "cuMemCreate",
+        "memory of a graph's node",
+    )
+    arrays = ("array of 2 dimensions", "array of 3 dimensions", "mipmapped array")
+    assert {rows[name] for name in (*memory, *arrays)} == {"8"}
+    launches = ("kernels a second", "by cuLaunchKernelEx", "cooperative", "of a graph")
+    assert {rows[name] for name in launches} == {About((300.0,))}
+    terms = (NotKept.BYPASS, NotKept.COPIES, NotKept.MUSL, NotKept.OTHER_APIS)
+    assert ISOLATIONS["gpushare"].kept(Circumstances()).not_kept == terms
+
+
+@pytest.mark.parametrize("isolation", ["gpushare", "hami-core", "gpushare+driver", "hami-core+driver"])
+def test_what_reaches_the_gpu_past_a_library_is_said_with_the_cure(isolation: str) -> None:
+    """Static programs, Vulkan, OpenGL, NVENC: a library sees the calls of the CUDA driver alone. The driver limits their
+    memory; nobody limits their compute, so the terms stay beside its limit."""
+    found = ISOLATIONS[isolation].kept(Circumstances())
+    for term, what in ((NotKept.MUSL, "statically linked"), (NotKept.OTHER_APIS, "Vulkan, OpenGL, NVENC")):
+        assert term in found.not_kept
+        assert what in NOT_KEPT_TEXTS[term] and "`driver` limits their memory" in NOT_KEPT_TEXTS[term]
 
 
 def test_what_was_opted_out_of_is_kept_by_nobody() -> None:

@@ -130,12 +130,15 @@ def test_what_containers_get_mounted_has_the_same_path_inside_and_outside() -> N
         assert mount["host"] == mount["mountPath"]
 
 
-def test_the_image_has_hami_cores_library_where_the_settings_look() -> None:
-    """Built from the commit whose source's digest is checked; and without a source from nowhere."""
+def test_the_image_has_hami_cores_library_where_the_settings_look_if_it_is_asked_for() -> None:
+    """Built from the commit whose source's digest is checked. Not by default: an image that has it cannot be published."""
     text = (MANIFESTS.parent / "Containerfile").read_text(encoding="utf-8")
     assert f"COPY --from=hami-core /hami-core/ /parts{deployed().hami_core.library.parent}/" in text
     assert f"/hami-core/{deployed().hami_core.library.name}" in text
-    assert f"ARG HAMI_CORE_SOURCE=https://github.com/Project-HAMi/HAMi-core#{COMMIT}\n" in text
+    assert "\nARG HAMI_CORE_SOURCE=\n" in text
+    assert f"# hami-core: --build-arg HAMI_CORE_SOURCE=https://github.com/Project-HAMi/HAMi-core#{COMMIT}\n" in text
+    release = (MANIFESTS.parent / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    assert "docker buildx build -f Containerfile" in release and "HAMI_CORE_SOURCE" not in release
     assert '--sha256 "$sha256"' in (MANIFESTS.parent / "native/hami_core_for_image.sh").read_text(encoding="utf-8")
 
 
@@ -157,17 +160,31 @@ def test_every_package_of_the_image_is_installed_by_its_hash() -> None:
 
 
 def test_what_is_no_python_package_is_in_the_list_of_the_images_parts(tmp_path: Path) -> None:
-    """With its digest; what an image was built without is left out."""
-    library = tmp_path / "root/usr/local/vgpu/libvgpu.so"
-    library.parent.mkdir(parents=True)
-    library.write_bytes(b"library")
+    """With its digest and its licence; what an image was built without is left out."""
+    for path in ("root/usr/local/gpushare/libgpushare.so", "root/usr/local/vgpu/libvgpu.so"):
+        library = tmp_path / path
+        library.parent.mkdir(parents=True)
+        library.write_bytes(b"library")
     (tmp_path / "python.json").write_text('{"bomFormat": "CycloneDX", "components": [{"name": "aiohttp"}]}')
     script = MANIFESTS.parent / "native/sbom.py"
     arguments = [tmp_path / "python.json", tmp_path / "root", tmp_path / "share/parts.json"]
     subprocess.run([sys.executable, script, *arguments], check=True, timeout=60)
     parts = json.loads((tmp_path / "share/parts.json").read_text())["components"]
-    assert [(part["name"], part.get("version")) for part in parts] == [("aiohttp", None), ("HAMi-core", COMMIT)]
+    assert [(part["name"], part.get("version")) for part in parts] == [
+        ("aiohttp", None),
+        ("libgpushare", None),
+        ("HAMi-core", COMMIT),
+    ]
     assert parts[1]["hashes"] == [{"alg": "SHA-256", "content": hashlib.sha256(b"library").hexdigest()}]
+    assert [part.get("licenses") for part in parts[1:]] == [[{"expression": "Apache-2.0"}], None]
+
+
+def test_the_image_has_its_licences() -> None:
+    """Both files of the repository, with the words that musl's licence asks for: gpu-client is linked with it."""
+    root = MANIFESTS.parent
+    assert "COPY LICENSE NOTICE /parts/usr/local/share/licenses/gpushare-agent/" in (root / "Containerfile").read_text()
+    assert {"!LICENSE", "!NOTICE"} <= set((root / ".containerignore").read_text().split())
+    assert "Rich Felker" in (root / "NOTICE").read_text()
 
 
 def test_the_images_compiler_is_the_tests_compiler() -> None:

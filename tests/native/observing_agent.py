@@ -4,7 +4,8 @@ busy.
 
     python observing_agent.py DIRECTORY...
 
-A container is a directory: its processes are those that have it as their working directory. Ends when no process uses the
+A container is a directory: its processes are those that have it as their working directory; with $OBSERVING_NOBODY none are
+anybody's, as to an agent without the host's PID namespace. Ends when no process uses the
 GPU any more, or after $OBSERVING_FOR_S, as an agent that is killed. Under virtual_time.c it takes part in that clock.
 """
 
@@ -26,11 +27,14 @@ from gpushare_agent.model.usage import GpuBusy
 
 PERIOD_S = float(os.environ.get("OBSERVING_PERIOD_S", "0.1"))
 ENDS_AFTER_S = float(os.environ.get("OBSERVING_FOR_S", "inf"))
+KNOWS_NOBODY = bool(os.environ.get("OBSERVING_NOBODY"))
 PATIENCE_S = 20.0
 
 
 def owners_of(read: GpuBusy, configs: dict[ContainerKey, memoryview]) -> Owners:
     found: dict[int, ContainerKey | None] = {}
+    if KNOWS_NOBODY:
+        return {process.pid: None for process in read.processes}
     for process in read.processes:
         try:
             key = ContainerKey(PodUid(os.readlink(f"/proc/{process.pid}/cwd")), "main")

@@ -44,7 +44,7 @@ manifests/components/{{ . }}
 {{- define "gpushare-agent.refusals" -}}
 {{- $values := .Values -}}
 {{- if and $values.simulated.enabled (not (has $values.isolation (list "gpushare" "hami-core" "vcuda"))) -}}
-  {{- fail "simulated GPUs have no driver: leave `isolation` out, or choose hami-core or vcuda" -}}
+  {{- fail "simulated GPUs have no driver: leave `isolation` out, or choose gpushare, hami-core or vcuda" -}}
 {{- end -}}
 {{- if and (or $values.vcuda.driverContainer $values.vcuda.pruneDriverVolume) (or $values.simulated.enabled (ne $values.isolation "vcuda")) -}}
   {{- fail "vcuda.driverContainer and vcuda.pruneDriverVolume are for `isolation: vcuda`" -}}

@@ -102,7 +102,7 @@ def _keeps(_: Circumstances) -> Kept:
     return Kept(
         memory_by="gpushare",
         compute_by="gpushare",
-        not_kept=(NotKept.BYPASS, NotKept.MUSL),
+        not_kept=(NotKept.BYPASS, NotKept.COPIES, NotKept.MUSL, NotKept.OTHER_APIS),
         keeps_managed_memory=True,
     )
 

@@ -62,6 +62,8 @@ class BusyCount(Struct):
     by_container: dict[ContainerKey, int] = field(default_factory=dict)
     unknown: dict[int, int] = field(default_factory=dict)
     """By PID, not yet in the sums."""
+    known: frozenset[ContainerKey] = frozenset()
+    """Those with a process in the last reading."""
 
     def add(self, read: GpuBusy, owners: Owners) -> None:
         """One reading. One that does not continue the last begins anew."""
@@ -71,6 +73,7 @@ class BusyCount(Struct):
             self.by_container.clear()
             self.unknown.clear()
         self.until_ns = read.busy_until_ns
+        self.known = frozenset(key for process in read.processes if (key := owners.get(process.pid)) is not None)
         unknown, self.unknown = self.unknown, {}
         for process in read.processes:
             busy_ns = 0 if begins else process.busy_ns + unknown.pop(process.pid, 0)
@@ -83,13 +86,17 @@ class BusyCount(Struct):
         self.total_ns += sum(unknown.values())  # of who has ended before a round showed whose it was
 
     def observed(self, key: ContainerKey, before: Observed, at_ns: int, used: int | None) -> Observed:
-        """`before` with what is counted of the container, and what it used at that time where that is known."""
+        """`before` with what is counted of the container, and what it used at that time where that is known.
+
+        Of a container of which no process is known, as of all without the host's PID namespace, it is not known how busy it
+        is. Said as 0, it would be as idle as one whose costs are far too high, and be given more and more.
+        """
         own_ns = self.by_container.get(key, 0)
         return Observed(
             at_ns=before.at_ns if used is None else at_ns,
             used_bytes=before.used_bytes if used is None else used,
             busy_since_ns=self.since_ns,
-            busy_until_ns=self.until_ns,
+            busy_until_ns=self.until_ns if key in self.known else 0,
             busy_ns=own_ns,
             others_ns=self.total_ns - own_ns,
         )

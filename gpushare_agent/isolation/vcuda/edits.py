@@ -55,8 +55,10 @@ def _keeps(_: Circumstances) -> Kept:
         not_kept=(
             NotKept.ASYNC_ALLOCATIONS,
             NotKept.BYPASS,
+            NotKept.COPIES,
             NotKept.EXTENDED_LAUNCHES,
             NotKept.GRAPHS,
+            NotKept.OTHER_APIS,
             NotKept.POOLS,
             NotKept.SMALL_LAUNCHES,
             NotKept.VIRTUAL_MEMORY,
