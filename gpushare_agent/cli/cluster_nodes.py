@@ -14,9 +14,8 @@ from msgspec import Raw, Struct
 from gpushare_agent.cli.node_reports import InspectedNode, NodeReport, read_report, report_document
 from gpushare_agent.cluster.kube.client import ALL_NODES, UNFINISHED, KubeApi, open_kube_api, pods
 from gpushare_agent.cluster.kube.lists import KubeTimeouts
-from gpushare_agent.cluster.kube.objects import Quantity, read_node_json
+from gpushare_agent.cluster.kube.objects import Quantity, read_node_json, whole_number
 from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
-from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
@@ -24,24 +26,21 @@ from pydantic import ValidationError
 
 from gpushare_agent.cluster.events import EventRecorder
 from gpushare_agent.cluster.informer import Informer
-from gpushare_agent.cluster.kube.client import ALL_NODES
-from gpushare_agent.cluster.kube.cluster import LIVE_PODS, config_map
+from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS, config_map
 from gpushare_agent.extender.bind import Binder, BindTiming
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
-from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
+from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed, QuotaFeed
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.debug import StatePages
-from gpushare_agent.extender.http import ExtenderVerbs, ExtenderWeb, ListenConfig, WebhookVerb
+from gpushare_agent.extender.http import ExtenderWeb, ListenConfig, Tls, WebhookVerb
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaderLabel, Leadership, LeaseTerms
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.nodes import read_node
+from gpushare_agent.extender.objects import read_node
 from gpushare_agent.extender.pod_writes import PodWrites
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.quota_waiters import QuotaWaiters
-from gpushare_agent.extender.quota_watch import QuotaFeed, read_admission_config
-from gpushare_agent.extender.tls import Tls
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.extender.verbs import Extender
+from gpushare_agent.extender.verbs import Extender, ExtenderVerbs
 from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.process import sd_notify
 from gpushare_agent.kit.supervision import forever, stop_task, wait_for
@@ -51,7 +50,7 @@ from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from gpushare_agent.cluster.kube.cluster import ClusterApi
+    from gpushare_agent.cluster.kube.client import ClusterApi
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +58,17 @@ API_RETRY_S = 2.0
 MAX_SHOWN = 1000
 """Pods with foreign predicate annotations in the state document; a metric has their number."""
 DEFAULT_NAMESPACE = "kube-system"
-"""Of the lease."""
+"""The lease's, where neither a setting nor the pod says another."""
+ADMISSION_CONFIG_BYTES = 64 << 10
+ADMISSION_CONFIG_FIELDS = {
+    "QuotaConfigMapName": "quota_name",
+    "QuotaConfigMapNamespace": "quota_namespace",
+    "GPUModelLabel": "model_label",
+    "GPUPoolLabel": "pool_label",
+}
+"""Field of gpu-admission's configuration file -> name of the setting that it replaces."""
+_UNUSED = frozenset({"SkipBindTime"})
+"""SkipBindTime is accepted and not used: there is no such wait here."""
 
 
 class ExtenderParts(Struct, kw_only=True):
@@ -223,6 +232,34 @@ def with_admission_config(settings: ExtenderSettings) -> ExtenderSettings:
         raise StartupError(f"cannot use gpu-admission's configuration {settings.config}: {problems}") from e
 
 
+def read_admission_config(path: Path) -> dict[str, str]:
+    """What the file says, by the names of our settings. Raises StartupError."""
+    what = f"cannot use gpu-admission's configuration {path}"
+    try:
+        with path.open("rb") as file:
+            content = file.read(ADMISSION_CONFIG_BYTES + 1)
+    except OSError as e:
+        raise StartupError(f"{what}: {e.strerror or e}; correct extender.config or leave it out") from e
+    if len(content) > ADMISSION_CONFIG_BYTES:
+        raise StartupError(f"{what}: it is longer than {ADMISSION_CONFIG_BYTES} bytes")
+    try:
+        raw: object = json.loads(content)
+    except (ValueError, RecursionError) as e:
+        raise StartupError(f"{what}: it is no JSON ({e})") from e
+    if not isinstance(raw, dict):
+        raise StartupError(f"{what}: it is no JSON object")
+    unknown = sorted(raw.keys() - ADMISSION_CONFIG_FIELDS.keys() - _UNUSED)
+    if unknown:
+        raise StartupError(
+            f"{what}: {unknown[0][:80]!r} is no field of it; the fields are {', '.join(sorted(ADMISSION_CONFIG_FIELDS))}"
+        )
+    found = {field: raw[field] for field in sorted(ADMISSION_CONFIG_FIELDS) if raw.get(field)}
+    for field, value in found.items():
+        if not isinstance(value, str):
+            raise StartupError(f"{what}: {field} is no text")
+    return {ADMISSION_CONFIG_FIELDS[field]: value for field, value in found.items()}
+
+
 def document(parts: ExtenderParts) -> Mapping[str, object]:
     """The state besides the nodes, for a person."""
     return {
@@ -306,7 +343,7 @@ def request_timeout_s(settings: ExtenderSettings) -> float:
 
 async def _open_api(settings: Settings, stack: AsyncExitStack, stop: asyncio.Event) -> ClusterApi | None:
     """The API server's client; None where `stop` is set before. Retried until the credentials are there."""
-    from gpushare_agent.cluster.kube.cluster import open_cluster_api
+    from gpushare_agent.cluster.kube.client import open_cluster_api
 
     while not stop.is_set():
         opening = open_cluster_api(kubeconfig=settings.kubeconfig, request_s=request_timeout_s(settings.extender))

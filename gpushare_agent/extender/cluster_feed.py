@@ -1,10 +1,13 @@
-"""Handlers of the informers: put the cluster's pods and nodes into the extender's state.
+"""Handlers of the informers: put the cluster's pods, its nodes and the quota's ConfigMap into the extender's state.
 
 A pod's annotations decide nothing: those that carry an extender's choice are compared with this extender's reservation and
 with what the node's agent reports, and the pods where both differ are counted (docs/reference/extender.md).
 
+A ConfigMap that cannot be read leaves the last good quota in force; where there never was one, pods that ask for GPUs are
+refused until it is corrected, as in gpu-admission. An absent ConfigMap is no quota (docs/reference/quota.md).
+
 State owned: the unscheduled pods, whose requests a bind needs, the pods with foreign predicate annotations, those whose
-agent has not reported yet, those missing from a list, and what was logged lately.
+agent has not reported yet, those missing from a list, what was logged lately, and whether a good quota was ever read.
 """
 
 from __future__ import annotations
@@ -14,18 +17,22 @@ from collections.abc import Callable, Collection, Mapping
 
 import structlog
 from msgspec import Raw
+from msgspec.json import Decoder
 
+from gpushare_agent.cluster.events import EventRecorder
 from gpushare_agent.cluster.informer import Handler
-from gpushare_agent.cluster.kube.objects import object_name, pod_uid
+from gpushare_agent.cluster.kube.objects import KubeObject, ObjectReference, object_meta, object_name, pod_uid
 from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
+from gpushare_agent.extender.decisions.quota import QUOTA_KEY, Quota, parse_quota
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.nodes import NodeReading
-from gpushare_agent.extender.pods import asks_for_ours, lean_pod, predicate_annotations
+from gpushare_agent.extender.objects import NodeReading, asks_for_ours, lean_pod, predicate_annotations
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterNode, Reservation, Stage
+from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.kit.supervision import ReportOnce
+from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
@@ -39,6 +46,8 @@ MAX_ANNOTATIONS = 64
 """Compared, of one pod."""
 ANNOTATIONS_SHOWN = 8
 CHARS_SHOWN = 80
+MALFORMED = "QuotaMalformed"
+"""The reason of the Event on a ConfigMap that cannot be read."""
 
 
 class PodsFeed(Handler):
@@ -276,3 +285,64 @@ class NodesFeed(Handler):
         elif self._problems.is_new(problem, name):
             self._metrics.node_unreadable()
             log.warning("node_annotation_unreadable", node=name, error=problem, then="as if the node had none")
+
+
+class _ConfigMap(KubeObject):
+    data: dict[str, str] | None = None
+
+
+_CONFIG_MAP = Decoder(_ConfigMap)
+
+
+class QuotaFeed(Handler):
+    """The informer's handler of the one ConfigMap."""
+
+    def __init__(self, *, state: QuotaState, events: EventRecorder, metrics: ExtenderMetrics) -> None:
+        self._state = state
+        self._events = events
+        self._metrics = metrics
+        self._was_good = False
+
+    def key(self, raw: Raw) -> str:
+        return object_name(raw, "ConfigMap")
+
+    def put(self, raw: Raw) -> bool:
+        try:
+            self._state.quota = parse_quota(decoded(_CONFIG_MAP, raw, "quota: the ConfigMap").data or {})
+        except Corrupt as e:
+            self._report_malformed(raw, str(e))
+        else:
+            self._was_good = True
+            self._metrics.quota_loaded("good")
+            log.info(
+                "quota_loaded",
+                namespaces=len(self._state.quota.namespaces),
+                version=object_meta(raw, "ConfigMap").version,
+            )
+        return True
+
+    def remove(self, key: str) -> None:
+        self._state.quota = Quota()
+        self._was_good = False
+        self._metrics.quota_loaded("absent")
+        log.warning("quota_gone", config_map=key, then="no namespace is limited")
+
+    def _report_malformed(self, raw: Raw, error: str) -> None:
+        self._metrics.quota_loaded("malformed")
+        then = "the last good one stays in force"
+        if not self._was_good:
+            self._state.quota = None
+            then = "pods that ask for GPUs are refused, for there was no good one before"
+        log.error("quota_malformed", error=error, then=then, cure=f"correct the key {QUOTA_KEY} of the ConfigMap")
+        meta = object_meta(raw, "ConfigMap")
+        name, namespace = self.key(raw), meta.namespace or "default"
+        involved = ObjectReference(
+            api_version="v1",
+            kind="ConfigMap",
+            namespace=namespace,
+            name=name,
+            uid=meta.uid or "",
+            resource_version=meta.version,
+        )
+        message = f"{error}. Meanwhile {then}."
+        self._events.record(involved, MALFORMED, message, key=(MALFORMED, namespace, name, error))

@@ -16,10 +16,8 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from gpushare_agent.extender.decisions.free_capacity import Signature, lack_together, score, signature_of
-from gpushare_agent.extender.decisions.ledger import ClusterLedger
-from gpushare_agent.extender.decisions.node_ledger import NodeLedger, NodeLedgerDocument, node_document
-from gpushare_agent.extender.decisions.pod_plan import plan_pod
+from gpushare_agent.extender.decisions.ledger import ClusterLedger, NodeLedger
+from gpushare_agent.extender.decisions.pod_plan import Signature, lack_together, plan_pod, score, signature_of
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.steps import Steps, at_once
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
@@ -256,10 +254,9 @@ class ClusterState:
         """Sorted."""
         return [ledger.node.name for ledger in self._ledger.nodes()]
 
-    def node_document(self, name: str) -> NodeLedgerDocument | None:
-        """One node with its GPUs and reservations, for a person."""
-        ledger = self._ledger.node(name)
-        return node_document(ledger) if ledger is not None else None
+    def node_ledger(self, name: str) -> NodeLedger | None:
+        """What is allocated on one node, to be read only."""
+        return self._ledger.node(name)
 
     def _notify(self, old: Reservation | None, new: Reservation | None) -> None:
         if old != new:

@@ -5,6 +5,7 @@ connection is always served, however many others are idle. With client authoriti
 theirs may call the verbs and read the state; a kubelet's probe has none, so health stays open. A replica that does not lead,
 or has not listed the cluster since it does, answers 503: the scheduler tries again, and a Service routes to the other.
 The webhook for claims (claims_webhook.py) is answered by every replica, and with or without a certificate, by setting.
+The server's own certificate is read again when it changes.
 
 A verb's request, in the order of the checks:
 
@@ -16,7 +17,7 @@ A verb's request, in the order of the checks:
 | a webhook's body above MAX_REVIEW_BYTES | 413, before it is read |
 | as many bodies above SHORT_BYTES as may be are being read, of the verbs and of the webhook each | 503 |
 | the body does not come within `body_s`, or not to its end | 408, 400 |
-| the body is no request of this verb | the verb's own error |
+| the body is no request of this verb | the verb's own error (verbs.py) |
 
 A body of any length that is accepted is decoded in some milliseconds (messages.py).
 
@@ -27,9 +28,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import structlog
@@ -39,26 +42,12 @@ from msgspec.structs import replace
 
 from gpushare_agent import __version__
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
-from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.debug import StatePages
-from gpushare_agent.extender.messages import (
-    NodesArgs,
-    binding_result,
-    filter_result,
-    host_priorities,
-    parse_bind_args,
-    parse_nodes_args,
-    parse_preempt_args,
-    preemption_result,
-)
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.steps import in_steps
-from gpushare_agent.extender.tls import Tls, reload_certificate, tls_context
-from gpushare_agent.extender.verbs import Extender
+from gpushare_agent.extender.verbs import ExtenderVerbs, Result, Verb, bad_request
 from gpushare_agent.kit.http_server import HttpLimits, HttpServer
 from gpushare_agent.kit.tcp_listeners import listen_tcp
 from gpushare_agent.model.errors import Corrupt, StartupError, Unavailable
-from gpushare_agent.model.resources import ResourceNames
 
 log = structlog.get_logger(__name__)
 
@@ -74,6 +63,7 @@ LONG_REVIEWS_AT_ONCE = 4
 """Of the webhook, which may be open to whoever reaches it, so that they take none of the scheduler's."""
 MAX_REVIEW_BYTES = 3 * 1024 * 1024
 """An API server stores a pod of at most 1.5 MiB."""
+CERTIFICATE_PERIOD_S = 60.0
 _JSON = "application/json"
 _UNKNOWN_CLIENT = "show a client certificate of the authorities in extender.client_ca\n"
 
@@ -84,6 +74,14 @@ class UnreadError(Exception):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
+
+
+class Tls(Struct, frozen=True, kw_only=True):
+    """PEM files. `client_ca` None: clients need no certificate."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
 
 
 class ListenConfig(Struct, frozen=True, kw_only=True):
@@ -97,63 +95,6 @@ class ListenConfig(Struct, frozen=True, kw_only=True):
     shutdown_s: float = 5.0
     limits: HttpLimits | None = None
     """None: as for the agent's port, with the two above and IDLE_S."""
-
-
-class _Result(Struct, frozen=True):
-    """What a verb answers: a body for status 200, or an error's text for another."""
-
-    body: bytes
-    outcome: str = "ok"
-    status: int = 200
-
-
-Verb = Callable[[bytes], Awaitable[_Result]]
-
-
-class ExtenderVerbs:
-    """From a request's bytes to an answer's."""
-
-    def __init__(self, extender: Extender, names: ResourceNames) -> None:
-        self._extender = extender
-        self._names = names
-
-    async def filter(self, content: bytes) -> _Result:
-        args: NodesArgs | None = None
-        try:
-            args = parse_nodes_args(content, self._names)
-            answer = await self._extender.filter(args)
-        except Corrupt as e:
-            return _Result(filter_result(Filtered(error=str(e)), None), "bad")
-        return _Result(filter_result(answer, args), "error" if answer.error else "ok")
-
-    async def prioritize(self, content: bytes) -> _Result:
-        """HostPriorityList has no place for an error."""
-        try:
-            args = parse_nodes_args(content, self._names)
-            return _Result(host_priorities(self._extender.prioritize(args)))
-        except Corrupt as e:
-            return _refused(e)
-
-    async def bind(self, content: bytes) -> _Result:
-        try:
-            error = await self._extender.bind(parse_bind_args(content))
-        except Corrupt as e:
-            return _Result(binding_result(str(e)), "bad")
-        return _Result(binding_result(error), "error" if error else "ok")
-
-    async def preempt(self, content: bytes) -> _Result:
-        """ExtenderPreemptionResult has no place for an error."""
-        try:
-            args = await in_steps(parse_preempt_args(content, self._names))
-        except Corrupt as e:
-            return _refused(e)
-        victims = await self._extender.preempt(args)
-        return _Result(await in_steps(preemption_result(victims, args.violations)))
-
-
-def _refused(error: Corrupt) -> _Result:
-    """Its text may have a name of the request, and in that half a surrogate pair, which UTF-8 cannot have."""
-    return _Result(f"{error}\n".encode(errors="backslashreplace"), "bad", 400)
 
 
 class _LongBodies(Struct):
@@ -171,12 +112,12 @@ class WebhookVerb:
         self._webhook = webhook
         self.needs_certificate = needs_certificate
 
-    async def mutate(self, content: bytes) -> _Result:
+    async def mutate(self, content: bytes) -> Result:
         try:
             body, outcome = await self._webhook.mutate(content)
         except Corrupt as e:
-            return _refused(e)
-        return _Result(body, outcome)
+            return bad_request(e)
+        return Result(body, outcome)
 
 
 class ExtenderWeb(Struct, kw_only=True, eq=False):
@@ -351,3 +292,52 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
 
 def _unavailable(reasons: Sequence[str]) -> web.Response:
     return web.Response(status=503, text="".join(f"{reason}\n" for reason in reasons))
+
+
+# --- TLS ---
+
+
+def tls_context(tls: Tls) -> ssl.SSLContext:
+    """A client that shows a certificate has it checked; which requests need one is the server's decision.
+
+    Raises:
+        StartupError: a file cannot be used.
+    """
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+        if tls.client_ca is not None:
+            context.load_verify_locations(tls.client_ca)
+            context.verify_mode = ssl.CERT_OPTIONAL
+    except (OSError, ssl.SSLError) as e:
+        raise StartupError(
+            f"cannot serve HTTPS with {tls.cert} and {tls.key}: {e}; check extender.tls_cert, extender.tls_key and "
+            "extender.client_ca"
+        ) from e
+    return context
+
+
+async def reload_certificate(context: ssl.SSLContext, tls: Tls, *, period_s: float = CERTIFICATE_PERIOD_S) -> NoReturn:
+    """Certificates are renewed in place: new connections use the new one. The authorities are read only at the start."""
+    seen = _stamps(tls)
+    while True:
+        await asyncio.sleep(period_s)
+        now = _stamps(tls)
+        if now == seen or now is None:
+            continue
+        try:
+            context.load_cert_chain(tls.cert, tls.key)
+        except (OSError, ssl.SSLError) as e:
+            log.warning(
+                "certificate_not_reloaded", cert=str(tls.cert), error=str(e), then="the former one stays in use"
+            )
+            continue
+        seen = now
+        log.info("certificate_reloaded", cert=str(tls.cert))
+
+
+def _stamps(tls: Tls) -> tuple[int, int] | None:
+    try:
+        return tls.cert.stat().st_mtime_ns, tls.key.stat().st_mtime_ns
+    except OSError:
+        return None

@@ -32,8 +32,7 @@ import structlog
 from msgspec import Raw, Struct, field, json
 
 from gpushare_agent.cluster.informer import Informer
-from gpushare_agent.cluster.kube.client import pods
-from gpushare_agent.cluster.kube.cluster import ClusterApi, Lease, LeaseSpec
+from gpushare_agent.cluster.kube.client import ClusterApi, Lease, LeaseSpec, pods
 from gpushare_agent.cluster.kube.objects import object_meta, pod_uid
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.metrics import ExtenderMetrics

@@ -18,7 +18,7 @@ from msgspec.json import Decoder
 
 from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json
 from gpushare_agent.extender.cluster_state import Filtered
-from gpushare_agent.extender.pods import lean_pod
+from gpushare_agent.extender.objects import lean_pod
 from gpushare_agent.extender.steps import Steps
 from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.model.errors import Corrupt

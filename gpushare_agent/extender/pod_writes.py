@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Raw, Struct
 
-from gpushare_agent.cluster.kube.cluster import ClusterApi
+from gpushare_agent.cluster.kube.client import ClusterApi
 from gpushare_agent.cluster.kube.objects import object_meta
 from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.cluster.kube.session import Throttled
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
-from gpushare_agent.extender.pods import lean_pod
+from gpushare_agent.extender.objects import lean_pod
 from gpushare_agent.extender.values import Reservation
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import (

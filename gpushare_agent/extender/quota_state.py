@@ -1,7 +1,7 @@
 """What counts against the quotas of namespaces, and whether a pod may use a node under them.
 
-State owned: the quota in force (quota_watch.py reads it), what each namespace uses, and the pods and nodes that this is
-computed from. docs/reference/quota.md has the rules; decisions/quota.py and decisions/quota_use.py apply them.
+State owned: the quota in force (QuotaFeed in cluster_feed.py reads it), what each namespace uses, and the pods and nodes that this is
+computed from. docs/reference/quota.md has the rules; decisions/quota.py applies them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from gpushare_agent.extender.decisions.quota import Quota, check_quota
-from gpushare_agent.extender.decisions.quota_use import QuotaUse, use_of
+from gpushare_agent.extender.decisions.quota import Quota, QuotaUse, check_quota, use_of
 from gpushare_agent.extender.values import ClusterNode, Reservation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid

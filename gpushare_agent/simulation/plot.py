@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gpushare_agent.model.errors import Rejected, StartupError
 from gpushare_agent.simulation.inflation import MARKS, Inflated
-from gpushare_agent.simulation.meter import Sample
+from gpushare_agent.simulation.replay import Sample
 from gpushare_agent.simulation.results import PolicyResult
 from gpushare_agent.simulation.schedulers import Policy
 from gpushare_agent.simulation.workload import Size

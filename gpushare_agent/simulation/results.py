@@ -16,8 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.simulation.meter import Measured, Meter, typical_shapes
-from gpushare_agent.simulation.replay import Replay, Tally
+from gpushare_agent.simulation.replay import Measured, Meter, Replay, Tally, typical_shapes
 from gpushare_agent.simulation.schedulers import Policy, Scheduler
 from gpushare_agent.simulation.workload import Cluster, PodMaker, Size, Workload
 

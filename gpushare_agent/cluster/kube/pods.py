@@ -15,8 +15,7 @@ from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.objects import KubeObject, Quantity
-from gpushare_agent.cluster.kube.quantities import whole_number
+from gpushare_agent.cluster.kube.objects import KubeObject, Quantity, whole_number
 from gpushare_agent.kit.json_schema import NULL, Entries, decoded, decoded_or
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import (

@@ -1,7 +1,10 @@
-"""Reads a Node of the API server: its GPUs, how they are linked, and what is allocated of them to which pod.
+"""Reads Nodes and Pods of the API server as the extender has them: a node's GPUs and links, a pod's requests and node.
 
-Everything is checked and bounded; nothing raises. Where the annotations cannot be read, the node's resource counts are used
-instead, and `problem` names the reason. Formats: docs/reference/node-facts.md, Kubernetes core/v1 Node.
+Of a node also what is allocated to which pod. Everything is checked and bounded; `read_node` never raises: where the
+annotations cannot be read, the node's resource counts are used instead, and `problem` names the reason. There are fifty
+thousand pods, so containers that ask for nothing of ours are left out (the others keep their positions), and so are all
+fields that a tenant can write besides the requests; equal containers are one object. No state but caches of values.
+Formats: docs/reference/node-facts.md, Kubernetes core/v1 Node and Pod.
 """
 
 from __future__ import annotations
@@ -9,12 +12,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.objects import NodeStatus, Quantity, read_node_json
-from gpushare_agent.cluster.kube.quantities import whole_number
+from gpushare_agent.cluster.kube.objects import NodeStatus, Quantity, read_node_json, whole_number
+from gpushare_agent.cluster.kube.pods import PodJson, parse_pod
 from gpushare_agent.cluster.node_annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,
@@ -25,7 +29,12 @@ from gpushare_agent.cluster.node_annotations import (
 from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import GpuReport
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import (
+    PREDICATE_GPU_INDEX_PREFIX,
+    PREDICATE_NODE_ANNOTATION,
+    GpuUuid,
+)
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement.topology_text import link_of_word
@@ -36,6 +45,9 @@ MAX_GPUS = 64
 _MAX_LABEL_CHARS = 63
 _TOPOLOGIES_KEPT = 256
 """Nodes of one build are alike: a cluster has few."""
+_ALIKE_KEPT = 16384
+_MAX_ANNOTATION_CHARS = 256
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class NodeReading(Struct, frozen=True, kw_only=True):
@@ -83,7 +95,7 @@ def read_node(raw: Raw, names: ResourceNames, *, model_label: str, pool_label: s
     return NodeReading(node=_even_node(name, counts, names, model, pool), problem=problem)
 
 
-# --- the GPUs ---
+# --- a node's GPUs ---
 
 
 def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[tuple[GpuReport, ...], Topology]:
@@ -166,7 +178,7 @@ def _even_node(name: str, counts: Mapping[str, int], names: ResourceNames, model
     return ClusterNode(name=name, gpus=gpus, topology=topology, model=model, pool=pool, is_exact=False)
 
 
-# --- the rest of the object ---
+# --- the rest of a node ---
 
 
 def _counts(status: NodeStatus, names: ResourceNames) -> dict[str, int]:
@@ -187,3 +199,51 @@ def _label(labels: Mapping[str, str], name: str) -> str:
     """Empty where the node has no such label, or one that Kubernetes would not take."""
     value = labels.get(name, "")
     return sys.intern(value) if len(value) <= _MAX_LABEL_CHARS else ""
+
+
+# --- pods ---
+
+
+def asks_for_ours(pod: PodJson, names: ResourceNames) -> bool:
+    """A quick check: most of a cluster's pods ask for nothing of ours."""
+    containers = (*(pod.spec.containers or ()), *(pod.spec.init_containers or ()))
+    return any(not one.limits.keys().isdisjoint(names.names) for one in containers)
+
+
+def lean_pod(read: PodJson, names: ResourceNames) -> Pod:
+    """Raises Corrupt as parse_pod does."""
+    pod = parse_pod(read, resources=names.names)
+    return Pod(
+        uid=pod.uid,
+        namespace=pod.namespace,
+        name=pod.name,
+        phase=pod.phase,
+        containers=tuple(
+            _container(c.name, c.kind, c.position, tuple(sorted(c.requests.items())))
+            for c in pod.containers
+            if any(c.requests.values())
+        ),
+        resource_version=pod.resource_version,
+        node_name=pod.node_name,
+        is_deleting=pod.is_deleting,
+        annotations=_NOTHING,
+        labels=_NOTHING,
+        container_ids=_NOTHING,
+    )
+
+
+def predicate_annotations(pod: PodJson) -> dict[str, str]:
+    """The pod's annotations with an extender's choice: of the node, and of GPUs by container. Only to be compared: any
+    tenant can write them."""
+    return {
+        name: value[:_MAX_ANNOTATION_CHARS]
+        for name, value in pod.meta.annotations.items()
+        if name == PREDICATE_NODE_ANNOTATION or name.startswith(PREDICATE_GPU_INDEX_PREFIX)
+    }
+
+
+@lru_cache(maxsize=_ALIKE_KEPT)
+def _container(name: str, kind: ContainerKind, position: int, requests: tuple[tuple[str, int], ...]) -> ContainerSpec:
+    return ContainerSpec(
+        name=name, kind=kind, position=position, requests=MappingProxyType(dict(requests)), env=_NOTHING
+    )
