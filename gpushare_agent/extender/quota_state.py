@@ -1,7 +1,7 @@
 """What counts against the quotas of namespaces, and whether a pod may use a node under them.
 
-State owned: the quota in force (QuotaFeed in cluster_feed.py reads it), what each namespace uses, and the pods and nodes that this is
-computed from. docs/reference/quota.md has the rules; decisions/quota.py applies them.
+State owned: the quota in force (which QuotaFeed in cluster_feed.py reads), what each namespace uses, and the pods and nodes
+from which this is computed. docs/reference/quota.md has the rules; decisions/quota.py applies them.
 """
 
 from __future__ import annotations
