@@ -1,7 +1,7 @@
 """Sends Kubernetes Events in the background: on pods why they got no GPU, on the node what became of its GPUs.
 
 Recording only queues an Event, `run` sends it. Events are a courtesy: bounded in number and rate (a ReplicaSet's rejected
-pods come ten a second), one per key for a while, and dropped rather than kept for long. Namespaces take turns, and within
+pods come ten a second), one per key for a while, and dropped rather than queued for long. Namespaces take turns, and within
 one its pods, so that a flood of one delays no other's for long. The mutable state is the queue and which keys were recorded
 lately. Format: Kubernetes core/v1 Event.
 """
@@ -37,7 +37,7 @@ BURST = 25
 TRIES = 6
 COMPONENT = "gpushare-agent"
 NODE_NAMESPACE = "default"
-_TEXT_KEPT = 256
+_KEY_CHARS = 256
 """Of a text in a key: with RECORDED_LIMIT this bounds the memory."""
 
 
@@ -64,7 +64,7 @@ class EventRecorder:
         self._clock = clock
         self._queue: FairQueue[_Queued] = FairQueue(QUEUE_LIMIT)
         self._recorded: OrderedDict[tuple[str, ...], float] = OrderedDict()
-        self._is_wanted = asyncio.Event()
+        self._has_queued = asyncio.Event()
 
     def record(
         self, involved: ObjectReference, reason: str, message: str, *, type_: str = "Warning", key: tuple[str, ...]
@@ -81,7 +81,7 @@ class EventRecorder:
         self._recorded.move_to_end(key)
         while len(self._recorded) > RECORDED_LIMIT:
             self._recorded.popitem(last=False)
-        self._is_wanted.set()
+        self._has_queued.set()
         if dropped is not None:
             self._recorded.pop(dropped.key, None)  # the next time it may be sent
             self._drop(
@@ -94,8 +94,8 @@ class EventRecorder:
         credit, spent_at = float(BURST), self._clock()
         while True:
             while not self._queue:
-                self._is_wanted.clear()
-                await self._is_wanted.wait()
+                self._has_queued.clear()
+                await self._has_queued.wait()
             credit = min(BURST, credit + (self._clock() - spent_at) / self._interval_s)
             if credit < 1:
                 await asyncio.sleep((1 - credit) * self._interval_s)
@@ -141,12 +141,12 @@ class PodEvents(EventRecorder):
     def warned(self, pod: Pod, reason: str, detail: str) -> None:
         """The same for what is no refusal. Once per pod, reason and text, also in the log: who corrects an annotation and
         makes another mistake must hear of it."""
-        if self.record(_pod(pod), reason, detail, key=(pod.uid, reason, detail[:_TEXT_KEPT])):
+        if self.record(_pod(pod), reason, detail, key=(pod.uid, reason, detail[:_KEY_CHARS])):
             log.warning("pod_warned", pod=f"{pod.namespace}/{pod.name}", reason=reason, detail=detail)
 
     def noted(self, pod: Pod, reason: str, detail: str) -> None:
         """What is no warning, once as `warned`."""
-        if self.record(_pod(pod), reason, detail, type_="Normal", key=(pod.uid, reason, detail[:_TEXT_KEPT])):
+        if self.record(_pod(pod), reason, detail, type_="Normal", key=(pod.uid, reason, detail[:_KEY_CHARS])):
             log.info("pod_noted", pod=f"{pod.namespace}/{pod.name}", reason=reason, detail=detail)
 
 

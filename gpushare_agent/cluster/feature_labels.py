@@ -20,7 +20,7 @@ TIMESTAMP_LABEL = f"{PREFIX}gfd.timestamp"
 _GPU = f"{PREFIX}gpu"
 _CUDA = f"{PREFIX}cuda"
 _MAX_CHARS = 63
-_NOT_KEPT = re.compile(r"[^A-Za-z0-9\-_. ]")
+_REMOVED_CHARACTERS = re.compile(r"[^A-Za-z0-9\-_. ]")
 _FAMILIES = {
     1: "tesla", 2: "fermi", 3: "kepler", 5: "maxwell", 6: "pascal", 9: "hopper", 10: "blackwell", 12: "blackwell",
     13: "rubin",
@@ -93,7 +93,7 @@ def _resource(name: str, parts: Sequence[str], count: int, units: ServedUnits | 
 def _of_strategy(
     strategy: str, inventory: GpuInventory, gpus: Sequence[Gpu], served: Callable[[Gpu], ServedUnits | None]
 ) -> dict[str, str]:
-    """With `single`, an instance is a nvidia.com/gpu: its labels are those of the GPUs, where all are divided into
+    """With `single`, an instance is a nvidia.com/gpu: its labels are those of the GPUs, where all are partitioned into
     instances of one profile; MIG-INVALID where only some are. With `mixed` each profile has labels of its own."""
     if strategy == "none":
         return {}
@@ -103,11 +103,11 @@ def _of_strategy(
         if gpu.mig is not None and not gpu.mig.is_gone:
             by_profile.setdefault(gpu.mig.profile, []).append((gpu, gpu.mig))
     models = {gpu.uuid: gpu.name for gpu in gpus}
-    divided = [gpu for gpu in gpus if gpu.mig_mode]
-    if strategy == "single" and divided:
+    partitioned = [gpu for gpu in gpus if gpu.mig_mode]
+    if strategy == "single" and partitioned:
         parents = {place.parent for instances in by_profile.values() for _, place in instances}
         if len(by_profile) != 1 or any(gpu.uuid not in parents for gpu in gpus):
-            return labels | _resource(_GPU, [divided[0].name, "MIG", "INVALID"], 0, None) | _INVALID
+            return labels | _resource(_GPU, [partitioned[0].name, "MIG", "INVALID"], 0, None) | _INVALID
     for profile, instances in sorted(by_profile.items()):
         gpu, place = instances[0]
         known_as = profile.replace("+", ".")
@@ -124,7 +124,7 @@ def _attributes(place: MigPlace) -> Iterator[tuple[str, int]]:
 
 def sanitised(text: str) -> str:
     """Letters, digits, `-_.` and single dashes for spaces, as GPU Feature Discovery has it; cut to what a label holds."""
-    return "-".join(_NOT_KEPT.sub("", text).split())[:_MAX_CHARS].strip("-_.")
+    return "-".join(_REMOVED_CHARACTERS.sub("", text).split())[:_MAX_CHARS].strip("-_.")
 
 
 def _architecture(gpu: Gpu) -> Mapping[str, str]:

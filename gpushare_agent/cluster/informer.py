@@ -91,7 +91,7 @@ class Informer:
         self._clock = clock
         self._version = ""
         self._known: set[str] = set()
-        self._lists_wanted = 0
+        self._lists_requested = 0
         self._lists_done = -1
         self._is_listed = asyncio.Event()
         self._scope: asyncio.Timeout | None = None
@@ -113,8 +113,8 @@ class Informer:
 
         A new leader must not decide on what it received before.
         """
-        self._lists_wanted += 1
-        mine = self._lists_wanted
+        self._lists_requested += 1
+        mine = self._lists_requested
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())
         while self._lists_done < mine:
@@ -157,7 +157,7 @@ class Informer:
 
     async def _run_cycle(self, api: KubeLists, cycle: _Cycle) -> None:
         try:
-            if not self._version or self._lists_done < self._lists_wanted:
+            if not self._version or self._lists_done < self._lists_requested:
                 cycle.has_listed = True
                 await self._list(api)
             async with api.watch_all(self._watched, self._version) as stream:
@@ -173,7 +173,7 @@ class Informer:
                 self._version = ""  # too old, unreadable from here on, or no version at all: only a new list helps
 
     async def _list(self, api: KubeLists) -> None:
-        wanted, began_at = self._lists_wanted, self._clock()
+        requested, began_at = self._lists_requested, self._clock()
         self._handler.list_begins()
         keys, version = await api.list_all(self._watched, self._put_listed)
         listed = set(keys)
@@ -181,7 +181,7 @@ class Informer:
         self._known &= listed
         self._handler.list_ended(listed, missing, version)
         self._version = version
-        self._lists_done = wanted
+        self._lists_done = requested
         self._is_listed.set()
         self.last_message_at = self._clock()
         self._metrics.listed(self.kind, self.last_message_at - began_at)

@@ -140,7 +140,7 @@ class _Mig(Struct):
 
 
 class _Gpu(Struct):
-    """What the report cannot do without is typed; the rest is passed over where it is of another form."""
+    """What the report cannot do without is typed; the rest is ignored where it is of another form."""
 
     index: Annotated[int, Meta(ge=0, le=MAX_INDEX)]
     memory_mib: Annotated[int, Meta(ge=0, le=MAX_MEMORY_MIB)]
@@ -228,15 +228,15 @@ def allocations_by_pod(
     gpus: Sequence[Gpu],
     pod_of: Callable[[PodUid], Pod | None],
     names: ResourceNames,
-    extras: Mapping[ContainerKey, Charge] = MappingProxyType({}),
+    resized: Mapping[ContainerKey, Charge] = MappingProxyType({}),
 ) -> list[AllocatedTo]:
     """The pods with allocations whose admission is over, sorted by UID.
 
-    Replicas under NVIDIA's names are counted in cores and blocks, a part of one as one. `extras` has how much more or less
-    than its allocation is booked for a container that was resized.
+    Replicas under NVIDIA's names are counted in cores and blocks, a part of one as one. `resized` has how much more or less
+    than its allocation is charged for a container that was resized.
     """
     allocations = list(allocations)
-    shown = _shown_extras(allocations, extras)
+    shown = _reported_resizes(allocations, resized)
     of_pod: dict[PodUid, list[Allocation]] = {}
     for allocation in allocations:
         of_pod.setdefault(allocation.key.pod_uid, []).append(allocation)
@@ -282,32 +282,32 @@ def _is_admitted(pod: Pod | None, own: Sequence[Allocation], names: ResourceName
         return True
     ids = {one.key.container: one.ids for one in own}
     return all(
-        len(ids.get(container.name, {}).get(kind, ())) >= wanted
+        len(ids.get(container.name, {}).get(kind, ())) >= requested
         for container in pod.containers
-        for kind, wanted in names.asked(container).items()
+        for kind, requested in names.asked(container).items()
     )
 
 
-def _shown_extras(
-    allocations: Iterable[Allocation], extras: Mapping[ContainerKey, Charge]
+def _reported_resizes(
+    allocations: Iterable[Allocation], resized: Mapping[ContainerKey, Charge]
 ) -> dict[ContainerKey, Charge]:
     """What a GPU's shares give back is shown only as far as others there have grown into it: the kubelet still counts the
     rest as taken, so no scheduler may think it free."""
     shown: dict[ContainerKey, Charge] = {}
     on_gpu: dict[GpuUuid, list[ContainerKey]] = {}
     for one in allocations:
-        if one.gpus and one.key in extras:
+        if one.gpus and one.key in resized:
             on_gpu.setdefault(one.gpus[0], []).append(one.key)
     for keys in on_gpu.values():
-        left = reduce(Charge.plus, (extras[key].grown() for key in keys))
+        left = reduce(Charge.plus, (resized[key].grown() for key in keys))
         for key in sorted(keys):
-            extra = extras[key]
+            change = resized[key]
             shown[key] = Charge(
-                cores=max(extra.cores, -left.cores),
-                blocks=max(extra.blocks, -left.blocks),
-                units=max(extra.units, -left.units),
+                cores=max(change.cores, -left.cores),
+                blocks=max(change.blocks, -left.blocks),
+                units=max(change.units, -left.units),
             )
-            left = left.plus(shown[key].plus(extra.grown(), -1))
+            left = left.plus(shown[key].plus(change.grown(), -1))
     return shown
 
 

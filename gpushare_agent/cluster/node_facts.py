@@ -194,7 +194,7 @@ MAX_RECORD_CHARS = 16 * 1024
 MAX_RECORDED = 256
 
 _KUBERNETES_DOMAINS = ("kubernetes.io", "k8s.io")
-"""With all below them. A kubelet is kept from changing labels of these (NodeRestriction), others it may change anyway."""
+"""With all below them. A kubelet may not change labels of these (NodeRestriction), others it may change anyway."""
 
 
 class NodeObject(Struct, frozen=True, kw_only=True):
@@ -230,7 +230,7 @@ def parse_node(raw_node: Raw) -> NodeObject:
     )
 
 
-def plan_facts_patch(node: NodeObject, wanted: NodeFacts) -> NodePatch:
+def plan_facts_patch(node: NodeObject, desired: NodeFacts) -> NodePatch:
     """Labels and the annotation about the GPUs.
 
     A label is removed only where the node's own record says that the agent wrote it, and never one of Kubernetes, for the
@@ -239,51 +239,51 @@ def plan_facts_patch(node: NodeObject, wanted: NodeFacts) -> NodePatch:
     """
     labels = node.labels
     recorded = _recorded(node.annotations.get(LABELS_ANNOTATION, ""))
-    others_features = _of_feature_discovery(node, wanted, recorded)
+    others_features = _of_feature_discovery(node, desired, recorded)
     recorded -= others_features
-    features = _features(node, wanted) if not others_features else {}
-    all_wanted = {**wanted.labels, **features}
+    features = _features(node, desired) if not others_features else {}
+    all_desired = {**desired.labels, **features}
     foreign = {
         name
-        for name, value in {**wanted.labels, **wanted.features}.items()
-        if name not in wanted.owned and name not in recorded and labels.get(name, value) != value
+        for name, value in {**desired.labels, **desired.features}.items()
+        if name not in desired.owned and name not in recorded and labels.get(name, value) != value
     }
-    set_labels = {n: v for n, v in all_wanted.items() if n not in foreign and labels.get(n) != v}
+    set_labels = {n: v for n, v in all_desired.items() if n not in foreign and labels.get(n) != v}
     # A driver that is away for a moment must not take the labels by which pods are scheduled to this node.
-    kept = all_wanted.keys() if wanted.are_gpus_named else all_wanted.keys() | labels.keys()
-    gone = {name for name in recorded - kept if name in labels}
-    ours = (recorded & kept) | set_labels.keys() | (wanted.owned & wanted.labels.keys())
-    annotations: dict[str, str | None] = {**wanted.annotations, LABELS_ANNOTATION: ",".join(sorted(ours))}
+    applicable = all_desired.keys() if desired.are_gpus_named else all_desired.keys() | labels.keys()
+    gone = {name for name in recorded - applicable if name in labels}
+    ours = (recorded & applicable) | set_labels.keys() | (desired.owned & desired.labels.keys())
+    annotations: dict[str, str | None] = {**desired.annotations, LABELS_ANNOTATION: ",".join(sorted(ours))}
     written_at = features.get(TIMESTAMP_LABEL)
-    if wanted.are_gpus_named and node.annotations.get(FEATURES_ANNOTATION) != written_at:
+    if desired.are_gpus_named and node.annotations.get(FEATURES_ANNOTATION) != written_at:
         annotations[FEATURES_ANNOTATION] = written_at
     changed = {name: value for name, value in annotations.items() if node.annotations.get(name) != value}
     return NodePatch(
         labels=dict(sorted({**set_labels, **dict.fromkeys(gone)}.items())),
         annotations=dict(sorted(changed.items())),
         foreign=tuple(sorted(foreign)),
-        unusable=wanted.unusable,
+        unusable=desired.unusable,
     )
 
 
-def _of_feature_discovery(node: NodeObject, wanted: NodeFacts, recorded: Set[str]) -> Set[str]:
+def _of_feature_discovery(node: NodeObject, desired: NodeFacts, recorded: Set[str]) -> Set[str]:
     """Names under its prefix that are not the agent's to write or remove: all, where GPU Feature Discovery runs."""
     own_timestamp = node.annotations.get(FEATURES_ANNOTATION)
     is_overwritten = node.labels.get(TIMESTAMP_LABEL, own_timestamp) != own_timestamp
-    if is_overwritten or any(name in node.labels and name not in recorded for name in wanted.features):
-        names = node.labels.keys() | wanted.features.keys()
-        return {name for name in names if name.startswith(FEATURES_PREFIX)} - wanted.owned
+    if is_overwritten or any(name in node.labels and name not in recorded for name in desired.features):
+        names = node.labels.keys() | desired.features.keys()
+        return {name for name in names if name.startswith(FEATURES_PREFIX)} - desired.owned
     return frozenset()
 
 
-def _features(node: NodeObject, wanted: NodeFacts) -> Mapping[str, str]:
+def _features(node: NodeObject, desired: NodeFacts) -> Mapping[str, str]:
     """The features, with the timestamp of before where nothing else changes."""
     before = node.labels.get(TIMESTAMP_LABEL)
     if before is None or any(
-        node.labels.get(name) != value for name, value in wanted.features.items() if name != TIMESTAMP_LABEL
+        node.labels.get(name) != value for name, value in desired.features.items() if name != TIMESTAMP_LABEL
     ):
-        return wanted.features
-    return {**wanted.features, TIMESTAMP_LABEL: before} if wanted.features else wanted.features
+        return desired.features
+    return {**desired.features, TIMESTAMP_LABEL: before} if desired.features else desired.features
 
 
 def plan_allocations_patch(node: NodeObject, text: str) -> NodePatch:
@@ -291,13 +291,13 @@ def plan_allocations_patch(node: NodeObject, text: str) -> NodePatch:
     return NodePatch(annotations=_changed(node.annotations, {ALLOCATIONS_ANNOTATION: text}))
 
 
-def plan_capacity_patch(node: NodeObject, wanted: Mapping[str, int]) -> NodePatch:
+def plan_capacity_patch(node: NodeObject, desired: Mapping[str, int]) -> NodePatch:
     """Counts of extended resources in the node's capacity."""
-    return NodePatch(capacity=_changed(node.capacity, {resource: str(count) for resource, count in wanted.items()}))
+    return NodePatch(capacity=_changed(node.capacity, {resource: str(count) for resource, count in desired.items()}))
 
 
-def _changed(present: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in wanted.items() if present.get(name) != value}
+def _changed(present: Mapping[str, str], desired: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in desired.items() if present.get(name) != value}
 
 
 def _recorded(text: str) -> set[str]:

@@ -1,9 +1,9 @@
 """Keeps fields of this node's object true: its labels and GPUs, its allocations, its capacity. One writer for each.
 
-Level, not edge: what is wanted is worked out anew after each change and each `period_s`, and only what differs is patched;
-what somebody undid comes back. No admission waits for it. What is wanted and the patches are node_facts.py and
+Level, not edge: what is desired is worked out anew after each change and each `period_s`, and only what differs is patched;
+what somebody undid comes back. No admission waits for it. What is desired and the patches are node_facts.py and
 node_annotations.py. The mutable state of a writer is: the node as it was last read, whether something
-changed, whether what is wanted was known, and what was reported last.
+changed, whether what is desired was known, and what was reported last.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ CALL_TIMEOUT_S = 15.0
 BURST_S = 0.05
 """The pause after a comparison that patched nothing: one pod's Allocates come in a burst."""
 NOT_KNOWN_S = 0.5
-"""Between two questions for what is wanted while it is not known."""
+"""Between two questions for what is desired while it is not known."""
 REPORT_AGAIN_S = 3600.0
 ROLE = "gpushare-agent-node-facts"
-CURE = f"give the agent's account the ClusterRole {ROLE} (manifests/base/rbac.yaml), or set facts.is_written: false"
+REMEDY = f"give the agent's account the ClusterRole {ROLE} (manifests/base/rbac.yaml), or set facts.is_written: false"
 
 
 class NodeFields(Struct, Generic[T], frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class NodeFields(Struct, Generic[T], frozen=True, kw_only=True):
     name: str
     plan: Callable[[NodeObject, T], NodePatch]
     lost: str
-    cure: str = CURE
+    cure: str = REMEDY
     gap_s: float
     period_s: float = PERIOD_S
     retry_cap_s: float
@@ -90,20 +90,20 @@ CAPACITY: NodeFields[Mapping[str, int]] = NodeFields(
 
 
 class NodeFieldsWriter(Generic[T]):
-    """`changed` at any time, `run` once. `wanted` is None while it is not known: then what the node has stays."""
+    """`changed` at any time, `run` once. `desired` is None while it is not known: then what the node has stays."""
 
     def __init__(
         self,
         fields: NodeFields[T],
         *,
         node_name: str,
-        wanted: Callable[[], T | None],
+        desired: Callable[[], T | None],
         backoff: Backoff | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fields = fields
         self._node_name = node_name
-        self._wanted = wanted
+        self._desired = desired
         self._backoff = backoff or Backoff(base_s=1.0, cap_s=fields.retry_cap_s)
         self._clock = clock
         self._is_changed = asyncio.Event()
@@ -114,7 +114,7 @@ class NodeFieldsWriter(Generic[T]):
         self._failure_reported: tuple[str, float] = ("", float("-inf"))
 
     def changed(self) -> None:
-        """What is wanted may be another than before: compare soon."""
+        """What is desired may be another than before: compare soon."""
         self._is_changed.set()
 
     async def run(self, api: KubeApi) -> NoReturn:
@@ -145,16 +145,16 @@ class NodeFieldsWriter(Generic[T]):
 
     async def _reconcile(self, api: KubeApi) -> bool:
         """One comparison; whether the node was patched."""
-        wanted = self._wanted()
+        desired = self._desired()
         node = self._node
-        if wanted is not None and (node is None or not self._fields.change_often or self._is_read_due()):
+        if desired is not None and (node is None or not self._fields.change_often or self._is_read_due()):
             node = self._node = parse_node(await api.get_node(self._node_name))
             self._read_at = self._clock()
-            wanted = self._wanted()  # the newest: the node may have taken a while to read
-        self._is_known = wanted is not None
-        if wanted is None or node is None:
+            desired = self._desired()  # the newest: the node may have taken a while to read
+        self._is_known = desired is not None
+        if desired is None or node is None:
             return False
-        patch = self._fields.plan(node, wanted)
+        patch = self._fields.plan(node, desired)
         self._report_labels(patch)
         if patch.is_empty:
             return False

@@ -130,12 +130,12 @@ def build(node: Node, store: PodStore) -> ClusterPart:
     if settings.gpushare.enabled:
         resource = settings.gpushare.count_resource
         node_capacity = NodeFieldsWriter(
-            CAPACITY, node_name=node_name, wanted=lambda: {resource: len(node.gpus().gpus)}
+            CAPACITY, node_name=node_name, desired=lambda: {resource: len(node.gpus().gpus)}
         )
     if settings.facts.is_written:
-        node_facts = NodeFieldsWriter(FACTS, node_name=node_name, wanted=partial(_desired_facts, node))
+        node_facts = NodeFieldsWriter(FACTS, node_name=node_name, desired=partial(_desired_facts, node))
         node_allocations = NodeFieldsWriter(
-            ALLOCATIONS, node_name=node_name, wanted=partial(_desired_allocations, node)
+            ALLOCATIONS, node_name=node_name, desired=partial(_desired_allocations, node)
         )
     kubelet = settings.kubelet
     if kubelet.api_address:
@@ -154,7 +154,7 @@ def build(node: Node, store: PodStore) -> ClusterPart:
         informer=Informer(
             kind="pods", watched=pods_of_node(node_name), handler=node_pods, metrics=node.metrics, backoff=PODS_BACKOFF
         ),
-        annotations=PodAnnotations(pods=store, wanted=desired_of_pod, metrics=node.metrics),
+        annotations=PodAnnotations(pods=store, desired=desired_of_pod, metrics=node.metrics),
         pod_events=PodEvents(node_name, count=node.metrics.pod_event),
         node_events=NodeEvents(node_name),
         rejected_pods=rejected_pods,

@@ -39,9 +39,9 @@ PodChange = Callable[[Pod | None, Pod | None], None]
 PodName = tuple[str, str]
 """Namespace and name."""
 
-GONE_KEPT_S = 600.0
+GONE_REMEMBERED_S = 600.0
 """A request that began before a deletion is answered long before this."""
-GONE_KEPT = 2048
+MAX_GONE = 2048
 
 
 class PodStore:
@@ -62,7 +62,7 @@ class PodStore:
     def replace_all(self, pods: Iterable[Pod], *, resource_version: str = "") -> None:
         """LISTED: these are the pods as of `resource_version`; the rest are gone.
 
-        A list may come from a lagging cache. A pod that is newer than the list is kept, for the list cannot know it and
+        A list may come from a lagging cache. A pod that is newer than the list stays, for the list cannot know it and
         the watch that follows will report its end.
         """
         listed = {pod.uid: pod for pod in pods}
@@ -191,7 +191,7 @@ class PodStore:
 
     def _forget_gone(self, now: float) -> None:
         for uid, gone_at in list(self._gone.items()):
-            if len(self._gone) <= GONE_KEPT and now - gone_at <= GONE_KEPT_S:
+            if len(self._gone) <= MAX_GONE and now - gone_at <= GONE_REMEMBERED_S:
                 return
             del self._gone[uid]
 

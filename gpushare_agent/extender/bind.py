@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 TRIES = 5
 RECONCILE_PERIOD_S = 1.0
 MAX_RECONCILED = 64
-"""In one round: an API server that comes back should not get all of it in one moment."""
+"""At once: an API server that comes back should not get all of it in one moment."""
 MAX_STALE = 1024
 REPORT_POLL_S = 0.02
 
@@ -139,20 +139,20 @@ class Binder(Struct, kw_only=True, eq=False):
     # subject              found                                           action
     # filter reservation   bound, confirmed or gone meanwhile              forget it
     #                      unbound for `assume_s`, no request under way    treat it as a bind of unknown outcome
-    # unknown outcome      a request of it under way, or not leading       next round
+    # unknown outcome      a request of it under way, or not leading       next time
     #                      reservation not ASSUMED any more                resolved as it is
     #                      patch accepted, pod has no node                 undo, annotations are stale
     #                      patch accepted, pod on our node                 bound
     #                      pod gone, or on another node                    undo
-    #                      patch in conflict                               undo where the pod is gone, else next round
+    #                      patch in conflict                               undo where the pod is gone, else next time
     #                      patch rejected                                  by reading the pod (`_resolve_by_read`)
-    #                      no answer                                       next round
+    #                      no answer                                       next time
     # stale annotations    reserved again                                  forget it
     #                      patch accepted, or pod gone, or rejected        forget it
-    #                      no answer                                       next round
+    #                      no answer                                       next time
 
     async def reconcile(self) -> None:
-        """One round over everything that is not done. Only a leader writes."""
+        """Goes over everything once that is not done. Only a leader writes."""
         self._expire()
         work = [(uid, one, self._resolve) for uid, one in sorted(self._open.items())]
         work += [(uid, one, self._clean) for uid, one in sorted(self._stale.items())]
@@ -197,7 +197,7 @@ class Binder(Struct, kw_only=True, eq=False):
         half of the bind's time: the other half is for the API server."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.timing.bind_s / 2):
-                while self.state.awaits_report(node, self.timing.clock()):  # noqa: ASYNC110 - once in a node's life
+                while self.state.awaits_report(node, self.timing.clock()):  # noqa: ASYNC110 - once for each new node
                     await asyncio.sleep(REPORT_POLL_S)
 
     def _reserve(self, pod: Pod, node: str) -> Bind:
@@ -243,7 +243,7 @@ class Binder(Struct, kw_only=True, eq=False):
             self._mark_stale(reservation)
 
     async def _carry_out(self, bind: Bind, ends_at: float) -> None:
-        """Patch and bind until the pod is bound, or an error comes that no other try can cure."""
+        """Patch and bind until the pod is bound, or an error comes that no other try can mend."""
         error: AgentError | None = None
         for tried in range(1, TRIES + 1):
             if tried > 1:

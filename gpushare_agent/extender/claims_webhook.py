@@ -214,14 +214,14 @@ def _answer(review: Review, found: Conversion | None = None, *, denied: str = ""
     return msgspec.json.encode(_ReviewAnswer(response))
 
 
-def _contains(found: object, wanted: object) -> bool:
-    """Whether `found` has everything of `wanted`; a later API server may add defaults to it."""
-    if isinstance(wanted, Mapping):
-        return isinstance(found, Mapping) and all(_contains(found.get(key), value) for key, value in wanted.items())
-    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+def _contains(found: object, required: object) -> bool:
+    """Whether `found` has everything of `required`; a later API server may add defaults to it."""
+    if isinstance(required, Mapping):
+        return isinstance(found, Mapping) and all(_contains(found.get(key), value) for key, value in required.items())
+    if isinstance(required, Sequence) and not isinstance(required, str):
         return (
             isinstance(found, list)
-            and len(found) == len(wanted)
-            and all(_contains(a, b) for a, b in zip(found, wanted, strict=True))
+            and len(found) == len(required)
+            and all(_contains(a, b) for a, b in zip(found, required, strict=True))
         )
-    return bool(found == wanted)
+    return bool(found == required)

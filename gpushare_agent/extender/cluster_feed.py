@@ -76,7 +76,7 @@ class PodsFeed(Handler):
         self._logged_at: dict[PodUid, float] = {}
         self._before_list: set[PodUid] = set()
         self._missing: set[PodUid] = set()
-        """Not listed any more; some of them are kept until their bind ends."""
+        """Not listed any more; some of them stay until their bind ends."""
         self._unreported: dict[PodUid, tuple[Pod, Mapping[str, str]]] = {}
         """Bound pods with annotations that are not our plan, and may be what their agent allocated: not reported yet."""
 
@@ -154,7 +154,7 @@ class PodsFeed(Handler):
             self._foreign.pop(pod.uid, None)
             return
         reservation = self._state.reservation(pod.uid)
-        if _is_explained(written, reservation):
+        if _is_accounted_for(written, reservation):
             self._foreign.pop(pod.uid, None)
         elif _may_be_agents(pod, written, reservation):
             self._unreported[pod.uid] = pod, written
@@ -191,7 +191,7 @@ def _first(written: Mapping[str, str]) -> Mapping[str, str]:
     return {name: written[name] for name in names[:MAX_ANNOTATIONS]}
 
 
-def _is_explained(written: Mapping[str, str], reservation: Reservation | None) -> bool:
+def _is_accounted_for(written: Mapping[str, str], reservation: Reservation | None) -> bool:
     """Whether the annotations are our plan, or what the agent reports."""
     if not written:
         return True

@@ -34,7 +34,7 @@ stops the scheduling of the whole cluster (measured: 16 s on 600 nodes)."""
 WORK_OF_A_STEP = 400
 COST_OF_A_PLAN = 6
 """To plan a container costs about six times as much as to compare it with a node's summary, 10 µs."""
-SIGNATURES_KEPT = 32
+MAX_SIGNATURES = 32
 """With 5,000 nodes each takes about a mebibyte."""
 REPORT_WAIT_S = 2.0
 """From the first sight of a node without its agent's report. The agent registers with the kubelet first, and connects to the
@@ -120,19 +120,19 @@ class ClusterState:
 
     def filter_steps(self, pod: Pod, names: Sequence[str] | None) -> Steps[Filtered]:
         """`filter` in steps of a few milliseconds, between which the event loop may do other work. The state may change
-        meanwhile: each node is judged as it is at that moment."""
-        wanted = signature_of(pod, self._policy.names)
+        meanwhile: each verdict is about its node as it is at that moment."""
+        signature = signature_of(pod, self._policy.names)
         asked = list(names) if names is not None else [ledger.node.name for ledger in self._ledger.nodes()]
-        if not wanted:
+        if not signature:
             return Filtered(fitting=asked)
         invalid = self._invalid(pod)
         if invalid:
             return Filtered(unresolvable=dict.fromkeys(asked, invalid))
         answer = Filtered()
-        verdicts = self._verdicts_of(wanted)
+        verdicts = self._verdicts_of(signature)
         quotas: dict[tuple[str, str], str] = {}
         has_quota = self._quota is not None
-        cost = 1 if len(wanted) == 1 else COST_OF_A_PLAN * len(wanted)
+        cost = 1 if len(signature) == 1 else COST_OF_A_PLAN * len(signature)
         work = 0
         for name in asked:
             if work >= WORK_OF_A_STEP:
@@ -149,7 +149,7 @@ class ClusterState:
             verdict = verdicts.get(name)
             if verdict is None or verdict.version != ledger.version:
                 work += cost + (COST_OF_A_PLAN if ledger.is_stale else 0)
-                verdict = verdicts[name] = self._judge(pod, wanted, ledger)
+                verdict = verdicts[name] = self._verdict(pod, signature, ledger)
             if not verdict.text:
                 answer.fitting.append(name)
             elif verdict.is_final:
@@ -160,16 +160,16 @@ class ClusterState:
 
     def prioritize(self, pod: Pod, names: Sequence[str]) -> list[tuple[str, int]]:
         """A score from 0 to 10 for each node, 0 where it does not fit."""
-        wanted = signature_of(pod, self._policy.names)
-        if not wanted or self._invalid(pod):
+        signature = signature_of(pod, self._policy.names)
+        if not signature or self._invalid(pod):
             return [(name, 0) for name in names]
-        verdicts = self._verdicts_of(wanted)
+        verdicts = self._verdicts_of(signature)
         scores = []
         for name in names:
             ledger = self._ledger.node(name)
             verdict = verdicts.get(name)
             if ledger is not None and (verdict is None or verdict.version != ledger.version):
-                verdict = verdicts[name] = self._judge(pod, wanted, ledger)
+                verdict = verdicts[name] = self._verdict(pod, signature, ledger)
             scores.append((name, verdict.score if ledger is not None and verdict is not None else 0))
         return scores
 
@@ -218,9 +218,9 @@ class ClusterState:
         evict them for other resources too. Where a quota is used up no pod is evicted."""
         if not signature_of(pod, self._policy.names):
             return {node: list(uids) for node, uids in candidates.items()}
-        kept: dict[str, list[PodUid]] = {}
+        fitting: dict[str, list[PodUid]] = {}
         if self._invalid(pod):
-            return kept
+            return fitting
         work = 0
         for node, uids in candidates.items():
             if work >= WORK_OF_A_STEP:
@@ -232,8 +232,8 @@ class ClusterState:
             work += COST_OF_A_PLAN + len(ledger.reservations)
             gpus = ledger.gpus_without(frozenset(uids))
             if not isinstance(plan_pod(pod, gpus, ledger.node.topology, self._policy), Refused):
-                kept[node] = list(uids)
-        return kept
+                fitting[node] = list(uids)
+        return fitting
 
     # --- for everybody ---
 
@@ -262,28 +262,28 @@ class ClusterState:
         if old != new:
             self._on_change(old, new)
 
-    def _verdicts_of(self, wanted: Signature) -> dict[str, _Verdict]:
-        verdicts = self._verdicts.get(wanted)
+    def _verdicts_of(self, signature: Signature) -> dict[str, _Verdict]:
+        verdicts = self._verdicts.get(signature)
         if verdicts is None:
-            verdicts = self._verdicts[wanted] = {}
-            while len(self._verdicts) > SIGNATURES_KEPT:
+            verdicts = self._verdicts[signature] = {}
+            while len(self._verdicts) > MAX_SIGNATURES:
                 self._verdicts.popitem(last=False)
-        self._verdicts.move_to_end(wanted)
+        self._verdicts.move_to_end(signature)
         return verdicts
 
-    def _judge(self, pod: Pod, wanted: Signature, ledger: NodeLedger) -> _Verdict:
+    def _verdict(self, pod: Pod, signature: Signature, ledger: NodeLedger) -> _Verdict:
         capacity, names = ledger.capacity, self._policy.names
-        for _, request in wanted:
+        for _, request in signature:
             if (lack := capacity.lack(request)) is not None:
-                which = f"no GPU for {describe_request(request, names)}: " if len(wanted) > 1 else ""
+                which = f"no GPU for {describe_request(request, names)}: " if len(signature) > 1 else ""
                 return _Verdict(ledger.version, which + lack.of_node(), lack.is_lasting)
-        if len(wanted) > 1:
-            if text := lack_together(capacity, wanted, names):
+        if len(signature) > 1:
+            if text := lack_together(capacity, signature, names):
                 return _Verdict(ledger.version, text)
             plan = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
             if isinstance(plan, Refused):
                 return _Verdict(ledger.version, plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
-        return _Verdict(ledger.version, "", score=score(capacity, wanted, self._policy.node_policy))
+        return _Verdict(ledger.version, "", score=score(capacity, signature, self._policy.node_policy))
 
     def _over_quota(self, pod: Pod, ledger: NodeLedger, known: dict[tuple[str, str], str]) -> str:
         if self._quota is None:

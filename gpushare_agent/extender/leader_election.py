@@ -52,7 +52,7 @@ APP_LABEL = "app.kubernetes.io/name"
 CHECK_PERIOD_S = 30.0
 ROUND_TIMEOUT_S = 15.0
 WITHDRAW_TIMEOUT_S = 2.0
-_CURE = "POD_NAME and POD_NAMESPACE must name this pod, and the service account needs get, list and patch on pods"
+_REMEDY = "POD_NAME and POD_NAMESPACE must name this pod, and the service account needs get, list and patch on pods"
 
 
 log = structlog.get_logger(__name__)
@@ -404,6 +404,6 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
             pod=f"{self.namespace}/{self.name}",
             error=error,
             then=then,
-            cure=_CURE,
+            cure=_REMEDY,
             retried_in_s=round(pause_s, 1),
         )

@@ -43,9 +43,9 @@ from gpushare_agent.placement.topology_tree import build_topology
 MAX_GPUS = 64
 """Of a node, and highest index plus one: the tree over their links takes the cube of it in steps."""
 _MAX_LABEL_CHARS = 63
-_TOPOLOGIES_KEPT = 256
+_MAX_TOPOLOGIES = 256
 """Nodes of one build are alike: a cluster has few."""
-_ALIKE_KEPT = 16384
+_MAX_ALIKE = 16384
 _MAX_ANNOTATION_CHARS = 256
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -146,7 +146,7 @@ def _topology_of(gpus: Iterable[GpuReport]) -> Topology:
     )
 
 
-@lru_cache(maxsize=_TOPOLOGIES_KEPT)
+@lru_cache(maxsize=_MAX_TOPOLOGIES)
 def _topology(indexes: tuple[int, ...], texts: tuple[tuple[str, ...], ...], numa: tuple[int | None, ...]) -> Topology:
     """One object for all nodes of one build."""
     size = max(indexes, default=-1) + 1
@@ -242,7 +242,7 @@ def predicate_annotations(pod: PodJson) -> dict[str, str]:
     }
 
 
-@lru_cache(maxsize=_ALIKE_KEPT)
+@lru_cache(maxsize=_MAX_ALIKE)
 def _container(name: str, kind: ContainerKind, position: int, requests: tuple[tuple[str, int], ...]) -> ContainerSpec:
     return ContainerSpec(
         name=name, kind=kind, position=position, requests=MappingProxyType(dict(requests)), env=_NOTHING

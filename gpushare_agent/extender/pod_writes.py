@@ -77,7 +77,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
         await self.api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, written)
 
     async def bind_once(self, bind: Bind) -> AgentError | None:
-        """None when the pod is bound; an error that another try may cure. Raises the other errors."""
+        """None when the pod is bound; an error that another try may mend. Raises the other errors."""
         reservation = bind.reservation
         try:
             raw_pod = await self.announce(bind)

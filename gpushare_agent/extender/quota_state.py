@@ -18,7 +18,7 @@ from gpushare_agent.model.resources import ResourceNames
 
 
 class Usage:
-    """What each namespace uses, kept by pod so that a pod put twice counts once. QuotaState owns it."""
+    """What each namespace uses, by pod, so that a pod put twice counts once. QuotaState owns it."""
 
     def __init__(self) -> None:
         self._pods: dict[PodUid, tuple[str, str, QuotaUse]] = {}

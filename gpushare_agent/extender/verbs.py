@@ -49,7 +49,7 @@ class Extender(Struct, kw_only=True, eq=False):
             return Filtered(fitting=list(args.names))
         if self.reserves_at_filter:
             return await self._filter_and_reserve(args)
-        return await self._judge(args)
+        return await self._filter(args)
 
     def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
         if not args.pod.containers:
@@ -66,7 +66,7 @@ class Extender(Struct, kw_only=True, eq=False):
         """Empty when the pod is bound, else why not."""
         return await self.binder.bind(args)
 
-    async def _judge(self, args: NodesArgs) -> Filtered:
+    async def _filter(self, args: NodesArgs) -> Filtered:
         found = await in_steps(self.state.filter_steps(args.pod, args.names))
         self.quota_waiters.answered(args.pod.uid, () if found.fitting else found.over_quota)
         self.metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
@@ -79,7 +79,7 @@ class Extender(Struct, kw_only=True, eq=False):
         known = self.state.reservation(pod.uid)
         if known is not None and known.stage is not Stage.ASSUMED:
             return Filtered(error=f"pod {pod.namespace}/{pod.name} is on node {known.node} already")
-        found = await self._judge(args)
+        found = await self._filter(args)
         if not found.fitting:
             return found
         best, _ = min(self.state.prioritize(pod, found.fitting), key=lambda one: (-one[1], one[0]))

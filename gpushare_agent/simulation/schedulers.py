@@ -40,7 +40,7 @@ from gpushare_agent.sandbox.scheduler.allocation import (
 from gpushare_agent.sandbox.scheduler.selectors import DeviceView
 from gpushare_agent.simulation.workload import Cluster, Shape
 
-_SHAPES_KEPT = 64
+_MAX_SHAPES = 64
 _MIN_NODES = 100
 _MIN_PERCENT, _START_PERCENT, _NODES_PER_PERCENT = 5, 50, 125
 """Of kube-scheduler's rule: 50 % of the nodes, one less for every 125 of them, but 5 % and 100 nodes at least."""
@@ -201,8 +201,8 @@ class Candidates:
     def keep(self, examined: Sequence[str], fitting: Sequence[str]) -> None:
         """Keeps only these of the nodes that `next` gave."""
         if len(fitting) != len(examined):
-            kept = set(fitting)
-            self._members.difference_update([name for name in examined if name not in kept])
+            still_fitting = set(fitting)
+            self._members.difference_update([name for name in examined if name not in still_fitting])
             self._names[self._passed : self._passed + len(examined)] = fitting
         self._passed += len(fitting)
 
@@ -253,7 +253,7 @@ class NodeResources:
         return Choice(fitting, _highest(fitting, [self._free_part[name] for name in fitting]))
 
     def changed(self, name: str) -> None:
-        """Nothing is kept from one choice to the next."""
+        """Nothing is remembered from one choice to the next."""
 
     def take(self, name: str, shape: Shape) -> None:
         self._add(name, -shape.cores, -shape.blocks)
@@ -299,7 +299,7 @@ class ExtenderChooser:
         scores = self._scores.get(shape)
         if scores is None:
             scores = self._scores[shape] = {}
-            if len(self._scores) > _SHAPES_KEPT:
+            if len(self._scores) > _MAX_SHAPES:
                 self._scores.popitem(last=False)
         self._scores.move_to_end(shape)
         return scores

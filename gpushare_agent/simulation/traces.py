@@ -84,8 +84,8 @@ class _Row(Struct, frozen=True, kw_only=True):
     def models(self, column: str) -> tuple[str, ...]:
         return tuple(sorted({model.strip() for model in self.text(column).split("|") if model.strip()}))
 
-    def wrong(self, column: str, wanted: str) -> Corrupt:
-        return Corrupt(f"{self.path}, line {self.line}: {column} is {self.cells[column][:80]!r}, expected {wanted}")
+    def wrong(self, column: str, expected: str) -> Corrupt:
+        return Corrupt(f"{self.path}, line {self.line}: {column} is {self.cells[column][:80]!r}, expected {expected}")
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -232,7 +232,7 @@ def _rows(path: Path, own: tuple[str, ...], trace: tuple[str, ...]) -> Iterator[
 
 
 def _is_trace(path: Path, header: set[str], own: tuple[str, ...], trace: tuple[str, ...]) -> bool:
-    lacks_own, lacks_trace = ([one for one in wanted if one not in header] for wanted in (own, trace))
+    lacks_own, lacks_trace = ([one for one in required if one not in header] for required in (own, trace))
     if not own and lacks_trace:
         raise Corrupt(
             f"{path}: the first line must name the trace's columns {', '.join(trace)}; it lacks {', '.join(lacks_trace)}"

@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 _LIBRARY = "kubernetes_asyncio"
 _HOLLOW = (_LIBRARY, f"{_LIBRARY}.client", f"{_LIBRARY}.client.models")
-"""Packages whose `__init__` is passed over, parents first."""
+"""Packages whose `__init__` is not run, parents first."""
 _OFFERED = {"Configuration": f"{_LIBRARY}.client.configuration", "ApiClient": f"{_LIBRARY}.client.api_client"}
 """What the library's own modules import from its client package, in the order in which they need each other."""
 
@@ -103,7 +103,7 @@ class ConfigurationSource(Struct, frozen=True, kw_only=True):
 
 def find_configuration(kubeconfig: Path | None, environ: Mapping[str, str], context: str = "") -> ConfigurationSource:
     """The explicit kubeconfig, else in-cluster, else $KUBECONFIG, else ~/.kube/config. A context is one of a kubeconfig:
-    with it the pod's own cluster is passed over.
+    with it the pod's own cluster is not used.
 
     Raises:
         StartupError: there is none, or the named file does not exist.

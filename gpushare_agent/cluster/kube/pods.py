@@ -1,6 +1,6 @@
 """A Pod from JSON, read once and never trusted: from the API server, the kubelet, the scheduler, an admission review.
 
-`PodJson` is the schema of all that is ever read of a pod, `parse_pod` makes of it what the agent keeps, bounded in size: the
+`PodJson` is the schema of all that is ever read of a pod, `parse_pod` makes of it what the agent stores, with bounds: the
 store has every pod of the node. A pod is refused as Corrupt, with the pod and the place, only where its identity or what it
 asks for cannot be read; anything else that is not as the Kubernetes API defines it, reads as absent. Format: Kubernetes
 core/v1 Pod.
@@ -43,9 +43,9 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 
-KEPT_ANNOTATION_PREFIX = "tencent.com/"
+READ_ANNOTATION_PREFIX = "tencent.com/"
 PREDICATE_PREFIX = "tencent.com/predicate-"
-KEPT_ANNOTATIONS = (
+READ_ANNOTATIONS = (
     "clusterName",
     RESIZE_ANNOTATION,
     RESIZE_STATUS_ANNOTATION,
@@ -61,7 +61,7 @@ _LIMITS = (
     *(ENV_HAMI_CORE_LIBRARY, ENV_VISIBLE_DEVICES),  # whose functions are found, and to which GPUs the limits belong
     *(f"{name}_0" for name in (ENV_HAMI_CORE_MEMORY, ENV_HAMI_CORE_CORES)),  # a share is on one GPU
 )
-KEPT_ENV = ("compat32", "SUBMITTER", ENV_HAMI_CORE_DISABLE, ENV_HAMI_CORE_POLICY, *_LIMITS)
+READ_ENV = ("compat32", "SUBMITTER", ENV_HAMI_CORE_DISABLE, ENV_HAMI_CORE_POLICY, *_LIMITS)
 _STATIC_UID = re.compile(r"[0-9a-f]{32}")
 """The kubelet's hash of the file. Unlike every UID that the API server gives: no forged mirror pod names another's pod."""
 EXTENDED_CLAIM = "extended-resources"
@@ -259,7 +259,7 @@ def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None) -> Pod:
         name=meta.name,
         phase=_phase(status.phase),
         containers=containers,
-        annotations=_kept_annotations(raw_annotations),
+        annotations=_read_annotations(raw_annotations),
         resource_version=meta.version,
         node_name=pod.spec.node_name or "",
         is_deleting=meta.deleted_at is not None,
@@ -363,7 +363,7 @@ def _literal_env(container: ContainerJson) -> dict[str, str]:
     return {
         one.name: _cut(one.value, MAX_ANNOTATION_CHARS) if one.value is not None else ""
         for one in _ENV.read(container.raw_env)
-        if one.name in KEPT_ENV and (one.value is not None or one.name in _LIMITS)
+        if one.name in READ_ENV and (one.value is not None or one.name in _LIMITS)
     }
 
 
@@ -375,8 +375,8 @@ def _phase(phase: str | None) -> PodPhase:
 
 def _container_ids(containers: Iterable[ContainerSpec], running: Iterable[ContainerStatus]) -> dict[str, str]:
     """`containerd://<ID>` without the runtime's name, of the containers that want something."""
-    wanted = {c.name for c in containers if c.requests or c.claims}
-    found = {one.name: decoded_or(_TEXT, one.raw_id, str) for one in running if one.name in wanted}
+    asking = {c.name for c in containers if c.requests or c.claims}
+    found = {one.name: decoded_or(_TEXT, one.raw_id, str) for one in running if one.name in asking}
     bare = {name: text.rpartition("://")[2] for name, text in found.items()}
     return {name: container_id for name, container_id in sorted(bare.items()) if is_container_id(container_id)}
 
@@ -389,20 +389,20 @@ def scheduler_message(pod: PodJson) -> str:
     return ""
 
 
-def _kept_annotations(present: Mapping[str, str]) -> dict[str, str]:
+def _read_annotations(present: Mapping[str, str]) -> dict[str, str]:
     """Those that the agent reads, by name."""
-    names = sorted((name for name in present if _is_kept(name)), key=lambda name: (not _is_guarded(name), name))
+    names = sorted((name for name in present if _is_read(name)), key=lambda name: (not _is_guarded(name), name))
     return {name: _cut(present[name], MAX_ANNOTATION_CHARS) for name in sorted(names[:MAX_ANNOTATIONS])}
 
 
 def _is_guarded(name: str) -> bool:
     """Those that the extender writes, and that its admission policy lets nobody else write, come first: else a tenant could
     push them out by sixty-four names of its own."""
-    return name.startswith(PREDICATE_PREFIX) or name in KEPT_ANNOTATIONS
+    return name.startswith(PREDICATE_PREFIX) or name in READ_ANNOTATIONS
 
 
-def _is_kept(name: str) -> bool:
-    return name in KEPT_ANNOTATIONS or (name.startswith(KEPT_ANNOTATION_PREFIX) and len(name) <= MAX_NAME_CHARS)
+def _is_read(name: str) -> bool:
+    return name in READ_ANNOTATIONS or (name.startswith(READ_ANNOTATION_PREFIX) and len(name) <= MAX_NAME_CHARS)
 
 
 def _cut(text: str, limit: int) -> str:

@@ -136,7 +136,7 @@ NO_PLAN = PodPlan(containers=(), charges={})
 
 
 class ClusterLedger:
-    """All nodes. Bound pods of a node that is not known yet are kept until it is."""
+    """All nodes. Bound pods of a node that is not known yet are remembered until it is."""
 
     def __init__(self, policy: ClusterPolicy) -> None:
         self._policy = policy
@@ -158,7 +158,7 @@ class ClusterLedger:
 
     def pending(self) -> list[Reservation]:
         """On nodes that are away, by node and UID."""
-        return [r for _, kept in sorted(self._pending.items()) for _, r in sorted(kept.items())]
+        return [r for _, on_node in sorted(self._pending.items()) for _, r in sorted(on_node.items())]
 
     def reservation(self, uid: PodUid) -> Reservation | None:
         name = self._reserved_on.get(uid, "")

@@ -33,7 +33,7 @@ _SHOWN_NAMES = 8
 _SHOWN_CHARS = 80
 _PARTS = re.compile(r"([0-9]{1,7})\.([0-9]{1,2})")
 _FIELDS = ("pool", "quota", "vcore", "vmemory")
-_CURE = "Wait until pods of the namespace end, ask for less, or have its quota raised."
+_REMEDY = "Wait until pods of the namespace end, ask for less, or have its quota raised."
 
 
 class QuotaUse(Struct, frozen=True):
@@ -139,7 +139,7 @@ def _over(namespace: str, what: str, allowed: int | None, asked: int, used: int,
         return None
     return _exceeded(
         f"the pod asks for {_number(asked, parts)} {what}; namespace {namespace} has used {_number(used, parts)} of its "
-        f"quota of {_number(allowed, parts)}, so {_number(max(0, allowed - used), parts)} are left. {_CURE}"
+        f"quota of {_number(allowed, parts)}, so {_number(max(0, allowed - used), parts)} are left. {_REMEDY}"
     )
 
 
