@@ -72,13 +72,16 @@ class EventRecorder:
         """Queue an Event about the object `involved`, in its namespace, unless one with this key was recorded in the last
         REPEAT_AFTER_S; whether it was queued."""
         now = self._clock()
+        # Deduplicated here, not by the API server: a pod that is tried again makes the same refusal each time.
         recorded_at = self._recorded.get(key)
         if recorded_at is not None and now - recorded_at < REPEAT_AFTER_S:
             return False
         queued = _Queued(key, _event(involved, reason, message, type_, self._reporter, datetime.now(UTC)))
+        # The UID, for a name may be used again: each object has its own place among its namespace's.
         dropped = self._queue.put(involved.namespace or NODE_NAMESPACE, involved.uid, queued)
         self._recorded[key] = now
         self._recorded.move_to_end(key)
+        # Forgetting the oldest at worst sends one Event twice.
         while len(self._recorded) > RECORDED_LIMIT:
             self._recorded.popitem(last=False)
         self._has_queued.set()
@@ -96,8 +99,11 @@ class EventRecorder:
             while not self._queue:
                 self._has_queued.clear()
                 await self._has_queued.wait()
+            # A token bucket: a rollout that fails shows its reason at once, a ReplicaSet that goes on failing writes
+            # one Event a second.
             credit = min(BURST, credit + (self._clock() - spent_at) / self._interval_s)
             if credit < 1:
+                # What is sent is chosen after the wait: a namespace that comes meanwhile has its turn.
                 await asyncio.sleep((1 - credit) * self._interval_s)
                 credit = 1.0
             credit, spent_at = credit - 1, self._clock()
@@ -109,6 +115,7 @@ class EventRecorder:
                 await api.create_event(event)
             except Unavailable as e:
                 if tried == TRIES:
+                    # An API server that is away for longer would hold all Events behind this one.
                     self._drop(event, str(e))
                     return
                 await asyncio.sleep(self._backoff.delay_s(tried))
@@ -141,6 +148,7 @@ class PodEvents(EventRecorder):
     def warned(self, pod: Pod, reason: str, detail: str) -> None:
         """The same for what is no refusal. Once per pod, reason and text, also in the log: who corrects an annotation and
         makes another mistake must hear of it."""
+        # The log as often as the Event: admission may ask a hundred times about one pod.
         if self.record(_pod(pod), reason, detail, key=(pod.uid, reason, detail[:_KEY_CHARS])):
             log.warning("pod_warned", pod=f"{pod.namespace}/{pod.name}", reason=reason, detail=detail)
 
@@ -181,6 +189,7 @@ def _event(involved: ObjectReference, reason: str, message: str, type_: str, rep
     at = now.strftime("%Y-%m-%dT%H:%M:%SZ")
     return Event(
         metadata=EventMeta(
+            # 253 characters are allowed; the suffix takes sixteen.
             name=f"{involved.name[:230].rstrip('-.')}.{int(now.timestamp() * 1e6):x}",
             namespace=involved.namespace or NODE_NAMESPACE,
         ),
@@ -190,6 +199,7 @@ def _event(involved: ObjectReference, reason: str, message: str, type_: str, rep
         type=type_,
         source=EventSource(component=COMPONENT, host=reporter),
         reporting_component=COMPONENT,
+        # The API server refuses longer ones.
         reporting_instance=reporter[:128],
         first_timestamp=at,
         last_timestamp=at,

@@ -123,8 +123,10 @@ class NodeFieldsWriter(Generic[T]):
         fields, failures = self._fields, 0
         refused_backoff = Backoff(base_s=self._backoff.base_s, cap_s=fields.period_s)
         while True:
+            # Before the comparison: a change during it is another one.
             self._is_changed.clear()
             try:
+                # Read and patch together: the client bounds each of them.
                 async with asyncio.timeout(CALL_TIMEOUT_S):
                     is_patched = await self._reconcile(api)
             except (AgentError, TimeoutError) as e:
@@ -135,18 +137,23 @@ class NodeFieldsWriter(Generic[T]):
                     # Not a whole period at first: an API server that has just started may not know its roles yet.
                     await asyncio.sleep(refused_backoff.delay_s(failures))
                     continue
+                # Never sooner than after a success, however many changes come.
                 delay_s = self._backoff.delay_s(failures)
                 await asyncio.sleep(min(delay_s, fields.gap_s))
+                # A change ends the rest of the wait: after an outage the list of pods is one.
                 await wait_for(self._is_changed, delay_s - min(delay_s, fields.gap_s))
                 continue
             failures, self._failure_reported = 0, ("", float("-inf"))
+            # Changes within this time become one patch.
             await asyncio.sleep(fields.gap_s if is_patched else min(BURST_S, fields.gap_s))
+            # At the latest then: what somebody else undid makes no change here.
             await wait_for(self._is_changed, fields.period_s if self._is_known else NOT_KNOWN_S)
 
     async def _reconcile(self, api: KubeApi) -> bool:
         """One comparison; whether the node was patched."""
         desired = self._desired()
         node = self._node
+        # Who changes with every pod must not read the node for each: its last patch returned it.
         if desired is not None and (node is None or not self._fields.change_often or self._is_read_due()):
             node = self._node = parse_node(await api.get_node(self._node_name))
             self._read_at = self._clock()
@@ -158,12 +165,14 @@ class NodeFieldsWriter(Generic[T]):
         self._report_labels(patch)
         if patch.is_empty:
             return False
+        # Capacity is in the subresource status, which has a right of its own.
         if patch.capacity:
             raw_node = await api.patch_node_capacity(self._node_name, patch.capacity)
         else:
             raw_node = await api.patch_node_metadata(
                 self._node_name, labels=patch.labels, annotations=patch.annotations
             )
+        # As the API server has it now, with what others wrote meanwhile.
         self._node = parse_node(raw_node)
         self._report_written(patch)
         return True
@@ -172,6 +181,7 @@ class NodeFieldsWriter(Generic[T]):
         return self._clock() - self._read_at >= self._fields.period_s
 
     def _report_written(self, patch: NodePatch) -> None:
+        # Allocations change with every pod; labels are worth a line.
         (log.debug if self._fields.change_often else log.info)(
             "node_fields_written",
             node=self._node_name,
@@ -193,6 +203,7 @@ class NodeFieldsWriter(Generic[T]):
     def _report_failure(self, error: str, is_refused: bool) -> None:
         """The same one once an hour."""
         reported, at = self._failure_reported
+        # A right that is missing for good would otherwise fill the log with one text.
         if reported == error and self._clock() - at < REPORT_AGAIN_S:
             return
         self._failure_reported = (error, self._clock())

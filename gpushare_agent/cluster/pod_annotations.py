@@ -57,13 +57,16 @@ def pod_annotations(
     asking = [
         container
         for container in pod.containers
+        # gpu-manager numbers main containers alone; its tools know no others.
         if container.kind is ContainerKind.MAIN and ((asked := request_of(container, names)).cores or asked.units)
     ]
     found = {c.position: a for c in asking if (a := allocations.get(ContainerKey(pod.uid, c.name))) is not None}
+    # `true` says that the whole pod has its GPUs; a container that is still to be admitted may be refused.
     if not asking or len(found) < len(asking) or not all(a.bound_ids for a in found.values()):
         return {}
     desired = {GPU_ASSIGNED_ANNOTATION: "true"}
     for position, allocation in found.items():
+        # The index of a lost GPU is not known, and a part of the list would name a wrong one.
         if all(gpu in index for gpu in allocation.gpus):
             numbers = sorted(index[gpu] for gpu in allocation.gpus)
             desired[f"{PREDICATE_GPU_INDEX_PREFIX}{position}"] = ",".join(map(str, numbers))
@@ -77,6 +80,7 @@ def _gpushare_annotations(found: Mapping[int, Allocation], index: Mapping[GpuUui
         return {}
     desired = {GPUSHARE_ASSIGNED_ANNOTATION: "true"}
     gpus = {allocation.gpus[0] for allocation in found.values()}
+    # As above: what the pod has stays as it is.
     if not gpus <= index.keys():
         return desired
     if len(gpus) == 1:
@@ -126,17 +130,22 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
         if new is not None:
             self.compare(new.uid)
         elif old is not None:
+            # Everything by this UID: pods come and go for months.
             for of_pod in (self._queue, self._resize_statuses, self._given):
                 of_pod.pop(old.uid, None)
 
     def compare(self, uid: PodUid) -> None:
         """The pod or its allocations changed."""
+        # During the patch the pod may have gone: what is stored for it would never be removed.
         if self.pods.get(uid) is not None:
+            # A pod that waits already keeps its place.
             self._queue.setdefault(uid)
             self._has_queued.set()
 
     def compare_all(self) -> None:
         """The GPUs changed, or time has passed."""
+        # What was patched is forgotten, so that another writer is corrected; refusals stay counted, or they would be
+        # repeated for ever.
         self._given = {
             uid: replace(given, is_due=given.refusals < MOST_REFUSALS)
             for uid, given in self._given.items()
@@ -147,6 +156,7 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
 
     def resize_status(self, pod: Pod, status: str | None) -> None:
         """What is in force of the pod's annotation `gpushare-agent/resize`; None removes the status annotation."""
+        # A resize may end after its pod.
         if self.pods.get(pod.uid) is not None:
             self._resize_statuses[pod.uid] = status
             self.compare(pod.uid)
@@ -165,10 +175,12 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
                 failures = 0
             else:
                 failures += 1
+                # At the end of the queue: a pod that cannot be patched now must not hold up the others.
                 self._queue.setdefault(uid)
                 await asyncio.sleep(self.backoff.delay_s(failures))
 
     def _is_comparison_due(self) -> bool:
+        # Without a change of any pod a comparison finds nothing but what is to be tried again.
         refusals = (given.refusals for given in self._given.values())
         return self.pods.version != self._compared_version or any(0 < count < MOST_REFUSALS for count in refusals)
 
@@ -182,9 +194,11 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
         desired: dict[str, str | None] = dict(self.desired(pod))
         if uid in self._resize_statuses:
             desired[RESIZE_STATUS_ANNOTATION] = self._resize_statuses[uid]
+        # Only what differs, and nothing is removed: annotations of an extender stay.
         different = {name: value for name, value in desired.items() if pod.annotations.get(name) != value}
         given = self._given.get(uid)
         is_same = given is not None and given.annotations == desired
+        # The watch may not have shown our own patch yet, or the API server has refused it.
         if not different or (given is not None and is_same and not given.is_due):
             return True
         if GPUSHARE_ASSIGNED_ANNOTATION in desired and GPUSHARE_ASSUME_TIME_ANNOTATION not in pod.annotations:
@@ -198,6 +212,7 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
             return False
         except (NotFound, Conflict) as e:
             self.metrics.pod_annotated("gone")
+            # The pod is gone, or another has its name: the watch will say so.
             log.info("pod_annotations_needless", pod=f"{pod.namespace}/{pod.name}", error=str(e))
         except AgentError as e:
             refusals = 1 + (given.refusals if given is not None and is_same else 0)

@@ -100,28 +100,36 @@ class PodsFeed(Handler):
         return self.put_pod(read_pod_json(raw))
 
     def put_pod(self, read: PodJson) -> bool:
+        # Whoever was missing and had a bind under way may be resolved by now: no event comes for a pod that is gone.
         self._drop_missing()
+        # Before anything is parsed: nearly all pods of a cluster end here.
         if not asks_for_ours(read, self._names):
             return False
         pod = lean_pod(read, self._names)
+        # The containers ask for zero of our resources; or the pod has ended, and the selector of the watch has not
+        # dropped it yet.
         if not pod.containers or pod.is_terminal:
             return False
         if pod.node_name:
             self._unscheduled.pop(pod.uid, None)
         else:
             self._unscheduled[pod.uid] = pod
+        # The quota first: ClusterState tells it of the reservation, which it counts by the pod.
         self._quota.put_pod(pod)
         self._state.put_pod(pod, self._clock())
+        # Last: it needs the reservation that put_pod may have made.
         self._compare(pod, _first(predicate_annotations(read)))
         return True
 
     def list_begins(self) -> None:
+        # By a list the pods that ended while the watch was away are noticed; the informer knows only those that it had.
         self._before_list = {reservation.pod_uid for reservation in self._state.reservations()}
 
     def list_ended(self, keys: Collection[str], missing: Collection[str], version: str) -> None:
         """A pod that had a reservation before the list began, and is not listed, is gone, whether the informer ever knew it
         or not."""
         super().list_ended(keys, missing, version)
+        # A reservation made while the pages came is not among them: its pod may be younger than the list.
         self._missing |= self._before_list.difference(keys)
         self._before_list = set()
         self._drop_missing()
@@ -130,6 +138,7 @@ class PodsFeed(Handler):
         """Except those with a bind under way: the binder resolves them first."""
         for uid in sorted(self._missing):
             known = self._state.reservation(uid)
+            # An ASSUMED reservation is the binder's: to drop it would give GPUs away that a late bind may still take.
             if known is None or known.stage is not Stage.ASSUMED:
                 self._missing.discard(uid)
                 self.remove(uid)
@@ -145,10 +154,12 @@ class PodsFeed(Handler):
     def reported(self, uids: Collection[PodUid]) -> None:
         """The agent of a node has reported what these pods have."""
         self._drop_missing()
+        # Only now can the two be compared: the annotations came before the report.
         for uid in sorted(self._unreported.keys() & uids):
             self._compare(*self._unreported[uid])
 
     def _compare(self, pod: Pod, written: Mapping[str, str]) -> None:
+        # Each comparison starts anew: the newest version of the pod alone says in which of the sets it is.
         self._unreported.pop(pod.uid, None)
         if not self._leads():
             self._foreign.pop(pod.uid, None)
@@ -156,8 +167,10 @@ class PodsFeed(Handler):
         reservation = self._state.reservation(pod.uid)
         if _is_accounted_for(written, reservation):
             self._foreign.pop(pod.uid, None)
+        # Not foreign yet: an agent's report follows its annotations within a second or two.
         elif _may_be_agents(pod, written, reservation):
             self._unreported[pod.uid] = pod, written
+        # Once a pod: the watch delivers it again with every change of its status.
         elif pod.uid not in self._foreign:
             self._foreign[pod.uid] = None
             self._metrics.foreign_predicate()
@@ -167,6 +180,7 @@ class PodsFeed(Handler):
         """Limited, for any tenant can write annotations; an ended pod still counts, or new pods could fill the log."""
         now = self._clock()
         oldest = next(iter(self._logged_at), None)
+        # A dictionary keeps the order of insertion, so the oldest are in front.
         while oldest is not None and now - self._logged_at[oldest] >= REPORT_PERIOD_S:
             del self._logged_at[oldest]
             oldest = next(iter(self._logged_at), None)
@@ -187,6 +201,7 @@ def _first(written: Mapping[str, str]) -> Mapping[str, str]:
     """At most MAX_ANNOTATIONS, the node's before the containers'."""
     if len(written) <= MAX_ANNOTATIONS:
         return written
+    # A pod may have thousands of such names. The node's is the one that the comparison needs most.
     names = sorted(written, key=lambda name: (name != PREDICATE_NODE_ANNOTATION, name))
     return {name: written[name] for name in names[:MAX_ANNOTATIONS]}
 
@@ -195,12 +210,16 @@ def _is_accounted_for(written: Mapping[str, str], reservation: Reservation | Non
     """Whether the annotations are our plan, or what the agent reports."""
     if not written:
         return True
+    # Without the node's annotation the indexes count for the node that the pod is on.
     if reservation is None or written.get(PREDICATE_NODE_ANNOTATION, reservation.node) != reservation.node:
         return False
     indexes = {name: text for name, text in written.items() if name.startswith(PREDICATE_GPU_INDEX_PREFIX)}
     planned = plan_annotations(reservation.plan, PREDICATE_GPU_INDEX_PREFIX)
+    # A part of the plan is not foreign: another client may have removed some of its annotations.
     if all(planned.get(name) == text for name, text in indexes.items()):
         return True
+    # The agent writes what it allocated, which may differ from the plan; by container it is not known here, so the GPUs
+    # of the whole pod are compared.
     allocated = {str(index) for index in reservation.plan.charges}
     return reservation.stage is Stage.CONFIRMED and all(
         part in allocated for text in indexes.values() for part in text.split(",")
@@ -211,6 +230,7 @@ def _may_be_agents(pod: Pod, written: Mapping[str, str], reservation: Reservatio
     """Whether the agent may have written the GPUs: it writes them into the pod as well, often before it reports them on its
     node."""
     is_confirmed = reservation is not None and reservation.stage is Stage.CONFIRMED
+    # An agent writes none for the node; one that names another node is not its work.
     is_here = written.get(PREDICATE_NODE_ANNOTATION, pod.node_name) == pod.node_name
     return bool(pod.node_name) and is_here and not is_confirmed
 
@@ -243,11 +263,14 @@ class NodesFeed(Handler):
 
     def put(self, raw: Raw) -> bool:
         reading = self._read(raw)
+        # Also where the node counts all the same: without its annotation its capacity is only divided evenly.
         self._log_problem(self.key(raw), reading.problem)
         if reading.node is None:
             return False
+        # Before the state: the reservations that it makes for bound pods count by the node's model.
         self._quota.put_node(reading.node)
         self._state.put_node(reading.node, self._clock())
+        # After the state has the report, or a pod's reservation would not be found.
         self._compare(reading.node)
         self._reported((reading.node.allocated or {}).keys())
         return True
@@ -265,9 +288,11 @@ class NodesFeed(Handler):
             reservation = self._state.reservation(uid)
             planned = {gpu for one in reservation.plan.containers for gpu in one.gpus} if reservation else set()
             allocated = set(charges)
+            # No plan: the pod was bound before this process started, or by another scheduler.
             if reservation is None or not planned or planned == allocated:
                 continue
             self._elsewhere.setdefault(node.name, set()).add(uid)
+            # Once for each: a node is delivered again with every report.
             if uid not in former:
                 self._metrics.disagreed()
                 log.warning(
@@ -308,6 +333,7 @@ class QuotaFeed(Handler):
 
     def put(self, raw: Raw) -> bool:
         try:
+            # Setting it wakes the pods that wait for a quota.
             self._state.quota = parse_quota(decoded(_CONFIG_MAP, raw, "quota: the ConfigMap").data or {})
         except Corrupt as e:
             self._report_malformed(raw, str(e))
@@ -322,7 +348,9 @@ class QuotaFeed(Handler):
         return True
 
     def remove(self, key: str) -> None:
+        # As in gpu-admission: without a ConfigMap nobody is limited.
         self._state.quota = Quota()
+        # A malformed ConfigMap that comes next has no good one before it: what was deleted is not in force.
         self._was_good = False
         self._metrics.quota_loaded("absent")
         log.warning("quota_gone", config_map=key, then="no namespace is limited")
@@ -331,6 +359,7 @@ class QuotaFeed(Handler):
         self._metrics.quota_loaded("malformed")
         then = "the last good one stays in force"
         if not self._was_good:
+            # To allow everything would let a mistake in the text lift all limits.
             self._state.quota = None
             then = "pods that ask for GPUs are refused, for there was no good one before"
         log.error("quota_malformed", error=error, then=then, cure=f"correct the key {QUOTA_KEY} of the ConfigMap")
@@ -345,4 +374,5 @@ class QuotaFeed(Handler):
             resource_version=meta.version,
         )
         message = f"{error}. Meanwhile {then}."
+        # An Event too: who edits the ConfigMap does not read the extender's log.
         self._events.record(involved, MALFORMED, message, key=(MALFORMED, namespace, name, error))

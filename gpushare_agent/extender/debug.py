@@ -55,6 +55,7 @@ class StatePages:
     def __init__(self, *, head: Callable[[], Mapping[str, object]], nodes: KnownNodes) -> None:
         self._head = head
         self._nodes = nodes
+        # One at a time: each page takes a share of the loop that the scheduler's verbs need.
         self.show = RequestQueue().one_at_a_time(self._show)
 
     async def _show(self, request: web.Request) -> web.Response:
@@ -68,6 +69,7 @@ class StatePages:
                 return json_answer(request, {"error": f"no node {asked['node']} is known"}, status=404)
             shown, rest = [asked["node"]], 0
         else:
+            # By name, not by number: nodes come and go between two pages, and none is shown twice or left out for it.
             begin = bisect.bisect_right(names, asked["after"]) if asked["after"] else 0
             shown = list(names[begin : begin + asked["limit"]])
             rest = len(names) - begin - len(shown)
@@ -76,6 +78,7 @@ class StatePages:
         return await body.answer(request)
 
     def _pieces(self, head: Mapping[str, object], names: Sequence[str]) -> Iterator[bytes]:
+        # The head's object stays open: the nodes follow in it, one slice after the other.
         yield encode(head)[:-1] + b',"nodes":['
         comma = b""
         for name in names:

@@ -148,22 +148,26 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
             StartupError: the address or the certificate cannot be used.
         """
         config = self.config
+        # Before the port is taken: a process that cannot serve must not look as if it listened.
         context = tls_context(config.tls) if config.tls is not None else None
         server = HttpServer("extender", self._routes(), limits=self._limits(), tls=context)
         try:
             listeners = await listen_tcp(config.addr, config.port, backlog=BACKLOG)
         except Unavailable as e:
             raise StartupError(f"{e}; choose another extender.addr or extender.port, or end the other program") from e
+        # Port 0 has the system choose one, for tests and for processes side by side.
         self.bound_port = listeners[0].getsockname()[1]
         self._is_listening.set()
         log.info("extender_listening", addr=config.addr, port=self.bound_port, is_tls=context is not None)
         try:
             async with asyncio.TaskGroup() as group:
                 if context is not None and config.tls is not None:
+                    # Beside the server, so that it ends with it; a failure of the one ends the other.
                     group.create_task(reload_certificate(context, config.tls), name="certificate")
                 await server.serve(listeners)
         finally:
             self._is_listening.clear()
+        # For the type: `serve` returns only by an exception.
         raise AssertionError("unreachable: the server serves until it is cancelled")
 
     def _limits(self) -> HttpLimits:
@@ -181,11 +185,14 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
         of_webhook = []
         if webhook is not None:
             is_open = not webhook.needs_certificate
+            # No condition of leadership: to turn a pod's limits into claims needs nothing that only a leader knows.
             answer = self._verb("mutate", webhook.mutate, self._long_reviews, is_open=is_open, ready=lambda: ())
+            # Without the setting the path is not there, so that a webhook configuration left behind fails visibly.
             of_webhook = [web.post("/mutate-pods", answer)]
         return [
             *of_webhook,
             web.post("/scheduler/filter", self._verb("filter", verbs.filter)),
+            # gpu-admission's path; `filter` is the usual one. The same of `priorities`.
             web.post("/scheduler/predicates", self._verb("filter", verbs.filter)),
             web.post("/scheduler/priorities", self._verb("prioritize", verbs.prioritize)),
             web.post("/scheduler/prioritize", self._verb("prioritize", verbs.prioritize)),
@@ -220,10 +227,13 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
             except UnreadError as e:
                 self.metrics.request(name, "bad", 0.0)
                 unread = web.Response(status=e.status, text=f"{e}\n")
+                # What is left of the body would be read as the next request.
                 unread.force_close()
                 return unread
+            # The lease may have been lost while the body came: no decision after that.
             if reasons := not_ready():
                 return self._unready(name, reasons)
+            # Without the time that the client took to send it.
             began_at = time.monotonic()
             result = await verb(content)
             self.metrics.request(name, result.outcome, time.monotonic() - began_at)
@@ -234,11 +244,13 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
 
     async def _body(self, request: web.Request, bound: _LongBodies) -> bytes:
         """The whole body. Raises UnreadError."""
+        # kit/http_server.py has refused chunked bodies, so the header says how long it will be.
         length = request.content_length or 0
         if length <= SHORT_BYTES:
             return await self._content(request)
         if length > bound.most_bytes:
             raise UnreadError(413, f"a request of {length} bytes; at most {bound.most_bytes} are read here")
+        # Refused rather than queued: a queue of long bodies is the memory that this bounds.
         if bound.reading >= bound.at_once:
             raise UnreadError(503, f"{bound.at_once} long requests are being read already; try again")
         bound.reading += 1
@@ -258,6 +270,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
 
     def _is_known(self, request: web.Request) -> bool:
         """The TLS layer has checked any certificate that was shown."""
+        # Without authorities whoever reaches the port is the scheduler; the default address is 127.0.0.1.
         if self.config.tls is None or self.config.tls.client_ca is None:
             return True
         return request.transport is not None and bool(request.transport.get_extra_info("peercert"))
@@ -272,6 +285,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
 
     async def _show_state(self, request: web.Request) -> web.StreamResponse:
         if not self._is_known(request):
+            # As for the verbs: the state names pods of every namespace.
             return web.Response(status=403, text=_UNKNOWN_CLIENT)
         return await self.pages.show(request)
 
@@ -282,6 +296,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
         return web.Response(text="ok\n")
 
     async def _show_readiness(self, _request: web.Request) -> web.Response:
+        # Not `ready`: a Deployment's update waits for readiness of all replicas, and only one leads.
         reasons = self.warm()
         return _unavailable(reasons) if reasons else web.Response(text="ok\n")
 
@@ -308,6 +323,7 @@ def tls_context(tls: Tls) -> ssl.SSLContext:
         context.load_cert_chain(tls.cert, tls.key)
         if tls.client_ca is not None:
             context.load_verify_locations(tls.client_ca)
+            # Optional in TLS, for a kubelet's probe of health has no certificate; the verbs ask for it themselves.
             context.verify_mode = ssl.CERT_OPTIONAL
     except (OSError, ssl.SSLError) as e:
         raise StartupError(
@@ -323,11 +339,13 @@ async def reload_certificate(context: ssl.SSLContext, tls: Tls, *, period_s: flo
     while True:
         await asyncio.sleep(period_s)
         now = _stamps(tls)
+        # None: a file is not there at this moment; the certificate in use stays.
         if now == seen or now is None:
             continue
         try:
             context.load_cert_chain(tls.cert, tls.key)
         except (OSError, ssl.SSLError) as e:
+            # `seen` stays, so it is tried again: certificate and key may be of two versions for a moment.
             log.warning(
                 "certificate_not_reloaded", cert=str(tls.cert), error=str(e), then="the former one stays in use"
             )

@@ -141,10 +141,12 @@ def parse_nodes_args(content: bytes, names: ResourceNames) -> NodesArgs:
     what = "ExtenderArgs"
     args = request_of(_NODES_ARGS, content, what, BYTES_OF_A_NODES_VALUE)
     pod = _pod(args.pod, what, names)
+    # nodeCacheCapable: kube-scheduler sends names where it may, else whole nodes.
     if args.node_names is not None:
         return NodesArgs(pod=pod, names=args.node_names)
     if args.nodes is None:
         raise Corrupt(f"{what}: neither Nodes nor NodeNames is there")
+    # Of each node the name alone is read: the rest is sent back as it came, and the state has what counts.
     items = enumerate(args.nodes.items or ())
     by_name = {decoded(_NODE, raw, f"{what}.Nodes.items[{n}]").metadata.name: raw for n, raw in items}
     return NodesArgs(pod=pod, names=list(by_name), raw_nodes=by_name)
@@ -153,6 +155,7 @@ def parse_nodes_args(content: bytes, names: ResourceNames) -> NodesArgs:
 def parse_bind_args(content: bytes) -> BindArgs:
     """Raises Corrupt."""
     what = "ExtenderBindingArgs"
+    # Before it is decoded: a bind has no list that could be long.
     if len(content) > BIND_BYTES:
         raise Corrupt(f"{what}: {len(content)} bytes are no scheduler's request")
     args = request_of(_BIND_ARGS, content, what)
@@ -167,11 +170,13 @@ def parse_preempt_args(content: bytes, names: ResourceNames) -> Steps[PreemptArg
     victims: dict[str, Sequence[PodUid]] = {}
     violations: dict[str, int] = {}
     read = 0
+    # kube-scheduler sends whole pods, or with nodeCacheCapable their UIDs. Both are read in the same way.
     for field in ("NodeNameToVictims", "NodeNameToMetaVictims"):
         of_nodes = args.node_name_to_victims if field == "NodeNameToVictims" else args.node_name_to_meta_victims
         for node, of_node in (of_nodes or {}).items():
             victims[node], violations[node] = _uids(of_node, f"{what}.{field}, node {node}"), of_node.violations
             read += 1 + len(victims[node])
+            # A node without victims counts as well: there may be thousands of those.
             if read >= VICTIMS_OF_A_STEP:
                 read = 0
                 yield
@@ -186,10 +191,12 @@ def filter_result(answer: Filtered, args: NodesArgs | None) -> bytes:
         if args.raw_nodes is None:
             names = list(answer.fitting)
         else:
+            # Joined as bytes, never decoded: whole nodes are several KiB each.
             nodes = b'{"metadata":{},"items":[' + b",".join(args.raw_nodes[name] for name in answer.fitting) + b"]}"
     others = _encoded(
         {
             "NodeNames": names,
+            # Sorted, so that the same state gives the same bytes.
             "FailedNodes": dict(sorted(answer.failed.items())),
             "FailedAndUnresolvableNodes": dict(sorted(answer.unresolvable.items())),
             "Error": answer.error,
@@ -214,6 +221,7 @@ def preemption_result(victims: Mapping[str, Sequence[PodUid]], violations: Mappi
     written = 0
     for node, uids in sorted(victims.items()):
         of_node = {"Pods": [{"UID": uid} for uid in uids], "NumPDBViolations": violations.get(node, 0)}
+        # Node by node: the whole answer encoded at once held the loop for 107 ms with 140,000 victims.
         pieces.append(_encoded(node) + b":" + _encoded(of_node))
         written += 1 + len(uids)
         if written >= VICTIMS_OF_A_STEP:
@@ -249,10 +257,12 @@ def _pod(raw: Raw, what: str, names: ResourceNames) -> Pod:
 def _uids(victims: _Victims, where: str) -> list[PodUid]:
     found = decoded(_PODS, victims.pods, where) or []
     uids = [victim.metadata.uid if victim.metadata is not None else victim.uid for victim in found]
+    # A victim that is left out would be a pod of which the scheduler believes that it need not end.
     if None in uids:
         raise Corrupt(f"{where}: a victim without a UID")
     return [PodUid(uid) for uid in uids if uid is not None]
 
 
 def _encoded(raw: object) -> bytes:
+    # A name in the request may have half a surrogate pair, which UTF-8 cannot have.
     return json.dumps(raw, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")

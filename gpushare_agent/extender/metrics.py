@@ -27,6 +27,7 @@ class ExtenderMetrics:
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
+        # Its own, not the library's global one: tests and the dashboard make several in one process.
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         build = Gauge(
@@ -159,6 +160,7 @@ class ExtenderMetrics:
 
     def exposition(self, accept: str) -> tuple[str, bytes]:
         """Content type and text, in the format that an Accept header asks for."""
+        # Prometheus asks for OpenMetrics, a person with curl gets the text format.
         encode, content_type = choose_encoder(accept)
         return content_type, encode(self.registry)
 
@@ -172,6 +174,7 @@ def _counter(
 ) -> Counter:
     """`begin` are the label values known from the start."""
     counter = Counter(f"gpushare_extender_{name}", documentation, labels, registry=registry)
+    # A label set that first appears with its first event has no increase for rate() to see.
     for values in begin:
         counter.labels(*values)
     return counter

@@ -62,9 +62,12 @@ def read_node(raw: Raw, names: ResourceNames, *, model_label: str, pool_label: s
     """`names` must be those of the node's agent. `model_label` and `pool_label` name the node's labels."""
     read = read_node_json(raw)
     name = read.meta.name
+    # The schema reads what is no node as empty.
     if not name:
         return NodeReading(node=None, problem="a node without a name is left out")
     counts = _counts(read.status, names)
+    # The device plugin's resources say that an agent serves this node; annotations of a removed agent may be left
+    # behind.
     offered = [counts[resource] for resource in (names.vcore, names.gpu_mem) if resource in counts]
     if not offered:
         return NodeReading(node=None)
@@ -92,6 +95,7 @@ def read_node(raw: Raw, names: ResourceNames, *, model_label: str, pool_label: s
                     )
             node = ClusterNode(name=name, gpus=gpus, topology=topology, model=model, pool=pool, allocated=allocated)
             return NodeReading(node=node, problem=problem)
+    # gpu-manager's nodes have no annotation, nor has a node whose agent may not write it: the counts are all there is.
     return NodeReading(node=_even_node(name, counts, names, model, pool), problem=problem)
 
 
@@ -104,8 +108,10 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
     gpus = sorted(reported.gpus, key=lambda gpu: gpu.index)
     if not gpus:
         raise Corrupt("it lists no GPUs")
+    # Checked before the matrix of links is made, which has the square of it.
     if gpus[-1].index >= MAX_GPUS:
         raise Corrupt(f"it has a GPU {gpus[-1].index}; only indexes below {MAX_GPUS} are supported")
+    # With other blocks the same number would be another amount of memory: plans would not fit.
     if reported.memory_block_mib not in (None, names.memory_block_mib):
         raise Corrupt(
             f"its memory blocks are of {reported.memory_block_mib} MiB, here they are of {names.memory_block_mib}: make the "
@@ -118,7 +124,9 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
         replace(  # without what the topology has
             gpu,
             uuid=uuid,
+            # Allocatable 0: the device plugin is not registered now, whatever the annotation says of the GPUs.
             is_healthy=is_offered and gpu.is_healthy and not gpu.cordoned,
+            # A cluster has a few models and tens of thousands of GPUs.
             name=sys.intern(gpu.name),
             numa=None,
             links=(),
@@ -137,6 +145,7 @@ def _topology_of(gpus: Iterable[GpuReport]) -> Topology:
     """`links` of a GPU follow the order of the list, the matrix the indexes. A GPU without links is far from all."""
     in_order = tuple(gpus)
     size = len(in_order)
+    # A shorter list would attribute links to the wrong GPUs.
     if any(len(gpu.links) not in (0, size) for gpu in in_order):
         raise Corrupt("the `links` of a GPU are not one text for each GPU")
     return _topology(
@@ -150,6 +159,7 @@ def _topology_of(gpus: Iterable[GpuReport]) -> Topology:
 def _topology(indexes: tuple[int, ...], texts: tuple[tuple[str, ...], ...], numa: tuple[int | None, ...]) -> Topology:
     """One object for all nodes of one build."""
     size = max(indexes, default=-1) + 1
+    # Far from all until the annotation says otherwise: an index may be missing where a GPU is gone.
     kinds = ((LinkKind.SELF if a == b else LinkKind.SYS for b in range(size)) for a in range(size))
     matrix = [[Link(kind=kind) for kind in row] for row in kinds]
     nodes: list[int | None] = [None] * size
@@ -162,6 +172,8 @@ def _topology(indexes: tuple[int, ...], texts: tuple[tuple[str, ...], ...], numa
             matrix[a][b] = link
     for a in range(size):
         for b in range(a):
+            # Links have no direction: where the two differ one of them is wrong, and the tree would depend on which is
+            # read first.
             if matrix[a][b] != matrix[b][a]:
                 raise Corrupt(f"the links of GPUs {b} and {a} to each other differ")
     return build_topology(matrix, nodes)
@@ -169,6 +181,7 @@ def _topology(indexes: tuple[int, ...], texts: tuple[tuple[str, ...], ...], numa
 
 def _even_node(name: str, counts: Mapping[str, int], names: ResourceNames, model: str, pool: str) -> ClusterNode | None:
     number, memory_mib = even_gpus(counts, names)
+    # Capacity is what anybody who may patch the node's status says.
     number = min(number, MAX_GPUS)
     if not number:
         return None
@@ -184,6 +197,7 @@ def _even_node(name: str, counts: Mapping[str, int], names: ResourceNames, model
 def _counts(status: NodeStatus, names: ResourceNames) -> dict[str, int]:
     """Allocatable of each resource that the node has: without the devices of unhealthy GPUs."""
     capacity, allocatable = status.capacity or {}, status.allocatable or {}
+    # Allocatable leaves out unhealthy devices. A node that has just registered may have capacity alone.
     reported = {name: allocatable.get(name, capacity.get(name)) for name in names.names}
     return {name: _count(quantity) for name, quantity in reported.items() if quantity is not None}
 
@@ -198,6 +212,7 @@ def _count(quantity: Quantity) -> int:
 def _label(labels: Mapping[str, str], name: str) -> str:
     """Empty where the node has no such label, or one that Kubernetes would not take."""
     value = labels.get(name, "")
+    # Longer ones are not Kubernetes' labels; interned, for nodes share a few values.
     return sys.intern(value) if len(value) <= _MAX_LABEL_CHARS else ""
 
 
@@ -207,6 +222,7 @@ def _label(labels: Mapping[str, str], name: str) -> str:
 def asks_for_ours(pod: PodJson, names: ResourceNames) -> bool:
     """A quick check: most of a cluster's pods ask for nothing of ours."""
     containers = (*(pod.spec.containers or ()), *(pod.spec.init_containers or ()))
+    # Limits: extended resources cannot be overcommitted, so Kubernetes makes requests equal to them.
     return any(not one.limits.keys().isdisjoint(names.names) for one in containers)
 
 
@@ -226,6 +242,7 @@ def lean_pod(read: PodJson, names: ResourceNames) -> Pod:
         resource_version=pod.resource_version,
         node_name=pod.node_name,
         is_deleting=pod.is_deleting,
+        # Not stored: nothing is decided by them, and fifty thousand pods' annotations are most of their memory.
         annotations=_NOTHING,
         labels=_NOTHING,
         container_ids=_NOTHING,

@@ -45,6 +45,7 @@ class Extender(Struct, kw_only=True, eq=False):
 
     async def filter(self, args: NodesArgs) -> Filtered:
         """Where the pod fits. A pod that asks for nothing of ours fits everywhere."""
+        # A scheduler without managedResources sends every pod.
         if not args.pod.containers:
             return Filtered(fitting=list(args.names))
         if self.reserves_at_filter:
@@ -68,6 +69,7 @@ class Extender(Struct, kw_only=True, eq=False):
 
     async def _filter(self, args: NodesArgs) -> Filtered:
         found = await in_steps(self.state.filter_steps(args.pod, args.names))
+        # Where the pod fits somewhere, the scheduler binds it or tries again by itself.
         self.quota_waiters.answered(args.pod.uid, () if found.fitting else found.over_quota)
         self.metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
         return found
@@ -75,18 +77,23 @@ class Extender(Struct, kw_only=True, eq=False):
     async def _filter_and_reserve(self, args: NodesArgs) -> Filtered:
         """One node, where the GPUs are reserved."""
         pod = args.pod
+        # Filtered again, so the scheduler has not bound it to the node that it was given: what is reserved there is
+        # free.
         self.binder.release(pod.uid)
         known = self.state.reservation(pod.uid)
+        # A scheduler asks about unscheduled pods only: its cache lags behind the bind.
         if known is not None and known.stage is not Stage.ASSUMED:
             return Filtered(error=f"pod {pod.namespace}/{pod.name} is on node {known.node} already")
         found = await self._filter(args)
         if not found.fitting:
             return found
+        # The name breaks ties, so that the same cluster gives the same node.
         best, _ = min(self.state.prioritize(pod, found.fitting), key=lambda one: (-one[1], one[0]))
         error = await self.binder.reserve(pod, best)
         if error:
             return Filtered(error=f"cannot reserve GPUs of node {best} for pod {pod.namespace}/{pod.name}: {error}")
         others = {name: f"the pod is reserved on node {best}" for name in found.fitting if name != best}
+        # One node alone: a scheduler that binds by itself must take the one with the reservation.
         return Filtered(fitting=[best], failed={**found.failed, **others}, unresolvable=found.unresolvable)
 
 
@@ -122,6 +129,7 @@ class ExtenderVerbs:
             args = parse_nodes_args(content, self._names)
             answer = await self._extender.filter(args)
         except Corrupt as e:
+            # 200 with the field Error: kube-scheduler shows that text, of another status only the number.
             return Result(filter_result(Filtered(error=str(e)), None), "bad")
         return Result(filter_result(answer, args), "error" if answer.error else "ok")
 

@@ -145,18 +145,22 @@ class Replay(Struct, eq=False):
     def run(self) -> Tally:
         impossible = self._impossible()
         for number, arrival in enumerate(self.workload.arrivals):
+            # Whatever ends up to this moment has ended before the pod comes.
             self._play_until(arrival.at_s)
             self._pass_to(arrival.at_s)
+            # It would wait for ever: counted as such, and never tried.
             if arrival.shape in impossible:
                 self._tally.no_node[NoNode.NEVER] += 1
             else:
                 self._try(Job(arrival=arrival, number=number), arrival.at_s)
             if number % _PROGRESS_EVERY == 0:
                 self.on_progress(number)
+        # The rest, until nothing runs and nothing can start: pods that wait then wait for ever.
         self._play_until(None)
         return self._tally
 
     def _impossible(self) -> set[Shape]:
+        # Not a set: the order of the workload, so that every run asks in the same order.
         shapes = dict.fromkeys(arrival.shape for arrival in self.workload.arrivals)
         return {shape for shape in shapes if not self.scheduler.can_ever(self.pods.pod("probe", shape), shape)}
 
@@ -172,6 +176,7 @@ class Replay(Struct, eq=False):
                     self._pausing -= 1
                     self._try(what, at)
                 case Shape():
+                    # Before the retry, which may find that the next of the shape has to be woken later.
                     self._woken.discard(what)
                     self._retry(what, at)
 
@@ -180,19 +185,23 @@ class Replay(Struct, eq=False):
         self._tally.ended_at = now
 
     def _later(self, at: float, kind: _Kind, what: _Running | Job | Shape) -> None:
+        # The number decides between events of one time and kind: the last element has no order.
         heappush(self._events, (at, kind, next(self._order), what))
 
     def _end(self, running: _Running, now: float) -> None:
         placed = running.placed
         self.scheduler.end(placed.pod_uid, running.job.arrival.shape, placed.node)
         self.meter.changed(placed.node)
+        # By arrival over all shapes: who came first is tried first.
         for job in self._waiting.firsts():
             self._retry(job.arrival.shape, now)
 
     def _retry(self, shape: Shape, now: float) -> None:
         """Starts as many waiting pods of the shape as find a node."""
         while (job := self._waiting.first(shape)) is not None:
+            # The first of its shape pauses, and no later one may overtake it.
             if job.ready_at > now:
+                # One event a shape: each end of a pod comes through here.
                 if shape not in self._woken:
                     self._woken.add(shape)
                     self._later(job.ready_at, _Kind.WAKE, shape)
@@ -209,6 +218,7 @@ class Replay(Struct, eq=False):
         if not isinstance(placed, NoNode):
             self._start(job, placed, now)
             return
+        # Counted at the first try alone: later ones depend on how often a pod was tried.
         if job.tries == 0 and job.refusals == 0:
             self._tally.no_node[placed] += 1
         job.found_no_node(now)
@@ -222,9 +232,11 @@ class Replay(Struct, eq=False):
             self._later(now + job.arrival.duration_s, _Kind.END, _Running(job=job, placed=placed))
             return
         self._tally.refusals[placed.reason] += 1
+        # A pod counts once, however many its Job makes after it.
         self._tally.refused_pods += job.refusals == 0
         pause_s = min(MAX_RETURN_S, FIRST_RETURN_S * 2**job.refusals)
         job.refusals += 1
+        # Seven pods in all: Kubernetes counts the failures, not the tries.
         if job.refusals > BACKOFF_LIMIT:
             self._tally.gave_up += 1
         else:
@@ -289,9 +301,11 @@ class Meter:
 
     def advance(self, now: float, waiting: int) -> None:
         """Time goes on to `now` with nothing changed since the last call."""
+        # At fixed times, not at events: quiet hours count as much as busy ones.
         while self._next_sample <= now:
             self._take_sample(self._next_sample, waiting)
             self._next_sample += self._step_s
+        # Only while pods arrive: afterwards the cluster empties whatever the policy is.
         inside = min(now, self._window[1]) - max(self._now, self._window[0])
         if inside > 0:
             self._core_seconds += self._cores * inside
@@ -308,6 +322,7 @@ class Meter:
         self._cores += cores - former_cores
         self._blocks += blocks - former_blocks
         self._highest_cores = max(self._highest_cores, self._cores)
+        # What is unusable is worked out at the next sample: a node changes many times between two.
         self._changed.add(node)
 
     def measured(self) -> Measured:
@@ -344,6 +359,7 @@ class Meter:
         key = tuple(sorted((gpu.free_cores, gpu.free_blocks, gpu.total_blocks) for gpu in gpus))
         known = self._known.get(key)
         if known is None:
+            # Emptied whole: which of them come again is not known, and it happens seldom.
             if len(self._known) >= _KNOWN_NODE_STATES:
                 self._known.clear()
             known = self._known[key] = sum(unusable_cores(gpus, shape) * count for shape, count in self._shapes)
@@ -356,6 +372,7 @@ def unusable_cores(gpus: Sequence[GpuAccount], shape: Shape) -> int:
         return sum(g.free_cores for g in gpus if g.free_cores < shape.cores or g.free_blocks < shape.blocks)
     whole = sorted((gpu.total_blocks for gpu in gpus if gpu.is_free), reverse=True)
     free = sum(gpu.free_cores for gpu in gpus)
+    # No such pod fits the node, so everything free there is of no use to it.
     if len(whole) < shape.whole_gpus or sum(whole[: shape.whole_gpus]) < shape.blocks:
         return free
     return free - CORES_PER_GPU * len(whole)

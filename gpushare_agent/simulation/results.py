@@ -67,6 +67,7 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
 
 def percentile(ordered: Sequence[float], part: float) -> float:
     """The smallest of the sorted values that `part` of them do not exceed; 0 where there are none."""
+    # Nearest rank: always a wait that happened, and 0 for nobody.
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else 0.0
 
 
@@ -184,7 +185,9 @@ def _replay(
     scheduler = Scheduler(
         cluster,
         policy,
+        # The policy is that of nodes; the GPUs on a node are the agents' setting in all of them.
         replace(rules.agents, node_policy="spread" if policy is Policy.SPREAD else "binpack"),
+        # One for each policy: how often one of them draws must not change another's result.
         chance=Random(f"{rules.seed}/{policy}"),
         per_try=rules.per_try,
     )
@@ -192,6 +195,7 @@ def _replay(
         cluster,
         typical_shapes(Counter(arrival.shape for arrival in workload.arrivals)),
         scheduler.gpus,
+        # All arrive at once where the window is empty: then the time until all would have ended.
         window=(begin_s, begin_s + (workload.window_s or workload.span_s)),
         step_s=workload.span_s / SAMPLES or 1.0,
     )

@@ -99,12 +99,14 @@ async def open_kube_session(
     kubeconfig: Path | None, timeouts: KubeTimeouts, cure: str, context: str = ""
 ) -> AsyncIterator[KubeSession]:
     """What a client of the API server is made of. Raises as `open_kube_api`."""
+    # Before anything is opened: a wrong configuration is an error of the start, not of the first request.
     source = find_configuration(kubeconfig, os.environ, context)
     session = KubeSession(source, connect_s=timeouts.connect_s, cure=cure)
     try:
         await session.open()
         yield session
     finally:
+        # Also where `open` failed halfway.
         await session.close()
 
 
@@ -154,6 +156,7 @@ class KubeApi(KubeLists):
         request = Request(
             what=f"read {path} of pod {namespace}/{name} through the API server",
             method="GET",
+            # Scheme, name and port are one element of the proxy's path.
             path=f"/api/v1/namespaces/{segment(namespace)}/pods/http:{segment(name)}:{port}/proxy{path}",
             query=tuple(sorted(query.items())),
         )
@@ -166,6 +169,7 @@ class KubeApi(KubeLists):
     ) -> Raw:
         """Set the annotations, remove those that are None; the pod as it is then. Conflict where another pod has the
         name now."""
+        # With the UID the API server answers 409 where another pod has the name by now.
         metadata = {"uid": uid, "annotations": dict(sorted(annotations.items()))}
         what = f"patch the annotations of pod {namespace}/{name}"
         return await self._send("PATCH", what, pod_path(namespace, name), {"metadata": metadata})
@@ -192,6 +196,7 @@ class KubeApi(KubeLists):
 
     async def delete_pod(self, namespace: str, name: str, uid: PodUid) -> None:
         """Delete this very pod. Conflict where another pod has the name now."""
+        # The UID as a precondition: a pod made anew under this name stays.
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         await self._send("DELETE", f"delete pod {namespace}/{name}", pod_path(namespace, name), body)
 
@@ -203,6 +208,7 @@ class KubeApi(KubeLists):
 
     async def can_i(self, verb: str, resource: str) -> bool:
         """Whether our credentials allow this in all namespaces; `resource` may be "pods" or "pods/status"."""
+        # The review has a field for each; "pods/status" as a resource is never allowed.
         resource_name, _, subresource = resource.partition("/")
         attributes = {"verb": verb, "resource": resource_name, "subresource": subresource}
         raw_review = await self._send(
@@ -222,6 +228,7 @@ class KubeApi(KubeLists):
         return await self._session.fetch_object(request, timeout_s=timeout_s or self._timeouts.request_s)
 
     async def _send(self, method: str, what: str, path: str, body: object) -> Raw:
+        # A merge patch: None removes a key, and what is not named stays.
         content_type = MERGE_PATCH if method == "PATCH" else "application/json"
         request = Request(what=what, method=method, path=path, body=body, content_type=content_type)
         return await self._session.fetch_object(request, timeout_s=self._timeouts.request_s)
@@ -235,6 +242,7 @@ def segment(name: str) -> str:
     """One element of a path. Empty, "." and ".." would name another thing than meant."""
     if not name or name in (".", "..") or len(name) > 253:
         raise Rejected(f"cannot ask the API server about {name[:300]!r}: it is no object's name")
+    # A slash in a name, from a tenant's object say, would be another path.
     return quote(name, safe="")
 
 
@@ -276,6 +284,7 @@ _META, _LEASE, _LEASE_SPEC = Decoder(ObjectMeta), Decoder(_LeaseJson), Decoder(L
 async def open_cluster_api(*, kubeconfig: Path | None, request_s: float) -> AsyncIterator[ClusterApi]:
     """As open_kube_api. `request_s` bounds each request that is no list and no watch: a leader that has lost its lease must
     have no request under way any more when the next one begins."""
+    # Longer lists than the agent's: fifty thousand pods in pages of 200.
     timeouts = KubeTimeouts(list_s=LIST_TIMEOUT_S, request_s=request_s, connect_s=min(CONNECT_TIMEOUT_S, request_s))
     async with open_kube_session(kubeconfig, timeouts, EXTENDER_RIGHTS) as session:
         yield ClusterApi(session, timeouts, ListLimits(page_sizes=PAGE_SIZES))
@@ -298,6 +307,8 @@ class ClusterApi(KubeApi):
         body = {
             "apiVersion": "v1",
             "kind": "Binding",
+            # With the version the API server refuses the bind once anything has changed the pod, a later patch of ours
+            # above all.
             "metadata": {"name": name, "namespace": namespace, "uid": uid, "resourceVersion": resource_version},
             "target": {"apiVersion": "v1", "kind": "Node", "name": node},
         }
@@ -326,6 +337,7 @@ class ClusterApi(KubeApi):
 
     async def replace_lease(self, namespace: str, name: str, lease: Lease) -> Lease:
         """Conflict where it is not of the version that `lease` names."""
+        # A PUT without a version overwrites whatever is there: two leaders would not notice each other.
         if not decoded_or(_META, lease.metadata, ObjectMeta).version:
             raise Corrupt(f"cannot replace lease {namespace}/{name}: the one read has no resourceVersion")
         path = f"{_leases(namespace)}/{segment(name)}"

@@ -190,10 +190,12 @@ def _value(quantity: object) -> Fraction | None:
         return None
     if isinstance(quantity, int):
         return Fraction(quantity)
+    # A float of a manifest, 1e3 say, as Python writes it.
     match = _QUANTITY.fullmatch(quantity if isinstance(quantity, str) else repr(quantity))
     if match is None:
         return None
     sign, number, suffix, exponent = match.groups()
+    # Exact: 0.1k is 100, and no float says so.
     value = Fraction(number.rstrip(".")) * (-1 if sign == "-" else 1)
     if suffix in _BINARY_POWERS:
         return value * (1 << _BINARY_POWERS[suffix])

@@ -232,6 +232,7 @@ def read_pod_json(raw: Raw | bytes, where: str = "pod") -> PodJson:
         return decoded(_POD, raw, where)
     except Corrupt as e:
         meta = decoded_or(_OBJECT, raw, KubeObject).meta
+        # Without a name the place in the JSON is all that can be said.
         if not (meta.namespace and meta.name):
             raise
         raise Corrupt(f"{where} {_cut(f'{meta.namespace}/{meta.name}', 600)}: {e}") from e
@@ -248,6 +249,7 @@ def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None) -> Pod:
     if not (meta.uid and meta.name and meta.namespace):
         raise Corrupt(f"{what}: namespace, name or UID is missing")
     status = pod.status
+    # Claims from a template have a name only once the controller has made them: the status tells.
     claims = _claims(pod.spec, status)
     containers = tuple(_with_extended_claim(_containers(pod.spec, what, resources), status, claims))
     raw_annotations, statuses = meta.annotations, status.containers
@@ -262,6 +264,7 @@ def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None) -> Pod:
         annotations=_read_annotations(raw_annotations),
         resource_version=meta.version,
         node_name=pod.spec.node_name or "",
+        # Whatever it is: a pod with a deletion timestamp is on its way out.
         is_deleting=meta.deleted_at is not None,
         reason=_cut(status.reason or "", MAX_MESSAGE_CHARS),
         message=_cut(status.message or "", MAX_MESSAGE_CHARS),
@@ -269,6 +272,7 @@ def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None) -> Pod:
         is_static=is_mirror,
         mirror_uid=meta.uid if is_mirror else "",
         has_started=any(one.has_started for one in statuses),
+        # Only names of the spec: a status may name what any tenant with the right to write it likes.
         running=frozenset(c.name for c in containers).intersection(one.name for one in running),
         container_ids=_container_ids(containers, running),
         claims=claims,
@@ -279,6 +283,7 @@ def pod_of_node(raw: Raw, *, resources: Collection[str] | None = None) -> Pod:
     """The pod as the node's own agent needs it: a mirror pod has the UID of the static pod that it shows. Raises Corrupt."""
     read = read_pod_json(raw)
     pod = parse_pod(read, resources=resources)
+    # The kubelet's records, and the runtime's, have the static pod's UID.
     uid = read.meta.annotations.get(MIRROR_ANNOTATION, "") if pod.is_static else ""
     return replace(pod, uid=PodUid(uid)) if _STATIC_UID.fullmatch(uid) else pod
 
@@ -290,20 +295,24 @@ def static_pod(raw: Raw, *, resources: Collection[str] | None = None) -> Pod:
         raise Corrupt(
             f"static pod {pod.namespace}/{pod.name}: its UID is not the kubelet's hash of its file; leave metadata.uid out"
         )
+    # A kubelet's list has no versions of the API server; the mirror pod's would be compared with it.
     return replace(pod, is_static=True, resource_version="")
 
 
 def _containers(spec: PodSpec, what: str, resources: Collection[str] | None) -> Iterator[ContainerSpec]:
+    # The kubelet's order of admission: init containers and sidecars, then the main ones.
     for place, found in (("initContainers", spec.init_containers), ("containers", spec.containers)):
         for position, one in enumerate(found or ()):
             where = f"{what}, container {one.name}" if one.name else f"{what}, {place}[{position}]"
             limits = one.limits
             asked = sorted(name for name in limits if (_is_extended(name) if resources is None else name in resources))
             requests = {name: whole_number(limits[name], f"{where}, limit {_cut(name, 300)}") for name in asked}
+            # A container that asks for GPUs has to be found again by its name.
             if not one.name and requests:
                 raise Corrupt(f"{where}: the container has no name")
             if one.name and (requests or position < MAX_CONTAINERS):
                 claims = one.resources.claims if one.resources is not None else ()
+                # A sidecar is an init container that is restarted: it runs as long as the pod.
                 init = ContainerKind.SIDECAR if one.restart_policy == "Always" else ContainerKind.INIT
                 yield ContainerSpec(
                     name=one.name,
@@ -312,6 +321,7 @@ def _containers(spec: PodSpec, what: str, resources: Collection[str] | None) -> 
                     requests=requests,
                     env=_literal_env(one),
                     claims=tuple((claim.name, claim.request or "") for claim in claims),
+                    # Only a container with a share has limits that a mount could lift.
                     mounts=_limit_mounts(one) if requests else (),
                 )
 
@@ -323,6 +333,7 @@ def _claims(spec: PodSpec, status: PodStatus) -> dict[str, str]:
     if extended is not None:
         is_taken = any(one.name == EXTENDED_CLAIM for one in own)
         found.append((_EXTENDED_CLAIM_BESIDE if is_taken else EXTENDED_CLAIM, extended.resource_claim_name))
+    # The status is read only where it can name something: most pods have no claims.
     if found:
         found += [(one.name, one.resource_claim_name) for one in _POD_CLAIMS.read(status.raw_claims)]
     return {name: claim for name, claim in found if claim is not None}
@@ -334,6 +345,7 @@ def _with_extended_claim(
     """The containers with the requests of the claim that the scheduler made for extended resources, where there is one."""
     extended = status.extended_resource_claim_status
     name_in_pod = _EXTENDED_CLAIM_BESIDE if _EXTENDED_CLAIM_BESIDE in claims else EXTENDED_CLAIM
+    # The pod's status may be of an older claim, or forged: both places have to name the same one.
     if extended is None or claims.get(name_in_pod) in (None, "") or claims[name_in_pod] != extended.resource_claim_name:
         yield from containers
         return
@@ -347,6 +359,7 @@ def _with_extended_claim(
 
 def _is_extended(name: str) -> bool:
     """Qualified by a domain that is not Kubernetes' own: cpu, hugepages-2Mi and the like are not."""
+    # As Kubernetes decides what an extended resource is.
     return "/" in name and "kubernetes.io/" not in name
 
 
@@ -375,8 +388,10 @@ def _phase(phase: str | None) -> PodPhase:
 
 def _container_ids(containers: Iterable[ContainerSpec], running: Iterable[ContainerStatus]) -> dict[str, str]:
     """`containerd://<ID>` without the runtime's name, of the containers that want something."""
+    # No other container's processes are ever looked for.
     asking = {c.name for c in containers if c.requests or c.claims}
     found = {one.name: decoded_or(_TEXT, one.raw_id, str) for one in running if one.name in asking}
+    # `containerd://ID`, `cri-o://ID`: cgroups have the ID alone.
     bare = {name: text.rpartition("://")[2] for name, text in found.items()}
     return {name: container_id for name, container_id in sorted(bare.items()) if is_container_id(container_id)}
 

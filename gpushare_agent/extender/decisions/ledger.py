@@ -58,6 +58,7 @@ class NodeLedger:
         self._capacity: Capacity | None = None
 
     def add(self, reservation: Reservation) -> None:
+        # A reservation that changes its stage or its charges replaces the former one.
         self.remove(reservation.pod_uid)
         self.reservations[reservation.pod_uid] = reservation
         self._charge(reservation.plan.charges, 1)
@@ -69,6 +70,7 @@ class NodeLedger:
         return old
 
     def set_unattributed(self, unattributed: Mapping[PodUid, Mapping[int, Charge]]) -> None:
+        # Else every report would raise the version, and outdate all answers about the node.
         if unattributed == self.unattributed:
             return
         for charges in self.unattributed.values():
@@ -78,6 +80,7 @@ class NodeLedger:
             self._charge(charges, 1)
 
     def set_node(self, node: ClusterNode) -> None:
+        # A report that changes only who has what changes no GPU; its charges come through `add`.
         if _facts(node) != _facts(self.node):
             self._accounts.clear()
             self._changed()
@@ -88,6 +91,7 @@ class NodeLedger:
         """Every GPU's account, by index."""
         if self._gpus is None:
             accounts = self._accounts
+            # Only the GPUs that changed are computed anew: a node has eight or more, and a pod is on one.
             self._gpus = [accounts.get(gpu.index) or self._account(gpu) for gpu in self.node.gpus]
         return self._gpus
 
@@ -104,6 +108,7 @@ class NodeLedger:
 
     def gpus_without(self, uids: frozenset[PodUid]) -> list[GpuAccount]:
         """As if these pods were gone."""
+        # A copy, for a question must not raise the version; a sum without the pods would not undo what is rounded.
         shadow = NodeLedger(self.node, self._names)
         for reservation in self.reservations.values():
             if reservation.pod_uid not in uids:
@@ -119,6 +124,7 @@ class NodeLedger:
     def _charge(self, charges: Mapping[int, Charge], times: int) -> None:
         add_charges(self._used, charges, times)
         for index in charges:
+            # An account is immutable: it is dropped, and made when somebody asks.
             self._accounts.pop(index, None)
         self._changed()
 
@@ -185,6 +191,7 @@ class ClusterLedger:
         ledger = self._nodes.get(node.name)
         if ledger is None:
             resolved = self._add_node(node, now)
+        # The watch delivers a node with every update of its status.
         elif node == ledger.node:
             return []
         else:
@@ -192,6 +199,7 @@ class ClusterLedger:
             self._update_node(ledger, node, now)
         ledger = self._nodes[node.name]
         ledger.set_unattributed(
+            # Pods ended by force, and such as our watch has not shown yet: their processes have the GPU all the same.
             {uid: charges for uid, charges in (node.allocated or {}).items() if uid not in ledger.reservations}
         )
         return resolved
@@ -200,6 +208,7 @@ class ClusterLedger:
         ledger = self._nodes[node.name] = NodeLedger(node, self._policy.names)
         for reservation in self._pending.pop(node.name, {}).values():
             self._put(ledger, reservation)
+        # Pending reservations are no news: they were counted while the node was away.
         known = frozenset(ledger.reservations)
         bound = tuple(self._bound.get(node.name, ()))
         for uid in bound:
@@ -223,6 +232,7 @@ class ClusterLedger:
         for uid, reservation in sorted(ledger.reservations.items()) if ledger is not None else ():
             if reservation.stage is Stage.ASSUMED:
                 self._pending.setdefault(name, {})[uid] = reservation
+            # Else the pod was reserved on another node meanwhile, and that one counts.
             elif self._reserved_on.get(uid) == name:
                 del self._reserved_on[uid]
                 dropped.append(reservation)
@@ -233,6 +243,7 @@ class ClusterLedger:
     def put_bound(self, pod: Pod, now: float) -> None:
         """A pod that the API server shows on a node."""
         former = self._reserved_on.get(pod.uid)
+        # Another scheduler bound it elsewhere: what was planned here will not happen.
         if former is not None and former != pod.node_name:
             self.release(pod.uid)
         self._pods[pod.uid] = pod
@@ -248,14 +259,17 @@ class ClusterLedger:
 
     def mark_bound(self, uid: PodUid) -> None:
         reservation = self.reservation(uid)
+        # The watch may be quicker than the answer to the bind, and the agent than both.
         if reservation is None or reservation.stage is not Stage.ASSUMED:
             return
         bound = replace(reservation, stage=Stage.BOUND)
         ledger = self._nodes.get(reservation.node)
         if ledger is None:
+            # The node is away: the stage counts when it returns.
             self._pending[reservation.node][uid] = bound
             return
         self._put(ledger, bound)
+        # Reported before we knew of the bind: `_update_node` has left it alone, so it is confirmed now.
         allocated = (ledger.node.allocated or {}).get(uid)
         if allocated is not None:
             self._confirm(ledger, uid, allocated, reservation.at)
@@ -282,6 +296,7 @@ class ClusterLedger:
         allocated = (ledger.node.allocated or {}).get(pod.uid)
         known = ledger.reservations.get(pod.uid)
         if allocated is not None:
+            # Bound before this process started: the report says what it has, and no plan is known.
             if known is None:
                 self._put(ledger, _reservation(pod, pod.node_name, NO_PLAN, Stage.CONFIRMED, now))
             self._confirm(ledger, pod.uid, allocated, now)
@@ -294,6 +309,7 @@ class ClusterLedger:
         """Charges for a pod of unknown GPUs. Our agent reports them within a second, and nothing may be allocated twice
         meanwhile: all that it asks, on every GPU. Another agent never reports, and that would leave its node useless: there
         the pod is charged as it is likely to be placed."""
+        # No annotation of ours at all: most likely gpu-manager's node.
         if ledger.node.allocated is None and not ledger.node.is_exact:
             planned = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
             if isinstance(planned, PodPlan):

@@ -63,6 +63,7 @@ def use_of(pod: Pod, names: ResourceNames, *, gpu_memory_mib: int) -> QuotaUse:
         use = _use_of_container(container, names, gpu_memory_mib)
         match container.kind:
             case ContainerKind.INIT:
+                # It runs with the sidecars before it and ends before the next: the highest moment counts.
                 peak = peak.at_least(sidecars.plus(use))
             case ContainerKind.SIDECAR:
                 sidecars = sidecars.plus(use)
@@ -75,9 +76,11 @@ def use_of(pod: Pod, names: ResourceNames, *, gpu_memory_mib: int) -> QuotaUse:
 def _use_of_container(container: ContainerSpec, names: ResourceNames, gpu_memory_mib: int) -> QuotaUse:
     asked = request_of(container, names)
     cores, blocks, units = asked.cores, asked.blocks, asked.units
+    # Nobody else can use the rest of a whole GPU's memory, so all of it counts.
     if cores >= CORES_PER_GPU:
         whole = cores // CORES_PER_GPU * (gpu_memory_mib // names.memory_block_mib)
         blocks = max(blocks, whole)
+    # Up, so that many small pods cannot get more GPUs than the quota has.
     part = -(-units * names.gpu_mem_unit_mib * CORES_PER_GPU // max(1, gpu_memory_mib))
     return QuotaUse(
         cores + part, cores, blocks + blocks_of_units(units, names.memory_block_mib, names.gpu_mem_unit_mib)
@@ -115,6 +118,7 @@ def check_quota(
             detail=f"the quota of namespace {namespace} allows nodes of the pools {_listed(limits.pools)}, and this node is "
             f"in {where}. Have the pool added to the quota, or use nodes of a pool that it names.",
         )
+    # As gpu-admission: a model that is not named is not allowed, not unlimited.
     if limits.gpus is not None and model not in limits.gpus:
         return _exceeded(_no_such_model(namespace, limits.gpus, model))
     allowed = limits.gpus[model] if limits.gpus is not None else None
@@ -135,6 +139,7 @@ def _no_such_model(namespace: str, gpus: Mapping[str, int], model: str) -> str:
 
 
 def _over(namespace: str, what: str, allowed: int | None, asked: int, used: int, parts: int) -> Refused | None:
+    # A pod that asks for none of it is not refused for a total that others have exceeded.
     if allowed is None or not asked or used + asked <= allowed:
         return None
     return _exceeded(
@@ -181,6 +186,7 @@ def parse_quota(data: Mapping[str, str]) -> Quota:
     if len(text) > MAX_QUOTA_CHARS:
         raise Corrupt(f"quota, key {QUOTA_KEY}: {len(text)} characters, at most {MAX_QUOTA_CHARS} are read")
     try:
+        # By hand, not by a schema: twins, exact decimals and the place of each mistake are what matters here.
         raw = json.loads(text, parse_float=_Written, parse_constant=_Written, object_pairs_hook=_without_twins)
     except RecursionError as error:
         raise Corrupt(f"quota, key {QUOTA_KEY}: too deeply nested") from error
@@ -203,6 +209,7 @@ def _namespace(name: str, raw: object) -> NamespaceQuota:
         raise Corrupt(f"{where}: the field {_shown(unknown[0])} is not known; the fields are {', '.join(_FIELDS)}")
     vcore, vmemory = _total(raw, "vcore", where), _total(raw, "vmemory", where)
     gpus = _gpus(raw["quota"], where) if "quota" in raw else None
+    # Only then: a quota with totals alone is ours, for gpu-admission has no such fields.
     if gpus is None and vcore is None and vmemory is None:
         gpus = {}  # gpu-admission allows no GPU where no model is named
     return NamespaceQuota(pools=_pools(raw, where), gpus=gpus, vcore=vcore, vmemory=vmemory)
@@ -238,7 +245,9 @@ def _gpus(raw: object, where: str) -> dict[str, int]:
 def _hundredths(number: object) -> int | None:
     if isinstance(number, _Written):
         match = _PARTS.fullmatch(number.text)
+        # `0.5` is 50 hundredths: the missing digit is a zero at the end.
         return int(match[1]) * CORES_PER_GPU + int(f"{match[2]:0<2}") if match else None
+    # In Python True is a number; in JSON it is a mistake.
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         return None
     return number * CORES_PER_GPU
@@ -262,6 +271,7 @@ def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """JSON readers take the last of two values silently: one of the two is a mistake."""
     found: dict[str, object] = {}
     for name, value in pairs:
+        # Two quotas of one namespace: which of them was meant is not ours to guess.
         if name in found:
             raise ValueError(f"{_shown(name)} is given twice")
         found[name] = value
