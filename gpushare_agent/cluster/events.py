@@ -38,7 +38,7 @@ TRIES = 6
 COMPONENT = "gpushare-agent"
 NODE_NAMESPACE = "default"
 _KEY_CHARS = 256
-"""Of a text in a key: with RECORDED_LIMIT this bounds the memory."""
+"""Characters of a text in a key: with RECORDED_LIMIT this bounds the memory."""
 
 
 class EventRecorder:
@@ -146,14 +146,14 @@ class PodEvents(EventRecorder):
         self.record(_pod(pod), refused.reason.value, refused.detail, key=(pod.uid, refused.reason.value))
 
     def warned(self, pod: Pod, reason: str, detail: str) -> None:
-        """The same for what is no refusal. Once per pod, reason and text, also in the log: who corrects an annotation and
+        """A Warning for what is no refusal, once per pod, reason and text, also in the log: who corrects an annotation and
         makes another mistake must hear of it."""
         # The log as often as the Event: admission may ask a hundred times about one pod.
         if self.record(_pod(pod), reason, detail, key=(pod.uid, reason, detail[:_KEY_CHARS])):
             log.warning("pod_warned", pod=f"{pod.namespace}/{pod.name}", reason=reason, detail=detail)
 
     def noted(self, pod: Pod, reason: str, detail: str) -> None:
-        """What is no warning, once as `warned`."""
+        """A Normal Event, once as `warned`."""
         if self.record(_pod(pod), reason, detail, type_="Normal", key=(pod.uid, reason, detail[:_KEY_CHARS])):
             log.info("pod_noted", pod=f"{pod.namespace}/{pod.name}", reason=reason, detail=detail)
 
@@ -162,8 +162,8 @@ class NodeEvents(EventRecorder):
     """What became of the GPUs of the node that reports."""
 
     def note(self, reason: NodeEventReason, uuid: str, message: str) -> None:
-        """Once in ten minutes per GPU, reason and text. In namespace default and with the node's name as its UID, as the
-        kubelet's own: there `kubectl describe node` looks for them."""
+        """An Event on the node, once in ten minutes per GPU, reason and text. In namespace default and with the node's
+        name as its UID, as the kubelet's own: there `kubectl describe node` looks for them."""
         involved = ObjectReference(api_version="v1", kind="Node", name=self._reporter, uid=self._reporter)
         self.record(involved, reason.value, message, type_=reason.type, key=(uuid, reason.value, message))
 

@@ -33,7 +33,7 @@ _ATTRIBUTES = {
 }  # fmt: skip
 """Suffix of the label, and field of MigAttributes."""
 _MODES = {0x030000: "graphics", 0x030200: "compute"}
-"""By PCI class: VGA controller, 3D controller."""
+"""The mode by PCI class: VGA controller, 3D controller."""
 _CONFIGURATION_BYTES = 256
 
 
@@ -47,7 +47,7 @@ def feature_labels(
     pci_configurations: Sequence[bytes],
     written_at: int,
 ) -> dict[str, str]:
-    """Of the most numerous model, where there are several; of GPUs in MIG mode only where there are no others. None while
+    """The labels of the most numerous model, and of GPUs in MIG mode only where there are no others. None while
     the driver names no GPU. `served` has what a GPU or MIG instance serves, `machine` is what DMI has, `pci_classes` and
     `pci_configurations` are those of the GPUs that have one, `written_at` is in seconds since the epoch."""
     # A GPU in MIG mode is in `divided`, its instances are in `gpus`: labels are about whole cards.
@@ -99,8 +99,9 @@ def _resource(name: str, parts: Sequence[str], count: int, units: ServedUnits | 
 def _of_strategy(
     strategy: str, inventory: GpuInventory, gpus: Sequence[Gpu], served: Callable[[Gpu], ServedUnits | None]
 ) -> dict[str, str]:
-    """With `single`, an instance is a nvidia.com/gpu: its labels are those of the GPUs, where all are partitioned into
-    instances of one profile; MIG-INVALID where only some are. With `mixed` each profile has labels of its own."""
+    """The labels by MIG strategy. With `single`, an instance is a nvidia.com/gpu: its labels are those of the GPUs,
+    where all are partitioned into instances of one profile; MIG-INVALID where only some are. With `mixed` each profile
+    has labels of its own."""
     if strategy == "none":
         return {}
     labels = {f"{PREFIX}mig.strategy": strategy}
@@ -150,7 +151,7 @@ def _architecture(gpu: Gpu) -> Mapping[str, str]:
 
 
 def _versions(inventory: GpuInventory) -> Mapping[str, str]:
-    """With the older names. A driver version is X.Y or X.Y.Z."""
+    """The driver's and CUDA's versions, with the older names. A driver version is X.Y or X.Y.Z."""
     labels: dict[str, str] = {}
     driver = inventory.driver_version.split(".")
     # Anything else would give labels that no selector expects.
@@ -168,7 +169,7 @@ def _versions(inventory: GpuInventory) -> Mapping[str, str]:
 
 
 def _clique(gpus: Sequence[Gpu]) -> Mapping[str, str]:
-    """Of the GPUs on an NVLink fabric; none where they differ."""
+    """The clique of the GPUs on an NVLink fabric; none where they differ."""
     fabrics = {gpu.fabric for gpu in gpus if gpu.fabric}
     # Pods select nodes of one NVLink domain by it: two cliques on a node would promise a connection that is not there.
     return {f"{_GPU}.clique": fabrics.pop()} if len(fabrics) == 1 else {}
@@ -204,7 +205,7 @@ def _vendor_capability(configuration: bytes) -> bytes:
 
 
 def _host_driver(capability: bytes) -> tuple[str, str]:
-    """Of a vGPU: version and branch of the hypervisor's driver, ten bytes each, in the record 0 of those that follow the
+    """A vGPU's version and branch of the hypervisor's driver, ten bytes each, in the record 0 of those that follow the
     signature. A record has its ID, its length and its data."""
     at = 5
     while at + 1 < len(capability) and capability[at] != 0 and capability[at + 1] > 0:

@@ -64,7 +64,7 @@ class _Cycle(Struct, kw_only=True):
     """One list, where needed, and one watch."""
 
     began_at: float = float("inf")
-    """Of the watch; it never began where this is infinite."""
+    """The watch's begin; it never began where this is infinite."""
     has_listed: bool = False
     events: int = 0
     error: AgentError | None = None
@@ -101,7 +101,7 @@ class Informer:
 
     @property
     def has_listed(self) -> bool:
-        """At least one list is complete."""
+        """Whether at least one list is complete."""
         return self._lists_done >= 0
 
     @property

@@ -37,12 +37,12 @@ MAX_TEXT_CHARS = 128
 MAX_MEMORY_MIB = 1 << 30
 MAX_BLOCK_MIB = 1 << 16
 MAX_PODS = 512
-"""With GPUs of one node."""
+"""The most with GPUs of one node."""
 _MAX_NUMA = 4096
 _MAX_UID_CHARS = 128
 _MAX_COUNT = 1 << 30
 _COUNTS = 4
-"""Of a pod on a GPU: the first fields of a Charge, with 1 for a whole GPU."""
+"""Counts of a pod on a GPU: the first fields of a Charge, with 1 for a whole GPU."""
 
 
 class ReportedGpus(Struct, frozen=True, kw_only=True):

@@ -204,7 +204,7 @@ MAX_RECORD_CHARS = 16 * 1024
 MAX_RECORDED = 256
 
 _KUBERNETES_DOMAINS = ("kubernetes.io", "k8s.io")
-"""With all below them. A kubelet may not change labels of these (NodeRestriction), others it may change anyway."""
+"""Domains with all below them. A kubelet may not change labels of these (NodeRestriction), others it may change anyway."""
 
 
 class NodeObject(Struct, frozen=True, kw_only=True):

@@ -39,7 +39,7 @@ CALL_TIMEOUT_S = 15.0
 BURST_S = 0.05
 """The pause after a comparison that patched nothing: one pod's Allocates come in a burst."""
 NOT_KNOWN_S = 0.5
-"""Between two questions for what is desired while it is not known."""
+"""The time between two questions for what is desired while it is not known."""
 REPORT_AGAIN_S = 3600.0
 ROLE = "gpushare-agent-node-facts"
 REMEDY = f"give the agent's account the ClusterRole {ROLE} (manifests/base/rbac.yaml), or set facts.is_written: false"
@@ -118,8 +118,9 @@ class NodeFieldsWriter(Generic[T]):
         self._is_changed.set()
 
     async def run(self, api: KubeApi) -> NoReturn:
-        """Until cancelled. A failure is tried again with back-off, or with the next change: after an outage that is what the
-        list of pods brings. A missing right is tried again with back-off up to once each period."""
+        """Keeps the fields true until cancelled. A failure is tried again with back-off, or with the next change: after
+        an outage that is what the list of pods brings. A missing right is tried again with back-off up to once each
+        period."""
         fields, failures = self._fields, 0
         refused_backoff = Backoff(base_s=self._backoff.base_s, cap_s=fields.period_s)
         while True:
@@ -201,7 +202,7 @@ class NodeFieldsWriter(Generic[T]):
             log.error("node_labels_unusable", labels=unusable, then="left out", cure="correct node_labels")
 
     def _report_failure(self, error: str, is_refused: bool) -> None:
-        """The same one once an hour."""
+        """Logs the same failure once an hour."""
         reported, at = self._failure_reported
         # A right that is missing for good would otherwise fill the log with one text.
         if reported == error and self._clock() - at < REPORT_AGAIN_S:

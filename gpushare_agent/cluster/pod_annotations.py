@@ -93,12 +93,13 @@ def _gpushare_annotations(found: Mapping[int, Allocation], index: Mapping[GpuUui
 log = structlog.get_logger(__name__)
 
 COMPARE_S = 30.0
-"""Between two comparisons of all pods: another writer of these annotations is corrected once in this time, not each time."""
+"""The time between two comparisons of all pods: another writer of these annotations is corrected once in this time, not
+each time."""
 
 
 MOST_REFUSALS = 3
-"""After so many in a row a refusal is final. An API server that has just started refuses with 403 what it allows once it has
-read its roles (seen on Kubernetes 1.36)."""
+"""The refusals in a row after which one is final. An API server that has just started refuses with 403 what it allows
+once it has read its roles (seen on Kubernetes 1.36)."""
 
 
 class _Given(Struct, frozen=True):
@@ -155,7 +156,7 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
             self.compare(pod.uid)
 
     def resize_status(self, pod: Pod, status: str | None) -> None:
-        """What is in force of the pod's annotation `gpushare-agent/resize`; None removes the status annotation."""
+        """Says what is in force of the pod's annotation `gpushare-agent/resize`; None removes the status annotation."""
         # A resize may end after its pod.
         if self.pods.get(pod.uid) is not None:
             self._resize_statuses[pod.uid] = status

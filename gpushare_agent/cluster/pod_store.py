@@ -205,8 +205,8 @@ class PodStore:
 
 
 def liveliness(pod: Pod) -> tuple[bool, bool, bool, int, PodUid]:
-    """Of pods of one name that with the greatest counts. A static pod without a mirror pod is newer than the mirror pod of
-    its name: its file was changed."""
+    """The key by which, of pods of one name, the greatest counts. A static pod without a mirror pod is newer than the
+    mirror pod of its name: its file was changed."""
     is_newest = pod.object_uid is None
     return not pod.is_terminal, not pod.is_deleting, is_newest, version_number(pod.resource_version), pod.uid
 

@@ -362,7 +362,8 @@ def show_state(parts: ExtenderParts, metrics: ExtenderMetrics) -> None:
 
 
 def request_timeout_s(settings: ExtenderSettings) -> float:
-    """Of one request to the API server: two fit the time of a bind, and each ends before another replica can lead."""
+    """The time limit of one request to the API server, seconds: two fit the time of a bind, and each ends before another
+    replica can lead."""
     spare_s = (
         # A leader stops at the renew deadline and another may lead at the lease's end: a request of the first must be
         # over by then.

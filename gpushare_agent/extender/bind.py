@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 TRIES = 5
 RECONCILE_PERIOD_S = 1.0
 MAX_RECONCILED = 64
-"""At once: an API server that comes back should not get all of it in one moment."""
+"""Binds that one pass looks at: an API server that comes back should not get all of it in one moment."""
 MAX_STALE = 1024
 REPORT_POLL_S = 0.02
 

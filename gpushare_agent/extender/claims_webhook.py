@@ -31,11 +31,11 @@ log = structlog.get_logger(__name__)
 API_VERSION = "admission.k8s.io/v1"
 MANAGED_BY = "gpushare-agent-extender"
 API_TIMEOUT_S = 2.0
-"""Of all requests for one pod."""
+"""The time for all requests for one pod."""
 MAX_TEMPLATES = 32
-"""Of one pod: each takes a request to the API server, for whoever can reach the webhook."""
+"""The most that one pod may need: each takes a request to the API server, for whoever can reach the webhook."""
 PODS_AT_ONCE = 8
-"""With requests to the API server under way: the extender's binds share its connections."""
+"""Pods for which requests to the API server may be under way: the extender's binds share its connections."""
 MOST_NEW = 100
 NEW_PER_S = 1.0
 """Templates created at once, and later. API servers show no certificate unless they are configured to, so others may call

@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 MAX_REPORTED = 4096
 REPORT_PERIOD_S = 600.0
-"""Between two log lines about one pod; so many pods are remembered as MAX_REPORTED allows."""
+"""The time between two log lines about one pod; so many pods are remembered as MAX_REPORTED allows."""
 MAX_ANNOTATIONS = 64
 """Compared, of one pod."""
 ANNOTATIONS_SHOWN = 8
@@ -76,7 +76,7 @@ class PodsFeed(Handler):
         self._logged_at: dict[PodUid, float] = {}
         self._before_list: set[PodUid] = set()
         self._missing: set[PodUid] = set()
-        """Not listed any more; some of them stay until their bind ends."""
+        """The pods that are not listed any more; some of them stay until their bind ends."""
         self._unreported: dict[PodUid, tuple[Pod, Mapping[str, str]]] = {}
         """Bound pods with annotations that are not our plan, and may be what their agent allocated: not reported yet."""
 
@@ -90,7 +90,7 @@ class PodsFeed(Handler):
         return self._unscheduled.get(uid)
 
     def unscheduled_pods(self) -> list[Pod]:
-        """In the order of arrival."""
+        """All such pods, in the order of arrival."""
         return list(self._unscheduled.values())
 
     def key(self, raw: Raw) -> str:
@@ -198,7 +198,7 @@ class PodsFeed(Handler):
 
 
 def _first(written: Mapping[str, str]) -> Mapping[str, str]:
-    """At most MAX_ANNOTATIONS, the node's before the containers'."""
+    """The first MAX_ANNOTATIONS, the node's before the containers'."""
     if len(written) <= MAX_ANNOTATIONS:
         return written
     # A pod may have thousands of such names. The node's is the one that the comparison needs most.
@@ -256,7 +256,7 @@ class NodesFeed(Handler):
         self._clock = clock
         self._problems = ReportOnce(MAX_REPORTED)
         self._elsewhere: dict[str, set[PodUid]] = {}
-        """By node, the pods to which its agent allocated other GPUs than planned."""
+        """The pods, by node, to which its agent allocated other GPUs than planned."""
 
     def key(self, raw: Raw) -> str:
         return object_name(raw, "node")

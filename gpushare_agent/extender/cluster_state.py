@@ -33,17 +33,18 @@ MAX_ASKING = 16
 stops the scheduling of the whole cluster (measured: 16 s on 600 nodes)."""
 WORK_OF_A_STEP = 400
 COST_OF_A_PLAN = 6
-"""To plan a container costs about six times as much as to compare it with a node's summary, 10 µs."""
+"""Planning a container costs about six times as much as comparing it with a node's summary, 10 µs."""
 MAX_SIGNATURES = 32
-"""With 5,000 nodes each takes about a mebibyte."""
+"""Each takes about a mebibyte with 5,000 nodes."""
 REPORT_WAIT_S = 2.0
-"""From the first sight of a node without its agent's report. The agent registers with the kubelet first, and connects to the
-API server only then: pods are scheduled there meanwhile (measured: the report follows 0.3 to 1 s later)."""
+"""The wait from the first sight of a node without its agent's report. The agent registers with the kubelet first, and
+connects to the API server only then: pods are scheduled there meanwhile (measured: the report follows 0.3 to 1 s
+later)."""
 _UNKNOWN = "the extender knows no GPUs of this node: does the agent run there?"
 
 
 class Filtered(Struct, kw_only=True):
-    """Of the nodes that were asked about: those where the pod fits, in their order; for the others why not. Where nothing
+    """The nodes that were asked about: those where the pod fits, in their order; for the others why not. Where nothing
     changes by the end of other pods, it is `unresolvable`. `error` is why the request could not be answered."""
 
     fitting: list[str] = field(default_factory=list)
@@ -262,7 +263,7 @@ class ClusterState:
         return self._ledger.reservation(uid)
 
     def reservations(self) -> list[Reservation]:
-        """Of all pods, by node and UID; then those of nodes that are away."""
+        """The reservations of all pods, by node and UID; then those of nodes that are away."""
         known = [r for ledger in self._ledger.nodes() for _, r in sorted(ledger.reservations.items())]
         # Of nodes that are away only binds under way are left; their pods may still appear on the node.
         return known + self._ledger.pending()
@@ -273,7 +274,7 @@ class ClusterState:
         return ledger.gpus if ledger is not None else ()
 
     def node_names(self) -> list[str]:
-        """Sorted."""
+        """All known nodes, sorted."""
         return [ledger.node.name for ledger in self._ledger.nodes()]
 
     def node_ledger(self, name: str) -> NodeLedger | None:

@@ -60,7 +60,7 @@ SHORT_BYTES = 512 * 1024
 LONG_AT_ONCE = 8
 """A bound on memory. A scheduler has one filter call under way, so its own requests do not reach it."""
 LONG_REVIEWS_AT_ONCE = 4
-"""Of the webhook, which may be open to whoever reaches it, so that they take none of the scheduler's."""
+"""The same for the webhook, which may be open to whoever reaches it, so that they take none of the scheduler's."""
 MAX_REVIEW_BYTES = 3 * 1024 * 1024
 """An API server stores a pod of at most 1.5 MiB."""
 CERTIFICATE_PERIOD_S = 60.0

@@ -58,7 +58,7 @@ _REMEDY = "POD_NAME and POD_NAMESPACE must name this pod, and the service accoun
 log = structlog.get_logger(__name__)
 
 MAX_DURATION_S = 3600.0
-"""Of another's lease: a client that can write it could otherwise stop the election for ever."""
+"""The longest that another's lease is waited for: a client that can write it could otherwise stop the election for ever."""
 RELEASE_TIMEOUT_S = 2.0
 SHORTEST_PAUSE_S = 0.01
 RELEASED_S = 1
@@ -72,7 +72,7 @@ def boot_time_s() -> float:
 
 
 class LeaseTerms(Struct, frozen=True, kw_only=True):
-    """retry < renew deadline < duration, seconds."""
+    """The lease and its times in seconds: retry < renew deadline < duration."""
 
     namespace: str
     name: str
@@ -105,7 +105,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         return self.clock() < self._leads_until
 
     async def wait_change(self, term: int, is_leading: bool) -> None:
-        """Until leadership differs from what the caller knows."""
+        """Waits until leadership differs from what the caller knows."""
         # The term as well: leadership may have been lost and won again between two looks.
         while (self.term, self.leads()) == (term, is_leading):
             # No await between the comparison and this, so no change is lost.
@@ -172,7 +172,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
             await self._replace()
 
     async def _read(self) -> None:
-        """Not while leading: a leader's renewal fails where another client has written the lease."""
+        """Reads the lease. A leader does not: its renewal fails where another client has written the lease."""
         try:
             self._note(await self.api.get_lease(self.terms.namespace, self.terms.name))
         except NotFound:
@@ -278,7 +278,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
 
 
 class AlwaysLeads:
-    """Where there is one replica alone."""
+    """The election where there is one replica alone."""
 
     term = 1
     holder = ""

@@ -30,22 +30,22 @@ T = TypeVar("T")
 
 MAX_NAME_CHARS = 253
 MAX_NODES = 20_000
-"""In a request; Kubernetes goes to 5,000."""
+"""The most in a request; Kubernetes goes to 5,000."""
 MAX_POD_BYTES = 1024 * 1024
 """256 containers of 4 KiB each."""
 MAX_CONTAINERS = 256
-"""Of a kind in a pod. Far more than a node runs; each takes 60 µs to read."""
+"""The most of a kind in a pod: far more than a node runs; each takes 60 µs to read."""
 BIND_BYTES = 16 * 1024
-"""Of a bind's request: four names."""
+"""The longest request to bind: four names."""
 FREE_VALUES = 10_000
 BYTES_OF_A_VALUE = 16
-"""Of a longer request, on average and at least; victims have 17 and more. What a schema skips takes no memory, and 8 MiB
-of it 35 ms; but as many small values in a list that is read would take eight times their size."""
+"""Bytes of a value in a longer request, on average and at least; victims have 17 and more. What a schema skips takes no
+memory, and 8 MiB of it 35 ms; but as many small values in a list that is read would take eight times their size."""
 BYTES_OF_A_NODES_VALUE = 12
 """The same of filter and prioritize: whole nodes have 16.7 and more. With 12 no 8 MiB are decoded in more than 35 ms, or
 into more than 42 MiB (measured)."""
 MAX_VICTIMS = 1024
-"""On one node; the kubelet's default is 110 pods."""
+"""The most on one node; the kubelet's default is 110 pods."""
 VICTIMS_OF_A_STEP = 1000
 """About a millisecond to read, and three to answer."""
 MAX_VIOLATIONS = (1 << 63) - 1
@@ -163,7 +163,7 @@ def parse_bind_args(content: bytes) -> BindArgs:
 
 
 def parse_preempt_args(content: bytes, names: ResourceNames) -> Steps[PreemptArgs]:
-    """In steps: a large cluster's candidates have tens of thousands of victims. Raises Corrupt."""
+    """Reads the request in steps: a large cluster's candidates have tens of thousands of victims. Raises Corrupt."""
     what = "ExtenderPreemptionArgs"
     args = request_of(_PREEMPT_ARGS, content, what)
     pod = _pod(args.pod, what, names)

@@ -155,7 +155,7 @@ class ExtenderMetrics:
     # --- the present state ---
 
     def gauge(self, name: str, documentation: str, *labels: str) -> Gauge:
-        """For `set_function`, which is called at each scrape."""
+        """A gauge for `set_function`, which is called at each scrape."""
         return Gauge(f"gpushare_extender_{name}", documentation, labels, registry=self.registry)
 
     def exposition(self, accept: str) -> tuple[str, bytes]:

@@ -41,7 +41,7 @@ from gpushare_agent.placement.topology_text import link_of_word
 from gpushare_agent.placement.topology_tree import build_topology
 
 MAX_GPUS = 64
-"""Of a node, and highest index plus one: the tree over their links takes the cube of it in steps."""
+"""The most GPUs of a node, and the highest index plus one: the tree over their links takes the cube of it in steps."""
 _MAX_LABEL_CHARS = 63
 _MAX_TOPOLOGIES = 256
 """Nodes of one build are alike: a cluster has few."""
@@ -137,7 +137,7 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
 
 
 def _substitute_uuid(index: int) -> GpuUuid:
-    """For a GPU without a UUID: placement distinguishes GPUs by it."""
+    """A UUID for a GPU without one: placement distinguishes GPUs by it."""
     return GpuUuid(sys.intern(f"card-{index}"))
 
 

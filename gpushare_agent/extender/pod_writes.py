@@ -113,8 +113,8 @@ class PodWrites(Struct, kw_only=True, eq=False):
         return None
 
     async def announce(self, bind: Bind) -> Raw | None:
-        """As `annotate`; in the version returned, the plan's are the pod's only annotations that choose GPUs, for an agent
-        follows such annotations whoever wrote them.
+        """Does as `annotate`; in the version returned, the plan's are the pod's only annotations that choose GPUs, for
+        an agent follows such annotations whoever wrote them.
 
         Raises Conflict where a client writes such annotations meanwhile, Rejected where there are too many of them.
         """

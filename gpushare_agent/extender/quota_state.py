@@ -82,14 +82,14 @@ class QuotaState:
         self._pods_of: dict[str, dict[PodUid, None]] = {}
         """The reverse, for a node whose model changes."""
         self._memories: dict[str, Counter[int]] = {}
-        """By model, the GPU memory sizes that nodes have now, and how many nodes have each."""
+        """The GPU memory sizes, by model, that nodes have now, and how many nodes have each."""
         self._quota: Quota | None = Quota()
         self.on_gain: Callable[[], None] = lambda: None
         """Called where a quota may allow more than before: it was read again, or a pod counts no more."""
 
     @property
     def quota(self) -> Quota | None:
-        """In force now; None: the ConfigMap was never readable."""
+        """The quota in force now; None: the ConfigMap was never readable."""
         return self._quota
 
     @quota.setter

@@ -31,9 +31,10 @@ NodeKind = tuple[str, str]
 """Model and pool."""
 MAX_WAITING = 4096
 GRACE_S = 0.1
-"""From a gain to the first check: where a pod has ended, the scheduler has that event too, and may retry by itself."""
+"""The time from a gain to the first check: where a pod has ended, the scheduler has that event too, and may retry by
+itself."""
 PACE_S = 0.05
-"""Between two writes. A pod that is bound meanwhile counts, so a small gain does not retry a thousand pods."""
+"""The time between two writes. A pod that is bound meanwhile counts, so a small gain does not retry a thousand pods."""
 RETRY_S = 1.0
 CHECKED_AT_ONCE = 64
 
@@ -67,7 +68,7 @@ class QuotaWaiters(Struct, kw_only=True, eq=False):
         self._gained.set()
 
     async def run(self) -> NoReturn:
-        """Until cancelled."""
+        """Tries pods again as quotas allow them, until cancelled."""
         while True:
             await self._gained.wait()
             await asyncio.sleep(GRACE_S)

@@ -117,7 +117,7 @@ def bad_request(error: Corrupt) -> Result:
 
 
 class ExtenderVerbs:
-    """From a request's bytes to an answer's."""
+    """The verbs from a request's bytes to an answer's."""
 
     def __init__(self, extender: Extender, names: ResourceNames) -> None:
         self._extender = extender

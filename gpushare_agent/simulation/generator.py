@@ -46,7 +46,7 @@ DURATIONS = {
 }
 MIN_DURATION_S, MAX_DURATION_S = 30.0, 86_400.0
 SWING, SWINGS = 0.5, 4
-"""Of the rate of arrivals: so many turns of a sine of that height, so that there are busy and quiet hours."""
+"""The swing of the rate of arrivals: so many turns of a sine of that height, so that there are busy and quiet hours."""
 _DAY_S = 86_400.0
 
 

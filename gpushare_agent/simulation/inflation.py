@@ -29,7 +29,7 @@ from gpushare_agent.simulation.workload import Machine, PodMaker, Shape
 MARKS = (50, 80, 90, 95, 100, 110, 120, 130)
 """Percent of the GPUs that have been asked for, at which the published table has figures."""
 _LARGEST_CPU_MILLI, _LARGEST_GPUS = 128_000, 8
-"""Of the trace's nodes; best-fit and dot-product measure in them."""
+"""The largest of the trace's nodes; best-fit and dot-product measure in them."""
 _BEST_SCORE = 100
 
 
@@ -67,7 +67,7 @@ class Host(NamedTuple):
 
 
 class Inflated(Struct, frozen=True, kw_only=True):
-    """Of one policy: percent of all GPUs that were allocated when so many percent, from 1 on, had been asked for."""
+    """One policy's result: percent of all GPUs that were allocated when so many percent, from 1 on, had been asked for."""
 
     policy: InflationPolicy
     seed: int
@@ -75,7 +75,7 @@ class Inflated(Struct, frozen=True, kw_only=True):
 
 
 def inflation_document(results: Sequence[Inflated]) -> dict[str, Any]:
-    """For programs; `seed` as it was given."""
+    """The results for programs; `seed` as it was given."""
     return {
         "policies": [
             {

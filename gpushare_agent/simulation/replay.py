@@ -50,11 +50,11 @@ class Job(Struct, kw_only=True):
     number: int
     """Its place in the order of arrivals."""
     tries: int = 0
-    """That found no node."""
+    """Tries that found no node."""
     refusals: int = 0
-    """By an agent, at admission."""
+    """Refusals by an agent, at admission."""
     ready_at: float = 0.0
-    """Not tried before."""
+    """The time before which it is not tried."""
 
     def __lt__(self, other: Job) -> bool:
         return self.number < other.number
@@ -119,7 +119,7 @@ class Tally(Struct, kw_only=True):
     no_node: Counter[NoNode] = field(default_factory=Counter)
     """Pods that found no node at their first try, by why."""
     refusals: Counter[RefusalReason] = field(default_factory=Counter)
-    """Of agents, at admission."""
+    """Refusals by agents, at admission, by reason."""
     refused_pods: int = 0
     gave_up: int = 0
     ended_at: float = 0.0
@@ -326,7 +326,7 @@ class Meter:
         self._changed.add(node)
 
     def measured(self) -> Measured:
-        """After the last event."""
+        """The means, to be read after the last event."""
         seconds = self._window[1] - self._window[0] or 1.0
         inside = [one.fragmentation for one in self._samples if one.at_s <= self._window[1]]
         return Measured(

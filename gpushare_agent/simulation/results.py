@@ -48,7 +48,7 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
 
     @property
     def took_s(self) -> float:
-        """From the first arrival to the last end."""
+        """Seconds from the first arrival to the last end."""
         return self.tally.ended_at - self.window_begin_s
 
     def waits(self, size: Size | None = None) -> Waits:

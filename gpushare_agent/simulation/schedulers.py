@@ -43,7 +43,7 @@ from gpushare_agent.simulation.workload import Cluster, Shape
 _MAX_SHAPES = 64
 _MIN_NODES = 100
 _MIN_PERCENT, _START_PERCENT, _NODES_PER_PERCENT = 5, 50, 125
-"""Of kube-scheduler's rule: 50 % of the nodes, one less for every 125 of them, but 5 % and 100 nodes at least."""
+"""Numbers of kube-scheduler's rule: 50 % of the nodes, one less for every 125 of them, but 5 % and 100 nodes at least."""
 _CORES, _MEMORY = "gpu/cores", "gpu/memory"
 
 
@@ -120,7 +120,7 @@ class Scheduler:
             left -= len(names)
             choice = self._chooser.choose(pod, shape, names)
             # What does not fit now does not fit until something ends there, so it is not asked about again.
-            candidates.keep(names, choice.fitting)
+            candidates.retain(names, choice.fitting)
             if choice.best:
                 # kube-scheduler takes one of the best at random.
                 return self._bind(pod, shape, self._chance.choice(choice.best), now)
@@ -199,15 +199,15 @@ class Candidates:
         return len(self._names)
 
     def next(self, count: int) -> list[str]:
-        """The next nodes, fewer only where there are fewer. `keep` has to follow before anything else."""
+        """The next nodes, fewer only where there are fewer. `retain` has to follow before anything else."""
         # Turned, so that the nodes behind the end come first again.
         if self._passed + count > len(self._names):
             self._names = self._names[self._passed :] + self._names[: self._passed]
             self._passed = 0
         return self._names[self._passed : self._passed + count]
 
-    def keep(self, examined: Sequence[str], fitting: Sequence[str]) -> None:
-        """Keeps only these of the nodes that `next` gave."""
+    def retain(self, examined: Sequence[str], fitting: Sequence[str]) -> None:
+        """Leaves out those of the nodes that `next` gave which do not fit."""
         if len(fitting) != len(examined):
             still_fitting = set(fitting)
             self._members.difference_update([name for name in examined if name not in still_fitting])

@@ -36,14 +36,14 @@ _MILLI_PER_CORE = 10
 
 NODE_COLUMNS = ("name", "cards", "memory_mib", "model")
 POD_COLUMNS = ("name", "arrival_s", "duration_s", "cores", "memory_mib")
-"""And `models`, which may be left out."""
+"""The columns of pods; `models` may be left out."""
 TRACE_NODE_COLUMNS = ("sn", "gpu", "model")
 TRACE_POD_COLUMNS = (
     "name", "num_gpu", "gpu_milli", "gpu_spec", "creation_time", "deletion_time", "scheduled_time",
 )  # fmt: skip
 HOST_COLUMNS = ("sn", "cpu_milli", "memory_mib", "gpu", "model")
 KIND_COLUMNS = ("cpu_milli", "memory_mib", "num_gpu", "gpu_milli")
-"""And `gpu_spec`, which may be left out."""
+"""The columns of pods with CPU; `gpu_spec` may be left out."""
 
 
 class _Row(Struct, frozen=True, kw_only=True):

@@ -71,12 +71,12 @@ class Workload(Struct, frozen=True, kw_only=True):
 
     @property
     def window_s(self) -> float:
-        """From the first arrival to the last."""
+        """Seconds from the first arrival to the last."""
         return self.arrivals[-1].at_s - self.arrivals[0].at_s if self.arrivals else 0.0
 
     @property
     def span_s(self) -> float:
-        """From the first arrival to the last end, if nobody had to wait."""
+        """Seconds from the first arrival to the last end, if nobody had to wait."""
         ends = (arrival.at_s + arrival.duration_s for arrival in self.arrivals)
         return max(ends, default=0.0) - (self.arrivals[0].at_s if self.arrivals else 0.0)
 

@@ -38,7 +38,7 @@ PAGE_SIZES = (200, 50, 5, 1)
 
 
 def node_named(name: str) -> Watched:
-    """That one."""
+    """One node alone, for its own agent."""
     return Watched(what=f"node {name}", path=ALL_NODES.path, fields=f"metadata.name={name}", from_cache=True)
 
 
@@ -282,8 +282,8 @@ _META, _LEASE, _LEASE_SPEC = Decoder(ObjectMeta), Decoder(_LeaseJson), Decoder(L
 
 @asynccontextmanager
 async def open_cluster_api(*, kubeconfig: Path | None, request_s: float) -> AsyncIterator[ClusterApi]:
-    """As open_kube_api. `request_s` bounds each request that is no list and no watch: a leader that has lost its lease must
-    have no request under way any more when the next one begins."""
+    """The extender's client, otherwise as open_kube_api. `request_s` bounds each request that is no list and no watch: a
+    leader that has lost its lease must have no request under way any more when the next one begins."""
     # Longer lists than the agent's: fifty thousand pods in pages of 200.
     timeouts = KubeTimeouts(list_s=LIST_TIMEOUT_S, request_s=request_s, connect_s=min(CONNECT_TIMEOUT_S, request_s))
     async with open_kube_session(kubeconfig, timeouts, EXTENDER_RIGHTS) as session:

@@ -17,7 +17,7 @@ from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
 
 Quantity = str | int | float
-"""Of a resource, as the API server and manifests write it; `whole_number` reads it."""
+"""An amount of a resource, as the API server and manifests write it; `whole_number` reads it."""
 
 
 class OwnerReference(Struct, rename="camel", kw_only=True):
@@ -42,7 +42,7 @@ class ObjectMeta(Struct, rename="camel"):
 
     @property
     def version(self) -> str:
-        """resourceVersion, empty where there is none."""
+        """The resourceVersion, empty where there is none."""
         return self.raw_version if isinstance(self.raw_version, str) else ""
 
     @property
@@ -105,7 +105,7 @@ class NodeJson(KubeObject):
 
     @property
     def status(self) -> NodeStatus:
-        """Empty where it is not as Kubernetes defines it."""
+        """The status, empty where it is not as Kubernetes defines it."""
         return decoded_or(_NODE_STATUS, self.raw_status, NodeStatus)
 
 
@@ -113,7 +113,7 @@ _NODE, _NODE_STATUS = Decoder(NodeJson), Decoder(NodeStatus)
 
 
 def read_node_json(raw: Raw) -> NodeJson:
-    """Empty where it is no node."""
+    """The node; empty where it is none."""
     return decoded_or(_NODE, raw, NodeJson)
 
 

@@ -55,7 +55,7 @@ READ_ANNOTATIONS = (
     GPUSHARE_ALLOCATION_ANNOTATION,
 )
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
-"""On a static pod's object: the UID that the kubelet has for the pod."""
+"""The annotation of a static pod's object: the UID that the kubelet has for the pod."""
 _LIMITS = (
     *(ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, ENV_HAMI_CORE_CACHE, ENV_HAMI_CORE_CORES),
     *(ENV_HAMI_CORE_LIBRARY, ENV_VISIBLE_DEVICES),  # whose functions are found, and to which GPUs the limits belong
@@ -73,7 +73,7 @@ MAX_CONTAINERS = 1000
 """Containers beyond this count only where they ask for something."""
 MAX_MOUNTS = 8
 MAX_NAME_CHARS = 320
-"""Of an annotation: 253 of its prefix, a slash, 63 of its name."""
+"""The longest name of an annotation: 253 of its prefix, a slash, 63 of its name."""
 MAX_MESSAGE_CHARS = 2048
 MAX_SCHEDULER_CHARS = 1000
 CUT = "…"
@@ -211,7 +211,7 @@ class PodJson(KubeObject):
 
     @property
     def status(self) -> PodStatus:
-        """Empty where it is not as Kubernetes defines it."""
+        """The status, empty where it is not as Kubernetes defines it."""
         return decoded_or(_STATUS, self.raw_status, PodStatus)
 
 

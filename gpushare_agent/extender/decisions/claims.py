@@ -67,7 +67,8 @@ class Template(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """By the content, so that equal requests share a template, and no two versions write one differently."""
+        """The template's name, made of its content, so that equal requests share a template, and no two versions write
+        one differently."""
         shape = f"gpus{self.count}" if self.cores is None else f"c{self.cores}-m{self.memory_mib}"
         # Sorted: the name must not depend on the order of fields in this version.
         content = msgspec.json.encode(self.spec(), order="sorted")
@@ -178,7 +179,7 @@ def _template(container: ContainerSpec, annotations: Mapping[str, str], names: R
 
 
 def _whole_blocks_mib(container: ContainerSpec, names: ResourceNames) -> int:
-    """Of gpu-mem, as the scheduler rounds it."""
+    """The memory that gpu-mem asks for, rounded as the scheduler rounds it."""
     return -(-names.memory_mib(container) // names.memory_block_mib) * names.memory_block_mib
 
 

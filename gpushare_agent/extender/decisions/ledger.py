@@ -49,11 +49,11 @@ class NodeLedger:
         self.version = 0
         self.reservations: dict[PodUid, Reservation] = {}
         self.unattributed: dict[PodUid, Mapping[int, Charge]] = {}
-        """Of pods that only the agent names: ended by force, or not seen yet."""
+        """What pods have that only the agent names: ended by force, or not seen yet."""
         self._names = names
         self._used: dict[int, Charge] = {}
         self._accounts: dict[int, GpuAccount] = {}
-        """Of the GPUs that have not changed since it was computed, by index."""
+        """The accounts of the GPUs that have not changed since it was computed, by index."""
         self._gpus: list[GpuAccount] | None = None
         self._capacity: Capacity | None = None
 
@@ -107,7 +107,7 @@ class NodeLedger:
         return self._capacity is None
 
     def gpus_without(self, uids: frozenset[PodUid]) -> list[GpuAccount]:
-        """As if these pods were gone."""
+        """The accounts of all GPUs as if these pods were gone."""
         # A copy, for a question must not raise the version; a sum without the pods would not undo what is rounded.
         shadow = NodeLedger(self.node, self._names)
         for reservation in self.reservations.values():
@@ -149,21 +149,21 @@ class ClusterLedger:
         self._nodes: dict[str, NodeLedger] = {}
         self._pods: dict[PodUid, Pod] = {}
         self._bound: dict[str, dict[PodUid, None]] = {}
-        """By node, the pods that the API server shows bound to it."""
+        """The pods, by node, that the API server shows bound to it."""
         self._reserved_on: dict[PodUid, str] = {}
         """The node whose ledger, or pending reservations, have the pod."""
         self._pending: dict[str, dict[PodUid, Reservation]] = {}
         """Reservations whose bind is under way, of nodes that are away."""
 
     def nodes(self) -> Iterator[NodeLedger]:
-        """In order of name."""
+        """The ledgers of all nodes, in order of name."""
         return (self._nodes[name] for name in sorted(self._nodes))
 
     def node(self, name: str) -> NodeLedger | None:
         return self._nodes.get(name)
 
     def pending(self) -> list[Reservation]:
-        """On nodes that are away, by node and UID."""
+        """Reservations on nodes that are away, by node and UID."""
         return [r for _, on_node in sorted(self._pending.items()) for _, r in sorted(on_node.items())]
 
     def reservation(self, uid: PodUid) -> Reservation | None:

@@ -30,7 +30,7 @@ MAX_SCORE = 10
 _TIGHT_WEIGHT = 0.5
 
 Signature = tuple[tuple[ContainerKind, Request], ...]
-"""Of a pod, the containers that ask for GPUs: pods of one signature fit the same nodes."""
+"""The containers of a pod that ask for GPUs: pods of one signature fit the same nodes."""
 
 
 def plan_pod(pod: Pod, gpus: Sequence[GpuAccount], topology: Topology, policy: ClusterPolicy) -> PodPlan | Refused:
@@ -115,7 +115,7 @@ def _charge(before: GpuAccount, after: GpuAccount) -> Charge:
 
 
 def signature_of(pod: Pod, names: ResourceNames) -> Signature:
-    """In the kubelet's order; empty where none asks for something of ours."""
+    """The pod's requests in the kubelet's order; empty where none asks for something of ours."""
     asked = ((container.kind, request_of(container, names)) for container in pod.containers)
     return tuple((kind, request) for kind, request in asked if request != NOTHING)
 

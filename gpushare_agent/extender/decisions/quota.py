@@ -25,7 +25,7 @@ MAX_QUOTA_CHARS = 1024 * 1024
 """Kubernetes keeps no larger ConfigMap."""
 MAX_NAMESPACES = 20_000
 MAX_NAMES = 256
-"""Of models, and of pools, in one namespace's quota."""
+"""The most models, and the most pools, in one namespace's quota."""
 MAX_NAME_CHARS = 253
 MAX_GPUS = 1_000_000
 MAX_TOTAL = 10**12
@@ -98,7 +98,7 @@ class NamespaceQuota(Struct, frozen=True, kw_only=True):
 
 
 class Quota(Struct, frozen=True, kw_only=True):
-    """By namespace. One that is not named may use everything."""
+    """The quotas by namespace. A namespace that is not named may use everything."""
 
     namespaces: Mapping[str, NamespaceQuota] = field(default_factory=dict)
 
