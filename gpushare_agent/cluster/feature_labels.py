@@ -50,14 +50,14 @@ def feature_labels(
     """The labels of the most numerous model, and of GPUs in MIG mode only where there are no others. None while
     the driver names no GPU. `served` has what a GPU or MIG instance serves, `machine` is what DMI has, `pci_classes` and
     `pci_configurations` are those of the GPUs that have one, `written_at` is in seconds since the epoch."""
-    # A GPU in MIG mode is in `divided`, its instances are in `gpus`: labels are about whole cards.
+    # GPUs in MIG mode beside the others, without their instances: these labels are about physical GPUs.
     known = (gpu for gpu in (*inventory.gpus, *inventory.divided) if gpu.mig is None)
     gpus = sorted((gpu for gpu in known if gpu.name and gpu.memory_mib > 0), key=lambda gpu: gpu.index)
     if not gpus:
         return {}
     counts = Counter(gpu.name for gpu in gpus)
     whole = [gpu for gpu in gpus if not gpu.mig_mode]
-    # One product is all that a label holds; the number breaks the tie so that restarts give the same labels.
+    # One product is all that a label holds; name and index break ties, so that restarts give the same labels.
     gpu = min(whole or gpus, key=lambda gpu: (-counts[gpu.name], gpu.name, gpu.index))
     # A GPU in MIG mode is offered as its instances, whose labels follow below.
     units = served(gpu) if whole else None

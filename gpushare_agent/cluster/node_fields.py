@@ -138,8 +138,8 @@ class NodeFieldsWriter(Generic[T]):
                     # Not a whole period at first: an API server that has just started may not know its roles yet.
                     await asyncio.sleep(refused_backoff.delay_s(failures))
                     continue
-                # Never sooner than after a success, however many changes come.
                 delay_s = self._backoff.delay_s(failures)
+                # Never sooner than after a success, however many changes come.
                 await asyncio.sleep(min(delay_s, fields.gap_s))
                 # A change ends the rest of the wait: after an outage the list of pods is one.
                 await wait_for(self._is_changed, delay_s - min(delay_s, fields.gap_s))
@@ -154,8 +154,9 @@ class NodeFieldsWriter(Generic[T]):
         """One comparison; whether the node was patched."""
         desired = self._desired()
         node = self._node
-        # Who changes with every pod must not read the node for each: its last patch returned it.
-        if desired is not None and (node is None or not self._fields.change_often or self._is_read_due()):
+        # Fields that change with every pod must not cost a read of the node for each: the last patch returned it.
+        is_due = not self._fields.change_often or self._clock() - self._read_at >= self._fields.period_s
+        if desired is not None and (node is None or is_due):
             node = self._node = parse_node(await api.get_node(self._node_name))
             self._read_at = self._clock()
             desired = self._desired()  # the newest: the node may have taken a while to read
@@ -177,9 +178,6 @@ class NodeFieldsWriter(Generic[T]):
         self._node = parse_node(raw_node)
         self._report_written(patch)
         return True
-
-    def _is_read_due(self) -> bool:
-        return self._clock() - self._read_at >= self._fields.period_s
 
     def _report_written(self, patch: NodePatch) -> None:
         # Allocations change with every pod; labels are worth a line.

@@ -137,7 +137,6 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
 
     def compare(self, uid: PodUid) -> None:
         """The pod or its allocations changed."""
-        # During the patch the pod may have gone: what is stored for it would never be removed.
         if self.pods.get(uid) is not None:
             # A pod that waits already keeps its place.
             self._queue.setdefault(uid)
@@ -195,7 +194,7 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
         desired: dict[str, str | None] = dict(self.desired(pod))
         if uid in self._resize_statuses:
             desired[RESIZE_STATUS_ANNOTATION] = self._resize_statuses[uid]
-        # Only what differs, and nothing is removed: annotations of an extender stay.
+        # Only what differs is sent; annotations that are not the agent's stay as they are.
         different = {name: value for name, value in desired.items() if pod.annotations.get(name) != value}
         given = self._given.get(uid)
         is_same = given is not None and given.annotations == desired
@@ -222,6 +221,7 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
         else:
             self.metrics.pod_annotated("patched")
             log.debug("pod_annotated", pod=f"{pod.namespace}/{pod.name}", annotations=sorted(different))
+        # During the patch the pod may have gone: what is stored for it would never be removed.
         if self.pods.get(uid) is not None:
             self._given[uid] = _Given(desired, refusals)
         return True

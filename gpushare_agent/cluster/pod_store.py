@@ -262,7 +262,7 @@ class NodePods(Handler):
 
     def put(self, raw: Raw) -> bool:
         pod = pod_of_node(raw, resources=self._resources)
-        # The selector of the watch says so, but a fetched pod may be on any node.
+        # The selector asks for this node's pods alone: whatever else a server sends is not stored.
         if pod.node_name != self._node_name:
             return False
         # A list replaces all pods in one change: page by page, half a list would look like deletions.

@@ -131,8 +131,8 @@ async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callabl
             ),
         ]
         election, label = parts.election, parts.label
+        # None outside of a pod: no Service selects such a process.
         if label is not None:
-            # Without a label there is no Service to select by it: one replica, or a process in no pod.
             labelling = group.create_task(forever("leader label", label.run), name="leader label")
         if isinstance(election, LeaderElection):
             electing = group.create_task(forever("election", election.run), name="election")
@@ -274,7 +274,7 @@ def read_admission_config(path: Path) -> dict[str, str]:
         raise StartupError(
             f"{what}: {unknown[0][:80]!r} is no field of it; the fields are {', '.join(sorted(ADMISSION_CONFIG_FIELDS))}"
         )
-    # An empty text is what gpu-admission takes for its default.
+    # An empty field leaves our setting as it is.
     found = {field: raw[field] for field in sorted(ADMISSION_CONFIG_FIELDS) if raw.get(field)}
     for field, value in found.items():
         if not isinstance(value, str):
@@ -295,8 +295,8 @@ def document(parts: ExtenderParts) -> Mapping[str, object]:
 
 
 def _freeze_memory() -> None:
-    """The listed objects live long: the garbage collector passes them over, which would otherwise stop everything for a
-    quarter of a second to walk fifty thousand pods."""
+    """The listed objects live long: without this the garbage collector would stop everything for a quarter of a second,
+    again and again, to walk fifty thousand pods."""
     gc.collect()
     gc.freeze()
 

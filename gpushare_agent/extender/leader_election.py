@@ -50,7 +50,7 @@ LEADER = "leader"
 APP_LABEL = "app.kubernetes.io/name"
 """What the pods of one Deployment have in common, and others of the namespace have not."""
 CHECK_PERIOD_S = 30.0
-ROUND_TIMEOUT_S = 15.0
+UPDATE_TIMEOUT_S = 15.0
 WITHDRAW_TIMEOUT_S = 2.0
 _REMEDY = "POD_NAME and POD_NAMESPACE must name this pod, and the service account needs get, list and patch on pods"
 
@@ -357,7 +357,7 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
         while True:
             term, is_leading = self.election.term, self.election.leads()
             try:
-                async with asyncio.timeout(ROUND_TIMEOUT_S):
+                async with asyncio.timeout(UPDATE_TIMEOUT_S):
                     await (self._claim() if is_leading else self._drop())
                 # Checked again now and then, for any client may change labels.
                 failures, pause_s = 0, self.check_period_s

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from msgspec import Raw, Struct
 
 from gpushare_agent.cluster.kube.client import ClusterApi
-from gpushare_agent.cluster.kube.objects import object_meta
+from gpushare_agent.cluster.kube.objects import object_meta, pod_uid
 from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.cluster.kube.session import Throttled
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
@@ -176,7 +176,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
         except NotFound:
             return True
         # Another pod has taken the name: ours is gone.
-        return lean_pod(read_pod_json(raw_pod), self.names).uid != reservation.pod_uid
+        return pod_uid(raw_pod) != reservation.pod_uid
 
     async def clean(self, reservation: Reservation) -> None:
         """Removes the annotations from a pod that was not bound."""

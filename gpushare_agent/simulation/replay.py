@@ -143,7 +143,9 @@ class Replay(Struct, eq=False):
     _tally: Tally = field(default_factory=Tally)
 
     def run(self) -> Tally:
-        impossible = self._impossible()
+        # Asked while the cluster is empty, and in the order of the workload, so that every run asks alike.
+        shapes = dict.fromkeys(arrival.shape for arrival in self.workload.arrivals)
+        impossible = {one for one in shapes if not self.scheduler.can_ever(self.pods.pod("probe", one), one)}
         for number, arrival in enumerate(self.workload.arrivals):
             # Whatever ends up to this moment has ended before the pod comes.
             self._play_until(arrival.at_s)
@@ -158,11 +160,6 @@ class Replay(Struct, eq=False):
         # The rest, until nothing runs and nothing can start: pods that wait then wait for ever.
         self._play_until(None)
         return self._tally
-
-    def _impossible(self) -> set[Shape]:
-        # Not a set: the order of the workload, so that every run asks in the same order.
-        shapes = dict.fromkeys(arrival.shape for arrival in self.workload.arrivals)
-        return {shape for shape in shapes if not self.scheduler.can_ever(self.pods.pod("probe", shape), shape)}
 
     def _play_until(self, limit: float | None) -> None:
         """All events up to then; all there are where it is None."""

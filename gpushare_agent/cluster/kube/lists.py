@@ -126,7 +126,7 @@ class KubeLists:
             with suppress(TooLong):  # left before going on: the error's frames keep what was read alive
                 items, version, _ = await self._page(whole, read, timeout_s=list_s, limit_bytes=list_bytes)
                 return items, version
-        # The list was too long for one answer. Pages are consistent reads, and have the whole time again.
+        # A list of the cache that was too long for one answer has the whole time once more.
         ends_at = time.monotonic() + self._timeouts.list_s
         for _ in range(PAGED_TRIES - 1):
             with suppress(Conflict):  # the place to go on from is compacted away: start over

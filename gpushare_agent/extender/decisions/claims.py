@@ -114,7 +114,9 @@ def convert_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     Raises:
         Corrupt: what it asks for cannot be read.
     """
-    pod = parse_pod(_with_identity(read), resources=names.names)
+    # parse_pod needs what the API server sets only after admission; none of it is used here.
+    named = replace(read, metadata=replace(read.meta, namespace="x", name="x", uid="x"))
+    pod = parse_pod(named, resources=names.names)
     asking = [container for container in pod.containers if any(container.requests.values())]
     # The API server knows a static pod as a mirror pod alone: the kubelet has started it, and no claim can be added.
     if not asking or pod.is_static:
@@ -145,11 +147,6 @@ def convert_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     return Conversion(patch=patch, templates=tuple(dict.fromkeys(own.values())), warnings=tuple(warnings))
 
 
-def _with_identity(read: PodJson) -> PodJson:
-    """parse_pod needs what the API server sets after admission; it is not used here."""
-    return replace(read, metadata=replace(read.meta, namespace="x", name="x", uid="x"))
-
-
 def _template(container: ContainerSpec, annotations: Mapping[str, str], names: ResourceNames) -> Template | Refused:
     isolation = annotations.get(ISOLATION_ANNOTATION, "")
     # The agent would refuse it at the claim's preparation, on a node that was chosen in vain.
@@ -164,7 +161,10 @@ def _template(container: ContainerSpec, annotations: Mapping[str, str], names: R
     cores, blocks = request.cores, request.blocks
     # GPUShare's memory has no cores: with 0 the agent limits compute in proportion to the memory.
     if request.units:
-        return Template(cores=0, memory_mib=_whole_blocks_mib(container, names), isolation=isolation)
+        whole_blocks = -(
+            -names.memory_mib(container) // names.memory_block_mib
+        )  # rounded as the scheduler rounds a claim
+        return Template(cores=0, memory_mib=whole_blocks * names.memory_block_mib, isolation=isolation)
     if cores < CORES_PER_GPU:
         ceiling = core_limit(annotations, cores).percent
         memory_mib = blocks * names.memory_block_mib
@@ -176,11 +176,6 @@ def _template(container: ContainerSpec, annotations: Mapping[str, str], names: R
     # Rounded up: the GPUs together must have at least what was asked for.
     least_mib = -(-blocks // count) * names.memory_block_mib
     return Template(count=count, memory_mib=least_mib, isolation=isolation)
-
-
-def _whole_blocks_mib(container: ContainerSpec, names: ResourceNames) -> int:
-    """The memory that gpu-mem asks for, rounded as the scheduler rounds it."""
-    return -(-names.memory_mib(container) // names.memory_block_mib) * names.memory_block_mib
 
 
 def _pod_warnings(pod: Pod) -> Iterator[str]:
