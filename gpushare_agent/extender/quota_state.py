@@ -131,7 +131,7 @@ class QuotaState:
         self.remove_node(node.name)
         self._nodes[node.name] = node.model, memory_mib
         self._memories.setdefault(node.model, Counter())[memory_mib] += 1
-        # Bound pods may be known before their node, and a node's label may be changed.
+        # Whoever counts on this node counts by its new model and memory from now on.
         for uid in self._pods_of.get(node.name, ()):
             self._count(uid, node.name)
 

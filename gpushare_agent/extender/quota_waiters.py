@@ -106,7 +106,7 @@ class QuotaWaiters(Struct, kw_only=True, eq=False):
         except AgentError as e:
             is_retried = isinstance(e, Unavailable)
             # A missing right fails for every pod: one line says it.
-            if self._problems.is_new(type(e).__name__):  # not for each pod
+            if self._problems.is_new(type(e).__name__):
                 then = "tried again" if is_retried else "it waits for the scheduler's next event"
                 log.warning("quota_retry_not_written", error=str(e), then=then)
             if is_retried:

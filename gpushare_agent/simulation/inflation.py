@@ -226,7 +226,7 @@ class _ExtendersCluster:
             name = max(self._state.prioritize(made, fitting), key=lambda one: one[1])[0]
             if isinstance(self._state.reserve(made, name, 0.0), Refused):
                 return False
-            # Bound at once: an ASSUMED pod would be one whose bind is under way.
+            # Binding takes no time here.
             self._state.bound(made.uid)
             self._placed += 1
             gpus = tuple(sorted(gpu.free_cores for gpu in self._state.gpus(name)))

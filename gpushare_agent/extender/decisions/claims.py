@@ -161,9 +161,8 @@ def _template(container: ContainerSpec, annotations: Mapping[str, str], names: R
     cores, blocks = request.cores, request.blocks
     # GPUShare's memory has no cores: with 0 the agent limits compute in proportion to the memory.
     if request.units:
-        whole_blocks = -(
-            -names.memory_mib(container) // names.memory_block_mib
-        )  # rounded as the scheduler rounds a claim
+        # Whole blocks, rounded up, as kube-scheduler rounds what a claim asks for.
+        whole_blocks = -(-names.memory_mib(container) // names.memory_block_mib)
         return Template(cores=0, memory_mib=whole_blocks * names.memory_block_mib, isolation=isolation)
     if cores < CORES_PER_GPU:
         ceiling = core_limit(annotations, cores).percent

@@ -108,7 +108,7 @@ class NodeLedger:
 
     def gpus_without(self, uids: frozenset[PodUid]) -> list[GpuAccount]:
         """The accounts of all GPUs as if these pods were gone."""
-        # A copy, for a question must not raise the version; a sum without the pods would not undo what is rounded.
+        # A copy: a question must not raise the version.
         shadow = NodeLedger(self.node, self._names)
         for reservation in self.reservations.values():
             if reservation.pod_uid not in uids:
