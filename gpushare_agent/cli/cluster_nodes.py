@@ -31,7 +31,7 @@ _CURE = "check your own credentials and their rights; docs/reference/cli.md list
 async def open_cluster(settings: Settings) -> AsyncIterator[KubeApi]:
     """The API server of the kubeconfig. Lists of a large cluster may take a while."""
     timeouts, kubeconfig = KubeTimeouts(list_s=_LIST_TIMEOUT_S), settings.kubeconfig
-    async with open_kube_api(kubeconfig=kubeconfig, context=settings.context, timeouts=timeouts, cure=_CURE) as api:
+    async with open_kube_api(kubeconfig=kubeconfig, context=settings.context, timeouts=timeouts, advice=_CURE) as api:
         yield api
 
 

@@ -46,8 +46,8 @@ REMEDY = f"give the agent's account the ClusterRole {ROLE} (manifests/base/rbac.
 
 
 class NodeFields(Struct, Generic[T], frozen=True, kw_only=True):
-    """Fields that are written together. `name`, `lost` (what is missing while they cannot be written) and `cure` are for the
-    log; after a patch none follows for `gap_s`.
+    """Fields that are written together. `name`, `lost` (what is missing while they cannot be written) and `remedy` are
+    for the log; after a patch none follows for `gap_s`.
 
     Those that change often, with every pod, are compared with what the last patch returned; the node is read once in
     `period_s`. For the others it is read before each comparison.
@@ -56,7 +56,7 @@ class NodeFields(Struct, Generic[T], frozen=True, kw_only=True):
     name: str
     plan: Callable[[NodeObject, T], NodePatch]
     lost: str
-    cure: str = REMEDY
+    remedy: str = REMEDY
     gap_s: float
     period_s: float = PERIOD_S
     retry_cap_s: float
@@ -82,7 +82,7 @@ CAPACITY: NodeFields[Mapping[str, int]] = NodeFields(
     name="capacity",
     plan=plan_capacity_patch,
     lost="GPUShare's tools do not see this node's GPUs",
-    cure="give the agent the right to patch nodes/status (docs/how-to/serve-gpu-mem.md), or set gpushare.enabled: false",
+    remedy="give the agent the right to patch nodes/status (docs/how-to/serve-gpu-mem.md), or set gpushare.enabled: false",
     gap_s=1.0,
     period_s=60.0,  # a kubelet that registers the node anew resets its capacity
     retry_cap_s=60.0,
@@ -212,5 +212,5 @@ class NodeFieldsWriter(Generic[T]):
             fields=self._fields.name,
             error=error,
             lost=self._fields.lost,
-            cure=self._fields.cure if is_refused else "none: it is tried again",
+            cure=self._fields.remedy if is_refused else "none: it is tried again",
         )

@@ -82,26 +82,26 @@ async def open_kube_api(
     context: str = "",
     timeouts: KubeTimeouts | None = None,
     limits: ListLimits | None = None,
-    cure: str = AGENT_RIGHTS,
+    advice: str = AGENT_RIGHTS,
 ) -> AsyncIterator[KubeApi]:
-    """The API server named by the kubeconfig, else the pod's own cluster, else $KUBECONFIG. Connects on first use. `cure`
+    """The API server named by the kubeconfig, else the pod's own cluster, else $KUBECONFIG. Connects on first use. `advice`
     ends the message where the credentials are not accepted or do not suffice.
 
     Entering raises StartupError where there is no usable configuration, Unavailable where credentials are not there yet.
     """
     timeouts = timeouts or KubeTimeouts()
-    async with open_kube_session(kubeconfig, timeouts, cure, context) as session:
+    async with open_kube_session(kubeconfig, timeouts, advice, context) as session:
         yield KubeApi(session, timeouts, limits or ListLimits())
 
 
 @asynccontextmanager
 async def open_kube_session(
-    kubeconfig: Path | None, timeouts: KubeTimeouts, cure: str, context: str = ""
+    kubeconfig: Path | None, timeouts: KubeTimeouts, advice: str, context: str = ""
 ) -> AsyncIterator[KubeSession]:
     """What a client of the API server is made of. Raises as `open_kube_api`."""
     # Before anything is opened: a wrong configuration is an error of the start, not of the first request.
     source = find_configuration(kubeconfig, os.environ, context)
-    session = KubeSession(source, connect_s=timeouts.connect_s, cure=cure)
+    session = KubeSession(source, connect_s=timeouts.connect_s, advice=advice)
     try:
         await session.open()
         yield session

@@ -77,12 +77,12 @@ STATUS, _ANY_OBJECT = Decoder(Status), Decoder(_AnyObject)
 
 
 class KubeSession:
-    """Sends requests with the present credentials. Open with `open`, close with `close`. `cure` is the advice where
+    """Sends requests with the present credentials. Open with `open`, close with `close`. `advice` is what to do where
     they are not accepted or do not suffice."""
 
-    def __init__(self, source: ConfigurationSource, *, connect_s: float, cure: str = AGENT_RIGHTS) -> None:
+    def __init__(self, source: ConfigurationSource, *, connect_s: float, advice: str = AGENT_RIGHTS) -> None:
         self._source = source
-        self._cure = cure
+        self._advice = advice
         self._connect_s = connect_s
         self._client: Any = None
         # The client before: a watch may still read from it.
@@ -135,7 +135,7 @@ class KubeSession:
                 response = await self._send(request)
             if not 200 <= response.status < 300:
                 # Inside `try`: the error's text is read from the response before it is closed.
-                raise await _status_error(response, request.what, self._cure)
+                raise await _status_error(response, request.what, self._advice)
             yield response
         finally:
             response.close()
@@ -235,12 +235,12 @@ async def _read_bounded(response: ClientResponse, what: str, limit_bytes: int) -
     return content
 
 
-async def _status_error(response: ClientResponse, what: str, cure: str) -> AgentError:
+async def _status_error(response: ClientResponse, what: str, advice: str) -> AgentError:
     """The error that a refused request becomes; the server's own message is in it."""
     # A Status is short; a proxy's page of HTML need not be read.
     content = await response.content.read(4096)
     message = status_message(content) or excerpt(content)
-    error = error_for_status(response.status, what, message, cure=cure)
+    error = error_for_status(response.status, what, message, advice=advice)
     if response.status == 429:
         return Throttled(str(error), _retry_after_s(response.headers.get("Retry-After", "")))
     return error
@@ -251,7 +251,7 @@ def _retry_after_s(text: str) -> float:
     return min(float(text), MAX_RETRY_AFTER_S) if text.isascii() and text.isdigit() and len(text) < 6 else 1.0
 
 
-def error_for_status(status: int, what: str, message: str, *, cure: str = AGENT_RIGHTS) -> AgentError:
+def error_for_status(status: int, what: str, message: str, *, advice: str = AGENT_RIGHTS) -> AgentError:
     text = f"cannot {what}: the API server answered {status}: {message or 'no text'}"
     if status == 404:
         return NotFound(text)
@@ -259,7 +259,7 @@ def error_for_status(status: int, what: str, message: str, *, cure: str = AGENT_
     if status in (409, 410):
         return Conflict(text)
     if status in (401, 403):
-        return Rejected(f"{text}; {cure}")
+        return Rejected(f"{text}; {advice}")
     if status in (400, 405, 413, 415, 422):
         return Rejected(text)
     # 429, 5xx, and whatever is not known: to try again does no harm.
