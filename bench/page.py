@@ -6,7 +6,7 @@ import time
 
 from bench.results import Row, row
 from bench.sample_node import SampleNode
-from gpushare_agent.observability.http.answers import encode, packed
+from gpushare_agent.kit.http_answers import encode, packed
 from gpushare_agent.observability.node_snapshot import node_document
 
 GPUS = 16

@@ -22,20 +22,19 @@ from aiohttp import web
 from msgspec import to_builtins
 
 from gpushare_agent.cluster.informer import Informer
-from gpushare_agent.cluster.kube.client import ALL_NODES
-from gpushare_agent.cluster.kube.cluster import LIVE_PODS, ClusterApi, open_cluster_api
+from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS, ClusterApi, open_cluster_api
 from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION
 from gpushare_agent.extender.app import ExtenderParts, build, serve
 from gpushare_agent.extender.bind import Binder, BindTiming
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
+from gpushare_agent.extender.debug import node_document
 from gpushare_agent.extender.decisions.pod_plan import plan_pod
 from gpushare_agent.extender.messages import BindArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.nodes import read_node
+from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.pod_writes import PodWrites
-from gpushare_agent.extender.pods import lean_pod
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.model.errors import Refused
@@ -634,7 +633,11 @@ async def eventually(condition: Callable[[], bool], turn: Callable[[], Awaitable
 
 def state_document(state: ClusterState) -> list[Raw]:
     """Every node with what is allocated of it, sorted."""
-    return [to_builtins(found) for name in state.node_names() if (found := state.node_document(name)) is not None]
+    return [
+        to_builtins(node_document(ledger))
+        for name in state.node_names()
+        if (ledger := state.node_ledger(name)) is not None
+    ]
 
 
 class Replica:

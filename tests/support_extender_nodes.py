@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gpushare_agent.cluster.kube.cluster import open_cluster_api
+from gpushare_agent.cluster.kube.client import open_cluster_api
 from gpushare_agent.extender.app import ExtenderParts, build, serve
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.node import EmbeddedCluster, EmbeddedNode, open_embedded_cluster

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.sample_node import SampleNode
 from gpushare_agent.admission.outcomes import DecisionLog
-from gpushare_agent.observability.http.answers import encode
+from gpushare_agent.kit.http_answers import encode
 from gpushare_agent.observability.http.node_api import NodeApi
 from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics

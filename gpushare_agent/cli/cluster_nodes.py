@@ -19,9 +19,8 @@ from typing_extensions import TypedDict
 from gpushare_agent.cli.agent_documents import Cores, Memory, Mig
 from gpushare_agent.cluster.kube.client import ALL_NODES, UNFINISHED, KubeApi, open_kube_api, pods
 from gpushare_agent.cluster.kube.lists import KubeTimeouts
-from gpushare_agent.cluster.kube.objects import Quantity, read_node_json
+from gpushare_agent.cluster.kube.objects import Quantity, read_node_json, whole_number
 from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
-from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.cluster.node_annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,
@@ -48,7 +47,7 @@ _REMEDY = "check your own credentials and their rights; docs/reference/cli.md li
 async def open_cluster(settings: Settings) -> AsyncIterator[KubeApi]:
     """The API server of the kubeconfig. Lists of a large cluster may take a while."""
     timeouts, kubeconfig = KubeTimeouts(list_s=_LIST_TIMEOUT_S), settings.kubeconfig
-    async with open_kube_api(kubeconfig=kubeconfig, context=settings.context, timeouts=timeouts, cure=_REMEDY) as api:
+    async with open_kube_api(kubeconfig=kubeconfig, context=settings.context, timeouts=timeouts, advice=_REMEDY) as api:
         yield api
 
 

@@ -20,26 +20,19 @@ from msgspec.structs import replace
 from gpushare_agent import __version__
 from gpushare_agent.cli.cluster_nodes import cluster_names, open_cluster
 from gpushare_agent.cluster.informer import Informer
-from gpushare_agent.cluster.kube.client import ALL_NODES
-from gpushare_agent.cluster.kube.cluster import LIVE_PODS
+from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS
 from gpushare_agent.cluster.kube.lists import KubeLists
 from gpushare_agent.cluster.kube.pods import PodJson, scheduler_message
 from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
 from gpushare_agent.extender.cluster_state import MAX_ASKING, ClusterState
 from gpushare_agent.extender.debug import StatePages
-from gpushare_agent.extender.decisions.free_capacity import signature_of
+from gpushare_agent.extender.decisions.pod_plan import signature_of
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.nodes import read_node
+from gpushare_agent.extender.objects import read_node
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.kit.http_server import HttpLimits, HttpServer
-from gpushare_agent.kit.supervision import forever
-from gpushare_agent.kit.tcp_listeners import listen_tcp
-from gpushare_agent.model.names import MIB, PodUid
-from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.observability.http.answers import (
+from gpushare_agent.kit.http_answers import (
     SECURITY_HEADERS,
     BadQueryError,
     RequestQueue,
@@ -48,6 +41,12 @@ from gpushare_agent.observability.http.answers import (
     json_answer,
     read_query,
 )
+from gpushare_agent.kit.http_server import HttpLimits, HttpServer
+from gpushare_agent.kit.supervision import forever
+from gpushare_agent.kit.tcp_listeners import listen_tcp
+from gpushare_agent.model.names import MIB, PodUid
+from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.observability.http.debug_guard import Guard
 from gpushare_agent.observability.http.page import WebPage
 from gpushare_agent.settings.settings import Settings

@@ -1,7 +1,7 @@
 """Sends Kubernetes Events in the background: on pods why they got no GPU, on the node what became of its GPUs.
 
 Recording only queues an Event, `run` sends it. Events are a courtesy: bounded in number and rate (a ReplicaSet's rejected
-pods come ten a second), one per key for a while, and dropped rather than kept for long. Namespaces take turns, and within
+pods come ten a second), one per key for a while, and dropped rather than queued for long. Namespaces take turns, and within
 one its pods, so that a flood of one delays no other's for long. The mutable state is the queue and which keys were recorded
 lately. Format: Kubernetes core/v1 Event.
 """
@@ -37,8 +37,8 @@ BURST = 25
 TRIES = 6
 COMPONENT = "gpushare-agent"
 NODE_NAMESPACE = "default"
-_TEXT_KEPT = 256
-"""Of a text in a key: with RECORDED_LIMIT this bounds the memory."""
+_KEY_CHARS = 256
+"""Characters of a text in a key: with RECORDED_LIMIT this bounds the memory."""
 
 
 class EventRecorder:
@@ -64,7 +64,7 @@ class EventRecorder:
         self._clock = clock
         self._queue: FairQueue[_Queued] = FairQueue(QUEUE_LIMIT)
         self._recorded: OrderedDict[tuple[str, ...], float] = OrderedDict()
-        self._is_wanted = asyncio.Event()
+        self._has_queued = asyncio.Event()
 
     def record(
         self, involved: ObjectReference, reason: str, message: str, *, type_: str = "Warning", key: tuple[str, ...]
@@ -72,16 +72,19 @@ class EventRecorder:
         """Queue an Event about the object `involved`, in its namespace, unless one with this key was recorded in the last
         REPEAT_AFTER_S; whether it was queued."""
         now = self._clock()
+        # Deduplicated here, not by the API server: a pod that is tried again makes the same refusal each time.
         recorded_at = self._recorded.get(key)
         if recorded_at is not None and now - recorded_at < REPEAT_AFTER_S:
             return False
         queued = _Queued(key, _event(involved, reason, message, type_, self._reporter, datetime.now(UTC)))
+        # The UID, for a name may be used again: each object has its own place among its namespace's.
         dropped = self._queue.put(involved.namespace or NODE_NAMESPACE, involved.uid, queued)
         self._recorded[key] = now
         self._recorded.move_to_end(key)
+        # Forgetting the oldest at worst sends one Event twice.
         while len(self._recorded) > RECORDED_LIMIT:
             self._recorded.popitem(last=False)
-        self._is_wanted.set()
+        self._has_queued.set()
         if dropped is not None:
             self._recorded.pop(dropped.key, None)  # the next time it may be sent
             self._drop(
@@ -94,10 +97,13 @@ class EventRecorder:
         credit, spent_at = float(BURST), self._clock()
         while True:
             while not self._queue:
-                self._is_wanted.clear()
-                await self._is_wanted.wait()
+                self._has_queued.clear()
+                await self._has_queued.wait()
+            # A token bucket: a rollout that fails shows its reason at once, a ReplicaSet that goes on failing writes
+            # one Event a second.
             credit = min(BURST, credit + (self._clock() - spent_at) / self._interval_s)
             if credit < 1:
+                # What is sent is chosen after the wait: a namespace that comes meanwhile has its turn.
                 await asyncio.sleep((1 - credit) * self._interval_s)
                 credit = 1.0
             credit, spent_at = credit - 1, self._clock()
@@ -109,6 +115,7 @@ class EventRecorder:
                 await api.create_event(event)
             except Unavailable as e:
                 if tried == TRIES:
+                    # An API server that is away for longer would hold all Events behind this one.
                     self._drop(event, str(e))
                     return
                 await asyncio.sleep(self._backoff.delay_s(tried))
@@ -139,14 +146,15 @@ class PodEvents(EventRecorder):
         self.record(_pod(pod), refused.reason.value, refused.detail, key=(pod.uid, refused.reason.value))
 
     def warned(self, pod: Pod, reason: str, detail: str) -> None:
-        """The same for what is no refusal. Once per pod, reason and text, also in the log: who corrects an annotation and
+        """A Warning for what is no refusal, once per pod, reason and text, also in the log: who corrects an annotation and
         makes another mistake must hear of it."""
-        if self.record(_pod(pod), reason, detail, key=(pod.uid, reason, detail[:_TEXT_KEPT])):
+        # The log as often as the Event: admission may ask a hundred times about one pod.
+        if self.record(_pod(pod), reason, detail, key=(pod.uid, reason, detail[:_KEY_CHARS])):
             log.warning("pod_warned", pod=f"{pod.namespace}/{pod.name}", reason=reason, detail=detail)
 
     def noted(self, pod: Pod, reason: str, detail: str) -> None:
-        """What is no warning, once as `warned`."""
-        if self.record(_pod(pod), reason, detail, type_="Normal", key=(pod.uid, reason, detail[:_TEXT_KEPT])):
+        """A Normal Event, once as `warned`."""
+        if self.record(_pod(pod), reason, detail, type_="Normal", key=(pod.uid, reason, detail[:_KEY_CHARS])):
             log.info("pod_noted", pod=f"{pod.namespace}/{pod.name}", reason=reason, detail=detail)
 
 
@@ -154,8 +162,8 @@ class NodeEvents(EventRecorder):
     """What became of the GPUs of the node that reports."""
 
     def note(self, reason: NodeEventReason, uuid: str, message: str) -> None:
-        """Once in ten minutes per GPU, reason and text. In namespace default and with the node's name as its UID, as the
-        kubelet's own: there `kubectl describe node` looks for them."""
+        """An Event on the node, once in ten minutes per GPU, reason and text. In namespace default and with the node's
+        name as its UID, as the kubelet's own: there `kubectl describe node` looks for them."""
         involved = ObjectReference(api_version="v1", kind="Node", name=self._reporter, uid=self._reporter)
         self.record(involved, reason.value, message, type_=reason.type, key=(uuid, reason.value, message))
 
@@ -181,6 +189,7 @@ def _event(involved: ObjectReference, reason: str, message: str, type_: str, rep
     at = now.strftime("%Y-%m-%dT%H:%M:%SZ")
     return Event(
         metadata=EventMeta(
+            # 253 characters are allowed; the suffix takes sixteen.
             name=f"{involved.name[:230].rstrip('-.')}.{int(now.timestamp() * 1e6):x}",
             namespace=involved.namespace or NODE_NAMESPACE,
         ),
@@ -190,6 +199,7 @@ def _event(involved: ObjectReference, reason: str, message: str, type_: str, rep
         type=type_,
         source=EventSource(component=COMPONENT, host=reporter),
         reporting_component=COMPONENT,
+        # The API server refuses longer ones.
         reporting_instance=reporter[:128],
         first_timestamp=at,
         last_timestamp=at,

@@ -20,7 +20,7 @@ TIMESTAMP_LABEL = f"{PREFIX}gfd.timestamp"
 _GPU = f"{PREFIX}gpu"
 _CUDA = f"{PREFIX}cuda"
 _MAX_CHARS = 63
-_NOT_KEPT = re.compile(r"[^A-Za-z0-9\-_. ]")
+_REMOVED_CHARACTERS = re.compile(r"[^A-Za-z0-9\-_. ]")
 _FAMILIES = {
     1: "tesla", 2: "fermi", 3: "kepler", 5: "maxwell", 6: "pascal", 9: "hopper", 10: "blackwell", 12: "blackwell",
     13: "rubin",
@@ -33,7 +33,7 @@ _ATTRIBUTES = {
 }  # fmt: skip
 """Suffix of the label, and field of MigAttributes."""
 _MODES = {0x030000: "graphics", 0x030200: "compute"}
-"""By PCI class: VGA controller, 3D controller."""
+"""The mode by PCI class: VGA controller, 3D controller."""
 _CONFIGURATION_BYTES = 256
 
 
@@ -47,23 +47,28 @@ def feature_labels(
     pci_configurations: Sequence[bytes],
     written_at: int,
 ) -> dict[str, str]:
-    """Of the most numerous model, where there are several; of GPUs in MIG mode only where there are no others. None while
+    """The labels of the most numerous model, and of GPUs in MIG mode only where there are no others. None while
     the driver names no GPU. `served` has what a GPU or MIG instance serves, `machine` is what DMI has, `pci_classes` and
     `pci_configurations` are those of the GPUs that have one, `written_at` is in seconds since the epoch."""
+    # GPUs in MIG mode beside the others, without their instances: these labels are about physical GPUs.
     known = (gpu for gpu in (*inventory.gpus, *inventory.divided) if gpu.mig is None)
     gpus = sorted((gpu for gpu in known if gpu.name and gpu.memory_mib > 0), key=lambda gpu: gpu.index)
     if not gpus:
         return {}
     counts = Counter(gpu.name for gpu in gpus)
     whole = [gpu for gpu in gpus if not gpu.mig_mode]
+    # One product is all that a label holds; name and index break ties, so that restarts give the same labels.
     gpu = min(whole or gpus, key=lambda gpu: (-counts[gpu.name], gpu.name, gpu.index))
+    # A GPU in MIG mode is offered as its instances, whose labels follow below.
     units = served(gpu) if whole else None
     is_mps = units is not None and units.terms.of > 1 and units.terms.sharing is Sharing.MPS
     return {
         **_resource(_GPU, [gpu.name], counts[gpu.name], units),
+        # Nothing is served under the whole GPU's name, as NVIDIA's program has it.
         **({} if whole else {f"{_GPU}.replicas": "0"}),
         f"{_GPU}.memory": str(gpu.memory_mib),
         f"{_GPU}.machine": sanitised(machine.strip() or "unknown"),
+        # NVIDIA's program says unknown where the GPUs of a node differ.
         f"{_GPU}.mode": _MODES.get(pci_classes[0], "unknown") if len(set(pci_classes)) == 1 else "unknown",
         f"{PREFIX}mps.capable": str(is_mps).lower(),
         f"{PREFIX}mig.capable": str(any(gpu.mig_mode is not None for gpu in gpus)).lower(),
@@ -79,6 +84,7 @@ def feature_labels(
 def _resource(name: str, parts: Sequence[str], count: int, units: ServedUnits | None) -> dict[str, str]:
     """`parts` make the product's name. The suffix -SHARED stays where the name is cut."""
     shared = units if units is not None and units.terms.of > 1 else None
+    # Renamed replicas have the word in the resource's name already.
     suffix = "-SHARED" if shared is not None and not shared.resource.endswith(SHARED_SUFFIX) else ""
     model, *others = (sanitised(part) for part in parts)
     end = "".join(f"-{part}" for part in others) + suffix
@@ -93,23 +99,27 @@ def _resource(name: str, parts: Sequence[str], count: int, units: ServedUnits | 
 def _of_strategy(
     strategy: str, inventory: GpuInventory, gpus: Sequence[Gpu], served: Callable[[Gpu], ServedUnits | None]
 ) -> dict[str, str]:
-    """With `single`, an instance is a nvidia.com/gpu: its labels are those of the GPUs, where all are divided into
-    instances of one profile; MIG-INVALID where only some are. With `mixed` each profile has labels of its own."""
+    """The labels by MIG strategy. With `single`, an instance is a nvidia.com/gpu: its labels are those of the GPUs,
+    where all are partitioned into instances of one profile; MIG-INVALID where only some are. With `mixed` each profile
+    has labels of its own."""
     if strategy == "none":
         return {}
     labels = {f"{PREFIX}mig.strategy": strategy}
     by_profile: dict[str, list[tuple[Gpu, MigPlace]]] = {}
     for gpu in inventory.gpus:
+        # An instance that was destroyed stays listed while a pod has it.
         if gpu.mig is not None and not gpu.mig.is_gone:
             by_profile.setdefault(gpu.mig.profile, []).append((gpu, gpu.mig))
     models = {gpu.uuid: gpu.name for gpu in gpus}
-    divided = [gpu for gpu in gpus if gpu.mig_mode]
-    if strategy == "single" and divided:
+    partitioned = [gpu for gpu in gpus if gpu.mig_mode]
+    if strategy == "single" and partitioned:
         parents = {place.parent for instances in by_profile.values() for _, place in instances}
+        # With `single` every nvidia.com/gpu is an instance of one kind. A mixture has no product that would be true.
         if len(by_profile) != 1 or any(gpu.uuid not in parents for gpu in gpus):
-            return labels | _resource(_GPU, [divided[0].name, "MIG", "INVALID"], 0, None) | _INVALID
+            return labels | _resource(_GPU, [partitioned[0].name, "MIG", "INVALID"], 0, None) | _INVALID
     for profile, instances in sorted(by_profile.items()):
         gpu, place = instances[0]
+        # 1g.10gb+me: a plus is not allowed in a label's or a resource's name.
         known_as = profile.replace("+", ".")
         name = _GPU if strategy == "single" else NVIDIA_MIG_PREFIX + known_as
         labels |= _resource(name, [models.get(place.parent, ""), "MIG", known_as], len(instances), served(gpu))
@@ -124,7 +134,7 @@ def _attributes(place: MigPlace) -> Iterator[tuple[str, int]]:
 
 def sanitised(text: str) -> str:
     """Letters, digits, `-_.` and single dashes for spaces, as GPU Feature Discovery has it; cut to what a label holds."""
-    return "-".join(_NOT_KEPT.sub("", text).split())[:_MAX_CHARS].strip("-_.")
+    return "-".join(_REMOVED_CHARACTERS.sub("", text).split())[:_MAX_CHARS].strip("-_.")
 
 
 def _architecture(gpu: Gpu) -> Mapping[str, str]:
@@ -133,6 +143,7 @@ def _architecture(gpu: Gpu) -> Mapping[str, str]:
     major, minor = gpu.compute_capability
     family = _FAMILIES.get(major, "undefined")
     if major == 7:
+        # Compute capability 7.5 is Turing, 8.9 Ada Lovelace: the major number has two families here.
         family = "volta" if minor < 5 else "turing"
     elif major == 8:
         family = "ampere" if minor < 9 else "ada-lovelace"
@@ -140,9 +151,10 @@ def _architecture(gpu: Gpu) -> Mapping[str, str]:
 
 
 def _versions(inventory: GpuInventory) -> Mapping[str, str]:
-    """With the older names. A driver version is X.Y or X.Y.Z."""
+    """The driver's and CUDA's versions, with the older names. A driver version is X.Y or X.Y.Z."""
     labels: dict[str, str] = {}
     driver = inventory.driver_version.split(".")
+    # Anything else would give labels that no selector expects.
     if len(driver) in (2, 3) and all(part.isascii() and part.isdigit() for part in driver):
         major, minor, revision = (*driver, "")[:3]
         for base, last in ((f"{_CUDA}.driver", "rev"), (f"{_CUDA}.driver-version", "revision")):
@@ -157,14 +169,16 @@ def _versions(inventory: GpuInventory) -> Mapping[str, str]:
 
 
 def _clique(gpus: Sequence[Gpu]) -> Mapping[str, str]:
-    """Of the GPUs on an NVLink fabric; none where they differ."""
+    """The clique of the GPUs on an NVLink fabric; none where they differ."""
     fabrics = {gpu.fabric for gpu in gpus if gpu.fabric}
+    # Pods select nodes of one NVLink domain by it: two cliques on a node would promise a connection that is not there.
     return {f"{_GPU}.clique": fabrics.pop()} if len(fabrics) == 1 else {}
 
 
 def _vgpu(configurations: Sequence[bytes]) -> Mapping[str, str]:
     """Whether the GPUs are vGPUs, and of these the hypervisor's driver; none where a configuration is cut off, as without
     CAP_SYS_ADMIN."""
+    # Without the right the kernel gives 64 bytes, where the capability list has not begun.
     if any(len(configuration) < _CONFIGURATION_BYTES for configuration in configurations):
         return {}
     capabilities = [found for one in configurations if (found := _vendor_capability(one))[3:5] == b"VF"]
@@ -179,6 +193,7 @@ def _vgpu(configurations: Sequence[bytes]) -> Mapping[str, str]:
 def _vendor_capability(configuration: bytes) -> bytes:
     """The vendor-specific capability (PCI Local Bus Specification 3.0, section 6.7): ID, place of the next, length, data.
     Empty where there is none."""
+    # The status register's bit 4 says whether there is a list at all; 0x34 is where it begins.
     at = configuration[0x34] if configuration[0x06] & 0x10 else 0
     for _ in range(_CONFIGURATION_BYTES):  # the list may be a circle
         if at == 0 or at + 2 >= _CONFIGURATION_BYTES or configuration[at] == 0xFF:
@@ -190,7 +205,7 @@ def _vendor_capability(configuration: bytes) -> bytes:
 
 
 def _host_driver(capability: bytes) -> tuple[str, str]:
-    """Of a vGPU: version and branch of the hypervisor's driver, ten bytes each, in the record 0 of those that follow the
+    """A vGPU's version and branch of the hypervisor's driver, ten bytes each, in the record 0 of those that follow the
     signature. A record has its ID, its length and its data."""
     at = 5
     while at + 1 < len(capability) and capability[at] != 0 and capability[at + 1] > 0:

@@ -64,7 +64,7 @@ class _Cycle(Struct, kw_only=True):
     """One list, where needed, and one watch."""
 
     began_at: float = float("inf")
-    """Of the watch; it never began where this is infinite."""
+    """The watch's begin; it never began where this is infinite."""
     has_listed: bool = False
     events: int = 0
     error: AgentError | None = None
@@ -91,7 +91,8 @@ class Informer:
         self._clock = clock
         self._version = ""
         self._known: set[str] = set()
-        self._lists_wanted = 0
+        self._lists_requested = 0
+        # Below the requests, of which there are none yet: the first list is made without being asked for.
         self._lists_done = -1
         self._is_listed = asyncio.Event()
         self._scope: asyncio.Timeout | None = None
@@ -100,7 +101,7 @@ class Informer:
 
     @property
     def has_listed(self) -> bool:
-        """At least one list is complete."""
+        """Whether at least one list is complete."""
         return self._lists_done >= 0
 
     @property
@@ -113,10 +114,13 @@ class Informer:
 
         A new leader must not decide on what it received before.
         """
-        self._lists_wanted += 1
-        mine = self._lists_wanted
+        self._lists_requested += 1
+        # A list that has begun already may have been answered before this call: only one with this number counts.
+        mine = self._lists_requested
         if self._scope is not None and not self._scope.expired():
+            # Ends the watch, or the pause after a failure, at once: a new leader waits for it.
             self._scope.reschedule(asyncio.get_running_loop().time())
+        # A list may fail and be made again: the caller bounds the wait by being cancelled.
         while self._lists_done < mine:
             self._is_listed.clear()
             await self._is_listed.wait()
@@ -126,6 +130,7 @@ class Informer:
         failures = 0
         while True:
             try:
+                # No limit of its own: it is there for `refresh` to end.
                 async with asyncio.timeout(None) as self._scope:
                     failures = await self._cycle_and_pause(api, failures)
             except TimeoutError:
@@ -151,37 +156,45 @@ class Informer:
         is_back = isinstance(cycle.error, Conflict) and not cycle.has_listed
         failures = 1 if is_healthy or is_back or (cycle.events and cycle.error is None) else failures + 1
         delay_s = 0.0 if is_healthy and cycle.error is None else self._backoff.delay_s(failures)
+        # Before the pause, so that the log says when it goes on.
         self._report(cycle.error, delay_s)
         await asyncio.sleep(delay_s)
         return failures
 
     async def _run_cycle(self, api: KubeLists, cycle: _Cycle) -> None:
         try:
-            if not self._version or self._lists_done < self._lists_wanted:
+            # Otherwise the watch goes on where it ended: a list of a large cluster is not made for a connection that
+            # broke.
+            if not self._version or self._lists_done < self._lists_requested:
                 cycle.has_listed = True
                 await self._list(api)
             async with api.watch_all(self._watched, self._version) as stream:
                 cycle.began_at = self._clock()
+                # The stream has its own limits (lists.py): a silent one ends as Unavailable.
                 async for event in stream:
                     cycle.events += 1
                     self.last_message_at = self._clock()
                     self._apply(event)
         except AgentError as e:
             cycle.error = e
+            # Versions are numbers in every API server that is known: another one may be why the watch is refused.
             is_version_odd = isinstance(e, Rejected) and not version_number(self._version)
             if isinstance(e, Conflict | Corrupt) or is_version_odd:
                 self._version = ""  # too old, unreadable from here on, or no version at all: only a new list helps
 
     async def _list(self, api: KubeLists) -> None:
-        wanted, began_at = self._lists_wanted, self._clock()
+        # Before the first page: a `refresh` during the list needs another one.
+        requested, began_at = self._lists_requested, self._clock()
         self._handler.list_begins()
         keys, version = await api.list_all(self._watched, self._put_listed)
         listed = set(keys)
+        # Sorted, so that handlers see the same order for the same cluster.
         missing = sorted(self._known - listed)
         self._known &= listed
+        # The handler removes them, for it may know better: the node's pods compare their versions.
         self._handler.list_ended(listed, missing, version)
         self._version = version
-        self._lists_done = wanted
+        self._lists_done = requested
         self._is_listed.set()
         self.last_message_at = self._clock()
         self._metrics.listed(self.kind, self.last_message_at - began_at)
@@ -190,17 +203,20 @@ class Informer:
     def _put_listed(self, raw: Raw) -> str:
         self._put(raw)
         try:
+            # An unreadable object that has a key is listed all the same: its last readable state stays.
             return self._handler.key(raw)
         except Corrupt:
             return ""
 
     def _apply(self, event: WatchEvent) -> None:
         if event.type == "DELETED":
+            # By the key alone: what a deleted object asks for may be unreadable.
             self._remove(self._handler.key(event.object))
         elif event.type in ("ADDED", "MODIFIED"):
             self._put(event.object)
         elif event.type != "BOOKMARK":
             raise Corrupt(f"cannot watch {self._watched.what}: unknown event type {event.type[:80]!r}")
+        # Every event moves the place to go on from, bookmarks above all: they are sent for that.
         self._version = object_meta(event.object, self.kind).version or self._version
 
     def _put(self, raw: Raw) -> None:
@@ -215,6 +231,7 @@ class Informer:
             log.warning("object_unreadable", kind=self.kind, error=str(e), then="its last readable state stays")
 
     def _remove(self, key: str) -> None:
+        # Deleted objects that never were of interest are not the handler's.
         if key in self._known:
             self._known.discard(key)
             self._handler.remove(key)
@@ -223,8 +240,10 @@ class Informer:
         outcome = "ended" if error is None else type(error).__name__.lower()
         self._metrics.watch_ended(self.kind, outcome)
         if error is None:
+            # The API server ends each watch after some minutes: nothing has happened.
             log.debug("watch_ended", kind=self.kind, retry_in_s=round(delay_s, 2))
             return
+        # A missing right does not mend itself: a person is needed.
         write = log.error if isinstance(error, Rejected) else log.warning
         then = "objects stay as they were"
         write(

@@ -37,12 +37,12 @@ MAX_TEXT_CHARS = 128
 MAX_MEMORY_MIB = 1 << 30
 MAX_BLOCK_MIB = 1 << 16
 MAX_PODS = 512
-"""With GPUs of one node."""
+"""The most with GPUs of one node."""
 _MAX_NUMA = 4096
 _MAX_UID_CHARS = 128
 _MAX_COUNT = 1 << 30
 _COUNTS = 4
-"""Of a pod on a GPU: the first fields of a Charge, with 1 for a whole GPU."""
+"""Counts of a pod on a GPU: the first fields of a Charge, with 1 for a whole GPU."""
 
 
 class ReportedGpus(Struct, frozen=True, kw_only=True):
@@ -114,6 +114,7 @@ def parse_document(text: object, schema: int) -> dict[str, Any]:
         raise Corrupt("it is no JSON") from error
     if not isinstance(raw, dict):
         raise Corrupt("it is no JSON object")
+    # In Python True is 1; in JSON it is a mistake.
     if raw.get("schema") != schema or isinstance(raw.get("schema"), bool):
         raise Corrupt(f"its `schema` is not {schema}, which is all that is understood here")
     return raw
@@ -140,7 +141,7 @@ class _Mig(Struct):
 
 
 class _Gpu(Struct):
-    """What the report cannot do without is typed; the rest is passed over where it is of another form."""
+    """What the report cannot do without is typed; the rest is ignored where it is of another form."""
 
     index: Annotated[int, Meta(ge=0, le=MAX_INDEX)]
     memory_mib: Annotated[int, Meta(ge=0, le=MAX_MEMORY_MIB)]
@@ -168,6 +169,7 @@ def _gpu(raw: object, position: int) -> GpuReport:
         memory_mib=gpu.memory_mib,
         is_healthy=gpu.is_healthy,
         cordoned=why or ("cordoned" if gpu.cordoned else ""),
+        # Placement does without the NUMA node and the links: a report is not refused for them.
         numa=gpu.numa if is_count(gpu.numa, _MAX_NUMA) else None,
         links=_words(gpu.links),
         mig=MigReport(label=mig.label[:MAX_TEXT_CHARS], profile=mig.profile[:MAX_TEXT_CHARS], takes_shares=mig.shares)
@@ -183,6 +185,7 @@ def _charges(uid: str, raw: object, indexes: Mapping[str, int]) -> dict[int, Cha
         raise Corrupt(f"what pod {uid} has is no JSON object")
     charges = {}
     for key, counts in raw.items():
+        # By text, as JSON has keys: `01` or `+1` is no index that an agent writes.
         index = indexes.get(key)
         if index is None:
             raise Corrupt(f"pod {uid} has something of GPU {key[:20]!r}, which the node does not have")
@@ -199,6 +202,7 @@ def _charge(where: str, raw: object) -> Charge:
     except ValidationError as error:
         raise Corrupt(f"{where} is no list of at most {_COUNTS} counts: {error}") from error
     cores, blocks, units, wholes = [*counts, 0, 0, 0, 0][:_COUNTS]  # the agent leaves zeros at the end out
+    # More would make what is free negative, and the account wrong for all others.
     if cores > CORES_PER_GPU or wholes > 1:
         raise Corrupt(f"{where} is more than a GPU")
     return Charge(cores, blocks, units, wholes)
@@ -228,15 +232,15 @@ def allocations_by_pod(
     gpus: Sequence[Gpu],
     pod_of: Callable[[PodUid], Pod | None],
     names: ResourceNames,
-    extras: Mapping[ContainerKey, Charge] = MappingProxyType({}),
+    resized: Mapping[ContainerKey, Charge] = MappingProxyType({}),
 ) -> list[AllocatedTo]:
     """The pods with allocations whose admission is over, sorted by UID.
 
-    Replicas under NVIDIA's names are counted in cores and blocks, a part of one as one. `extras` has how much more or less
-    than its allocation is booked for a container that was resized.
+    Replicas under NVIDIA's names are counted in cores and blocks, a part of one as one. `resized` has how much more or less
+    than its allocation is charged for a container that was resized.
     """
     allocations = list(allocations)
-    shown = _shown_extras(allocations, extras)
+    shown = _reported_resizes(allocations, resized)
     of_pod: dict[PodUid, list[Allocation]] = {}
     for allocation in allocations:
         of_pod.setdefault(allocation.key.pod_uid, []).append(allocation)
@@ -244,14 +248,17 @@ def allocations_by_pod(
     found = []
     for uid, own in sorted(of_pod.items()):
         pod = pod_of(uid)
+        # Containers are admitted one by one: the scheduler would think the rest of the pod's GPUs free.
         if not _is_admitted(pod, own, names):
             continue
         charges = charges_of(own)
         for one in own:
+            # Only shares are resized, and a share is on one GPU.
             add_charges(charges, {gpu: shown.get(one.key, NO_CHARGE) for gpu in one.gpus[:1]})
         gpus_of_pod = {
             by_uuid[uuid].index: counts
             for uuid, charge in sorted(charges.items())
+            # A GPU that is lost has no index any more; its pods are charged when it comes back.
             if uuid in by_uuid and (counts := _counts(account_of(by_uuid[uuid], names, charge)))
         }
         if gpus_of_pod:
@@ -265,11 +272,13 @@ def allocations_annotation(
     allocated: Iterable[AllocatedTo], *, max_chars: int = MAX_CHARS, max_pods: int = MAX_PODS
 ) -> str:
     """Compact JSON. Where not all fit, it has the newest, for the extender waits for those, and is marked as truncated."""
+    # The extender waits for the report of pods that were bound just now.
     newest = sorted(allocated, key=lambda one: (-one.since, one.pod_uid))
     chars = len(_document([], is_truncated=True))
     chosen: list[AllocatedTo] = []
     for one in newest[:max_pods]:
         chars += len(_entry(one))
+        # All annotations of an object share 256 KiB: a longer one would have the whole patch refused.
         if chars > max_chars:
             break
         chosen.append(one)
@@ -278,42 +287,45 @@ def allocations_annotation(
 
 def _is_admitted(pod: Pod | None, own: Sequence[Allocation], names: ResourceNames) -> bool:
     """A pod that the API server no longer knows counts with what it has: its processes may live on."""
+    # A container that has run was admitted whole, whatever the counts are now.
     if pod is None or pod.has_started:
         return True
     ids = {one.key.container: one.ids for one in own}
     return all(
-        len(ids.get(container.name, {}).get(kind, ())) >= wanted
+        len(ids.get(container.name, {}).get(kind, ())) >= requested
         for container in pod.containers
-        for kind, wanted in names.asked(container).items()
+        for kind, requested in names.asked(container).items()
     )
 
 
-def _shown_extras(
-    allocations: Iterable[Allocation], extras: Mapping[ContainerKey, Charge]
+def _reported_resizes(
+    allocations: Iterable[Allocation], resized: Mapping[ContainerKey, Charge]
 ) -> dict[ContainerKey, Charge]:
     """What a GPU's shares give back is shown only as far as others there have grown into it: the kubelet still counts the
     rest as taken, so no scheduler may think it free."""
     shown: dict[ContainerKey, Charge] = {}
     on_gpu: dict[GpuUuid, list[ContainerKey]] = {}
     for one in allocations:
-        if one.gpus and one.key in extras:
+        if one.gpus and one.key in resized:
             on_gpu.setdefault(one.gpus[0], []).append(one.key)
     for keys in on_gpu.values():
-        left = reduce(Charge.plus, (extras[key].grown() for key in keys))
+        left = reduce(Charge.plus, (resized[key].grown() for key in keys))
+        # In a fixed order, so that the same resizes give the same report.
         for key in sorted(keys):
-            extra = extras[key]
+            change = resized[key]
             shown[key] = Charge(
-                cores=max(extra.cores, -left.cores),
-                blocks=max(extra.blocks, -left.blocks),
-                units=max(extra.units, -left.units),
+                cores=max(change.cores, -left.cores),
+                blocks=max(change.blocks, -left.blocks),
+                units=max(change.units, -left.units),
             )
-            left = left.plus(shown[key].plus(extra.grown(), -1))
+            left = left.plus(shown[key].plus(change.grown(), -1))
     return shown
 
 
 def _counts(account: GpuAccount) -> tuple[int, ...]:
     blocks = account.used_blocks + (0 if account.is_whole else account.blocks_of_part)
     counts = [account.allocated_cores, blocks, account.used_units, int(account.is_whole)]
+    # 512 pods have to fit: most have cores and blocks alone.
     while counts and not counts[-1]:
         counts.pop()
     return tuple(counts)

@@ -59,8 +59,10 @@ def node_facts(
 ) -> NodeFacts:
     """Everything that the node should have. `node_labels` are the operator's and win over what the driver reports;
     `shares_in_mig` as ResourceNames has it."""
+    # One invalid label would have the API server refuse the patch, and all others with it.
     valid = {name: value for name, value in node_labels.items() if is_label(name, value)}
     labels = {**gpu_labels(inventory, label_prefix), **valid}
+    # gpu-model is gpu-manager's: a node that is taken over from it has its value, which is to be replaced.
     owned = {GPU_MODEL_LABEL, *valid, *(name for name in labels if name.startswith(f"{OWN_PREFIX}/"))}
     text = gpus_annotation(inventory, cordoned=cordoned, memory_block_mib=memory_block_mib, shares_in_mig=shares_in_mig)
     return NodeFacts(
@@ -69,6 +71,7 @@ def node_facts(
         owned=frozenset(owned),
         unusable=tuple(sorted(node_labels.keys() - valid.keys())),
         are_gpus_named=not inventory.gpus or bool(_named(inventory)),
+        # The operator's labels win, those under NVIDIA's prefix too.
         features={name: value for name, value in (features or {}).items() if name not in valid},
     )
 
@@ -86,6 +89,7 @@ def gpu_labels(inventory: GpuInventory, prefix: str) -> dict[str, str]:
     labels = {
         GPU_MODEL_LABEL: gpu_model(product),
         f"{prefix}/gpu.product": label_value(product),
+        # The least: a pod that selects by it may get any of the node's GPUs.
         f"{prefix}/gpu.memory": str(min(gpu.memory_mib for gpu in named)),
         f"{prefix}/gpu.count": str(len(inventory.gpus)),
     }
@@ -93,6 +97,7 @@ def gpu_labels(inventory: GpuInventory, prefix: str) -> dict[str, str]:
         labels[f"{prefix}/gpu.mixed"] = "true"
     capabilities = [gpu.compute_capability for gpu in named]
     known = [capability for capability in capabilities if capability is not None]
+    # Of one GPU the driver may not tell it: the least of the others would promise too much.
     if len(known) == len(named):
         major, minor = min(known)
         labels |= {f"{prefix}/gpu.compute.major": str(major), f"{prefix}/gpu.compute.minor": str(minor)}
@@ -108,10 +113,12 @@ def gpu_model(name: str) -> str:
     """
     words = name.split()
     behind = list(words)
+    # `NVIDIA GeForce RTX 4090` has two; the last word stays, whatever it is.
     while len(behind) > 1 and behind[0].upper() in _BRANDS:
         del behind[0]
     if len(behind) > 1 and behind[0].upper() in _SERIES:
         return label_value("-".join(behind[:2]))
+    # No brand that is known: the first word is taken for it.
     if len(behind) == len(words) and len(words) > 1:
         return label_value(words[1])
     return label_value(behind[0]) if behind else ""
@@ -135,6 +142,7 @@ def gpus_annotation(
     document = {
         "schema": GPUS_SCHEMA,
         "memory_block_mib": memory_block_mib,
+        # The annotation's own words stay: other readers know them (schema 1).
         "cards": [
             _gpu(gpu, gpus, inventory.topology, gpu.uuid in cordoned)
             | ({"mig": {"label": gpu.label, "profile": gpu.mig.profile, "shares": shares_in_mig}} if gpu.mig else {})
@@ -150,6 +158,7 @@ def _named(inventory: GpuInventory) -> list[Gpu]:
 
 def _most_numerous(gpus: Sequence[Gpu]) -> str:
     counts = Counter(gpu.name for gpu in gpus)
+    # Of one name the largest: the last one written wins.
     largest = {gpu.name: gpu.memory_mib for gpu in sorted(gpus, key=lambda gpu: gpu.memory_mib)}
     return min(counts, key=lambda name: (-counts[name], -largest[name], name))
 
@@ -172,6 +181,7 @@ def _gpu(gpu: Gpu, gpus: Sequence[Gpu], topology: Topology, is_cordoned: bool) -
         "numa": gpu.numa_node,
         "links": [_link_word(topology, gpu.index, other.index) for other in gpus],
     }
+    # Only where it is true: 200 bytes a GPU, and most are not cordoned.
     return {**fact, "cordoned": True} if is_cordoned else fact
 
 
@@ -194,7 +204,7 @@ MAX_RECORD_CHARS = 16 * 1024
 MAX_RECORDED = 256
 
 _KUBERNETES_DOMAINS = ("kubernetes.io", "k8s.io")
-"""With all below them. A kubelet is kept from changing labels of these (NodeRestriction), others it may change anyway."""
+"""Domains with all below them. A kubelet may not change labels of these (NodeRestriction), others it may change anyway."""
 
 
 class NodeObject(Struct, frozen=True, kw_only=True):
@@ -230,7 +240,7 @@ def parse_node(raw_node: Raw) -> NodeObject:
     )
 
 
-def plan_facts_patch(node: NodeObject, wanted: NodeFacts) -> NodePatch:
+def plan_facts_patch(node: NodeObject, desired: NodeFacts) -> NodePatch:
     """Labels and the annotation about the GPUs.
 
     A label is removed only where the node's own record says that the agent wrote it, and never one of Kubernetes, for the
@@ -239,51 +249,57 @@ def plan_facts_patch(node: NodeObject, wanted: NodeFacts) -> NodePatch:
     """
     labels = node.labels
     recorded = _recorded(node.annotations.get(LABELS_ANNOTATION, ""))
-    others_features = _of_feature_discovery(node, wanted, recorded)
+    others_features = _of_feature_discovery(node, desired, recorded)
+    # GPU Feature Discovery has come after us: its labels are no longer ours to remove.
     recorded -= others_features
-    features = _features(node, wanted) if not others_features else {}
-    all_wanted = {**wanted.labels, **features}
+    features = _features(node, desired) if not others_features else {}
+    all_desired = {**desired.labels, **features}
     foreign = {
         name
-        for name, value in {**wanted.labels, **wanted.features}.items()
-        if name not in wanted.owned and name not in recorded and labels.get(name, value) != value
+        for name, value in {**desired.labels, **desired.features}.items()
+        if name not in desired.owned and name not in recorded and labels.get(name, value) != value
     }
-    set_labels = {n: v for n, v in all_wanted.items() if n not in foreign and labels.get(n) != v}
+    # Only what differs is sent, so that a node that is right costs no write.
+    set_labels = {n: v for n, v in all_desired.items() if n not in foreign and labels.get(n) != v}
     # A driver that is away for a moment must not take the labels by which pods are scheduled to this node.
-    kept = all_wanted.keys() if wanted.are_gpus_named else all_wanted.keys() | labels.keys()
-    gone = {name for name in recorded - kept if name in labels}
-    ours = (recorded & kept) | set_labels.keys() | (wanted.owned & wanted.labels.keys())
-    annotations: dict[str, str | None] = {**wanted.annotations, LABELS_ANNOTATION: ",".join(sorted(ours))}
+    applicable = all_desired.keys() if desired.are_gpus_named else all_desired.keys() | labels.keys()
+    gone = {name for name in recorded - applicable if name in labels}
+    # A label with the desired value that somebody else wrote is not recorded: it is theirs to remove.
+    ours = (recorded & applicable) | set_labels.keys() | (desired.owned & desired.labels.keys())
+    annotations: dict[str, str | None] = {**desired.annotations, LABELS_ANNOTATION: ",".join(sorted(ours))}
     written_at = features.get(TIMESTAMP_LABEL)
-    if wanted.are_gpus_named and node.annotations.get(FEATURES_ANNOTATION) != written_at:
+    # While the driver is away the labels stay, and the record of them with them.
+    if desired.are_gpus_named and node.annotations.get(FEATURES_ANNOTATION) != written_at:
         annotations[FEATURES_ANNOTATION] = written_at
     changed = {name: value for name, value in annotations.items() if node.annotations.get(name) != value}
     return NodePatch(
         labels=dict(sorted({**set_labels, **dict.fromkeys(gone)}.items())),
         annotations=dict(sorted(changed.items())),
         foreign=tuple(sorted(foreign)),
-        unusable=wanted.unusable,
+        unusable=desired.unusable,
     )
 
 
-def _of_feature_discovery(node: NodeObject, wanted: NodeFacts, recorded: Set[str]) -> Set[str]:
+def _of_feature_discovery(node: NodeObject, desired: NodeFacts, recorded: Set[str]) -> Set[str]:
     """Names under its prefix that are not the agent's to write or remove: all, where GPU Feature Discovery runs."""
+    # GPU Feature Discovery writes its timestamp at each start: another value than ours is its work.
     own_timestamp = node.annotations.get(FEATURES_ANNOTATION)
     is_overwritten = node.labels.get(TIMESTAMP_LABEL, own_timestamp) != own_timestamp
-    if is_overwritten or any(name in node.labels and name not in recorded for name in wanted.features):
-        names = node.labels.keys() | wanted.features.keys()
-        return {name for name in names if name.startswith(FEATURES_PREFIX)} - wanted.owned
+    if is_overwritten or any(name in node.labels and name not in recorded for name in desired.features):
+        names = node.labels.keys() | desired.features.keys()
+        return {name for name in names if name.startswith(FEATURES_PREFIX)} - desired.owned
     return frozenset()
 
 
-def _features(node: NodeObject, wanted: NodeFacts) -> Mapping[str, str]:
+def _features(node: NodeObject, desired: NodeFacts) -> Mapping[str, str]:
     """The features, with the timestamp of before where nothing else changes."""
+    # The time alone is no change: it would be a write to the API server with every comparison.
     before = node.labels.get(TIMESTAMP_LABEL)
     if before is None or any(
-        node.labels.get(name) != value for name, value in wanted.features.items() if name != TIMESTAMP_LABEL
+        node.labels.get(name) != value for name, value in desired.features.items() if name != TIMESTAMP_LABEL
     ):
-        return wanted.features
-    return {**wanted.features, TIMESTAMP_LABEL: before} if wanted.features else wanted.features
+        return desired.features
+    return {**desired.features, TIMESTAMP_LABEL: before} if desired.features else desired.features
 
 
 def plan_allocations_patch(node: NodeObject, text: str) -> NodePatch:
@@ -291,22 +307,24 @@ def plan_allocations_patch(node: NodeObject, text: str) -> NodePatch:
     return NodePatch(annotations=_changed(node.annotations, {ALLOCATIONS_ANNOTATION: text}))
 
 
-def plan_capacity_patch(node: NodeObject, wanted: Mapping[str, int]) -> NodePatch:
+def plan_capacity_patch(node: NodeObject, desired: Mapping[str, int]) -> NodePatch:
     """Counts of extended resources in the node's capacity."""
-    return NodePatch(capacity=_changed(node.capacity, {resource: str(count) for resource, count in wanted.items()}))
+    return NodePatch(capacity=_changed(node.capacity, {resource: str(count) for resource, count in desired.items()}))
 
 
-def _changed(present: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in wanted.items() if present.get(name) != value}
+def _changed(present: Mapping[str, str], desired: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in desired.items() if present.get(name) != value}
 
 
 def _recorded(text: str) -> set[str]:
     """The names of the record that may be the agent's work; none where it is larger than the agent ever makes it."""
+    # Whoever may patch the node may have made it long: nothing of such a record is believed.
     names = set(text.split(",")) if len(text) <= MAX_RECORD_CHARS else set()
     plausible = {name for name in names if LABEL_NAME.fullmatch(name) and not _is_of_kubernetes(name)}
     return plausible if len(names) <= MAX_RECORDED else set()
 
 
 def _is_of_kubernetes(name: str) -> bool:
+    # Without a slash it is the user's own label, of no domain.
     domain, slash, _ = name.rpartition("/")
     return bool(slash) and any(domain == known or domain.endswith(f".{known}") for known in _KUBERNETES_DOMAINS)

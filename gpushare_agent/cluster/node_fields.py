@@ -1,9 +1,9 @@
 """Keeps fields of this node's object true: its labels and GPUs, its allocations, its capacity. One writer for each.
 
-Level, not edge: what is wanted is worked out anew after each change and each `period_s`, and only what differs is patched;
-what somebody undid comes back. No admission waits for it. What is wanted and the patches are node_facts.py and
+Level, not edge: what is desired is worked out anew after each change and each `period_s`, and only what differs is patched;
+what somebody undid comes back. No admission waits for it. What is desired and the patches are node_facts.py and
 node_annotations.py. The mutable state of a writer is: the node as it was last read, whether something
-changed, whether what is wanted was known, and what was reported last.
+changed, whether what is desired was known, and what was reported last.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ CALL_TIMEOUT_S = 15.0
 BURST_S = 0.05
 """The pause after a comparison that patched nothing: one pod's Allocates come in a burst."""
 NOT_KNOWN_S = 0.5
-"""Between two questions for what is wanted while it is not known."""
+"""The time between two questions for what is desired while it is not known."""
 REPORT_AGAIN_S = 3600.0
 ROLE = "gpushare-agent-node-facts"
-CURE = f"give the agent's account the ClusterRole {ROLE} (manifests/base/rbac.yaml), or set facts.is_written: false"
+REMEDY = f"give the agent's account the ClusterRole {ROLE} (manifests/base/rbac.yaml), or set facts.is_written: false"
 
 
 class NodeFields(Struct, Generic[T], frozen=True, kw_only=True):
-    """Fields that are written together. `name`, `lost` (what is missing while they cannot be written) and `cure` are for the
-    log; after a patch none follows for `gap_s`.
+    """Fields that are written together. `name`, `lost` (what is missing while they cannot be written) and `remedy` are
+    for the log; after a patch none follows for `gap_s`.
 
     Those that change often, with every pod, are compared with what the last patch returned; the node is read once in
     `period_s`. For the others it is read before each comparison.
@@ -56,7 +56,7 @@ class NodeFields(Struct, Generic[T], frozen=True, kw_only=True):
     name: str
     plan: Callable[[NodeObject, T], NodePatch]
     lost: str
-    cure: str = CURE
+    remedy: str = REMEDY
     gap_s: float
     period_s: float = PERIOD_S
     retry_cap_s: float
@@ -82,7 +82,7 @@ CAPACITY: NodeFields[Mapping[str, int]] = NodeFields(
     name="capacity",
     plan=plan_capacity_patch,
     lost="GPUShare's tools do not see this node's GPUs",
-    cure="give the agent the right to patch nodes/status (docs/how-to/serve-gpu-mem.md), or set gpushare.enabled: false",
+    remedy="give the agent the right to patch nodes/status (docs/how-to/serve-gpu-mem.md), or set gpushare.enabled: false",
     gap_s=1.0,
     period_s=60.0,  # a kubelet that registers the node anew resets its capacity
     retry_cap_s=60.0,
@@ -90,20 +90,20 @@ CAPACITY: NodeFields[Mapping[str, int]] = NodeFields(
 
 
 class NodeFieldsWriter(Generic[T]):
-    """`changed` at any time, `run` once. `wanted` is None while it is not known: then what the node has stays."""
+    """`changed` at any time, `run` once. `desired` is None while it is not known: then what the node has stays."""
 
     def __init__(
         self,
         fields: NodeFields[T],
         *,
         node_name: str,
-        wanted: Callable[[], T | None],
+        desired: Callable[[], T | None],
         backoff: Backoff | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fields = fields
         self._node_name = node_name
-        self._wanted = wanted
+        self._desired = desired
         self._backoff = backoff or Backoff(base_s=1.0, cap_s=fields.retry_cap_s)
         self._clock = clock
         self._is_changed = asyncio.Event()
@@ -114,17 +114,20 @@ class NodeFieldsWriter(Generic[T]):
         self._failure_reported: tuple[str, float] = ("", float("-inf"))
 
     def changed(self) -> None:
-        """What is wanted may be another than before: compare soon."""
+        """What is desired may be another than before: compare soon."""
         self._is_changed.set()
 
     async def run(self, api: KubeApi) -> NoReturn:
-        """Until cancelled. A failure is tried again with back-off, or with the next change: after an outage that is what the
-        list of pods brings. A missing right is tried again with back-off up to once each period."""
+        """Keeps the fields true until cancelled. A failure is tried again with back-off, or with the next change: after
+        an outage that is what the list of pods brings. A missing right is tried again with back-off up to once each
+        period."""
         fields, failures = self._fields, 0
         refused_backoff = Backoff(base_s=self._backoff.base_s, cap_s=fields.period_s)
         while True:
+            # Before the comparison: a change during it is another one.
             self._is_changed.clear()
             try:
+                # Read and patch together: the client bounds each of them.
                 async with asyncio.timeout(CALL_TIMEOUT_S):
                     is_patched = await self._reconcile(api)
             except (AgentError, TimeoutError) as e:
@@ -136,42 +139,48 @@ class NodeFieldsWriter(Generic[T]):
                     await asyncio.sleep(refused_backoff.delay_s(failures))
                     continue
                 delay_s = self._backoff.delay_s(failures)
+                # Never sooner than after a success, however many changes come.
                 await asyncio.sleep(min(delay_s, fields.gap_s))
+                # A change ends the rest of the wait: after an outage the list of pods is one.
                 await wait_for(self._is_changed, delay_s - min(delay_s, fields.gap_s))
                 continue
             failures, self._failure_reported = 0, ("", float("-inf"))
+            # Changes within this time become one patch.
             await asyncio.sleep(fields.gap_s if is_patched else min(BURST_S, fields.gap_s))
+            # At the latest then: what somebody else undid makes no change here.
             await wait_for(self._is_changed, fields.period_s if self._is_known else NOT_KNOWN_S)
 
     async def _reconcile(self, api: KubeApi) -> bool:
         """One comparison; whether the node was patched."""
-        wanted = self._wanted()
+        desired = self._desired()
         node = self._node
-        if wanted is not None and (node is None or not self._fields.change_often or self._is_read_due()):
+        # Fields that change with every pod must not cost a read of the node for each: the last patch returned it.
+        is_due = not self._fields.change_often or self._clock() - self._read_at >= self._fields.period_s
+        if desired is not None and (node is None or is_due):
             node = self._node = parse_node(await api.get_node(self._node_name))
             self._read_at = self._clock()
-            wanted = self._wanted()  # the newest: the node may have taken a while to read
-        self._is_known = wanted is not None
-        if wanted is None or node is None:
+            desired = self._desired()  # the newest: the node may have taken a while to read
+        self._is_known = desired is not None
+        if desired is None or node is None:
             return False
-        patch = self._fields.plan(node, wanted)
+        patch = self._fields.plan(node, desired)
         self._report_labels(patch)
         if patch.is_empty:
             return False
+        # Capacity is in the subresource status, which has a right of its own.
         if patch.capacity:
             raw_node = await api.patch_node_capacity(self._node_name, patch.capacity)
         else:
             raw_node = await api.patch_node_metadata(
                 self._node_name, labels=patch.labels, annotations=patch.annotations
             )
+        # As the API server has it now, with what others wrote meanwhile.
         self._node = parse_node(raw_node)
         self._report_written(patch)
         return True
 
-    def _is_read_due(self) -> bool:
-        return self._clock() - self._read_at >= self._fields.period_s
-
     def _report_written(self, patch: NodePatch) -> None:
+        # Allocations change with every pod; labels are worth a line.
         (log.debug if self._fields.change_often else log.info)(
             "node_fields_written",
             node=self._node_name,
@@ -191,8 +200,9 @@ class NodeFieldsWriter(Generic[T]):
             log.error("node_labels_unusable", labels=unusable, then="left out", cure="correct node_labels")
 
     def _report_failure(self, error: str, is_refused: bool) -> None:
-        """The same one once an hour."""
+        """Logs the same failure once an hour."""
         reported, at = self._failure_reported
+        # A right that is missing for good would otherwise fill the log with one text.
         if reported == error and self._clock() - at < REPORT_AGAIN_S:
             return
         self._failure_reported = (error, self._clock())
@@ -202,5 +212,5 @@ class NodeFieldsWriter(Generic[T]):
             fields=self._fields.name,
             error=error,
             lost=self._fields.lost,
-            cure=self._fields.cure if is_refused else "none: it is tried again",
+            cure=self._fields.remedy if is_refused else "none: it is tried again",
         )

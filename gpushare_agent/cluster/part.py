@@ -84,9 +84,13 @@ class ClusterPart(Struct, frozen=True, kw_only=True):
         """All that needs the API server. While it is away, all of this waits."""
         async with AsyncExitStack() as stack:
             api = await self._open_api(stack)
+            # An admission may wait for this already: it reads its pod by name, before the first list.
             self.node_pods.attach(api)
             async with asyncio.TaskGroup() as group:
+                # Readers first: what is written follows from the pods.
                 start_tasks(group, _bound(api, {"pod informer": self.informer, "kubelet facts": self.kubelet_facts}))
+                # During an update two agents run for a moment: the one that serves writes, or each would undo the
+                # other's fields.
                 await self.may_write.wait()
                 start_tasks(group, _bound(api, self._writers()))
         raise AssertionError("the tasks do not return")
@@ -127,17 +131,19 @@ def build(node: Node, store: PodStore) -> ClusterPart:
         rejected_pods = RejectedPods(
             pods=store, resources=names.names, per_minute=settings.allocation.cleanup_per_minute, metrics=node.metrics
         )
+    # GPUShare's tools read the number of GPUs from the node's capacity, which no device plugin serves.
     if settings.gpushare.enabled:
         resource = settings.gpushare.count_resource
         node_capacity = NodeFieldsWriter(
-            CAPACITY, node_name=node_name, wanted=lambda: {resource: len(node.gpus().gpus)}
+            CAPACITY, node_name=node_name, desired=lambda: {resource: len(node.gpus().gpus)}
         )
     if settings.facts.is_written:
-        node_facts = NodeFieldsWriter(FACTS, node_name=node_name, wanted=partial(_desired_facts, node))
+        node_facts = NodeFieldsWriter(FACTS, node_name=node_name, desired=partial(_desired_facts, node))
         node_allocations = NodeFieldsWriter(
-            ALLOCATIONS, node_name=node_name, wanted=partial(_desired_allocations, node)
+            ALLOCATIONS, node_name=node_name, desired=partial(_desired_allocations, node)
         )
     kubelet = settings.kubelet
+    # Only there: reading the kubelet's own API needs a right that not every installation gives.
     if kubelet.api_address:
         static_pods = StaticPods(
             address=kubelet.api_address, port=kubelet.api_port, ca_file=kubelet.api_ca, node_name=node_name
@@ -145,6 +151,7 @@ def build(node: Node, store: PodStore) -> ClusterPart:
     node_pods = NodePods(store=store, node_name=node_name, resources=names.names, kubelet=static_pods)
 
     def desired_of_pod(pod: Pod) -> Mapping[str, str]:
+        # Read when a pod is compared, not now: allocations and GPUs change.
         return pod_annotations(pod, node.cache.view(), node.gpus(), names)
 
     return ClusterPart(
@@ -154,7 +161,7 @@ def build(node: Node, store: PodStore) -> ClusterPart:
         informer=Informer(
             kind="pods", watched=pods_of_node(node_name), handler=node_pods, metrics=node.metrics, backoff=PODS_BACKOFF
         ),
-        annotations=PodAnnotations(pods=store, wanted=desired_of_pod, metrics=node.metrics),
+        annotations=PodAnnotations(pods=store, desired=desired_of_pod, metrics=node.metrics),
         pod_events=PodEvents(node_name, count=node.metrics.pod_event),
         node_events=NodeEvents(node_name),
         rejected_pods=rejected_pods,
@@ -172,9 +179,11 @@ def build(node: Node, store: PodStore) -> ClusterPart:
 def _desired_facts(node: Node) -> NodeFacts | None:
     """What the node's object should say of its GPUs, now; None until the driver was read once."""
     inventory = node.inventory
+    # A driver that has not answered yet names no GPUs: the labels of before would be removed.
     if not inventory.is_read:
         return None
     return node_facts(
+        # The device plugins' GPUs: those that belong to claims are in the ResourceSlices.
         node.plugins_gpus(),
         cordoned=inventory.cordoned.keys(),
         memory_block_mib=node.names.memory_block_mib,
@@ -190,6 +199,7 @@ def _features(node: Node) -> Mapping[str, str]:
     nvidia, inventory = node.settings.nvidia, node.inventory.current
     if not nvidia.labels:
         return {}
+    # PCI devices: an instance has none of its own.
     physical = [gpu for gpu in (*inventory.gpus, *inventory.divided) if gpu.mig is None]
     return feature_labels(
         inventory,
@@ -208,5 +218,6 @@ def _desired_allocations(node: Node) -> str | None:
     gpus = node.gpus().gpus
     if not node.pods.is_synced or not gpus:
         return None
+    # What claims have is in the claims, where kube-scheduler counts it.
     by_plugins = [allocation for allocation in node.cache if allocation.claim is None]
     return allocations_annotation(allocations_by_pod(by_plugins, gpus, node.pods.get, node.names, node.cache.extras()))

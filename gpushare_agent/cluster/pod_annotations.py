@@ -54,20 +54,23 @@ def pod_annotations(
     GPUShare's besides for its memory; empty where the pod has neither. A container whose GPU is lost keeps the annotation
     that it has."""
     index = {gpu.uuid: gpu.index for gpu in inventory.gpus}
-    wanting = [
+    asking = [
         container
         for container in pod.containers
+        # gpu-manager numbers main containers alone; its tools know no others.
         if container.kind is ContainerKind.MAIN and ((asked := request_of(container, names)).cores or asked.units)
     ]
-    found = {c.position: a for c in wanting if (a := allocations.get(ContainerKey(pod.uid, c.name))) is not None}
-    if not wanting or len(found) < len(wanting) or not all(a.bound_ids for a in found.values()):
+    found = {c.position: a for c in asking if (a := allocations.get(ContainerKey(pod.uid, c.name))) is not None}
+    # `true` says that the whole pod has its GPUs; a container that is still to be admitted may be refused.
+    if not asking or len(found) < len(asking) or not all(a.bound_ids for a in found.values()):
         return {}
-    wanted = {GPU_ASSIGNED_ANNOTATION: "true"}
+    desired = {GPU_ASSIGNED_ANNOTATION: "true"}
     for position, allocation in found.items():
+        # The index of a lost GPU is not known, and a part of the list would name a wrong one.
         if all(gpu in index for gpu in allocation.gpus):
             numbers = sorted(index[gpu] for gpu in allocation.gpus)
-            wanted[f"{PREDICATE_GPU_INDEX_PREFIX}{position}"] = ",".join(map(str, numbers))
-    return wanted | _gpushare_annotations({n: a for n, a in found.items() if ResourceKind.GPU_MEM in a.ids}, index)
+            desired[f"{PREDICATE_GPU_INDEX_PREFIX}{position}"] = ",".join(map(str, numbers))
+    return desired | _gpushare_annotations({n: a for n, a in found.items() if ResourceKind.GPU_MEM in a.ids}, index)
 
 
 def _gpushare_annotations(found: Mapping[int, Allocation], index: Mapping[GpuUuid, int]) -> dict[str, str]:
@@ -75,26 +78,28 @@ def _gpushare_annotations(found: Mapping[int, Allocation], index: Mapping[GpuUui
     form by container says where, which GPUShare's inspection tool reads first."""
     if not found:
         return {}
-    wanted = {GPUSHARE_ASSIGNED_ANNOTATION: "true"}
+    desired = {GPUSHARE_ASSIGNED_ANNOTATION: "true"}
     gpus = {allocation.gpus[0] for allocation in found.values()}
+    # As above: what the pod has stays as it is.
     if not gpus <= index.keys():
-        return wanted
+        return desired
     if len(gpus) == 1:
-        return wanted | {GPUSHARE_INDEX_ANNOTATION: str(index[gpus.pop()])}
+        return desired | {GPUSHARE_INDEX_ANNOTATION: str(index[gpus.pop()])}
     units = {str(n): {str(index[a.gpus[0]]): len(a.ids_of(ResourceKind.GPU_MEM))} for n, a in sorted(found.items())}
     text = json.dumps(units, separators=(",", ":"))
-    return wanted | ({GPUSHARE_ALLOCATION_ANNOTATION: text} if len(text) <= MAX_ANNOTATION_CHARS else {})
+    return desired | ({GPUSHARE_ALLOCATION_ANNOTATION: text} if len(text) <= MAX_ANNOTATION_CHARS else {})
 
 
 log = structlog.get_logger(__name__)
 
 COMPARE_S = 30.0
-"""Between two comparisons of all pods: another writer of these annotations is corrected once in this time, not each time."""
+"""The time between two comparisons of all pods: another writer of these annotations is corrected once in this time, not
+each time."""
 
 
 MOST_REFUSALS = 3
-"""After so many in a row a refusal is final. An API server that has just started refuses with 403 what it allows once it has
-read its roles (seen on Kubernetes 1.36)."""
+"""The refusals in a row after which one is final. An API server that has just started refuses with 403 what it allows
+once it has read its roles (seen on Kubernetes 1.36)."""
 
 
 class _Given(Struct, frozen=True):
@@ -106,11 +111,11 @@ class _Given(Struct, frozen=True):
 
 
 class PodAnnotations(Struct, kw_only=True, eq=False):
-    """`pod_changed` and `compare` at any time, also before the API server can be reached; `run` once. `wanted` returns the
+    """`pod_changed` and `compare` at any time, also before the API server can be reached; `run` once. `desired` returns the
     annotations that a pod should have by its allocations, none where it has no allocation."""
 
     pods: PodStore
-    wanted: Callable[[Pod], Mapping[str, str]]
+    desired: Callable[[Pod], Mapping[str, str]]
     metrics: Metrics
     backoff: Backoff = Backoff(base_s=0.5, cap_s=30.0)
     compare_s: float = COMPARE_S
@@ -119,24 +124,28 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
     _resize_statuses: dict[PodUid, str | None] = field(default_factory=dict)
     _given: dict[PodUid, _Given] = field(default_factory=dict)
     _compared_version: int = -1
-    _is_wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_queued: asyncio.Event = field(default_factory=asyncio.Event)
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         """Compares a pod that changed, forgets one that is gone; for PodStore.subscribe."""
         if new is not None:
             self.compare(new.uid)
         elif old is not None:
+            # Everything by this UID: pods come and go for months.
             for of_pod in (self._queue, self._resize_statuses, self._given):
                 of_pod.pop(old.uid, None)
 
     def compare(self, uid: PodUid) -> None:
         """The pod or its allocations changed."""
         if self.pods.get(uid) is not None:
+            # A pod that waits already keeps its place.
             self._queue.setdefault(uid)
-            self._is_wanted.set()
+            self._has_queued.set()
 
     def compare_all(self) -> None:
         """The GPUs changed, or time has passed."""
+        # What was patched is forgotten, so that another writer is corrected; refusals stay counted, or they would be
+        # repeated for ever.
         self._given = {
             uid: replace(given, is_due=given.refusals < MOST_REFUSALS)
             for uid, given in self._given.items()
@@ -146,7 +155,8 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
             self.compare(pod.uid)
 
     def resize_status(self, pod: Pod, status: str | None) -> None:
-        """What is in force of the pod's annotation `gpushare-agent/resize`; None removes the status annotation."""
+        """Says what is in force of the pod's annotation `gpushare-agent/resize`; None removes the status annotation."""
+        # A resize may end after its pod.
         if self.pods.get(pod.uid) is not None:
             self._resize_statuses[pod.uid] = status
             self.compare(pod.uid)
@@ -156,8 +166,8 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
         failures = 0
         while True:
             while not self._queue:
-                self._is_wanted.clear()
-                if not await wait_for(self._is_wanted, self.compare_s) and self._is_comparison_due():
+                self._has_queued.clear()
+                if not await wait_for(self._has_queued, self.compare_s) and self._is_comparison_due():
                     self._compared_version = self.pods.version
                     self.compare_all()
             uid = next(iter(self._queue))
@@ -165,10 +175,12 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
                 failures = 0
             else:
                 failures += 1
+                # At the end of the queue: a pod that cannot be patched now must not hold up the others.
                 self._queue.setdefault(uid)
                 await asyncio.sleep(self.backoff.delay_s(failures))
 
     def _is_comparison_due(self) -> bool:
+        # Without a change of any pod a comparison finds nothing but what is to be tried again.
         refusals = (given.refusals for given in self._given.values())
         return self.pods.version != self._compared_version or any(0 < count < MOST_REFUSALS for count in refusals)
 
@@ -179,15 +191,17 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
         object_uid = pod.object_uid if pod is not None else None
         if pod is None or object_uid is None:  # of a static pod: its mirror pod's arrival is a change
             return True
-        wanted: dict[str, str | None] = dict(self.wanted(pod))
+        desired: dict[str, str | None] = dict(self.desired(pod))
         if uid in self._resize_statuses:
-            wanted[RESIZE_STATUS_ANNOTATION] = self._resize_statuses[uid]
-        different = {name: value for name, value in wanted.items() if pod.annotations.get(name) != value}
+            desired[RESIZE_STATUS_ANNOTATION] = self._resize_statuses[uid]
+        # Only what differs is sent; annotations that are not the agent's stay as they are.
+        different = {name: value for name, value in desired.items() if pod.annotations.get(name) != value}
         given = self._given.get(uid)
-        is_same = given is not None and given.annotations == wanted
+        is_same = given is not None and given.annotations == desired
+        # The watch may not have shown our own patch yet, or the API server has refused it.
         if not different or (given is not None and is_same and not given.is_due):
             return True
-        if GPUSHARE_ASSIGNED_ANNOTATION in wanted and GPUSHARE_ASSUME_TIME_ANNOTATION not in pod.annotations:
+        if GPUSHARE_ASSIGNED_ANNOTATION in desired and GPUSHARE_ASSUME_TIME_ANNOTATION not in pod.annotations:
             different[GPUSHARE_ASSUME_TIME_ANNOTATION] = str(self.wall_clock_ns())  # no extender has written its own
         refusals = 0
         try:
@@ -198,6 +212,7 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
             return False
         except (NotFound, Conflict) as e:
             self.metrics.pod_annotated("gone")
+            # The pod is gone, or another has its name: the watch will say so.
             log.info("pod_annotations_needless", pod=f"{pod.namespace}/{pod.name}", error=str(e))
         except AgentError as e:
             refusals = 1 + (given.refusals if given is not None and is_same else 0)
@@ -206,6 +221,7 @@ class PodAnnotations(Struct, kw_only=True, eq=False):
         else:
             self.metrics.pod_annotated("patched")
             log.debug("pod_annotated", pod=f"{pod.namespace}/{pod.name}", annotations=sorted(different))
+        # During the patch the pod may have gone: what is stored for it would never be removed.
         if self.pods.get(uid) is not None:
-            self._given[uid] = _Given(wanted, refusals)
+            self._given[uid] = _Given(desired, refusals)
         return True

@@ -39,9 +39,9 @@ PodChange = Callable[[Pod | None, Pod | None], None]
 PodName = tuple[str, str]
 """Namespace and name."""
 
-GONE_KEPT_S = 600.0
+GONE_REMEMBERED_S = 600.0
 """A request that began before a deletion is answered long before this."""
-GONE_KEPT = 2048
+MAX_GONE = 2048
 
 
 class PodStore:
@@ -62,18 +62,20 @@ class PodStore:
     def replace_all(self, pods: Iterable[Pod], *, resource_version: str = "") -> None:
         """LISTED: these are the pods as of `resource_version`; the rest are gone.
 
-        A list may come from a lagging cache. A pod that is newer than the list is kept, for the list cannot know it and
+        A list may come from a lagging cache. A pod that is newer than the list stays, for the list cannot know it and
         the watch that follows will report its end.
         """
         listed = {pod.uid: pod for pod in pods}
         changes: list[tuple[Pod | None, Pod | None]] = [
             (pod, None)
             for uid, pod in sorted(self._pods.items())
+            # A static pod without a mirror pod is in no list of the API server.
             if uid not in listed and pod.object_uid and not _is_newer(pod.resource_version, resource_version)
         ]
         changes += [(self._pods.get(uid), pod) for uid, pod in listed.items() if self._is_newer_state(pod)]
         for old, new in changes:
             self._put(old, new)
+        # The first list is a change even if it is empty: admissions wait for it.
         is_first, self.is_synced = not self.is_synced, True
         self._publish(changes, always=is_first)
 
@@ -94,6 +96,7 @@ class PodStore:
         old = self._pods.get(pod.uid)
         changes = [*((other, None) for other in former), (old, pod)]
         for other in former:
+            # Its deletion is certain, so an answer to an older GET must not bring it back.
             self._gone[other.object_uid or other.uid] = self._clock()
         for before, after in changes:
             self._put(before, after)
@@ -118,6 +121,7 @@ class PodStore:
         changes += [
             (old, pod)
             for uid, pod in sorted(static.items())
+            # With a mirror pod the API server's state is newer: it has the pod's status.
             if (old := self._pods.get(uid)) is None or not (old.mirror_uid or old == pod)
         ]
         for old, new in changes:
@@ -132,6 +136,7 @@ class PodStore:
         pod = self._pods.get(object_uid)
         if pod is not None and pod.object_uid == object_uid:
             return pod
+        # A mirror pod is stored under the kubelet's UID; a node has few, so a search will do.
         return next((pod for pod in self._pods.values() if pod.mirror_uid == object_uid), None)
 
     def pods(self) -> tuple[Pod, ...]:
@@ -174,6 +179,7 @@ class PodStore:
             self._named.setdefault((new.namespace, new.name), {})[new.uid] = new
         for name in {(pod.namespace, pod.name) for pod in (old, new) if pod is not None}:
             if pods := self._named[name]:
+                # Several of one name for a moment: a StatefulSet's next pod, and one that is ending.
                 self._newest[name] = max(pods.values(), key=liveliness)
             else:
                 del self._named[name], self._newest[name]
@@ -184,6 +190,7 @@ class PodStore:
         self._sorted = None
         self.version += 1
         self._changed.set()
+        # A new one for each change: whoever waits looks at the version by itself.
         self._changed = asyncio.Event()
         for old, new in changes:
             for callback in self._subscribers:
@@ -191,14 +198,15 @@ class PodStore:
 
     def _forget_gone(self, now: float) -> None:
         for uid, gone_at in list(self._gone.items()):
-            if len(self._gone) <= GONE_KEPT and now - gone_at <= GONE_KEPT_S:
+            # In the order of insertion, so the first young one ends the search.
+            if len(self._gone) <= MAX_GONE and now - gone_at <= GONE_REMEMBERED_S:
                 return
             del self._gone[uid]
 
 
 def liveliness(pod: Pod) -> tuple[bool, bool, bool, int, PodUid]:
-    """Of pods of one name that with the greatest counts. A static pod without a mirror pod is newer than the mirror pod of
-    its name: its file was changed."""
+    """The key by which, of pods of one name, the greatest counts. A static pod without a mirror pod is newer than the
+    mirror pod of its name: its file was changed."""
     is_newest = pod.object_uid is None
     return not pod.is_terminal, not pod.is_deleting, is_newest, version_number(pod.resource_version), pod.uid
 
@@ -254,8 +262,10 @@ class NodePods(Handler):
 
     def put(self, raw: Raw) -> bool:
         pod = pod_of_node(raw, resources=self._resources)
+        # The selector asks for this node's pods alone: whatever else a server sends is not stored.
         if pod.node_name != self._node_name:
             return False
+        # A list replaces all pods in one change: page by page, half a list would look like deletions.
         if self._listed is not None:
             self._listed[pod_uid(raw)] = pod
         else:
@@ -271,6 +281,7 @@ class NodePods(Handler):
     def list_ended(self, keys: Collection[str], missing: Collection[str], version: str) -> None:
         """One change of the store, which decides what of the `missing` is newer than the list."""
         listed, self._listed = self._listed or {}, None
+        # An unreadable pod is listed by its key: its last readable state stays.
         present = (listed.get(key) or self._store.get_object(PodUid(key)) for key in sorted(keys))
         self._store.replace_all([pod for pod in present if pod is not None], resource_version=version)
 
@@ -284,11 +295,13 @@ class NodePods(Handler):
             Rejected: the API server does not let us read pods.
             Corrupt: the API server has the pod, but what it asks for cannot be read.
         """
+        # The kubelet's list is read for no other pod: it costs a request to the kubelet.
         if not name.endswith(f"-{self._node_name.lower()}"):
             return await self._fetch_object(namespace, name, timeout_s)
         why_not = NO_STATIC_PODS
         if self._kubelet is not None:
             try:
+                # Half of the time each, so that a slow kubelet leaves the API server its chance.
                 static, why_not = await self._read_static(self._kubelet, timeout_s / 2)
             except AgentError as e:
                 why_not = str(e)
@@ -297,6 +310,7 @@ class NodePods(Handler):
                 if found is not None:
                     return found
         try:
+            # An ordinary pod may be named so as well.
             pod = await self._fetch_object(namespace, name, timeout_s / 2)
         except Unavailable as e:
             raise Unavailable(f"{e}; {why_not}" if why_not else str(e)) from e
@@ -338,6 +352,7 @@ class NodePods(Handler):
         ]
         try:
             async with asyncio.timeout(timeout_s):
+                # The client is loaded after the agent has registered: an admission may come first.
                 while self._api is None:
                     await self._is_attached.wait()
                 raw_pod = await self._api.get_pod(namespace, name, timeout_s=timeout_s)
@@ -351,6 +366,7 @@ class NodePods(Handler):
                 f"cannot get pod {namespace}/{name}: no connection to the API server within {timeout_s:g} s"
             ) from e
         except Conflict as e:
+            # 409 and 410 are answers to writes and watches: for a read they mean no more than that it failed.
             raise Unavailable(str(e)) from e
         if pod.node_name != self._node_name:
             return None

@@ -47,6 +47,8 @@ class RejectedPods(Struct, kw_only=True, eq=False):
         """Clean up until cancelled."""
         while True:
             try:
+                # On the store's pods, not on a list: nothing is asked of the API server as long as nothing is to be
+                # deleted.
                 await self._clean(api)
             except AgentError as e:
                 log.warning("rejected_pods_not_deleted", error=str(e), then="tried again")
@@ -56,8 +58,10 @@ class RejectedPods(Struct, kw_only=True, eq=False):
         for pod in plan_deletions(self.pods.pods(), resources=self.resources):
             if not self._may_delete():
                 return
+            # Before the request: one without an answer may have deleted the pod.
             self._deleted_at.append(self.clock())
             try:
+                # By UID: the name may be a new pod's by now.
                 await api.delete_pod(pod.namespace, pod.name, pod.uid)
             except (NotFound, Conflict):
                 continue  # deleted already, or another pod has the name now
@@ -74,6 +78,7 @@ def plan_deletions(pods: Iterable[Pod], *, resources: Collection[str], keep: int
     """The rejected pods to delete, the oldest first: all but the newest `keep` of each controller."""
     groups: defaultdict[tuple[str, str, str], list[Pod]] = defaultdict(list)
     for pod in pods:
+        # A pod that is being deleted is no longer there to be read, so it does not count among the newest.
         if pod.controller_kind in REPLACING_CONTROLLERS and is_rejected_over(pod, resources) and not pod.is_deleting:
             # A pod's name is its controller's with a suffix, which is all that the group needs.
             groups[pod.namespace, pod.controller_kind, pod.name.rpartition("-")[0]].append(pod)
@@ -91,6 +96,7 @@ def is_rejected_over(pod: Pod, resources: Collection[str]) -> bool:
         pod.phase is PodPhase.FAILED
         and pod.reason == ADMISSION_REASON
         and any(pod.wants(resource) for resource in resources)
+        # `rpc error: code = …` is how the kubelet quotes what a device plugin refused.
         and ("rpc" in pod.message or any(resource in pod.message for resource in resources))
     )
 

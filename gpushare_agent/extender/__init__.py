@@ -1,10 +1,10 @@
 """The scheduler extender: filter, prioritize, preempt and bind for kube-scheduler, and quotas of namespaces.
 
 `cluster_state.py` answers and reserves: where GPUs are reserved is `ClusterState.reserve`, decided by decisions/pod_plan.py
-and recorded in decisions/ledger.py. `bind.py` carries a reservation out: annotations, then the bind. State owned:
-`ClusterState` (the ledger of nodes and reservations), `QuotaState`, `Binder` (binds under way), `PodsFeed` and `NodesFeed`
-(the informers' handlers), `LeaderElection` and `Leadership`. Called by cli/main.py, and by simulation without I/O. Open
-`verbs.py` first for a request, `app.py` for the composition.
+and recorded in decisions/ledger.py. `bind.py` carries a reservation out: annotations, then the bind.
+State owned: `ClusterState` (the ledger of nodes and reservations), `QuotaState`, `QuotaWaiters`, `Binder` (binds under way),
+`PodsFeed`, `NodesFeed` and `QuotaFeed` (the informers' handlers), `LeaderElection` and `Leadership`.
+Called by cli/main.py, and by simulation without I/O. Open `verbs.py` first for a request, `app.py` for the composition.
 
-Others import: app, cluster_feed, cluster_state, debug, decisions.free_capacity, metrics, nodes, quota_state, steps, values.
+Others import: app, cluster_feed, cluster_state, debug, decisions.pod_plan, metrics, objects, quota_state, steps, values.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
@@ -24,24 +26,21 @@ from pydantic import ValidationError
 
 from gpushare_agent.cluster.events import EventRecorder
 from gpushare_agent.cluster.informer import Informer
-from gpushare_agent.cluster.kube.client import ALL_NODES
-from gpushare_agent.cluster.kube.cluster import LIVE_PODS, config_map
+from gpushare_agent.cluster.kube.client import ALL_NODES, LIVE_PODS, config_map
 from gpushare_agent.extender.bind import Binder, BindTiming
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
-from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
+from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed, QuotaFeed
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.debug import StatePages
-from gpushare_agent.extender.http import ExtenderVerbs, ExtenderWeb, ListenConfig, WebhookVerb
+from gpushare_agent.extender.http import ExtenderWeb, ListenConfig, Tls, WebhookVerb
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaderLabel, Leadership, LeaseTerms
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.nodes import read_node
+from gpushare_agent.extender.objects import read_node
 from gpushare_agent.extender.pod_writes import PodWrites
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.quota_waiters import QuotaWaiters
-from gpushare_agent.extender.quota_watch import QuotaFeed, read_admission_config
-from gpushare_agent.extender.tls import Tls
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.extender.verbs import Extender
+from gpushare_agent.extender.verbs import Extender, ExtenderVerbs
 from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.process import sd_notify
 from gpushare_agent.kit.supervision import forever, stop_task, wait_for
@@ -51,7 +50,7 @@ from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from gpushare_agent.cluster.kube.cluster import ClusterApi
+    from gpushare_agent.cluster.kube.client import ClusterApi
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +58,17 @@ API_RETRY_S = 2.0
 MAX_SHOWN = 1000
 """Pods with foreign predicate annotations in the state document; a metric has their number."""
 DEFAULT_NAMESPACE = "kube-system"
-"""Of the lease."""
+"""The lease's, where neither a setting nor the pod says another."""
+ADMISSION_CONFIG_BYTES = 64 << 10
+ADMISSION_CONFIG_FIELDS = {
+    "QuotaConfigMapName": "quota_name",
+    "QuotaConfigMapNamespace": "quota_namespace",
+    "GPUModelLabel": "model_label",
+    "GPUPoolLabel": "pool_label",
+}
+"""Field of gpu-admission's configuration file -> name of the setting that it replaces."""
+_UNUSED = frozenset({"SkipBindTime"})
+"""SkipBindTime is accepted and not used: there is no such wait here."""
 
 
 class ExtenderParts(Struct, kw_only=True):
@@ -85,13 +94,16 @@ collections again and again: 5 of 22 s of processor time, and filter waits for t
 
 async def run(settings: Settings) -> int:
     """Run until SIGTERM or SIGINT; the exit code."""
+    # Before anything is read: the first list is what makes the most objects.
     gc.set_threshold(*GC_THRESHOLDS)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    # A handler of the loop, not of the signal module: a bind under way must not be interrupted between two requests.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
         async with AsyncExitStack() as stack:
+            # None where the process is stopped while the credentials are not there yet: then nothing has to be undone.
             api = await _open_api(settings, stack, stop)
             if api is not None:
                 await serve(build(settings, api), stop, on_listed=_freeze_memory)
@@ -105,6 +117,8 @@ async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callabl
     """Runs every part until `stop` is set. `on_listed` is called each time that the cluster was listed, before the first
     answer. Raises a group of errors where a part fails."""
     async with asyncio.TaskGroup() as group:
+        # The server first: health has to answer, and the scheduler has to read 503, while the cluster is still being
+        # listed.
         web = group.create_task(forever("extender web", parts.web.run), name="extender web")
         tasks = [
             group.create_task(forever("binds", parts.binder.run), name="binds"),
@@ -117,15 +131,20 @@ async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callabl
             ),
         ]
         election, label = parts.election, parts.label
+        # None outside of a pod: no Service selects such a process.
         if label is not None:
             labelling = group.create_task(forever("leader label", label.run), name="leader label")
         if isinstance(election, LeaderElection):
             electing = group.create_task(forever("election", election.run), name="election")
+        # A port that cannot be had ends the process before the service manager is told that it is ready.
         await parts.web.wait_listening()
         sd_notify("READY=1", os.environ)
         await stop.wait()
         sd_notify("STOPPING=1", os.environ)
         log.info("stopping")
+        # The order matters. No new request, and binds under way may end while this replica still leads; then the lease
+        # is released, so that another leads within seconds; then the label, which the new leader would remove anyhow;
+        # the rest holds nothing that others wait for.
         await stop_task(web)
         if isinstance(election, LeaderElection):
             await stop_task(electing)
@@ -140,9 +159,11 @@ async def serve(parts: ExtenderParts, stop: asyncio.Event, *, on_listed: Callabl
 def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = time.monotonic) -> ExtenderParts:
     """The parts, not yet running. `clock` is that of reservations."""
     chosen = with_admission_config(settings.extender)
+    # The agents' names, from the same settings: other names would be other resources.
     names = resource_names(settings)
     metrics, quota, events = ExtenderMetrics(), QuotaState(names), EventRecorder(socket.gethostname())
     policy = ClusterPolicy(names=names, share_policy=settings.placement.share_policy, node_policy=chosen.node_policy)
+    # A namespace uses what is reserved: the quota hears of every reservation, whichever way it came.
     state = ClusterState(policy=policy, quota=quota, on_change=quota.reservation_changed)
     election = _election(chosen, api)
     pods = PodsFeed(state=state, names=names, metrics=metrics, quota=quota, leads=election.leads, clock=clock)
@@ -151,6 +172,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         state=state,
         writes=writes,
         unscheduled=pods.unscheduled,
+        # A bind may come before the watch has delivered its pod: the quota has to know what it asks for.
         before_reserve=quota.put_pod,
         metrics=metrics,
         timing=BindTiming(bind_s=chosen.bind_timeout_s, assume_s=chosen.assume_timeout_s, clock=clock),
@@ -158,6 +180,8 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
     read = partial(read_node, names=names, model_label=chosen.model_label, pool_label=chosen.pool_label)
     nodes = NodesFeed(state=state, read=read, metrics=metrics, quota=quota, reported=pods.reported, clock=clock)
     informers = (
+        # In the order in which a new leader lists them: no pod may be allowed before the quota is read, and a pod needs
+        # its node.
         _quota_informer(chosen, quota, events, metrics),
         Informer(kind="nodes", watched=ALL_NODES, handler=nodes, metrics=metrics),
         Informer(kind="pods", watched=LIVE_PODS, handler=pods, metrics=metrics),
@@ -166,6 +190,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         election=election, informers=informers, state=state, unscheduled=pods.unscheduled_pods, metrics=metrics
     )
     waiters = QuotaWaiters(quota=quota, writes=writes, unscheduled=pods.unscheduled, metrics=metrics)
+    # Set afterwards: the waiters ask the quota, and the quota tells the waiters.
     quota.on_gain = waiters.gained
     at_filter = chosen.reserve == "filter"
     extender = Extender(
@@ -177,6 +202,7 @@ def build(settings: Settings, api: ClusterApi, *, clock: Callable[[], float] = t
         metrics=metrics,
         ready=leadership.not_ready,
         warm=leadership.not_warm,
+        # A lambda, for `parts` are made below, with this server among them.
         pages=StatePages(head=lambda: document(parts), nodes=state),
         webhook=_webhook(chosen, api, names),
     )
@@ -214,13 +240,46 @@ def _quota_informer(
 
 def with_admission_config(settings: ExtenderSettings) -> ExtenderSettings:
     """The settings with those of gpu-admission's configuration file in place. Raises StartupError."""
+    # gpu-admission's file is for a migration; most installations have none.
     if settings.config is None:
         return settings
     try:
+        # Validated as a whole again: what the file says has to keep the rules of our settings, label names among them.
         return ExtenderSettings.model_validate(settings.model_dump() | read_admission_config(settings.config))
     except ValidationError as e:
         problems = "; ".join(f"{error['loc'][0]}: {error['msg']}" for error in e.errors(include_url=False))
         raise StartupError(f"cannot use gpu-admission's configuration {settings.config}: {problems}") from e
+
+
+def read_admission_config(path: Path) -> dict[str, str]:
+    """What the file says, by the names of our settings. Raises StartupError."""
+    what = f"cannot use gpu-admission's configuration {path}"
+    try:
+        # One byte more than allowed, so that a longer file is noticed without being read whole.
+        with path.open("rb") as file:
+            content = file.read(ADMISSION_CONFIG_BYTES + 1)
+    except OSError as e:
+        raise StartupError(f"{what}: {e.strerror or e}; correct extender.config or leave it out") from e
+    if len(content) > ADMISSION_CONFIG_BYTES:
+        raise StartupError(f"{what}: it is longer than {ADMISSION_CONFIG_BYTES} bytes")
+    try:
+        raw: object = json.loads(content)
+    except (ValueError, RecursionError) as e:
+        raise StartupError(f"{what}: it is no JSON ({e})") from e
+    if not isinstance(raw, dict):
+        raise StartupError(f"{what}: it is no JSON object")
+    # A misspelt field would be a default in silence: pods would run without their quota.
+    unknown = sorted(raw.keys() - ADMISSION_CONFIG_FIELDS.keys() - _UNUSED)
+    if unknown:
+        raise StartupError(
+            f"{what}: {unknown[0][:80]!r} is no field of it; the fields are {', '.join(sorted(ADMISSION_CONFIG_FIELDS))}"
+        )
+    # An empty field leaves our setting as it is.
+    found = {field: raw[field] for field in sorted(ADMISSION_CONFIG_FIELDS) if raw.get(field)}
+    for field, value in found.items():
+        if not isinstance(value, str):
+            raise StartupError(f"{what}: {field} is no text")
+    return {ADMISSION_CONFIG_FIELDS[field]: value for field, value in found.items()}
 
 
 def document(parts: ExtenderParts) -> Mapping[str, object]:
@@ -236,22 +295,25 @@ def document(parts: ExtenderParts) -> Mapping[str, object]:
 
 
 def _freeze_memory() -> None:
-    """The listed objects live long: the garbage collector passes them over, which would otherwise stop everything for a
-    quarter of a second to walk fifty thousand pods."""
+    """The listed objects live long: without this the garbage collector would stop everything for a quarter of a second,
+    again and again, to walk fifty thousand pods."""
     gc.collect()
     gc.freeze()
 
 
 def _election(settings: ExtenderSettings, api: ClusterApi) -> LeaderElection | AlwaysLeads:
+    # One replica: an election would only add a lease to be lost.
     if not settings.leader_elect:
         return AlwaysLeads()
     terms = LeaseTerms(
+        # All replicas of one Deployment have one namespace, so they agree without a setting.
         namespace=settings.lease_namespace or os.environ.get("POD_NAMESPACE", "") or DEFAULT_NAMESPACE,
         name=settings.lease_name,
         duration_s=settings.lease_duration_s,
         renew_deadline_s=settings.renew_deadline_s,
         retry_s=settings.retry_period_s,
     )
+    # Random beside the host's name: a container that restarts in its pod must not take the lease for its own.
     return LeaderElection(api=api, identity=f"{socket.gethostname()}_{uuid.uuid4().hex}", terms=terms)
 
 
@@ -261,6 +323,7 @@ def _leader_label(api: ClusterApi, election: LeaderElection | AlwaysLeads) -> Le
     missing = sorted(variable for variable, value in named.items() if not value)
     if not missing:
         return LeaderLabel(api=api, election=election, namespace=named["POD_NAMESPACE"], name=named["POD_NAME"])
+    # Elsewhere a missing name is no mistake: a process beside the scheduler has no pod.
     if "KUBERNETES_SERVICE_HOST" in os.environ:  # in a pod
         then = "this pod gets no label when it leads: a Service that selects by it does not find this replica"
         log.warning("leader_label_off", missing=missing, then=then, cure="set these variables from the pod's metadata")
@@ -276,6 +339,7 @@ def _listen_config(settings: ExtenderSettings) -> ListenConfig:
         port=settings.port,
         tls=tls,
         max_body_bytes=settings.max_body_mib << 20,
+        # A bind that began with the last request ends by its own limit.
         shutdown_s=settings.bind_timeout_s + 1,
     )
 
@@ -290,6 +354,7 @@ def show_state(parts: ExtenderParts, metrics: ExtenderMetrics) -> None:
         ("foreign_predicate_pods", "Pods with such predicate annotations now.", lambda: len(pods.foreign_predicates)),
     )
     for name, documentation, read in gauges:
+        # Read at each scrape: a gauge that is set at each change would be wrong after the one that forgot it.
         metrics.gauge(name, documentation).set_function(read)
     objects = metrics.gauge("objects", "Objects of the cluster that count.", "kind")
     for informer in parts.informers:
@@ -297,8 +362,11 @@ def show_state(parts: ExtenderParts, metrics: ExtenderMetrics) -> None:
 
 
 def request_timeout_s(settings: ExtenderSettings) -> float:
-    """Of one request to the API server: two fit the time of a bind, and each ends before another replica can lead."""
+    """The time limit of one request to the API server, seconds: two fit the time of a bind, and each ends before another
+    replica can lead."""
     spare_s = (
+        # A leader stops at the renew deadline and another may lead at the lease's end: a request of the first must be
+        # over by then.
         settings.lease_duration_s - settings.renew_deadline_s if settings.leader_elect else settings.bind_timeout_s
     )
     return min(settings.bind_timeout_s / 2, spare_s)
@@ -306,9 +374,10 @@ def request_timeout_s(settings: ExtenderSettings) -> float:
 
 async def _open_api(settings: Settings, stack: AsyncExitStack, stop: asyncio.Event) -> ClusterApi | None:
     """The API server's client; None where `stop` is set before. Retried until the credentials are there."""
-    from gpushare_agent.cluster.kube.cluster import open_cluster_api
+    from gpushare_agent.cluster.kube.client import open_cluster_api
 
     while not stop.is_set():
+        # A service account's token may be mounted after the process has started.
         opening = open_cluster_api(kubeconfig=settings.kubeconfig, request_s=request_timeout_s(settings.extender))
         try:
             return await stack.enter_async_context(opening)

@@ -31,11 +31,11 @@ log = structlog.get_logger(__name__)
 API_VERSION = "admission.k8s.io/v1"
 MANAGED_BY = "gpushare-agent-extender"
 API_TIMEOUT_S = 2.0
-"""Of all requests for one pod."""
+"""The time for all requests for one pod."""
 MAX_TEMPLATES = 32
-"""Of one pod: each takes a request to the API server, for whoever can reach the webhook."""
+"""The most that one pod may need: each takes a request to the API server, for whoever can reach the webhook."""
 PODS_AT_ONCE = 8
-"""With requests to the API server under way: the extender's binds share its connections."""
+"""Pods for which requests to the API server may be under way: the extender's binds share its connections."""
 MOST_NEW = 100
 NEW_PER_S = 1.0
 """Templates created at once, and later. API servers show no certificate unless they are configured to, so others may call
@@ -65,6 +65,8 @@ class ClaimsWebhook:
         self._api = api
         self._names = names
         self._clock = clock
+        # A token bucket: a cluster that is filled asks for many kinds of shares at first, and later for hardly a new
+        # one.
         self._may_create = float(MOST_NEW)
         self._counted_at = clock()
         self._turns = asyncio.Semaphore(PODS_AT_ONCE)
@@ -78,20 +80,26 @@ class ClaimsWebhook:
         review = parse_review(content)
         try:
             found = convert_pod(review.pod, self._names)
+        # What the pod asks for cannot be read: the user gets the reason at once, where a device plugin would fail at
+        # admission.
         except Corrupt as e:
             return _answer(review, denied=str(e), code=422), "error"
         if isinstance(found, Refused):
             return _answer(review, denied=found.detail, code=422), "error"
+        # Before any request: they would all be made before the limit was reached.
         if len(found.templates) > MAX_TEMPLATES:
             kinds = len(found.templates)
             text = f"its containers ask for {kinds} different shares: at most {MAX_TEMPLATES} are turned into claims"
             return _answer(review, denied=text, code=422), "error"
         try:
+            # The wait for a turn is in the time as well: the API server's webhook call has a limit of its own, 10 s by
+            # default.
             async with asyncio.timeout(API_TIMEOUT_S), self._turns:
                 for template in found.templates:
                     await self._ensure(review, template)
         except TimeoutError:
             text = f"the API server did not answer within {API_TIMEOUT_S:g} s about a ResourceClaimTemplate; try again"
+            # 503: whoever made the pod, a ReplicaSet's controller say, tries again.
             return _answer(review, denied=text, code=503), "error"
         except AgentError as e:
             return _answer(review, denied=str(e), code=503), "error"
@@ -103,9 +111,12 @@ class ClaimsWebhook:
         try:
             raw = await self._api.get_claim_template(review.namespace, name)
         except NotFound:
+            # `kubectl apply --dry-run=server` may write nothing.
             if review.is_dry_run:
                 return
             raw = await self._create(review.namespace, name, spec)
+        # Its name says the content, but anybody who may write templates can have made it: a pod must not get another's
+        # share.
         if not _contains(decoded_or(_TEMPLATE, raw, _Template).spec.spec, msgspec.to_builtins(spec)):
             raise Conflict(
                 f"the ResourceClaimTemplate {review.namespace}/{name} exists with another spec than the pod's limits mean:"
@@ -113,6 +124,7 @@ class ClaimsWebhook:
             )
 
     async def _create(self, namespace: str, name: str, spec: ClaimSpec) -> Raw:
+        # Counted before the request: a caller that cuts the connection gets none back.
         self._take_creation()
         template = ClaimTemplate(
             metadata=TemplateMeta(name=name, labels={"app.kubernetes.io/managed-by": MANAGED_BY}),
@@ -122,6 +134,7 @@ class ClaimsWebhook:
             made = await self._api.create_claim_template(namespace, template)
         except Conflict:  # another pod's, at the same time
             return await self._api.get_claim_template(namespace, name)
+        # Once for each kind of share and namespace: templates are never removed.
         log.info("claim_template_created", namespace=namespace, template=name)
         return made
 
@@ -174,11 +187,14 @@ def parse_review(content: bytes) -> Review:
         raise Corrupt(f"{what}: is not of {API_VERSION}")
     request = review.request
     asked = request.resource.resource if request.resource is not None else ""
+    # An update, or a pod's subresource, must not be changed by a patch made for a creation.
     if asked != "pods" or request.sub_resource or request.operation != "CREATE":
         raise Corrupt(f"{what}: is not for the creation of a pod; the webhook's rules are wrong")
+    # The schema of a pod would read null as a pod that asks for nothing.
     if bytes(request.object) == b"null":
         raise Corrupt(f"{what}.request.object: is not an object")
     pod = pod_json(request.object, f"{what}.request.object")
+    # The request's namespace, for the pod itself may leave it out.
     return Review(uid=request.uid, namespace=request.namespace, is_dry_run=request.dry_run is True, pod=pod)
 
 
@@ -210,18 +226,20 @@ def _answer(review: Review, found: Conversion | None = None, *, denied: str = ""
         response.patch_type = "JSONPatch"
         response.patch = base64.b64encode(msgspec.json.encode(found.patch)).decode()
     if found is not None:
+        # kubectl prints them: what a claim cannot say is known to the person who applies the manifest.
         response.warnings = [text[:MAX_WARNING_CHARS] for text in found.warnings]
     return msgspec.json.encode(_ReviewAnswer(response))
 
 
-def _contains(found: object, wanted: object) -> bool:
-    """Whether `found` has everything of `wanted`; a later API server may add defaults to it."""
-    if isinstance(wanted, Mapping):
-        return isinstance(found, Mapping) and all(_contains(found.get(key), value) for key, value in wanted.items())
-    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+def _contains(found: object, required: object) -> bool:
+    """Whether `found` has everything of `required`; a later API server may add defaults to it."""
+    if isinstance(required, Mapping):
+        return isinstance(found, Mapping) and all(_contains(found.get(key), value) for key, value in required.items())
+    # Lists are compared in order and whole: another request in the claim would be another allocation.
+    if isinstance(required, Sequence) and not isinstance(required, str):
         return (
             isinstance(found, list)
-            and len(found) == len(wanted)
-            and all(_contains(a, b) for a, b in zip(found, wanted, strict=True))
+            and len(found) == len(required)
+            and all(_contains(a, b) for a, b in zip(found, required, strict=True))
         )
-    return bool(found == wanted)
+    return bool(found == required)

@@ -1,10 +1,13 @@
-"""Handlers of the informers: put the cluster's pods and nodes into the extender's state.
+"""Handlers of the informers: put the cluster's pods, its nodes and the quota's ConfigMap into the extender's state.
 
 A pod's annotations decide nothing: those that carry an extender's choice are compared with this extender's reservation and
 with what the node's agent reports, and the pods where both differ are counted (docs/reference/extender.md).
 
+A ConfigMap that cannot be read leaves the last good quota in force; where there never was one, pods that ask for GPUs are
+refused until it is corrected, as in gpu-admission. An absent ConfigMap is no quota (docs/reference/quota.md).
+
 State owned: the unscheduled pods, whose requests a bind needs, the pods with foreign predicate annotations, those whose
-agent has not reported yet, those missing from a list, and what was logged lately.
+agent has not reported yet, those missing from a list, what was logged lately, and whether a good quota was ever read.
 """
 
 from __future__ import annotations
@@ -14,18 +17,22 @@ from collections.abc import Callable, Collection, Mapping
 
 import structlog
 from msgspec import Raw
+from msgspec.json import Decoder
 
+from gpushare_agent.cluster.events import EventRecorder
 from gpushare_agent.cluster.informer import Handler
-from gpushare_agent.cluster.kube.objects import object_name, pod_uid
+from gpushare_agent.cluster.kube.objects import KubeObject, ObjectReference, object_meta, object_name, pod_uid
 from gpushare_agent.cluster.kube.pods import PodJson, read_pod_json
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
+from gpushare_agent.extender.decisions.quota import QUOTA_KEY, Quota, parse_quota
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.nodes import NodeReading
-from gpushare_agent.extender.pods import asks_for_ours, lean_pod, predicate_annotations
+from gpushare_agent.extender.objects import NodeReading, asks_for_ours, lean_pod, predicate_annotations
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterNode, Reservation, Stage
+from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.kit.supervision import ReportOnce
+from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, PREDICATE_NODE_ANNOTATION, PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
@@ -34,11 +41,13 @@ log = structlog.get_logger(__name__)
 
 MAX_REPORTED = 4096
 REPORT_PERIOD_S = 600.0
-"""Between two log lines about one pod; so many pods are remembered as MAX_REPORTED allows."""
+"""The time between two log lines about one pod; so many pods are remembered as MAX_REPORTED allows."""
 MAX_ANNOTATIONS = 64
 """Compared, of one pod."""
 ANNOTATIONS_SHOWN = 8
 CHARS_SHOWN = 80
+MALFORMED = "QuotaMalformed"
+"""The reason of the Event on a ConfigMap that cannot be read."""
 
 
 class PodsFeed(Handler):
@@ -67,7 +76,7 @@ class PodsFeed(Handler):
         self._logged_at: dict[PodUid, float] = {}
         self._before_list: set[PodUid] = set()
         self._missing: set[PodUid] = set()
-        """Not listed any more; some of them are kept until their bind ends."""
+        """The pods that are not listed any more; some of them stay until their bind ends."""
         self._unreported: dict[PodUid, tuple[Pod, Mapping[str, str]]] = {}
         """Bound pods with annotations that are not our plan, and may be what their agent allocated: not reported yet."""
 
@@ -81,7 +90,7 @@ class PodsFeed(Handler):
         return self._unscheduled.get(uid)
 
     def unscheduled_pods(self) -> list[Pod]:
-        """In the order of arrival."""
+        """All such pods, in the order of arrival."""
         return list(self._unscheduled.values())
 
     def key(self, raw: Raw) -> str:
@@ -91,28 +100,36 @@ class PodsFeed(Handler):
         return self.put_pod(read_pod_json(raw))
 
     def put_pod(self, read: PodJson) -> bool:
+        # Whoever was missing and had a bind under way may be resolved by now: no event comes for a pod that is gone.
         self._drop_missing()
+        # Before anything is parsed: nearly all pods of a cluster end here.
         if not asks_for_ours(read, self._names):
             return False
         pod = lean_pod(read, self._names)
+        # The containers ask for zero of our resources; or the pod has ended, and the selector of the watch has not
+        # dropped it yet.
         if not pod.containers or pod.is_terminal:
             return False
         if pod.node_name:
             self._unscheduled.pop(pod.uid, None)
         else:
             self._unscheduled[pod.uid] = pod
+        # The quota first: ClusterState tells it of the reservation, which it counts by the pod.
         self._quota.put_pod(pod)
         self._state.put_pod(pod, self._clock())
+        # Last: it needs the reservation that put_pod may have made.
         self._compare(pod, _first(predicate_annotations(read)))
         return True
 
     def list_begins(self) -> None:
+        # By a list the pods that ended while the watch was away are noticed; the informer knows only those that it had.
         self._before_list = {reservation.pod_uid for reservation in self._state.reservations()}
 
     def list_ended(self, keys: Collection[str], missing: Collection[str], version: str) -> None:
         """A pod that had a reservation before the list began, and is not listed, is gone, whether the informer ever knew it
         or not."""
         super().list_ended(keys, missing, version)
+        # A reservation made while the pages came is not among them: its pod may be younger than the list.
         self._missing |= self._before_list.difference(keys)
         self._before_list = set()
         self._drop_missing()
@@ -121,6 +138,7 @@ class PodsFeed(Handler):
         """Except those with a bind under way: the binder resolves them first."""
         for uid in sorted(self._missing):
             known = self._state.reservation(uid)
+            # An ASSUMED reservation is the binder's: to drop it would give GPUs away that a late bind may still take.
             if known is None or known.stage is not Stage.ASSUMED:
                 self._missing.discard(uid)
                 self.remove(uid)
@@ -136,19 +154,23 @@ class PodsFeed(Handler):
     def reported(self, uids: Collection[PodUid]) -> None:
         """The agent of a node has reported what these pods have."""
         self._drop_missing()
+        # Only now can the two be compared: the annotations came before the report.
         for uid in sorted(self._unreported.keys() & uids):
             self._compare(*self._unreported[uid])
 
     def _compare(self, pod: Pod, written: Mapping[str, str]) -> None:
+        # Each comparison starts anew: the newest version of the pod alone says in which of the sets it is.
         self._unreported.pop(pod.uid, None)
         if not self._leads():
             self._foreign.pop(pod.uid, None)
             return
         reservation = self._state.reservation(pod.uid)
-        if _is_explained(written, reservation):
+        if _is_accounted_for(written, reservation):
             self._foreign.pop(pod.uid, None)
+        # Not foreign yet: an agent's report follows its annotations within a second or two.
         elif _may_be_agents(pod, written, reservation):
             self._unreported[pod.uid] = pod, written
+        # Once a pod: the watch delivers it again with every change of its status.
         elif pod.uid not in self._foreign:
             self._foreign[pod.uid] = None
             self._metrics.foreign_predicate()
@@ -158,6 +180,7 @@ class PodsFeed(Handler):
         """Limited, for any tenant can write annotations; an ended pod still counts, or new pods could fill the log."""
         now = self._clock()
         oldest = next(iter(self._logged_at), None)
+        # A dictionary keeps the order of insertion, so the oldest are in front.
         while oldest is not None and now - self._logged_at[oldest] >= REPORT_PERIOD_S:
             del self._logged_at[oldest]
             oldest = next(iter(self._logged_at), None)
@@ -175,23 +198,28 @@ class PodsFeed(Handler):
 
 
 def _first(written: Mapping[str, str]) -> Mapping[str, str]:
-    """At most MAX_ANNOTATIONS, the node's before the containers'."""
+    """The first MAX_ANNOTATIONS, the node's before the containers'."""
     if len(written) <= MAX_ANNOTATIONS:
         return written
+    # A pod may have thousands of such names. The node's is the one that the comparison needs most.
     names = sorted(written, key=lambda name: (name != PREDICATE_NODE_ANNOTATION, name))
     return {name: written[name] for name in names[:MAX_ANNOTATIONS]}
 
 
-def _is_explained(written: Mapping[str, str], reservation: Reservation | None) -> bool:
+def _is_accounted_for(written: Mapping[str, str], reservation: Reservation | None) -> bool:
     """Whether the annotations are our plan, or what the agent reports."""
     if not written:
         return True
+    # Without the node's annotation the indexes count for the node that the pod is on.
     if reservation is None or written.get(PREDICATE_NODE_ANNOTATION, reservation.node) != reservation.node:
         return False
     indexes = {name: text for name, text in written.items() if name.startswith(PREDICATE_GPU_INDEX_PREFIX)}
     planned = plan_annotations(reservation.plan, PREDICATE_GPU_INDEX_PREFIX)
+    # A part of the plan is not foreign: another client may have removed some of its annotations.
     if all(planned.get(name) == text for name, text in indexes.items()):
         return True
+    # The agent writes what it allocated, which may differ from the plan; by container it is not known here, so the GPUs
+    # of the whole pod are compared.
     allocated = {str(index) for index in reservation.plan.charges}
     return reservation.stage is Stage.CONFIRMED and all(
         part in allocated for text in indexes.values() for part in text.split(",")
@@ -202,6 +230,7 @@ def _may_be_agents(pod: Pod, written: Mapping[str, str], reservation: Reservatio
     """Whether the agent may have written the GPUs: it writes them into the pod as well, often before it reports them on its
     node."""
     is_confirmed = reservation is not None and reservation.stage is Stage.CONFIRMED
+    # An agent writes none for the node; one that names another node is not its work.
     is_here = written.get(PREDICATE_NODE_ANNOTATION, pod.node_name) == pod.node_name
     return bool(pod.node_name) and is_here and not is_confirmed
 
@@ -227,18 +256,21 @@ class NodesFeed(Handler):
         self._clock = clock
         self._problems = ReportOnce(MAX_REPORTED)
         self._elsewhere: dict[str, set[PodUid]] = {}
-        """By node, the pods to which its agent allocated other GPUs than planned."""
+        """The pods, by node, to which its agent allocated other GPUs than planned."""
 
     def key(self, raw: Raw) -> str:
         return object_name(raw, "node")
 
     def put(self, raw: Raw) -> bool:
         reading = self._read(raw)
+        # Also where the node counts all the same: without its annotation its capacity is only divided evenly.
         self._log_problem(self.key(raw), reading.problem)
         if reading.node is None:
             return False
+        # Before the state: the reservations that it makes for bound pods count by the node's model.
         self._quota.put_node(reading.node)
         self._state.put_node(reading.node, self._clock())
+        # After the state has the report, or a pod's reservation would not be found.
         self._compare(reading.node)
         self._reported((reading.node.allocated or {}).keys())
         return True
@@ -256,9 +288,11 @@ class NodesFeed(Handler):
             reservation = self._state.reservation(uid)
             planned = {gpu for one in reservation.plan.containers for gpu in one.gpus} if reservation else set()
             allocated = set(charges)
+            # No plan: the pod was bound before this process started, or by another scheduler.
             if reservation is None or not planned or planned == allocated:
                 continue
             self._elsewhere.setdefault(node.name, set()).add(uid)
+            # Once for each: a node is delivered again with every report.
             if uid not in former:
                 self._metrics.disagreed()
                 log.warning(
@@ -276,3 +310,69 @@ class NodesFeed(Handler):
         elif self._problems.is_new(problem, name):
             self._metrics.node_unreadable()
             log.warning("node_annotation_unreadable", node=name, error=problem, then="as if the node had none")
+
+
+class _ConfigMap(KubeObject):
+    data: dict[str, str] | None = None
+
+
+_CONFIG_MAP = Decoder(_ConfigMap)
+
+
+class QuotaFeed(Handler):
+    """The informer's handler of the one ConfigMap."""
+
+    def __init__(self, *, state: QuotaState, events: EventRecorder, metrics: ExtenderMetrics) -> None:
+        self._state = state
+        self._events = events
+        self._metrics = metrics
+        self._was_good = False
+
+    def key(self, raw: Raw) -> str:
+        return object_name(raw, "ConfigMap")
+
+    def put(self, raw: Raw) -> bool:
+        try:
+            # Setting it wakes the pods that wait for a quota.
+            self._state.quota = parse_quota(decoded(_CONFIG_MAP, raw, "quota: the ConfigMap").data or {})
+        except Corrupt as e:
+            self._report_malformed(raw, str(e))
+        else:
+            self._was_good = True
+            self._metrics.quota_loaded("good")
+            log.info(
+                "quota_loaded",
+                namespaces=len(self._state.quota.namespaces),
+                version=object_meta(raw, "ConfigMap").version,
+            )
+        return True
+
+    def remove(self, key: str) -> None:
+        # As in gpu-admission: without a ConfigMap nobody is limited.
+        self._state.quota = Quota()
+        # A malformed ConfigMap that comes next has no good one before it: what was deleted is not in force.
+        self._was_good = False
+        self._metrics.quota_loaded("absent")
+        log.warning("quota_gone", config_map=key, then="no namespace is limited")
+
+    def _report_malformed(self, raw: Raw, error: str) -> None:
+        self._metrics.quota_loaded("malformed")
+        then = "the last good one stays in force"
+        if not self._was_good:
+            # To allow everything would let a mistake in the text lift all limits.
+            self._state.quota = None
+            then = "pods that ask for GPUs are refused, for there was no good one before"
+        log.error("quota_malformed", error=error, then=then, cure=f"correct the key {QUOTA_KEY} of the ConfigMap")
+        meta = object_meta(raw, "ConfigMap")
+        name, namespace = self.key(raw), meta.namespace or "default"
+        involved = ObjectReference(
+            api_version="v1",
+            kind="ConfigMap",
+            namespace=namespace,
+            name=name,
+            uid=meta.uid or "",
+            resource_version=meta.version,
+        )
+        message = f"{error}. Meanwhile {then}."
+        # An Event too: who edits the ConfigMap does not read the extender's log.
+        self._events.record(involved, MALFORMED, message, key=(MALFORMED, namespace, name, error))

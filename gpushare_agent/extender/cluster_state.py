@@ -16,10 +16,8 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from gpushare_agent.extender.decisions.free_capacity import Signature, lack_together, score, signature_of
-from gpushare_agent.extender.decisions.ledger import ClusterLedger
-from gpushare_agent.extender.decisions.node_ledger import NodeLedger, NodeLedgerDocument, node_document
-from gpushare_agent.extender.decisions.pod_plan import plan_pod
+from gpushare_agent.extender.decisions.ledger import ClusterLedger, NodeLedger
+from gpushare_agent.extender.decisions.pod_plan import Signature, lack_together, plan_pod, score, signature_of
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.steps import Steps, at_once
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
@@ -35,17 +33,18 @@ MAX_ASKING = 16
 stops the scheduling of the whole cluster (measured: 16 s on 600 nodes)."""
 WORK_OF_A_STEP = 400
 COST_OF_A_PLAN = 6
-"""To plan a container costs about six times as much as to compare it with a node's summary, 10 µs."""
-SIGNATURES_KEPT = 32
-"""With 5,000 nodes each takes about a mebibyte."""
+"""Planning a container costs about six times as much as comparing it with a node's summary, 10 µs."""
+MAX_SIGNATURES = 32
+"""Each takes about a mebibyte with 5,000 nodes."""
 REPORT_WAIT_S = 2.0
-"""From the first sight of a node without its agent's report. The agent registers with the kubelet first, and connects to the
-API server only then: pods are scheduled there meanwhile (measured: the report follows 0.3 to 1 s later)."""
+"""The wait from the first sight of a node without its agent's report. The agent registers with the kubelet first, and
+connects to the API server only then: pods are scheduled there meanwhile (measured: the report follows 0.3 to 1 s
+later)."""
 _UNKNOWN = "the extender knows no GPUs of this node: does the agent run there?"
 
 
 class Filtered(Struct, kw_only=True):
-    """Of the nodes that were asked about: those where the pod fits, in their order; for the others why not. Where nothing
+    """The nodes that were asked about: those where the pod fits, in their order; for the others why not. Where nothing
     changes by the end of other pods, it is `unresolvable`. `error` is why the request could not be answered."""
 
     fitting: list[str] = field(default_factory=list)
@@ -87,6 +86,8 @@ class ClusterState:
     # --- from the informers ---
 
     def put_node(self, node: ClusterNode, now: float) -> None:
+        # Known with its report: nothing is waited for. Without one the first sight counts, however often the node
+        # changes.
         if node.is_exact:
             self._unreported_since.pop(node.name, None)
         else:
@@ -99,6 +100,7 @@ class ClusterState:
         self._unreported_since.pop(name, None)
         for dropped in self._ledger.remove_node(name):
             self._notify(dropped, None)
+        # Not left to their versions: a node of the same name that joins later counts its versions from the start.
         for verdicts in self._verdicts.values():
             verdicts.pop(name, None)
 
@@ -106,6 +108,7 @@ class ClusterState:
         """A pod that asks for something of ours. It counts from its bind to its end."""
         if pod.is_terminal:
             self.remove_pod(pod.uid)
+        # A pod without a node has nothing yet, unless a bind of ours has reserved it.
         elif pod.node_name:
             old = self._ledger.reservation(pod.uid)
             self._ledger.put_bound(pod, now)
@@ -122,36 +125,44 @@ class ClusterState:
 
     def filter_steps(self, pod: Pod, names: Sequence[str] | None) -> Steps[Filtered]:
         """`filter` in steps of a few milliseconds, between which the event loop may do other work. The state may change
-        meanwhile: each node is judged as it is at that moment."""
-        wanted = signature_of(pod, self._policy.names)
+        meanwhile: each verdict is about its node as it is at that moment."""
+        signature = signature_of(pod, self._policy.names)
         asked = list(names) if names is not None else [ledger.node.name for ledger in self._ledger.nodes()]
-        if not wanted:
+        if not signature:
             return Filtered(fitting=asked)
+        # For all nodes at once, and before any of them: it is true of each, and planning it would be in vain.
         invalid = self._invalid(pod)
         if invalid:
+            # Unresolvable: kube-scheduler would otherwise look for pods to evict, which helps no invalid request.
             return Filtered(unresolvable=dict.fromkeys(asked, invalid))
         answer = Filtered()
-        verdicts = self._verdicts_of(wanted)
+        verdicts = self._verdicts_of(signature)
         quotas: dict[tuple[str, str], str] = {}
         has_quota = self._quota is not None
-        cost = 1 if len(wanted) == 1 else COST_OF_A_PLAN * len(wanted)
+        # One container is decided by the summary alone; several have to be planned.
+        cost = 1 if len(signature) == 1 else COST_OF_A_PLAN * len(signature)
         work = 0
         for name in asked:
             if work >= WORK_OF_A_STEP:
                 work = 0
                 yield
             ledger = self._ledger.node(name)
+            # `failed`, not unresolvable: its agent may start at any moment.
             if ledger is None:
                 answer.failed[name] = _UNKNOWN
                 continue
+            # The quota before the capacity: what no wait for GPUs would change is the reason to show. Unresolvable, for
+            # to evict pods of other namespaces frees none of this one's quota.
             if has_quota and (over := self._over_quota(pod, ledger, quotas)):
                 answer.unresolvable[name] = over
                 answer.over_quota.add((ledger.node.model, ledger.node.pool))
                 continue
             verdict = verdicts.get(name)
+            # A verdict depends on the signature and the node's ledger alone, so pods of a Deployment share it.
             if verdict is None or verdict.version != ledger.version:
+                # Only what is worked out takes time; a stored verdict costs hardly anything.
                 work += cost + (COST_OF_A_PLAN if ledger.is_stale else 0)
-                verdict = verdicts[name] = self._judge(pod, wanted, ledger)
+                verdict = verdicts[name] = self._verdict(pod, signature, ledger)
             if not verdict.text:
                 answer.fitting.append(name)
             elif verdict.is_final:
@@ -162,16 +173,18 @@ class ClusterState:
 
     def prioritize(self, pod: Pod, names: Sequence[str]) -> list[tuple[str, int]]:
         """A score from 0 to 10 for each node, 0 where it does not fit."""
-        wanted = signature_of(pod, self._policy.names)
-        if not wanted or self._invalid(pod):
+        signature = signature_of(pod, self._policy.names)
+        if not signature or self._invalid(pod):
             return [(name, 0) for name in names]
-        verdicts = self._verdicts_of(wanted)
+        verdicts = self._verdicts_of(signature)
         scores = []
         for name in names:
             ledger = self._ledger.node(name)
             verdict = verdicts.get(name)
+            # kube-scheduler asks right after filter, so most verdicts are there; a bind in between has changed its
+            # node's.
             if ledger is not None and (verdict is None or verdict.version != ledger.version):
-                verdict = verdicts[name] = self._judge(pod, wanted, ledger)
+                verdict = verdicts[name] = self._verdict(pod, signature, ledger)
             scores.append((name, verdict.score if ledger is not None and verdict is not None else 0))
         return scores
 
@@ -188,16 +201,20 @@ class ClusterState:
         """
         known = self._ledger.reservation(pod.uid)
         if known is not None:
+            # The same answer twice: kube-scheduler repeats a bind of which it did not get the answer.
             return known if known.node == node else _elsewhere(pod, known)
         ledger = self._ledger.node(node)
         if ledger is None:
             return Refused(reason=RefusalReason.NOT_READY, detail=f"node {node}: {_UNKNOWN}")
+        # Checked again, though filter has: other pods of the namespace were reserved between the two.
         over = self._quota(pod, model=ledger.node.model, pool=ledger.node.pool) if self._quota is not None else None
         if over is not None:
             return over
+        # A client that binds without filtering gets past no rule.
         invalid = self._invalid(pod)
         if invalid:
             return Refused(reason=RefusalReason.INVALID_REQUEST, detail=invalid)
+        # By the exact plan, whatever the summary said: what is reserved names GPUs.
         plan = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
         if isinstance(plan, Refused):
             return Refused(reason=plan.reason, detail=f"node {node}: {plan.detail}")
@@ -208,6 +225,7 @@ class ClusterState:
     def undo(self, uid: PodUid) -> None:
         """The bind did not happen. What is bound, or reported by the agent, stays."""
         known = self._ledger.reservation(uid)
+        # A later stage is a fact of the API server or of the agent, which a failed request of ours does not undo.
         if known is not None and known.stage is Stage.ASSUMED:
             self._notify(self._ledger.release(uid), None)
 
@@ -220,22 +238,24 @@ class ClusterState:
         evict them for other resources too. Where a quota is used up no pod is evicted."""
         if not signature_of(pod, self._policy.names):
             return {node: list(uids) for node, uids in candidates.items()}
-        kept: dict[str, list[PodUid]] = {}
+        fitting: dict[str, list[PodUid]] = {}
         if self._invalid(pod):
-            return kept
+            return fitting
         work = 0
         for node, uids in candidates.items():
             if work >= WORK_OF_A_STEP:
                 work = 0
                 yield
             ledger = self._ledger.node(node)
+            # Evictions would not help there.
             if ledger is None or self._over_quota(pod, ledger, {}):
                 continue
+            # The node's ledger is built once more without the victims.
             work += COST_OF_A_PLAN + len(ledger.reservations)
             gpus = ledger.gpus_without(frozenset(uids))
             if not isinstance(plan_pod(pod, gpus, ledger.node.topology, self._policy), Refused):
-                kept[node] = list(uids)
-        return kept
+                fitting[node] = list(uids)
+        return fitting
 
     # --- for everybody ---
 
@@ -243,8 +263,9 @@ class ClusterState:
         return self._ledger.reservation(uid)
 
     def reservations(self) -> list[Reservation]:
-        """Of all pods, by node and UID; then those of nodes that are away."""
+        """The reservations of all pods, by node and UID; then those of nodes that are away."""
         known = [r for ledger in self._ledger.nodes() for _, r in sorted(ledger.reservations.items())]
+        # Of nodes that are away only binds under way are left; their pods may still appear on the node.
         return known + self._ledger.pending()
 
     def gpus(self, name: str) -> Sequence[GpuAccount]:
@@ -253,44 +274,49 @@ class ClusterState:
         return ledger.gpus if ledger is not None else ()
 
     def node_names(self) -> list[str]:
-        """Sorted."""
+        """All known nodes, sorted."""
         return [ledger.node.name for ledger in self._ledger.nodes()]
 
-    def node_document(self, name: str) -> NodeLedgerDocument | None:
-        """One node with its GPUs and reservations, for a person."""
-        ledger = self._ledger.node(name)
-        return node_document(ledger) if ledger is not None else None
+    def node_ledger(self, name: str) -> NodeLedger | None:
+        """What is allocated on one node, to be read only."""
+        return self._ledger.node(name)
 
     def _notify(self, old: Reservation | None, new: Reservation | None) -> None:
+        # The informer delivers a pod with every change of its status; what it has changes seldom.
         if old != new:
             self._on_change(old, new)
 
-    def _verdicts_of(self, wanted: Signature) -> dict[str, _Verdict]:
-        verdicts = self._verdicts.get(wanted)
+    def _verdicts_of(self, signature: Signature) -> dict[str, _Verdict]:
+        verdicts = self._verdicts.get(signature)
         if verdicts is None:
-            verdicts = self._verdicts[wanted] = {}
-            while len(self._verdicts) > SIGNATURES_KEPT:
+            verdicts = self._verdicts[signature] = {}
+            # The one that was asked for least recently goes.
+            while len(self._verdicts) > MAX_SIGNATURES:
                 self._verdicts.popitem(last=False)
-        self._verdicts.move_to_end(wanted)
+        self._verdicts.move_to_end(signature)
         return verdicts
 
-    def _judge(self, pod: Pod, wanted: Signature, ledger: NodeLedger) -> _Verdict:
+    def _verdict(self, pod: Pod, signature: Signature, ledger: NodeLedger) -> _Verdict:
         capacity, names = ledger.capacity, self._policy.names
-        for _, request in wanted:
+        for _, request in signature:
+            # Each container alone first: the summary answers that in a few microseconds, and names what is lacking.
             if (lack := capacity.lack(request)) is not None:
-                which = f"no GPU for {describe_request(request, names)}: " if len(wanted) > 1 else ""
+                which = f"no GPU for {describe_request(request, names)}: " if len(signature) > 1 else ""
                 return _Verdict(ledger.version, which + lack.of_node(), lack.is_lasting)
-        if len(wanted) > 1:
-            if text := lack_together(capacity, wanted, names):
+        if len(signature) > 1:
+            # Cheaper than a plan, and a clearer reason than that of whichever container happens to come last.
+            if text := lack_together(capacity, signature, names):
                 return _Verdict(ledger.version, text)
             plan = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
             if isinstance(plan, Refused):
+                # What is invalid on this node stays so, whoever ends.
                 return _Verdict(ledger.version, plan.detail, plan.reason is RefusalReason.INVALID_REQUEST)
-        return _Verdict(ledger.version, "", score=score(capacity, wanted, self._policy.node_policy))
+        return _Verdict(ledger.version, "", score=score(capacity, signature, self._policy.node_policy))
 
     def _over_quota(self, pod: Pod, ledger: NodeLedger, known: dict[tuple[str, str], str]) -> str:
         if self._quota is None:
             return ""
+        # A quota tells nodes apart by these two alone: a cluster has a few pairs and thousands of nodes.
         key = ledger.node.model, ledger.node.pool
         if key not in known:
             refused = self._quota(pod, model=key[0], pool=key[1])

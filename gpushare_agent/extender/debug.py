@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.observability.http.answers import (
+from msgspec import Struct
+
+from gpushare_agent.extender.decisions.ledger import NodeLedger
+from gpushare_agent.kit.http_answers import (
     BadQueryError,
     JsonBody,
     Number,
@@ -24,6 +26,8 @@ from gpushare_agent.observability.http.answers import (
     json_answer,
     read_query,
 )
+from gpushare_agent.model.names import PodUid
+from gpushare_agent.observability.node_snapshot import ReportedGpuDocument, reported_gpu_document
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -37,12 +41,21 @@ _QUERY: Mapping[str, Number | Word] = {
 }
 
 
+class KnownNodes(Protocol):
+    """What is shown, of ClusterState."""
+
+    def node_names(self) -> Sequence[str]: ...
+
+    def node_ledger(self, name: str) -> NodeLedger | None: ...
+
+
 class StatePages:
     """`head` is what is shown besides the nodes; it is short."""
 
-    def __init__(self, *, head: Callable[[], Mapping[str, object]], nodes: ClusterState) -> None:
+    def __init__(self, *, head: Callable[[], Mapping[str, object]], nodes: KnownNodes) -> None:
         self._head = head
         self._nodes = nodes
+        # One at a time: each page takes a share of the loop that the scheduler's verbs need.
         self.show = RequestQueue().one_at_a_time(self._show)
 
     async def _show(self, request: web.Request) -> web.Response:
@@ -52,10 +65,11 @@ class StatePages:
             return bad_query(request, e)
         names = self._nodes.node_names()
         if asked["node"]:
-            if self._nodes.node_document(asked["node"]) is None:
+            if self._nodes.node_ledger(asked["node"]) is None:
                 return json_answer(request, {"error": f"no node {asked['node']} is known"}, status=404)
             shown, rest = [asked["node"]], 0
         else:
+            # By name, not by number: nodes come and go between two pages, and none is shown twice or left out for it.
             begin = bisect.bisect_right(names, asked["after"]) if asked["after"] else 0
             shown = list(names[begin : begin + asked["limit"]])
             rest = len(names) - begin - len(shown)
@@ -64,11 +78,58 @@ class StatePages:
         return await body.answer(request)
 
     def _pieces(self, head: Mapping[str, object], names: Sequence[str]) -> Iterator[bytes]:
+        # The head's object stays open: the nodes follow in it, one slice after the other.
         yield encode(head)[:-1] + b',"nodes":['
         comma = b""
         for name in names:
-            document = self._nodes.node_document(name)
-            if document is not None:  # else it went away between two slices
-                yield comma + encode(document)
+            ledger = self._nodes.node_ledger(name)
+            if ledger is not None:  # else it went away between two slices
+                yield comma + encode(node_document(ledger))
                 comma = b","
         yield b"]}"
+
+
+class ReservationDocument(Struct, kw_only=True):
+    """`containers` are the GPUs by container, `charges` cores, blocks, units and whole GPUs by GPU index."""
+
+    pod: str
+    pod_uid: str
+    stage: str
+    containers: Mapping[str, Sequence[int]]
+    charges: Mapping[str, Sequence[int]]
+
+
+class NodeLedgerDocument(Struct, kw_only=True):
+    name: str
+    model: str
+    pool: str
+    is_exact: bool
+    gpus: Sequence[ReportedGpuDocument]
+    reservations: Sequence[ReservationDocument]
+    unattributed: Sequence[PodUid]
+
+
+def node_document(ledger: NodeLedger) -> NodeLedgerDocument:
+    """One node for a person: its GPUs, and the pods that have some of them. Sorted."""
+    node = ledger.node
+    return NodeLedgerDocument(
+        name=node.name,
+        model=node.model,
+        pool=node.pool,
+        is_exact=node.is_exact,
+        gpus=[reported_gpu_document(reported, gpu) for gpu, reported in zip(ledger.gpus, node.gpus, strict=True)],
+        reservations=[
+            ReservationDocument(
+                pod=f"{one.namespace}/{one.pod}",
+                pod_uid=one.pod_uid,
+                stage=one.stage.value,
+                containers={c.name: c.gpus for c in one.plan.containers if c.gpus},
+                charges={
+                    str(index): (charge.cores, charge.blocks, charge.units, charge.wholes)
+                    for index, charge in one.plan.charges.items()
+                },
+            )
+            for _, one in sorted(ledger.reservations.items())
+        ],
+        unattributed=sorted(ledger.unattributed),
+    )

@@ -5,6 +5,7 @@ connection is always served, however many others are idle. With client authoriti
 theirs may call the verbs and read the state; a kubelet's probe has none, so health stays open. A replica that does not lead,
 or has not listed the cluster since it does, answers 503: the scheduler tries again, and a Service routes to the other.
 The webhook for claims (claims_webhook.py) is answered by every replica, and with or without a certificate, by setting.
+The server's own certificate is read again when it changes.
 
 A verb's request, in the order of the checks:
 
@@ -16,7 +17,7 @@ A verb's request, in the order of the checks:
 | a webhook's body above MAX_REVIEW_BYTES | 413, before it is read |
 | as many bodies above SHORT_BYTES as may be are being read, of the verbs and of the webhook each | 503 |
 | the body does not come within `body_s`, or not to its end | 408, 400 |
-| the body is no request of this verb | the verb's own error |
+| the body is no request of this verb | the verb's own error (verbs.py) |
 
 A body of any length that is accepted is decoded in some milliseconds (messages.py).
 
@@ -27,9 +28,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import structlog
@@ -39,26 +42,12 @@ from msgspec.structs import replace
 
 from gpushare_agent import __version__
 from gpushare_agent.extender.claims_webhook import ClaimsWebhook
-from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.debug import StatePages
-from gpushare_agent.extender.messages import (
-    NodesArgs,
-    binding_result,
-    filter_result,
-    host_priorities,
-    parse_bind_args,
-    parse_nodes_args,
-    parse_preempt_args,
-    preemption_result,
-)
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.steps import in_steps
-from gpushare_agent.extender.tls import Tls, reload_certificate, tls_context
-from gpushare_agent.extender.verbs import Extender
+from gpushare_agent.extender.verbs import ExtenderVerbs, Result, Verb, bad_request
 from gpushare_agent.kit.http_server import HttpLimits, HttpServer
 from gpushare_agent.kit.tcp_listeners import listen_tcp
 from gpushare_agent.model.errors import Corrupt, StartupError, Unavailable
-from gpushare_agent.model.resources import ResourceNames
 
 log = structlog.get_logger(__name__)
 
@@ -71,9 +60,10 @@ SHORT_BYTES = 512 * 1024
 LONG_AT_ONCE = 8
 """A bound on memory. A scheduler has one filter call under way, so its own requests do not reach it."""
 LONG_REVIEWS_AT_ONCE = 4
-"""Of the webhook, which may be open to whoever reaches it, so that they take none of the scheduler's."""
+"""The same for the webhook, which may be open to whoever reaches it, so that they take none of the scheduler's."""
 MAX_REVIEW_BYTES = 3 * 1024 * 1024
 """An API server stores a pod of at most 1.5 MiB."""
+CERTIFICATE_PERIOD_S = 60.0
 _JSON = "application/json"
 _UNKNOWN_CLIENT = "show a client certificate of the authorities in extender.client_ca\n"
 
@@ -84,6 +74,14 @@ class UnreadError(Exception):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
+
+
+class Tls(Struct, frozen=True, kw_only=True):
+    """PEM files. `client_ca` None: clients need no certificate."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
 
 
 class ListenConfig(Struct, frozen=True, kw_only=True):
@@ -97,63 +95,6 @@ class ListenConfig(Struct, frozen=True, kw_only=True):
     shutdown_s: float = 5.0
     limits: HttpLimits | None = None
     """None: as for the agent's port, with the two above and IDLE_S."""
-
-
-class _Result(Struct, frozen=True):
-    """What a verb answers: a body for status 200, or an error's text for another."""
-
-    body: bytes
-    outcome: str = "ok"
-    status: int = 200
-
-
-Verb = Callable[[bytes], Awaitable[_Result]]
-
-
-class ExtenderVerbs:
-    """From a request's bytes to an answer's."""
-
-    def __init__(self, extender: Extender, names: ResourceNames) -> None:
-        self._extender = extender
-        self._names = names
-
-    async def filter(self, content: bytes) -> _Result:
-        args: NodesArgs | None = None
-        try:
-            args = parse_nodes_args(content, self._names)
-            answer = await self._extender.filter(args)
-        except Corrupt as e:
-            return _Result(filter_result(Filtered(error=str(e)), None), "bad")
-        return _Result(filter_result(answer, args), "error" if answer.error else "ok")
-
-    async def prioritize(self, content: bytes) -> _Result:
-        """HostPriorityList has no place for an error."""
-        try:
-            args = parse_nodes_args(content, self._names)
-            return _Result(host_priorities(self._extender.prioritize(args)))
-        except Corrupt as e:
-            return _refused(e)
-
-    async def bind(self, content: bytes) -> _Result:
-        try:
-            error = await self._extender.bind(parse_bind_args(content))
-        except Corrupt as e:
-            return _Result(binding_result(str(e)), "bad")
-        return _Result(binding_result(error), "error" if error else "ok")
-
-    async def preempt(self, content: bytes) -> _Result:
-        """ExtenderPreemptionResult has no place for an error."""
-        try:
-            args = await in_steps(parse_preempt_args(content, self._names))
-        except Corrupt as e:
-            return _refused(e)
-        victims = await self._extender.preempt(args)
-        return _Result(await in_steps(preemption_result(victims, args.violations)))
-
-
-def _refused(error: Corrupt) -> _Result:
-    """Its text may have a name of the request, and in that half a surrogate pair, which UTF-8 cannot have."""
-    return _Result(f"{error}\n".encode(errors="backslashreplace"), "bad", 400)
 
 
 class _LongBodies(Struct):
@@ -171,12 +112,12 @@ class WebhookVerb:
         self._webhook = webhook
         self.needs_certificate = needs_certificate
 
-    async def mutate(self, content: bytes) -> _Result:
+    async def mutate(self, content: bytes) -> Result:
         try:
             body, outcome = await self._webhook.mutate(content)
         except Corrupt as e:
-            return _refused(e)
-        return _Result(body, outcome)
+            return bad_request(e)
+        return Result(body, outcome)
 
 
 class ExtenderWeb(Struct, kw_only=True, eq=False):
@@ -207,22 +148,26 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
             StartupError: the address or the certificate cannot be used.
         """
         config = self.config
+        # Before the port is taken: a process that cannot serve must not look as if it listened.
         context = tls_context(config.tls) if config.tls is not None else None
         server = HttpServer("extender", self._routes(), limits=self._limits(), tls=context)
         try:
             listeners = await listen_tcp(config.addr, config.port, backlog=BACKLOG)
         except Unavailable as e:
             raise StartupError(f"{e}; choose another extender.addr or extender.port, or end the other program") from e
+        # Port 0 has the system choose one, for tests and for processes side by side.
         self.bound_port = listeners[0].getsockname()[1]
         self._is_listening.set()
         log.info("extender_listening", addr=config.addr, port=self.bound_port, is_tls=context is not None)
         try:
             async with asyncio.TaskGroup() as group:
                 if context is not None and config.tls is not None:
+                    # Beside the server, so that it ends with it; a failure of the one ends the other.
                     group.create_task(reload_certificate(context, config.tls), name="certificate")
                 await server.serve(listeners)
         finally:
             self._is_listening.clear()
+        # For the type: `serve` returns only by an exception.
         raise AssertionError("unreachable: the server serves until it is cancelled")
 
     def _limits(self) -> HttpLimits:
@@ -240,11 +185,14 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
         of_webhook = []
         if webhook is not None:
             is_open = not webhook.needs_certificate
+            # No condition of leadership: to turn a pod's limits into claims needs nothing that only a leader knows.
             answer = self._verb("mutate", webhook.mutate, self._long_reviews, is_open=is_open, ready=lambda: ())
+            # Without the setting the path is not there, so that a webhook configuration left behind fails visibly.
             of_webhook = [web.post("/mutate-pods", answer)]
         return [
             *of_webhook,
             web.post("/scheduler/filter", self._verb("filter", verbs.filter)),
+            # gpu-admission's path; `filter` is the usual one. The same of `priorities`.
             web.post("/scheduler/predicates", self._verb("filter", verbs.filter)),
             web.post("/scheduler/priorities", self._verb("prioritize", verbs.prioritize)),
             web.post("/scheduler/prioritize", self._verb("prioritize", verbs.prioritize)),
@@ -279,10 +227,13 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
             except UnreadError as e:
                 self.metrics.request(name, "bad", 0.0)
                 unread = web.Response(status=e.status, text=f"{e}\n")
+                # What is left of the body would be read as the next request.
                 unread.force_close()
                 return unread
+            # The lease may have been lost while the body came: no decision after that.
             if reasons := not_ready():
                 return self._unready(name, reasons)
+            # Without the time that the client took to send it.
             began_at = time.monotonic()
             result = await verb(content)
             self.metrics.request(name, result.outcome, time.monotonic() - began_at)
@@ -293,11 +244,13 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
 
     async def _body(self, request: web.Request, bound: _LongBodies) -> bytes:
         """The whole body. Raises UnreadError."""
+        # kit/http_server.py has refused chunked bodies, so the header says how long it will be.
         length = request.content_length or 0
         if length <= SHORT_BYTES:
             return await self._content(request)
         if length > bound.most_bytes:
             raise UnreadError(413, f"a request of {length} bytes; at most {bound.most_bytes} are read here")
+        # Refused rather than queued: a queue of long bodies is the memory that this bounds.
         if bound.reading >= bound.at_once:
             raise UnreadError(503, f"{bound.at_once} long requests are being read already; try again")
         bound.reading += 1
@@ -317,6 +270,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
 
     def _is_known(self, request: web.Request) -> bool:
         """The TLS layer has checked any certificate that was shown."""
+        # Without authorities whoever reaches the port is the scheduler; the default address is 127.0.0.1.
         if self.config.tls is None or self.config.tls.client_ca is None:
             return True
         return request.transport is not None and bool(request.transport.get_extra_info("peercert"))
@@ -331,6 +285,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
 
     async def _show_state(self, request: web.Request) -> web.StreamResponse:
         if not self._is_known(request):
+            # As for the verbs: the state names pods of every namespace.
             return web.Response(status=403, text=_UNKNOWN_CLIENT)
         return await self.pages.show(request)
 
@@ -341,6 +296,7 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
         return web.Response(text="ok\n")
 
     async def _show_readiness(self, _request: web.Request) -> web.Response:
+        # Not `ready`: a Deployment's update waits for readiness of all replicas, and only one leads.
         reasons = self.warm()
         return _unavailable(reasons) if reasons else web.Response(text="ok\n")
 
@@ -351,3 +307,55 @@ class ExtenderWeb(Struct, kw_only=True, eq=False):
 
 def _unavailable(reasons: Sequence[str]) -> web.Response:
     return web.Response(status=503, text="".join(f"{reason}\n" for reason in reasons))
+
+
+# --- TLS ---
+
+
+def tls_context(tls: Tls) -> ssl.SSLContext:
+    """A client that shows a certificate has it checked; which requests need one is the server's decision.
+
+    Raises:
+        StartupError: a file cannot be used.
+    """
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+        if tls.client_ca is not None:
+            context.load_verify_locations(tls.client_ca)
+            # Optional in TLS, for a kubelet's probe of health has no certificate; the verbs ask for it themselves.
+            context.verify_mode = ssl.CERT_OPTIONAL
+    except (OSError, ssl.SSLError) as e:
+        raise StartupError(
+            f"cannot serve HTTPS with {tls.cert} and {tls.key}: {e}; check extender.tls_cert, extender.tls_key and "
+            "extender.client_ca"
+        ) from e
+    return context
+
+
+async def reload_certificate(context: ssl.SSLContext, tls: Tls, *, period_s: float = CERTIFICATE_PERIOD_S) -> NoReturn:
+    """Certificates are renewed in place: new connections use the new one. The authorities are read only at the start."""
+    seen = _stamps(tls)
+    while True:
+        await asyncio.sleep(period_s)
+        now = _stamps(tls)
+        # None: a file is not there at this moment; the certificate in use stays.
+        if now == seen or now is None:
+            continue
+        try:
+            context.load_cert_chain(tls.cert, tls.key)
+        except (OSError, ssl.SSLError) as e:
+            # `seen` stays, so it is tried again: certificate and key may be of two versions for a moment.
+            log.warning(
+                "certificate_not_reloaded", cert=str(tls.cert), error=str(e), then="the former one stays in use"
+            )
+            continue
+        seen = now
+        log.info("certificate_reloaded", cert=str(tls.cert))
+
+
+def _stamps(tls: Tls) -> tuple[int, int] | None:
+    try:
+        return tls.cert.stat().st_mtime_ns, tls.key.stat().st_mtime_ns
+    except OSError:
+        return None

@@ -32,8 +32,7 @@ import structlog
 from msgspec import Raw, Struct, field, json
 
 from gpushare_agent.cluster.informer import Informer
-from gpushare_agent.cluster.kube.client import pods
-from gpushare_agent.cluster.kube.cluster import ClusterApi, Lease, LeaseSpec
+from gpushare_agent.cluster.kube.client import ClusterApi, Lease, LeaseSpec, pods
 from gpushare_agent.cluster.kube.objects import object_meta, pod_uid
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.metrics import ExtenderMetrics
@@ -51,15 +50,15 @@ LEADER = "leader"
 APP_LABEL = "app.kubernetes.io/name"
 """What the pods of one Deployment have in common, and others of the namespace have not."""
 CHECK_PERIOD_S = 30.0
-ROUND_TIMEOUT_S = 15.0
+UPDATE_TIMEOUT_S = 15.0
 WITHDRAW_TIMEOUT_S = 2.0
-_CURE = "POD_NAME and POD_NAMESPACE must name this pod, and the service account needs get, list and patch on pods"
+_REMEDY = "POD_NAME and POD_NAMESPACE must name this pod, and the service account needs get, list and patch on pods"
 
 
 log = structlog.get_logger(__name__)
 
 MAX_DURATION_S = 3600.0
-"""Of another's lease: a client that can write it could otherwise stop the election for ever."""
+"""The longest that another's lease is waited for: a client that can write it could otherwise stop the election for ever."""
 RELEASE_TIMEOUT_S = 2.0
 SHORTEST_PAUSE_S = 0.01
 RELEASED_S = 1
@@ -73,7 +72,7 @@ def boot_time_s() -> float:
 
 
 class LeaseTerms(Struct, frozen=True, kw_only=True):
-    """retry < renew deadline < duration, seconds."""
+    """The lease and its times in seconds: retry < renew deadline < duration."""
 
     namespace: str
     name: str
@@ -106,8 +105,10 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         return self.clock() < self._leads_until
 
     async def wait_change(self, term: int, is_leading: bool) -> None:
-        """Until leadership differs from what the caller knows."""
+        """Waits until leadership differs from what the caller knows."""
+        # The term as well: leadership may have been lost and won again between two looks.
         while (self.term, self.leads()) == (term, is_leading):
+            # No await between the comparison and this, so no change is lost.
             self._changed.clear()
             await self._changed.wait()
 
@@ -117,16 +118,20 @@ class LeaderElection(Struct, kw_only=True, eq=False):
             try:
                 await self.try_acquire_or_renew()
             except AgentError as e:
+                # A missing right does not mend itself; an API server that is away does.
                 level = log.error if isinstance(e, Rejected) else log.warning
                 level("lease_not_renewed" if self.leads() else "lease_not_read", error=str(e), leads=self.leads())
+            # Twice: the request may have won or lost the lease, and during the pause the time to lead may have run out.
             self.report_transition()
             await self._pause()
             self.report_transition()
 
     async def release(self) -> None:
         """Release the lease, so that another replica need not wait for its end. The caller has stopped deciding."""
+        # Not ours: to empty it would end another's lease.
         if not self.leads() or self._lease is None:
             return
+        # Before the request: from its arrival on another replica may lead.
         self._stop_leading()
         self.report_transition()
         try:
@@ -146,8 +151,10 @@ class LeaderElection(Struct, kw_only=True, eq=False):
 
     async def _pause(self) -> None:
         """Until the next read, or until the time to lead, or to wait for an absent lease, is over."""
+        # Jittered as client-go does, or replicas that started together would ask together.
         pause_s = self.terms.retry_s * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load, no secret
         if self.leads():
+            # Wake when the time to lead is over: waiters have to hear of it, though no request failed.
             pause_s = min(pause_s, max(self._leads_until - self.clock(), 0.0))
         elif self._absent_since is not None:
             pause_s = min(pause_s, max(self._absent_since + self._absence_s() - self.clock(), SHORTEST_PAUSE_S))
@@ -155,6 +162,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
 
     async def try_acquire_or_renew(self) -> None:
         """One read, and one write where the lease is ours, or may be taken."""
+        # A leader does without the read: its write names the version that it wrote last.
         if not self.leads():
             await self._read()
         if self._lease is None:
@@ -164,7 +172,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
             await self._replace()
 
     async def _read(self) -> None:
-        """Not while leading: a leader's renewal fails where another client has written the lease."""
+        """Reads the lease. A leader does not: its renewal fails where another client has written the lease."""
         try:
             self._note(await self.api.get_lease(self.terms.namespace, self.terms.name))
         except NotFound:
@@ -176,12 +184,14 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         try:
             await self._write(self.api.replace_lease, place)
         except Conflict:
+            # Another has taken it: to write again would take it back before its time is over.
             if self._lease is None or self.holder != self.identity:
                 raise
             await self._write(self.api.replace_lease, place)  # ours after all: another client has labelled it, say
 
     async def _write(self, write: Callable[..., Awaitable[Lease]], place: tuple[str, ...]) -> None:
         """Make the lease ours. Where it is no longer what we read, we lead no more until it was read as ours."""
+        # From before the request: the API server may have stored it at once and answered late.
         began_at = self.clock()
         try:
             self._note(await write(*place, self._record(self.identity)))
@@ -193,6 +203,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
             self._note_absent()
             self._stop_leading()
             raise
+        # Only after an answer: a write without one may have failed, and then another replica's clock runs.
         self._leads_until = began_at + self.terms.renew_deadline_s
 
     def _stop_leading(self) -> None:
@@ -217,6 +228,8 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         self._lease, self._absent_since = lease, None
         spec = lease.spec
         self.holder = spec.holder_identity or ""
+        # Any change of the record means that its holder is there; the resource version is not among them, for labels
+        # change it too.
         seen = lease.uid, self.holder, spec.renew_time, spec.acquire_time, spec.lease_transitions
         if seen != self._seen:
             self._seen, self._seen_at = seen, self.clock()
@@ -228,6 +241,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
 
     def _has_ended(self) -> bool:
         theirs_s = float((self._lease.spec.lease_duration_seconds if self._lease is not None else None) or 0)
+        # The longer of both durations: a holder with other settings may count on its own.
         return self.clock() - self._seen_at > max(self.terms.duration_s, min(theirs_s, MAX_DURATION_S))
 
     def _record(self, holder: str, duration_s: float | None = None) -> Lease:
@@ -237,12 +251,15 @@ class LeaderElection(Struct, kw_only=True, eq=False):
         is_new, count = holder != read.holder_identity, read.lease_transitions or 0
         metadata = {"name": self.terms.name, "namespace": self.terms.namespace}
         return Lease(
+            # As read, with the resource version: the API server refuses the write where another came first.
             metadata=self._lease.metadata if self._lease is not None else Raw(json.encode(metadata)),
             spec=LeaseSpec(
                 holder_identity=holder,
+                # The API server accepts no 0.
                 lease_duration_seconds=max(1, round(duration_s or self.terms.duration_s)),
                 acquire_time=now if is_new else read.acquire_time or now,
                 renew_time=now,
+                # As client-go counts them: not for a release, and not for the first holder.
                 lease_transitions=count + 1 if is_new and self._lease is not None and holder else count,
             ),
         )
@@ -261,7 +278,7 @@ class LeaderElection(Struct, kw_only=True, eq=False):
 
 
 class AlwaysLeads:
-    """Where there is one replica alone."""
+    """The election where there is one replica alone."""
 
     term = 1
     holder = ""
@@ -271,6 +288,7 @@ class AlwaysLeads:
 
     async def wait_change(self, term: int, is_leading: bool) -> None:
         if (term, is_leading) == (self.term, True):
+            # Nothing ever changes: until the caller is cancelled.
             await asyncio.Event().wait()
 
 
@@ -311,9 +329,11 @@ class Leadership(Struct, kw_only=True, eq=False):
                 self.metrics.became_leader()
                 for informer in self.informers:
                     await informer.refresh()
+                # Now, and not later: what was listed stays for long, and no request waits for an answer yet.
                 on_listed()
                 for pod in self.unscheduled()[:MAX_WARMED_PODS]:
                     await in_steps(self.state.filter_steps(pod, None))
+                # The term from before the lists: leadership lost and won meanwhile has to list again.
                 self.listed_in = term
                 log.info("deciding", term=term)
             await election.wait_change(term, is_leading)
@@ -337,8 +357,9 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
         while True:
             term, is_leading = self.election.term, self.election.leads()
             try:
-                async with asyncio.timeout(ROUND_TIMEOUT_S):
+                async with asyncio.timeout(UPDATE_TIMEOUT_S):
                     await (self._claim() if is_leading else self._drop())
+                # Checked again now and then, for any client may change labels.
                 failures, pause_s = 0, self.check_period_s
             except (AgentError, TimeoutError) as e:
                 failures += 1
@@ -362,9 +383,11 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
         """First from the others, then on our own: a moment without a leader's label costs less than two."""
         own = await self.api.get_pod(self.namespace, self.name)
         uid, labels = pod_uid(own), object_meta(own, "pod").labels
+        # Without it the pods of other Deployments in the namespace would be stripped of their labels.
         if app := labels.get(APP_LABEL):
             await self._strip_others({APP_LABEL: app, ROLE_LABEL: LEADER})
         self._may_be_left = True
+        # Asked again: to strip the others may have taken longer than the time to lead.
         if labels.get(ROLE_LABEL) != LEADER and self.election.leads():
             await self.api.patch_pod_labels(self.namespace, self.name, uid, {ROLE_LABEL: LEADER})
             log.info("leader_labelled", pod=f"{self.namespace}/{self.name}", label=f"{ROLE_LABEL}={LEADER}")
@@ -381,6 +404,7 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
         selector = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
         await self.api.list_all(pods(self.namespace, labels=selector), read)
         for name, uid in sorted(others.items()):
+            # The next leader may have labelled one of these meanwhile.
             if not self.election.leads():
                 return
             try:
@@ -390,6 +414,7 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
             log.info("former_leader_unlabelled", pod=f"{self.namespace}/{name}")
 
     async def _drop(self) -> None:
+        # A follower asks once after its start, and not again until it has led.
         if not self._may_be_left:
             return
         own = await self.api.get_pod(self.namespace, self.name)
@@ -405,6 +430,6 @@ class LeaderLabel(Struct, kw_only=True, eq=False):
             pod=f"{self.namespace}/{self.name}",
             error=error,
             then=then,
-            cure=_CURE,
+            cure=_REMEDY,
             retried_in_s=round(pause_s, 1),
         )

@@ -27,6 +27,7 @@ class ExtenderMetrics:
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
+        # Its own, not the library's global one: tests and the dashboard make several in one process.
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         build = Gauge(
@@ -154,11 +155,12 @@ class ExtenderMetrics:
     # --- the present state ---
 
     def gauge(self, name: str, documentation: str, *labels: str) -> Gauge:
-        """For `set_function`, which is called at each scrape."""
+        """A gauge for `set_function`, which is called at each scrape."""
         return Gauge(f"gpushare_extender_{name}", documentation, labels, registry=self.registry)
 
     def exposition(self, accept: str) -> tuple[str, bytes]:
         """Content type and text, in the format that an Accept header asks for."""
+        # Prometheus asks for OpenMetrics, a person with curl gets the text format.
         encode, content_type = choose_encoder(accept)
         return content_type, encode(self.registry)
 
@@ -172,6 +174,7 @@ def _counter(
 ) -> Counter:
     """`begin` are the label values known from the start."""
     counter = Counter(f"gpushare_extender_{name}", documentation, labels, registry=registry)
+    # A label set that first appears with its first event has no increase for rate() to see.
     for values in begin:
         counter.labels(*values)
     return counter

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Raw, Struct
 
-from gpushare_agent.cluster.kube.cluster import ClusterApi
-from gpushare_agent.cluster.kube.objects import object_meta
+from gpushare_agent.cluster.kube.client import ClusterApi
+from gpushare_agent.cluster.kube.objects import object_meta, pod_uid
 from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.cluster.kube.session import Throttled
 from gpushare_agent.extender.decisions.pod_plan import plan_annotations
-from gpushare_agent.extender.pods import lean_pod
+from gpushare_agent.extender.objects import lean_pod
 from gpushare_agent.extender.values import Reservation
 from gpushare_agent.model.errors import AgentError, Conflict, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import (
@@ -63,6 +63,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
     _last_ns: int = 0
 
     async def read(self, namespace: str, name: str) -> Pod:
+        # A consistent read: the watch may lag behind the scheduler that asks.
         return lean_pod(read_pod_json(await self.api.get_pod(namespace, name)), self.names)
 
     async def bind_plain(self, pod: Pod, node: str) -> None:
@@ -77,15 +78,18 @@ class PodWrites(Struct, kw_only=True, eq=False):
         await self.api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, written)
 
     async def bind_once(self, bind: Bind) -> AgentError | None:
-        """None when the pod is bound; an error that another try may cure. Raises the other errors."""
+        """None when the pod is bound; an error that another try may mend. Raises the other errors."""
         reservation = bind.reservation
         try:
+            # The annotations first: the agent may read the pod the moment that it is bound.
             raw_pod = await self.announce(bind)
         except (Unavailable, Conflict) as e:
             return e
+        # An earlier try has bound it, of which the answer was lost.
         if raw_pod is None:
             return None
         self._check_leads()
+        # Before the request: from here on only an answer tells whether the pod is bound.
         bind.is_open = True
         try:
             await self.api.bind_pod(
@@ -96,6 +100,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
                 object_meta(raw_pod, "pod").version,
             )
         except Unavailable as e:
+            # With 429 the API server has done nothing; a timeout or a 500 may come after the write.
             bind.is_open = not isinstance(e, Throttled)
             return e
         except Conflict as e:  # not this version any more: the next patch shows what is
@@ -108,25 +113,28 @@ class PodWrites(Struct, kw_only=True, eq=False):
         return None
 
     async def announce(self, bind: Bind) -> Raw | None:
-        """As `annotate`; in the version returned, the plan's are the pod's only annotations that choose GPUs, for an agent
-        follows such annotations whoever wrote them.
+        """Does as `annotate`; in the version returned, the plan's are the pod's only annotations that choose GPUs, for
+        an agent follows such annotations whoever wrote them.
 
         Raises Conflict where a client writes such annotations meanwhile, Rejected where there are too many of them.
         """
         reservation = bind.reservation
         raw_pod = await self.annotate(bind)
+        # The pod in the version that the bind will name: what a client writes after this makes the bind fail with 409.
         foreign = foreign_annotations(raw_pod, reservation)
         if not foreign:
             return raw_pod
         raw_pod = await self.annotate(bind, removed=foreign[:FOREIGN_REMOVED])
         if raw_pod is None:
             return None
+        # Only now, so that each bind removes some: the next ones go on where this one ended.
         if len(foreign) > FOREIGN_REMOVED:
             raise Rejected(
                 f"it has {len(foreign)} annotations that choose GPUs and are not the plan's, the first of them "
                 f"{foreign[0]}. {FOREIGN_REMOVED} of them were removed, which is all that one bind does; the pod's owner "
                 "should remove the others, and find the client that writes them"
             )
+        # A client that writes as fast as we remove would have us patch for ever.
         if left := foreign_annotations(raw_pod, reservation):
             raise Conflict(
                 f"another client writes its annotation {left[0]}, which only an extender may, while it is being bound"
@@ -140,6 +148,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
         is on another node.
         """
         reservation = bind.reservation
+        # The plan's come last and win: None removes a name in a merge patch.
         annotations = {**dict.fromkeys(removed), **self._annotations(reservation)}
         self._check_leads()
         bind.is_annotated = True
@@ -148,8 +157,10 @@ class PodWrites(Struct, kw_only=True, eq=False):
                 reservation.namespace, reservation.pod, reservation.pod_uid, annotations
             )
         except NotFound:
+            # The pod is gone under this UID: nothing can be bound, and nothing is left to clean.
             bind.is_open = bind.is_annotated = False
             raise
+        # The patch was accepted, so this version is newer than any that an earlier bind has named.
         pod = lean_pod(read_pod_json(raw_pod), self.names)
         bind.is_open = False
         if pod.node_name == reservation.node:
@@ -164,10 +175,12 @@ class PodWrites(Struct, kw_only=True, eq=False):
             raw_pod = await self.api.get_pod(reservation.namespace, reservation.pod)
         except NotFound:
             return True
-        return lean_pod(read_pod_json(raw_pod), self.names).uid != reservation.pod_uid
+        # Another pod has taken the name: ours is gone.
+        return pod_uid(raw_pod) != reservation.pod_uid
 
     async def clean(self, reservation: Reservation) -> None:
         """Removes the annotations from a pod that was not bound."""
+        # All names that a bind writes, each None; the time does not matter for the names.
         nothing = dict.fromkeys(extender_annotations(reservation, 0))
         self._check_leads()
         await self.api.patch_pod_annotations(reservation.namespace, reservation.pod, reservation.pod_uid, nothing)
@@ -178,6 +191,7 @@ class PodWrites(Struct, kw_only=True, eq=False):
 
     def _annotations(self, reservation: Reservation) -> dict[str, str]:
         """The time is never the same twice, so that each patch makes a new version of the pod."""
+        # An unchanged patch makes no new version; clocks may stand still or go back.
         self._last_ns = max(self.time_ns(), self._last_ns + 1)
         return extender_annotations(reservation, self._last_ns)
 
@@ -187,9 +201,11 @@ def extender_annotations(reservation: Reservation, time_ns: int) -> dict[str, st
     written = {
         PREDICATE_TIME_ANNOTATION: str(time_ns),
         PREDICATE_NODE_ANNOTATION: reservation.node,
+        # The agent writes true once the devices are allocated, as gpu-manager does.
         GPU_ASSIGNED_ANNOTATION: "false",
         **plan_annotations(reservation.plan, PREDICATE_GPU_INDEX_PREFIX),
     }
+    # GPUShare knows one GPU for a pod: with several its index would be wrong for one of the containers.
     shared = {container.gpus for container in reservation.plan.containers if container.request.units}
     if len(shared) == 1:
         written |= {
@@ -202,6 +218,7 @@ def extender_annotations(reservation: Reservation, time_ns: int) -> dict[str, st
 
 def foreign_annotations(raw_pod: Raw | None, reservation: Reservation) -> list[str]:
     """Names of the pod's annotations that choose GPUs, or state that an extender did, and are not the plan's. Sorted."""
+    # None: the pod is bound, and what its agent follows is decided.
     present = object_meta(raw_pod, "pod").annotations if raw_pod is not None else {}
     ours = extender_annotations(reservation, 0)
     return sorted(

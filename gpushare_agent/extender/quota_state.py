@@ -1,7 +1,7 @@
 """What counts against the quotas of namespaces, and whether a pod may use a node under them.
 
-State owned: the quota in force (quota_watch.py reads it), what each namespace uses, and the pods and nodes that this is
-computed from. docs/reference/quota.md has the rules; decisions/quota.py and decisions/quota_use.py apply them.
+State owned: the quota in force (which QuotaFeed in cluster_feed.py reads), what each namespace uses, and the pods and nodes
+from which this is computed. docs/reference/quota.md has the rules; decisions/quota.py applies them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from gpushare_agent.extender.decisions.quota import Quota, check_quota
-from gpushare_agent.extender.decisions.quota_use import QuotaUse, use_of
+from gpushare_agent.extender.decisions.quota import Quota, QuotaUse, check_quota, use_of
 from gpushare_agent.extender.values import ClusterNode, Reservation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid
@@ -19,7 +18,7 @@ from gpushare_agent.model.resources import ResourceNames
 
 
 class Usage:
-    """What each namespace uses, kept by pod so that a pod put twice counts once. QuotaState owns it."""
+    """What each namespace uses, by pod, so that a pod put twice counts once. QuotaState owns it."""
 
     def __init__(self) -> None:
         self._pods: dict[PodUid, tuple[str, str, QuotaUse]] = {}
@@ -43,6 +42,7 @@ class Usage:
         """The namespace's GPUs of the model, and its totals over all models; as if `without` were not there."""
         total = self._totals.get(namespace, QuotaUse())
         gpus = self._gpus.get((namespace, model), 0)
+        # A pod that is reserved already asks again for what it has.
         left_out = self._pods.get(without) if without is not None else None
         if left_out is None or left_out[0] != namespace:
             return QuotaUse(gpus, total.vcore, total.vmemory)
@@ -55,6 +55,7 @@ class Usage:
         key = namespace, model
         gpus = self._gpus.get(key, 0) + sign * use.gpus
         self._gpus[key] = gpus
+        # Groups without use go, or deleted namespaces would stay for ever.
         if not gpus:
             del self._gpus[key]
         total = self._totals.get(namespace, QuotaUse())
@@ -81,14 +82,14 @@ class QuotaState:
         self._pods_of: dict[str, dict[PodUid, None]] = {}
         """The reverse, for a node whose model changes."""
         self._memories: dict[str, Counter[int]] = {}
-        """By model, the GPU memory sizes that nodes have now, and how many nodes have each."""
+        """The GPU memory sizes, by model, that nodes have now, and how many nodes have each."""
         self._quota: Quota | None = Quota()
         self.on_gain: Callable[[], None] = lambda: None
         """Called where a quota may allow more than before: it was read again, or a pod counts no more."""
 
     @property
     def quota(self) -> Quota | None:
-        """In force now; None: the ConfigMap was never readable."""
+        """The quota in force now; None: the ConfigMap was never readable."""
         return self._quota
 
     @quota.setter
@@ -103,8 +104,10 @@ class QuotaState:
                 detail="the quota's ConfigMap cannot be read, and there was no good one before: the quota is unknown. "
                 "Correct it (the extender's log and an Event on it name the mistake), or delete it to have no quota.",
             )
+        # Most namespaces have none: nothing is added up for them.
         if pod.namespace not in self.quota.namespaces:
             return None
+        # No node is chosen yet: the largest memory among the model's GPUs stands for all of them.
         asked = use_of(pod, self._names, gpu_memory_mib=max(self._memories.get(model, ()), default=0))
         used = self.used(pod.namespace, model, without=pod.uid)
         return check_quota(self.quota, pod.namespace, asked, used, model=model, pool=pool)
@@ -122,11 +125,13 @@ class QuotaState:
 
     def put_node(self, node: ClusterNode) -> None:
         memory_mib = max((gpu.memory_mib for gpu in node.gpus), default=0)
+        # A node is delivered with every report of its agent; only model and memory matter here.
         if self._nodes.get(node.name) == (node.model, memory_mib):
             return
         self.remove_node(node.name)
         self._nodes[node.name] = node.model, memory_mib
         self._memories.setdefault(node.model, Counter())[memory_mib] += 1
+        # Whoever counts on this node counts by its new model and memory from now on.
         for uid in self._pods_of.get(node.name, ()):
             self._count(uid, node.name)
 
@@ -145,8 +150,10 @@ class QuotaState:
 
     def reservation_changed(self, old: Reservation | None, new: Reservation | None) -> None:
         """ClusterState's: a reservation came, changed or went."""
+        # The pod has ended, or its bind was undone.
         if old is not None and new is None:
             self._uncount(old.pod_uid)
+        # A change of stage on the same node changes nothing here: what a pod counts is what it asks for.
         if new is not None and self._node_of.get(new.pod_uid) != new.node:
             self._uncount(new.pod_uid)
             self._node_of[new.pod_uid] = new.node
@@ -157,6 +164,7 @@ class QuotaState:
         pod = self._pods.get(uid)
         if pod is None:
             return
+        # A node that is away has no model: its pods count for the totals alone.
         model, memory_mib = self._nodes.get(node, ("", 0))
         self._usage.put(uid, pod.namespace, model, use_of(pod, self._names, gpu_memory_mib=memory_mib))
 
@@ -167,5 +175,6 @@ class QuotaState:
             on_node.pop(uid, None)
             if not on_node:
                 del self._pods_of[node]
+        # Only what counted leaves something to others.
         if self._usage.remove(uid):
             self.on_gain()

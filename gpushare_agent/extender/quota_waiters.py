@@ -31,9 +31,10 @@ NodeKind = tuple[str, str]
 """Model and pool."""
 MAX_WAITING = 4096
 GRACE_S = 0.1
-"""From a gain to the first check: where a pod has ended, the scheduler has that event too, and may retry by itself."""
+"""The time from a gain to the first check: where a pod has ended, the scheduler has that event too, and may retry by
+itself."""
 PACE_S = 0.05
-"""Between two writes. A pod that is bound meanwhile counts, so a small gain does not retry a thousand pods."""
+"""The time between two writes. A pod that is bound meanwhile counts, so a small gain does not retry a thousand pods."""
 RETRY_S = 1.0
 CHECKED_AT_ONCE = 64
 
@@ -54,9 +55,11 @@ class QuotaWaiters(Struct, kw_only=True, eq=False):
     def answered(self, uid: PodUid, closed: Collection[NodeKind]) -> None:
         """Filter has answered about the pod; `closed` are the kinds of nodes that only the quota refused it, none where it
         fits somewhere."""
+        # Removed first, so that it goes to the end: whoever was refused longest ago is tried first.
         self._waiting.pop(uid, None)
         if closed:
             self._waiting[uid] = tuple(closed)
+            # The oldest go: the scheduler tries them by itself after five minutes at most.
             while len(self._waiting) > MAX_WAITING:
                 del self._waiting[next(iter(self._waiting))]
 
@@ -65,21 +68,25 @@ class QuotaWaiters(Struct, kw_only=True, eq=False):
         self._gained.set()
 
     async def run(self) -> NoReturn:
-        """Until cancelled."""
+        """Tries pods again as quotas allow them, until cancelled."""
         while True:
             await self._gained.wait()
             await asyncio.sleep(GRACE_S)
+            # Before the pods are looked at: a gain meanwhile is another pass.
             self._gained.clear()
             for number, uid in enumerate(list(self._waiting)):
+                # Four thousand checks in one go would hold the loop, and filter with it.
                 if number % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
                     await asyncio.sleep(0)
                 if self._is_allowed(uid) and not await self._try_again(uid):
+                    # The API server is away: the same pods again, later.
                     self._gained.set()
                     await asyncio.sleep(RETRY_S)
                     break
 
     def _is_allowed(self, uid: PodUid) -> bool:
         kinds, pod = self._waiting.get(uid, ()), self.unscheduled(uid)
+        # Bound or gone meanwhile.
         if pod is None:
             self._waiting.pop(uid, None)
             return False
@@ -88,6 +95,8 @@ class QuotaWaiters(Struct, kw_only=True, eq=False):
     async def _try_again(self, uid: PodUid) -> bool:
         """Each pod once for each refusal. False where the API server did not answer."""
         kinds, pod = self._waiting.pop(uid), self.unscheduled(uid)
+        # A follower's refusals are none: it answers no filter. One that has just lost the lease forgets the pod, whose
+        # next filter asks the new leader.
         if pod is None or not self.writes.leads():
             return True
         try:
@@ -96,13 +105,16 @@ class QuotaWaiters(Struct, kw_only=True, eq=False):
             return True
         except AgentError as e:
             is_retried = isinstance(e, Unavailable)
-            if self._problems.is_new(type(e).__name__):  # not for each pod
+            # A missing right fails for every pod: one line says it.
+            if self._problems.is_new(type(e).__name__):
                 then = "tried again" if is_retried else "it waits for the scheduler's next event"
                 log.warning("quota_retry_not_written", error=str(e), then=then)
             if is_retried:
+                # A filter may have answered meanwhile, with newer kinds.
                 self._waiting.setdefault(uid, kinds)
             return not is_retried
         self._problems.is_over()
         self.metrics.quota_retried()
+        # The scheduler's bind of this pod counts before the next pod is checked.
         await asyncio.sleep(self.pace_s)
         return True

@@ -18,6 +18,7 @@ async def in_steps(steps: Steps[A]) -> A:
         except StopIteration as done:
             answer: A = done.value
             return answer
+        # One turn of the loop: everything that is ready runs, then this goes on.
         await asyncio.sleep(0)
 
 

@@ -64,7 +64,7 @@ class Stage(StrEnum):
     """How sure a reservation is."""
 
     ASSUMED = "assumed"
-    """In memory; the bind is under way, or its outcome unknown."""
+    """Reserved in memory; the bind is under way, or its outcome unknown."""
     BOUND = "bound"
     """The pod is bound to the node; its agent has not reported it yet."""
     CONFIRMED = "confirmed"

@@ -7,18 +7,31 @@ the GPUs and annotates the pod. A pod that is filtered again gets a new answer. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from msgspec import Struct
 
 from gpushare_agent.extender.bind import Binder
 from gpushare_agent.extender.cluster_state import ClusterState, Filtered
-from gpushare_agent.extender.messages import BindArgs, NodesArgs, PreemptArgs
+from gpushare_agent.extender.messages import (
+    BindArgs,
+    NodesArgs,
+    PreemptArgs,
+    binding_result,
+    filter_result,
+    host_priorities,
+    parse_bind_args,
+    parse_nodes_args,
+    parse_preempt_args,
+    preemption_result,
+)
 from gpushare_agent.extender.metrics import ExtenderMetrics
 from gpushare_agent.extender.quota_waiters import QuotaWaiters
 from gpushare_agent.extender.steps import in_steps
 from gpushare_agent.extender.values import Stage
+from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid
+from gpushare_agent.model.resources import ResourceNames
 
 
 class Extender(Struct, kw_only=True, eq=False):
@@ -32,11 +45,12 @@ class Extender(Struct, kw_only=True, eq=False):
 
     async def filter(self, args: NodesArgs) -> Filtered:
         """Where the pod fits. A pod that asks for nothing of ours fits everywhere."""
+        # A scheduler without managedResources sends every pod.
         if not args.pod.containers:
             return Filtered(fitting=list(args.names))
         if self.reserves_at_filter:
             return await self._filter_and_reserve(args)
-        return await self._judge(args)
+        return await self._filter(args)
 
     def prioritize(self, args: NodesArgs) -> list[tuple[str, int]]:
         if not args.pod.containers:
@@ -53,8 +67,9 @@ class Extender(Struct, kw_only=True, eq=False):
         """Empty when the pod is bound, else why not."""
         return await self.binder.bind(args)
 
-    async def _judge(self, args: NodesArgs) -> Filtered:
+    async def _filter(self, args: NodesArgs) -> Filtered:
         found = await in_steps(self.state.filter_steps(args.pod, args.names))
+        # Where the pod fits somewhere, the scheduler binds it or tries again by itself.
         self.quota_waiters.answered(args.pod.uid, () if found.fitting else found.over_quota)
         self.metrics.filtered(len(found.fitting), len(found.failed), len(found.unresolvable))
         return found
@@ -62,16 +77,82 @@ class Extender(Struct, kw_only=True, eq=False):
     async def _filter_and_reserve(self, args: NodesArgs) -> Filtered:
         """One node, where the GPUs are reserved."""
         pod = args.pod
+        # Filtered again, so the scheduler has not bound it to the node that it was given: what is reserved there is
+        # free.
         self.binder.release(pod.uid)
         known = self.state.reservation(pod.uid)
+        # A scheduler asks about unscheduled pods only: its cache lags behind the bind.
         if known is not None and known.stage is not Stage.ASSUMED:
             return Filtered(error=f"pod {pod.namespace}/{pod.name} is on node {known.node} already")
-        found = await self._judge(args)
+        found = await self._filter(args)
         if not found.fitting:
             return found
+        # The name breaks ties, so that the same cluster gives the same node.
         best, _ = min(self.state.prioritize(pod, found.fitting), key=lambda one: (-one[1], one[0]))
         error = await self.binder.reserve(pod, best)
         if error:
             return Filtered(error=f"cannot reserve GPUs of node {best} for pod {pod.namespace}/{pod.name}: {error}")
         others = {name: f"the pod is reserved on node {best}" for name in found.fitting if name != best}
+        # One node alone: a scheduler that binds by itself must take the one with the reservation.
         return Filtered(fitting=[best], failed={**found.failed, **others}, unresolvable=found.unresolvable)
+
+
+# --- from bytes to bytes ---
+
+
+class Result(Struct, frozen=True):
+    """What a verb answers: a body for status 200, or an error's text for another."""
+
+    body: bytes
+    outcome: str = "ok"
+    status: int = 200
+
+
+Verb = Callable[[bytes], Awaitable[Result]]
+
+
+def bad_request(error: Corrupt) -> Result:
+    """Its text may have a name of the request, and in that half a surrogate pair, which UTF-8 cannot have."""
+    return Result(f"{error}\n".encode(errors="backslashreplace"), "bad", 400)
+
+
+class ExtenderVerbs:
+    """The verbs from a request's bytes to an answer's."""
+
+    def __init__(self, extender: Extender, names: ResourceNames) -> None:
+        self._extender = extender
+        self._names = names
+
+    async def filter(self, content: bytes) -> Result:
+        args: NodesArgs | None = None
+        try:
+            args = parse_nodes_args(content, self._names)
+            answer = await self._extender.filter(args)
+        except Corrupt as e:
+            # 200 with the field Error: kube-scheduler shows that text, of another status only the number.
+            return Result(filter_result(Filtered(error=str(e)), None), "bad")
+        return Result(filter_result(answer, args), "error" if answer.error else "ok")
+
+    async def prioritize(self, content: bytes) -> Result:
+        """HostPriorityList has no place for an error."""
+        try:
+            args = parse_nodes_args(content, self._names)
+            return Result(host_priorities(self._extender.prioritize(args)))
+        except Corrupt as e:
+            return bad_request(e)
+
+    async def bind(self, content: bytes) -> Result:
+        try:
+            error = await self._extender.bind(parse_bind_args(content))
+        except Corrupt as e:
+            return Result(binding_result(str(e)), "bad")
+        return Result(binding_result(error), "error" if error else "ok")
+
+    async def preempt(self, content: bytes) -> Result:
+        """ExtenderPreemptionResult has no place for an error."""
+        try:
+            args = await in_steps(parse_preempt_args(content, self._names))
+        except Corrupt as e:
+            return bad_request(e)
+        victims = await self._extender.preempt(args)
+        return Result(await in_steps(preemption_result(victims, args.violations)))

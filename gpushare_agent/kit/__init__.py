@@ -10,7 +10,7 @@ Files: state_file (one JSON file that outlives the process), directories (by des
 followed), regular_file (whole files, never a pipe), watch_path (changes of one
 directory), sockets (unix sockets in the file system).
 Servers: grpc_server (corrected grpclib), bounded_grpc (the same for hostile peers), http_server (bounded aiohttp),
-tcp_listeners, peer_credentials (who connects).
+http_answers (what its answers share), tcp_listeners, peer_credentials (who connects).
 gRPC messages: grpc_client (calls over a unix socket), grpc_codec (strict decoding; two costs of h2 that are left out),
 protobuf (the large messages by hand).
 

@@ -30,6 +30,7 @@ from grpclib.server import Stream
 from msgspec import Struct, field
 
 from gpushare_agent.kit.bounded_grpc import BoundedGrpcServer, ServerLimits
+from gpushare_agent.kit.http_answers import at_once, json_answer
 from gpushare_agent.kit.protobuf import bytes_field, varint
 from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, connectable_path, file_identity, remove_socket
 from gpushare_agent.kit.supervision import ReportOnce
@@ -38,14 +39,13 @@ from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.observability.http.answers import at_once, json_answer
 from gpushare_agent.observability.node_snapshot import NO_REASON, NodeSnapshot
 from gpushare_agent.placement.topology_tree import render_tree
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from gpushare_agent.observability.http.answers import Handler, Route
+    from gpushare_agent.kit.http_answers import Handler, Route
 
 log = structlog.get_logger(__name__)
 

@@ -14,7 +14,8 @@ from msgspec import Struct
 
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
-from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceNames
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceNames, request_of
 from gpushare_agent.model.topology import Branch, Topology
 from gpushare_agent.placement.gpu_account import GpuAccount, capacity_of
 from gpushare_agent.placement.lack import Cause, describe_request, memory_text
@@ -64,6 +65,49 @@ def validate_request(request: Request, names: ResourceNames, *, share_mode: bool
     else:
         return None
     return Refused(reason=reason, detail=f"{describe_request(request, names)} {problem}. {cure}")
+
+
+def effective_request(pod: Pod, container: ContainerSpec, names: ResourceNames) -> Request | Refused:
+    """The container's own request, enlarged for an init container by what the containers after it need on the same GPU.
+
+    The kubelet passes an ordinary init container's device IDs on to the containers after it before it asks for new ones
+    (measured). A share must stay on one GPU, so an init container is placed where those containers fit too. When an init
+    container has more whole GPUs than one of them requests, the kubelet picks among their IDs at random, over all the GPUs,
+    which no placement can prevent: such a pod is refused before it starts.
+    """
+    own = request_of(container, names)
+    if container.kind is not ContainerKind.INIT:
+        return own
+    pool = need = _amounts(own, own)
+    for following in pod.containers[pod.containers.index(container) + 1 :]:
+        requested = _amounts(request_of(following, names), own)
+        if not requested[0] or not pool[0]:
+            continue  # the kubelet hands it nothing, so it may be on another GPU
+        if own.cores > CORES_PER_GPU and requested[0] < own.cores:
+            return Refused(
+                reason=RefusalReason.INVALID_REQUEST,
+                detail=f"pod {pod.namespace}/{pod.name}: init container {container.name} asks for {own.cores} cores and "
+                f"container {following.name} after it for {requested[0]}. The kubelet would hand on devices from several of "
+                f"the init container's GPUs at random. Give the init container at most {CORES_PER_GPU} cores, or as many "
+                f"as {following.name}.",
+            )
+        # It takes what the pool has and needs the rest beside it. An init container puts back what it took when it ends.
+        need = tuple(sum_ + max(0, more - had) for sum_, more, had in zip(need, requested, pool, strict=True))
+        is_init = following.kind is ContainerKind.INIT
+        pool = tuple(
+            max(had, more) if is_init else max(0, had - more) for had, more in zip(pool, requested, strict=True)
+        )
+    if own.units:
+        return own._replace(units=need[0])
+    if need[0] > CORES_PER_GPU:
+        # The next container requests whole GPUs: this container's GPU becomes one of them; its own call checks the others.
+        return own._replace(cores=max(own.cores, CORES_PER_GPU))
+    return own._replace(cores=need[0], blocks=need[1])
+
+
+def _amounts(request: Request, of: Request) -> tuple[int, ...]:
+    """What is handed on where a container asks by the resources of `of`: the one that binds the GPU, then its memory."""
+    return (request.units,) if of.units else (request.cores, request.blocks)
 
 
 def place(

@@ -46,7 +46,7 @@ DURATIONS = {
 }
 MIN_DURATION_S, MAX_DURATION_S = 30.0, 86_400.0
 SWING, SWINGS = 0.5, 4
-"""Of the rate of arrivals: so many turns of a sine of that height, so that there are busy and quiet hours."""
+"""The swing of the rate of arrivals: so many turns of a sine of that height, so that there are busy and quiet hours."""
 _DAY_S = 86_400.0
 
 
@@ -57,6 +57,8 @@ def generate_cluster(count: int, seed: int) -> Cluster:
         for model, gpus, weight in MACHINES
         for _ in range(math.ceil(count * weight / 100))
     ]
+    # Names are given afterwards: kube-scheduler goes through nodes in their order, and kinds must not come in blocks.
+    # Each purpose has a generator of its own, so that another number of nodes changes no pod.
     Random(f"{seed}/nodes").shuffle(kinds)
     digits = max(4, len(str(count - 1)))
     nodes = tuple(kind.node(f"node-{number:0{digits}}") for number, kind in enumerate(kinds[:count]))
@@ -65,6 +67,7 @@ def generate_cluster(count: int, seed: int) -> Cluster:
 
 def generate_workload(count: int, seed: int, *, block_mib: int) -> Workload:
     """`count` pods, which arrive within a day: workload.at_load makes that fit a cluster."""
+    # Sizes and times apart, so that the same pods come whatever the arrivals are.
     chance = Random(f"{seed}/pods")
     digits = len(str(count - 1))
     arrivals = []
@@ -83,6 +86,7 @@ def _ask(chance: Random, block_mib: int) -> tuple[Shape, float]:
         (share,) = chance.choices(SHARES, [weight for *_, weight in SHARES])
         shape = Shape(share[0], max(1, share[1] // block_mib))
     durations = DURATIONS[shape.size]
+    # A log-normal: exp of a normal draw, whose median is 1.
     drawn = durations.median_s * math.exp(chance.gauss(0.0, durations.sigma))
     return shape, round(min(MAX_DURATION_S, max(MIN_DURATION_S, drawn)), 3)
 
@@ -91,5 +95,6 @@ def _times(chance: Random, count: int) -> Iterator[float]:
     """Poisson arrivals: their number is given, so they are `count` sorted draws, bent by the swing of the day."""
     turns = 2 * math.pi * SWINGS
     for drawn in sorted(chance.random() for _ in range(count)):
+        # Rises throughout, for SWING is below 1, and leaves 0 and 1 where they are: sorted draws stay sorted.
         bent = drawn + SWING / turns * (1 - math.cos(turns * drawn))
         yield bent * _DAY_S

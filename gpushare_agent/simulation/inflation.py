@@ -29,7 +29,7 @@ from gpushare_agent.simulation.workload import Machine, PodMaker, Shape
 MARKS = (50, 80, 90, 95, 100, 110, 120, 130)
 """Percent of the GPUs that have been asked for, at which the published table has figures."""
 _LARGEST_CPU_MILLI, _LARGEST_GPUS = 128_000, 8
-"""Of the trace's nodes; best-fit and dot-product measure in them."""
+"""The largest of the trace's nodes; best-fit and dot-product measure in them."""
 _BEST_SCORE = 100
 
 
@@ -67,7 +67,7 @@ class Host(NamedTuple):
 
 
 class Inflated(Struct, frozen=True, kw_only=True):
-    """Of one policy: percent of all GPUs that were allocated when so many percent, from 1 on, had been asked for."""
+    """One policy's result: percent of all GPUs that were allocated when so many percent, from 1 on, had been asked for."""
 
     policy: InflationPolicy
     seed: int
@@ -75,7 +75,7 @@ class Inflated(Struct, frozen=True, kw_only=True):
 
 
 def inflation_document(results: Sequence[Inflated]) -> dict[str, Any]:
-    """For programs; `seed` as it was given."""
+    """The results for programs; `seed` as it was given."""
     return {
         "policies": [
             {
@@ -111,6 +111,7 @@ def inflate(
     """One run. The same for the same arguments."""
     chance = Random(seed)
     all_parts = WHOLE * sum(host.gpus for host in hosts)
+    # Drawn before the policy is at work: with one seed every policy sees the same pods in the same order.
     queue = _queue(pods, all_parts, chance)
     cluster: _RankedCluster | _ExtendersCluster
     if policy in (InflationPolicy.BINPACK, InflationPolicy.SPREAD):
@@ -123,6 +124,7 @@ def inflate(
     for pod in queue:
         asked += pod.gpus * pod.parts
         allocated += pod.gpus * pod.parts if cluster.place(pod) else 0
+        # A pod of eight GPUs may pass several percent at once: each gets the state after it.
         while 100 * asked >= (len(percents) + 1) * all_parts:
             percents[len(percents) + 1] = round(100 * allocated / all_parts, 2)
             on_progress(len(percents))
@@ -134,6 +136,7 @@ def inflate(
 
 def _queue(pods: Sequence[PodKind], all_parts: int, chance: Random) -> list[PodKind]:
     queue = list(pods)
+    # In random order, as in the paper.
     chance.shuffle(queue)
     left = all_parts * MARKS[-1] // 100 - sum(pod.gpus * pod.parts for pod in queue)
     while left < 0:  # a trace for a larger cluster
@@ -164,6 +167,7 @@ class _RankedCluster:
     def place(self, pod: PodKind) -> bool:
         """Whether it has a node now."""
         offers, seen = self._offers.get(pod) or ([None] * len(self._nodes), -1)
+        # Only nodes that changed since this kind was asked for last: a run has thousands of nodes and pods.
         for at in range(len(self._nodes)) if seen < 0 else set(self._changes[seen:]):
             offers[at] = self._offer(at, pod)
         self._offers[pod] = offers, len(self._changes)
@@ -180,6 +184,7 @@ class _RankedCluster:
         host, node = self._hosts[at], self._nodes[at]
         if not node.fits(pod):
             return None
+        # Hosts of one size in one state rank alike; their names do not matter.
         key = host.cpu_milli, host.memory_mib, node, pod
         known = self._known.get(key)
         if known is None:
@@ -212,13 +217,16 @@ class _ExtendersCluster:
             gpus = self._nodes[name].gpus
         else:
             cores = pod.gpus * pod.parts
+            # A whole GPU has all its memory anyhow.
             shape = Shape(cores, cores if pod.is_share else 0)
             made = self._make(f"pod-{self._placed}", shape)
             if not (fitting := self._state.filter(made, names).fitting):
                 return False
+            # `max` takes the first of equals, as the authors' simulator does; kube-scheduler takes any.
             name = max(self._state.prioritize(made, fitting), key=lambda one: one[1])[0]
             if isinstance(self._state.reserve(made, name, 0.0), Refused):
                 return False
+            # Binding takes no time here.
             self._state.bound(made.uid)
             self._placed += 1
             gpus = tuple(sorted(gpu.free_cores for gpu in self._state.gpus(name)))
@@ -253,6 +261,7 @@ def _rank_of(policy: InflationPolicy, hosts: Sequence[Host], pods: Sequence[PodK
 def _rank_of_cpu_pods(cpu_pods: CpuPods) -> _Rank:
     def rank(host: Host, node: FreeNode, pod: PodKind) -> _Offer:
         (left,) = node.choices(pod)
+        # LeastAllocated weighs CPU and memory alike.
         free = (left.cpu_milli / host.cpu_milli + left.memory_mib / host.memory_mib) / 2
         if cpu_pods is CpuPods.GPU_AWARE:
             return _Offer(sum(left.gpus) + free, (left,))
@@ -292,6 +301,7 @@ def _packing(_: Host, node: FreeNode, pod: PodKind) -> _Offer:
     if whole == len(node.gpus):
         return _Offer(-max(_BEST_SCORE // 3 - whole, whole), left)
     used = [free for free in node.gpus if free >= pod.parts][: pod.gpus]
+    # Some of the GPUs it takes are free ones on a node in use.
     if opened := sum(free == WHOLE for free in used):
         return _Offer(-max(_BEST_SCORE // 2 - opened, _BEST_SCORE // 3), left)
     return _Offer(-max(_BEST_SCORE - sum(used) // 10, _BEST_SCORE // 2), left)

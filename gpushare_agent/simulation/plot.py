@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gpushare_agent.model.errors import Rejected, StartupError
 from gpushare_agent.simulation.inflation import MARKS, Inflated
-from gpushare_agent.simulation.meter import Sample
+from gpushare_agent.simulation.replay import Sample
 from gpushare_agent.simulation.results import PolicyResult
 from gpushare_agent.simulation.schedulers import Policy
 from gpushare_agent.simulation.workload import Size
@@ -124,6 +124,7 @@ def _draw_waits(axes: Axes, results: Sequence[PolicyResult]) -> None:
     width = _BARS_WIDTH / max(1, len(results))
     for number, result in enumerate(results):
         shift = (number - (len(results) - 1) / 2) * width
+        # Side by side around the size's place.
         bars = axes.bar(
             [position + shift for position in range(len(Size))],
             [result.waits(size).p95_s / _MINUTE_S for size in Size],

@@ -1,31 +1,46 @@
-"""Plays a workload through one policy: arrivals, tries, ends, in the order of time.
+"""Plays a workload through one policy, arrivals, tries, ends, in the order of time; and measures what is in use meanwhile.
 
 Rules, as in a cluster with Jobs: a pod that finds no node waits, and is tried again once something has ended on a node that
 could serve it, but not before its back-off is over. Where a pod of a shape has no node, none of that shape has one; so only
 the first of each shape is asked for. A pod that an agent refuses has failed; its Job makes another after 10 s, doubled with
 each failure up to 6 minutes, and gives up after 6. Binding and starting take no time.
 
-State owned: the queue of events, the waiting pods by shape, the tallies. The same input gives the same result.
+A node's free cores are unusable for a shape where they are on GPUs that cannot serve it: too few free cores or too little
+free memory for a share, not wholly free (or too few such GPUs) for whole GPUs. The fragmentation of a cluster is the mean
+of that over the workload's shapes, weighted by their number of pods, as a part of all cores of the cluster: what an average
+pod sees free and cannot have.
+
+State owned: the queue of events, the waiting pods by shape, the tallies; of `Meter` what is used on each node, sums over the
+cluster, integrals over the time of arrivals, the samples. The free capacity itself is in the scheduler's ledger. The same
+input gives the same result.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from heapq import heappop, heappush
-from itertools import count
 
 from msgspec import Struct, field
 
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.simulation.meter import Meter
+from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.placement import GpuAccount
 from gpushare_agent.simulation.schedulers import NoNode, Placed, Scheduler
-from gpushare_agent.simulation.workload import Arrival, PodMaker, Shape, Size, Workload
+from gpushare_agent.simulation.workload import Arrival, Cluster, PodMaker, Shape, Size, Workload
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 10.0
 """kube-scheduler's podInitialBackoffSeconds and podMaxBackoffSeconds; it doubles with each try that failed."""
+FIRST_RETURN_S, MAX_RETURN_S = 10.0, 360.0
+BACKOFF_LIMIT = 6
+"""All of Kubernetes' Jobs."""
+_PROGRESS_EVERY = 500
+TYPICAL_SHAPES = 32
+"""The most frequent ones stand for the workload."""
+_KNOWN_NODE_STATES = 200_000
 
 
 class Job(Struct, kw_only=True):
@@ -35,11 +50,11 @@ class Job(Struct, kw_only=True):
     number: int
     """Its place in the order of arrivals."""
     tries: int = 0
-    """That found no node."""
+    """Tries that found no node."""
     refusals: int = 0
-    """By an agent, at admission."""
+    """Refusals by an agent, at admission."""
     ready_at: float = 0.0
-    """Not tried before."""
+    """The time before which it is not tried."""
 
     def __lt__(self, other: Job) -> bool:
         return self.number < other.number
@@ -84,12 +99,6 @@ class WaitingPods:
         return sorted(jobs[0] for jobs in self._by_shape.values())
 
 
-FIRST_RETURN_S, MAX_RETURN_S = 10.0, 360.0
-BACKOFF_LIMIT = 6
-"""All of Kubernetes' Jobs."""
-_PROGRESS_EVERY = 500
-
-
 class _Kind(IntEnum):
     """Kinds of events. Of several at one time the lower comes first: a pod that ends frees capacity for one that arrives."""
 
@@ -110,7 +119,7 @@ class Tally(Struct, kw_only=True):
     no_node: Counter[NoNode] = field(default_factory=Counter)
     """Pods that found no node at their first try, by why."""
     refusals: Counter[RefusalReason] = field(default_factory=Counter)
-    """Of agents, at admission."""
+    """Refusals by agents, at admission, by reason."""
     refused_pods: int = 0
     gave_up: int = 0
     ended_at: float = 0.0
@@ -125,7 +134,7 @@ class Replay(Struct, eq=False):
     pods: PodMaker
     on_progress: Callable[[int], None]
     _events: list[tuple[float, _Kind, int, _Running | Job | Shape]] = field(default_factory=list)
-    _order: count[int] = field(default_factory=count)
+    _order: itertools.count[int] = field(default_factory=itertools.count)
     _waiting: WaitingPods = field(default_factory=WaitingPods)
     _woken: set[Shape] = field(default_factory=set)
     """A wake is under way."""
@@ -134,22 +143,23 @@ class Replay(Struct, eq=False):
     _tally: Tally = field(default_factory=Tally)
 
     def run(self) -> Tally:
-        impossible = self._impossible()
+        # Asked while the cluster is empty, and in the order of the workload, so that every run asks alike.
+        shapes = dict.fromkeys(arrival.shape for arrival in self.workload.arrivals)
+        impossible = {one for one in shapes if not self.scheduler.can_ever(self.pods.pod("probe", one), one)}
         for number, arrival in enumerate(self.workload.arrivals):
+            # Whatever ends up to this moment has ended before the pod comes.
             self._play_until(arrival.at_s)
             self._pass_to(arrival.at_s)
+            # It would wait for ever: counted as such, and never tried.
             if arrival.shape in impossible:
                 self._tally.no_node[NoNode.NEVER] += 1
             else:
                 self._try(Job(arrival=arrival, number=number), arrival.at_s)
             if number % _PROGRESS_EVERY == 0:
                 self.on_progress(number)
+        # The rest, until nothing runs and nothing can start: pods that wait then wait for ever.
         self._play_until(None)
         return self._tally
-
-    def _impossible(self) -> set[Shape]:
-        shapes = dict.fromkeys(arrival.shape for arrival in self.workload.arrivals)
-        return {shape for shape in shapes if not self.scheduler.can_ever(self.pods.pod("probe", shape), shape)}
 
     def _play_until(self, limit: float | None) -> None:
         """All events up to then; all there are where it is None."""
@@ -163,6 +173,7 @@ class Replay(Struct, eq=False):
                     self._pausing -= 1
                     self._try(what, at)
                 case Shape():
+                    # Before the retry, which may find that the next of the shape has to be woken later.
                     self._woken.discard(what)
                     self._retry(what, at)
 
@@ -171,19 +182,23 @@ class Replay(Struct, eq=False):
         self._tally.ended_at = now
 
     def _later(self, at: float, kind: _Kind, what: _Running | Job | Shape) -> None:
+        # The number decides between events of one time and kind: the last element has no order.
         heappush(self._events, (at, kind, next(self._order), what))
 
     def _end(self, running: _Running, now: float) -> None:
         placed = running.placed
         self.scheduler.end(placed.pod_uid, running.job.arrival.shape, placed.node)
         self.meter.changed(placed.node)
+        # By arrival over all shapes: who came first is tried first.
         for job in self._waiting.firsts():
             self._retry(job.arrival.shape, now)
 
     def _retry(self, shape: Shape, now: float) -> None:
         """Starts as many waiting pods of the shape as find a node."""
         while (job := self._waiting.first(shape)) is not None:
+            # The first of its shape pauses, and no later one may overtake it.
             if job.ready_at > now:
+                # One event a shape: each end of a pod comes through here.
                 if shape not in self._woken:
                     self._woken.add(shape)
                     self._later(job.ready_at, _Kind.WAKE, shape)
@@ -200,6 +215,7 @@ class Replay(Struct, eq=False):
         if not isinstance(placed, NoNode):
             self._start(job, placed, now)
             return
+        # Counted at the first try alone: later ones depend on how often a pod was tried.
         if job.tries == 0 and job.refusals == 0:
             self._tally.no_node[placed] += 1
         job.found_no_node(now)
@@ -213,11 +229,156 @@ class Replay(Struct, eq=False):
             self._later(now + job.arrival.duration_s, _Kind.END, _Running(job=job, placed=placed))
             return
         self._tally.refusals[placed.reason] += 1
+        # A pod counts once, however many its Job makes after it.
         self._tally.refused_pods += job.refusals == 0
         pause_s = min(MAX_RETURN_S, FIRST_RETURN_S * 2**job.refusals)
         job.refusals += 1
+        # Seven pods in all: Kubernetes counts the failures, not the tries.
         if job.refusals > BACKOFF_LIMIT:
             self._tally.gave_up += 1
         else:
             self._pausing += 1
             self._later(now + pause_s, _Kind.RETURN, job)
+
+
+# --- what is measured ---
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """The cluster at one moment. The parts are 0 to 1; `waiting` counts pods that have no
+    node, and Jobs that make another pod soon."""
+
+    at_s: float
+    cores_part: float
+    memory_part: float
+    fragmentation: float
+    waiting: int
+
+
+class Measured(Struct, frozen=True, kw_only=True):
+    """Means over the time in which pods arrive."""
+
+    cores_part: float
+    memory_part: float
+    fragmentation: float
+    highest_cores_part: float
+    samples: tuple[Sample, ...]
+
+
+class Meter:
+    """`gpus` returns the accounts of a node's GPUs, all free at first; `window` is the time of arrivals; `step_s` lies
+    between two samples."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        shapes: Sequence[tuple[Shape, int]],
+        gpus: Callable[[str], Sequence[GpuAccount]],
+        *,
+        window: tuple[float, float],
+        step_s: float,
+    ) -> None:
+        self._shapes = tuple(shapes)
+        self._weight = sum(count for _, count in shapes)
+        self._gpus = gpus
+        self._used = {node.name: (0, 0) for node in cluster.nodes}
+        """Cores and memory blocks."""
+        self._all_cores = CORES_PER_GPU * cluster.number_of_gpus
+        self._all_blocks = sum(gpu.total_blocks for name in self._used for gpu in gpus(name))
+        self._cores = self._blocks = 0
+        self._window, self._step_s = window, step_s
+        self._now = self._next_sample = window[0]
+        self._core_seconds = self._block_seconds = 0.0
+        self._highest_cores = 0
+        self._samples: list[Sample] = []
+        self._known: dict[tuple[tuple[int, int, int], ...], int] = {}
+        self._unusable = {name: self._unusable_of(name) for name in self._used}
+        self._all_unusable = sum(self._unusable.values())
+        self._changed: set[str] = set()
+
+    def advance(self, now: float, waiting: int) -> None:
+        """Time goes on to `now` with nothing changed since the last call."""
+        # At fixed times, not at events: quiet hours count as much as busy ones.
+        while self._next_sample <= now:
+            self._take_sample(self._next_sample, waiting)
+            self._next_sample += self._step_s
+        # Only while pods arrive: afterwards the cluster empties whatever the policy is.
+        inside = min(now, self._window[1]) - max(self._now, self._window[0])
+        if inside > 0:
+            self._core_seconds += self._cores * inside
+            self._block_seconds += self._blocks * inside
+        self._now = now
+
+    def changed(self, node: str) -> None:
+        """A pod was placed on the node, or ended there."""
+        gpus = self._gpus(node)
+        cores = sum(CORES_PER_GPU - gpu.free_cores for gpu in gpus)
+        blocks = sum(gpu.total_blocks - gpu.free_blocks for gpu in gpus)
+        former_cores, former_blocks = self._used[node]
+        self._used[node] = cores, blocks
+        self._cores += cores - former_cores
+        self._blocks += blocks - former_blocks
+        self._highest_cores = max(self._highest_cores, self._cores)
+        # What is unusable is worked out at the next sample: a node changes many times between two.
+        self._changed.add(node)
+
+    def measured(self) -> Measured:
+        """The means, to be read after the last event."""
+        seconds = self._window[1] - self._window[0] or 1.0
+        inside = [one.fragmentation for one in self._samples if one.at_s <= self._window[1]]
+        return Measured(
+            cores_part=self._core_seconds / seconds / self._all_cores,
+            memory_part=self._block_seconds / seconds / self._all_blocks,
+            fragmentation=sum(inside) / len(inside) if inside else 0.0,
+            highest_cores_part=self._highest_cores / self._all_cores,
+            samples=tuple(self._samples),
+        )
+
+    def _take_sample(self, at_s: float, waiting: int) -> None:
+        for name in self._changed:
+            now_unusable = self._unusable_of(name)
+            self._all_unusable += now_unusable - self._unusable[name]
+            self._unusable[name] = now_unusable
+        self._changed.clear()
+        self._samples.append(
+            Sample(
+                at_s=at_s,
+                cores_part=self._cores / self._all_cores,
+                memory_part=self._blocks / self._all_blocks,
+                fragmentation=self._all_unusable / (self._weight * self._all_cores) if self._weight else 0.0,
+                waiting=waiting,
+            )
+        )
+
+    def _unusable_of(self, node: str) -> int:
+        """Cores times pods: whole numbers, so that sums do not depend on their order."""
+        gpus = self._gpus(node)
+        key = tuple(sorted((gpu.free_cores, gpu.free_blocks, gpu.total_blocks) for gpu in gpus))
+        known = self._known.get(key)
+        if known is None:
+            # Emptied whole: which of them come again is not known, and it happens seldom.
+            if len(self._known) >= _KNOWN_NODE_STATES:
+                self._known.clear()
+            known = self._known[key] = sum(unusable_cores(gpus, shape) * count for shape, count in self._shapes)
+        return known
+
+
+def unusable_cores(gpus: Sequence[GpuAccount], shape: Shape) -> int:
+    """The free cores of one node that a shape cannot use, whatever models it may run on."""
+    if not shape.whole_gpus:
+        return sum(g.free_cores for g in gpus if g.free_cores < shape.cores or g.free_blocks < shape.blocks)
+    whole = sorted((gpu.total_blocks for gpu in gpus if gpu.is_free), reverse=True)
+    free = sum(gpu.free_cores for gpu in gpus)
+    # No such pod fits the node, so everything free there is of no use to it.
+    if len(whole) < shape.whole_gpus or sum(whole[: shape.whole_gpus]) < shape.blocks:
+        return free
+    return free - CORES_PER_GPU * len(whole)
+
+
+def typical_shapes(counts: Mapping[Shape, int]) -> tuple[tuple[Shape, int], ...]:
+    """The most frequent shapes, with their counts; models do not matter here."""
+    merged: dict[Shape, int] = {}
+    for shape, count in counts.items():
+        plain = Shape(shape.cores, shape.blocks)
+        merged[plain] = merged.get(plain, 0) + count
+    return tuple(sorted(merged.items(), key=lambda item: (-item[1], item[0]))[:TYPICAL_SHAPES])

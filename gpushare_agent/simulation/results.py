@@ -16,8 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.extender.values import ClusterPolicy
-from gpushare_agent.simulation.meter import Measured, Meter, typical_shapes
-from gpushare_agent.simulation.replay import Replay, Tally
+from gpushare_agent.simulation.replay import Measured, Meter, Replay, Tally, typical_shapes
 from gpushare_agent.simulation.schedulers import Policy, Scheduler
 from gpushare_agent.simulation.workload import Cluster, PodMaker, Size, Workload
 
@@ -49,7 +48,7 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
 
     @property
     def took_s(self) -> float:
-        """From the first arrival to the last end."""
+        """Seconds from the first arrival to the last end."""
         return self.tally.ended_at - self.window_begin_s
 
     def waits(self, size: Size | None = None) -> Waits:
@@ -68,6 +67,7 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
 
 def percentile(ordered: Sequence[float], part: float) -> float:
     """The smallest of the sorted values that `part` of them do not exceed; 0 where there are none."""
+    # Nearest rank: always a wait that happened, and 0 for nobody.
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else 0.0
 
 
@@ -185,7 +185,9 @@ def _replay(
     scheduler = Scheduler(
         cluster,
         policy,
+        # The policy is that of nodes; the GPUs on a node are the agents' setting in all of them.
         replace(rules.agents, node_policy="spread" if policy is Policy.SPREAD else "binpack"),
+        # One for each policy: how often one of them draws must not change another's result.
         chance=Random(f"{rules.seed}/{policy}"),
         per_try=rules.per_try,
     )
@@ -193,6 +195,7 @@ def _replay(
         cluster,
         typical_shapes(Counter(arrival.shape for arrival in workload.arrivals)),
         scheduler.gpus,
+        # All arrive at once where the window is empty: then the time until all would have ended.
         window=(begin_s, begin_s + (workload.window_s or workload.span_s)),
         step_s=workload.span_s / SAMPLES or 1.0,
     )

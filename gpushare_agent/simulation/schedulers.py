@@ -40,10 +40,10 @@ from gpushare_agent.sandbox.scheduler.allocation import (
 from gpushare_agent.sandbox.scheduler.selectors import DeviceView
 from gpushare_agent.simulation.workload import Cluster, Shape
 
-_SHAPES_KEPT = 64
+_MAX_SHAPES = 64
 _MIN_NODES = 100
 _MIN_PERCENT, _START_PERCENT, _NODES_PER_PERCENT = 5, 50, 125
-"""Of kube-scheduler's rule: 50 % of the nodes, one less for every 125 of them, but 5 % and 100 nodes at least."""
+"""Numbers of kube-scheduler's rule: 50 % of the nodes, one less for every 125 of them, but 5 % and 100 nodes at least."""
 _CORES, _MEMORY = "gpu/cores", "gpu/memory"
 
 
@@ -88,6 +88,7 @@ class Scheduler:
     """One policy at work. State owned: the cluster's ledger, the nodes' free resources, and the candidates."""
 
     def __init__(self, cluster: Cluster, policy: Policy, rules: ClusterPolicy, *, chance: Random, per_try: int) -> None:
+        # Who knows the GPUs can tell a full cluster from a fragmented one.
         self._knows_gpus = policy is not Policy.AGENT_ONLY
         self._resources = NodeResources(cluster.nodes, rules.names.memory_block_mib)
         self._ledger: ClusterState | FirstFit = ClusterState(policy=rules)
@@ -118,8 +119,10 @@ class Scheduler:
             names = candidates.next(self._per_try)
             left -= len(names)
             choice = self._chooser.choose(pod, shape, names)
-            candidates.keep(names, choice.fitting)
+            # What does not fit now does not fit until something ends there, so it is not asked about again.
+            candidates.retain(names, choice.fitting)
             if choice.best:
+                # kube-scheduler takes one of the best at random.
                 return self._bind(pod, shape, self._chance.choice(choice.best), now)
         if self._knows_gpus and self._candidates_of(self._candidates_by_resources, shape).has_any(
             lambda name: self._resources.fits(name, shape)
@@ -144,9 +147,12 @@ class Scheduler:
         if isinstance(self._ledger, FirstFit):
             self._ledger.take(pod.uid, shape, node)
         else:
+            # The same code plans for the extender and, without one, for the node's agent: there a refusal is the
+            # agent's.
             reserved = self._ledger.reserve(pod, node, now)
             if isinstance(reserved, Refused):
                 return reserved
+            # Binding takes no time here.
             self._ledger.bound(pod.uid)
         self._resources.take(node, shape)
         self._chooser.changed(node)
@@ -161,6 +167,7 @@ class Scheduler:
     def _one_of_each_kind(self, shape: Shape) -> list[str]:
         kinds: dict[tuple[int, ...], str] = {}
         for name in self._eligible(shape):
+            # Nodes with the same GPUs are alike while they are empty: a few have to be asked about, not thousands.
             kinds.setdefault(tuple(gpu.memory_mib for gpu in self._nodes[name].gpus), name)
         return list(kinds.values())
 
@@ -192,22 +199,24 @@ class Candidates:
         return len(self._names)
 
     def next(self, count: int) -> list[str]:
-        """The next nodes, fewer only where there are fewer. `keep` has to follow before anything else."""
+        """The next nodes, fewer only where there are fewer. `retain` has to follow before anything else."""
+        # Turned, so that the nodes behind the end come first again.
         if self._passed + count > len(self._names):
             self._names = self._names[self._passed :] + self._names[: self._passed]
             self._passed = 0
         return self._names[self._passed : self._passed + count]
 
-    def keep(self, examined: Sequence[str], fitting: Sequence[str]) -> None:
-        """Keeps only these of the nodes that `next` gave."""
+    def retain(self, examined: Sequence[str], fitting: Sequence[str]) -> None:
+        """Leaves out those of the nodes that `next` gave which do not fit."""
         if len(fitting) != len(examined):
-            kept = set(fitting)
-            self._members.difference_update([name for name in examined if name not in kept])
+            still_fitting = set(fitting)
+            self._members.difference_update([name for name in examined if name not in still_fitting])
             self._names[self._passed : self._passed + len(examined)] = fitting
         self._passed += len(fitting)
 
     def add(self, name: str) -> None:
         """A pod on the node has ended: others may fit again."""
+        # At the end: it comes when the others had their turn.
         if name not in self._members and name in self._eligible:
             self._members.add(name)
             self._names.append(name)
@@ -216,6 +225,7 @@ class Candidates:
         """Whether a node fits. Those found not to are left out from now on."""
         first = next((position for position, name in enumerate(self._names) if is_fit(name)), len(self._names))
         self._members.difference_update(self._names[:first])
+        # Those before the first that fits do not fit, and need not be looked at again.
         del self._names[:first]
         return bool(self._names)
 
@@ -253,7 +263,7 @@ class NodeResources:
         return Choice(fitting, _highest(fitting, [self._free_part[name] for name in fitting]))
 
     def changed(self, name: str) -> None:
-        """Nothing is kept from one choice to the next."""
+        """Nothing is remembered from one choice to the next."""
 
     def take(self, name: str, shape: Shape) -> None:
         self._add(name, -shape.cores, -shape.blocks)
@@ -279,12 +289,14 @@ class ExtenderChooser:
     def choose(self, pod: Pod, shape: Shape, names: Sequence[str]) -> Choice:
         known = self._scores_of(shape)
         scores = list(map(known.get, names))
+        # Filter is asked about the unknown ones alone.
         if None in scores:
             unknown = [position for position, score in enumerate(scores) if score is None]
             asked = [names[position] for position in unknown]
             known.update(self._state.prioritize(pod, self._state.filter(pod, asked).fitting))
             for position in unknown:
                 scores[position] = known.get(names[position])
+        # The usual case of a large cluster, where every candidate fits: no list has to be made.
         if None not in scores:
             return Choice(names, _highest(names, scores))
         fitting = [name for name, score in zip(names, scores, strict=True) if score is not None]
@@ -299,7 +311,7 @@ class ExtenderChooser:
         scores = self._scores.get(shape)
         if scores is None:
             scores = self._scores[shape] = {}
-            if len(self._scores) > _SHAPES_KEPT:
+            if len(self._scores) > _MAX_SHAPES:
                 self._scores.popitem(last=False)
         self._scores.move_to_end(shape)
         return scores
@@ -358,6 +370,7 @@ class FirstFit:
 
     def _allocated(self, name: str, shape: Shape) -> list[Share] | None:
         used = self._used[name]
+        # The agent orders its slice by what is allocated, and the allocator takes the first that fits.
         ordered = sorted(self._devices[name], key=lambda device: self._sign * used.get(device.key, {}).get(_CORES, 0))
         found = allocate([_requests_of(shape)], ordered, used)
         return None if found is None else found[0]
@@ -382,6 +395,7 @@ class FirstFit:
 
 def _requests_of(shape: Shape) -> ClaimRequests:
     """Whole GPUs have together the memory that is asked for, if each has its part."""
+    # A share names its cores and memory; whole GPUs are a count with the least memory of each.
     if shape.cores % CORES_PER_GPU:
         option = Option(name="gpu", asked={_CORES: shape.cores, _MEMORY: shape.blocks})
     else:

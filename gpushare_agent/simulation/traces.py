@@ -36,14 +36,14 @@ _MILLI_PER_CORE = 10
 
 NODE_COLUMNS = ("name", "cards", "memory_mib", "model")
 POD_COLUMNS = ("name", "arrival_s", "duration_s", "cores", "memory_mib")
-"""And `models`, which may be left out."""
+"""The columns of pods; `models` may be left out."""
 TRACE_NODE_COLUMNS = ("sn", "gpu", "model")
 TRACE_POD_COLUMNS = (
     "name", "num_gpu", "gpu_milli", "gpu_spec", "creation_time", "deletion_time", "scheduled_time",
 )  # fmt: skip
 HOST_COLUMNS = ("sn", "cpu_milli", "memory_mib", "gpu", "model")
 KIND_COLUMNS = ("cpu_milli", "memory_mib", "num_gpu", "gpu_milli")
-"""And `gpu_spec`, which may be left out."""
+"""The columns of pods with CPU; `gpu_spec` may be left out."""
 
 
 class _Row(Struct, frozen=True, kw_only=True):
@@ -55,6 +55,7 @@ class _Row(Struct, frozen=True, kw_only=True):
 
     def text(self, column: str) -> str:
         value = self.cells[column].strip()
+        # What is missing stands in the trace as nan.
         return "" if value.lower() == "nan" else value
 
     def name(self, column: str) -> str:
@@ -67,6 +68,7 @@ class _Row(Struct, frozen=True, kw_only=True):
         try:
             value = int(self.text(column))
         except ValueError:
+            # Outside of every range, so the error below has the one text.
             value = -1
         if not least <= value <= most:
             raise self.wrong(column, f"a whole number from {least} to {most}")
@@ -84,8 +86,8 @@ class _Row(Struct, frozen=True, kw_only=True):
     def models(self, column: str) -> tuple[str, ...]:
         return tuple(sorted({model.strip() for model in self.text(column).split("|") if model.strip()}))
 
-    def wrong(self, column: str, wanted: str) -> Corrupt:
-        return Corrupt(f"{self.path}, line {self.line}: {column} is {self.cells[column][:80]!r}, expected {wanted}")
+    def wrong(self, column: str, expected: str) -> Corrupt:
+        return Corrupt(f"{self.path}, line {self.line}: {column} is {self.cells[column][:80]!r}, expected {expected}")
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -96,6 +98,7 @@ def read_cluster(path: Path) -> Cluster:
         name = row.name("sn" if is_trace else "name")
         if name in nodes:
             raise Corrupt(f"{path}, line {row.line}: node {name} is listed twice")
+        # Nodes without GPUs are in the trace as well: none of the pods goes there.
         if read.gpus:
             nodes[name] = read.node(name)
     if not nodes:
@@ -110,6 +113,7 @@ def read_workload(path: Path, *, block_mib: int) -> Workload:
     names: set[str] = set()
     for row, is_trace in _rows(path, POD_COLUMNS, TRACE_POD_COLUMNS):
         read = _trace_arrival(row, block_mib) if is_trace else _arrival(row, block_mib)
+        # Why it is left out; the result counts the reasons.
         if isinstance(read, str):
             skipped[read] += 1
             continue
@@ -119,6 +123,7 @@ def read_workload(path: Path, *, block_mib: int) -> Workload:
         arrivals.append(read)
     if not arrivals:
         raise Corrupt(f"{path}: no pod of it asks for a GPU, so there is nothing to replay")
+    # A trace counts from its own beginning, and its first pods may ask for no GPU.
     begin = min(arrival.at_s for arrival in arrivals)
     ordered = sorted(arrival._replace(at_s=arrival.at_s - begin) for arrival in arrivals)
     return Workload(source=path.name, arrivals=tuple(ordered), skipped=skipped)
@@ -147,6 +152,7 @@ def read_kinds(path: Path) -> tuple[PodKind, ...]:
     kinds = []
     for row, _ in _rows(path, (), KIND_COLUMNS):
         gpus = row.whole("num_gpu", MAX_GPUS)
+        # Thousandths in the trace, hundredths here: rounded up, so that a pod has at least what it had there.
         parts = -(-row.whole("gpu_milli", 1000) // _MILLI_PER_CORE) if gpus else 0
         kinds.append(
             PodKind(
@@ -193,6 +199,7 @@ def _trace_arrival(row: _Row, block_mib: int) -> Arrival | str:
     if not gpus or not milli:
         return "asks for nothing of a GPU"
     created, deleted = row.seconds("creation_time"), row.seconds("deletion_time")
+    # How long it ran, without its wait there: waits are what the replay finds out.
     began = row.seconds("scheduled_time") if row.text("scheduled_time") else created
     if deleted < began:
         return "ends before it begins"
@@ -210,6 +217,7 @@ def _trace_shape(gpus: int, milli: int, models: tuple[str, ...], block_mib: int)
     if gpus > 1 or milli == 1000:
         return Shape(gpus * CORES_PER_GPU, 0, models)
     smallest_mib = min((memory_of(model) for model in models), default=SMALLEST_MEMORY_MIB)
+    # 991 thousandths would round up to a whole GPU, which is another kind of request.
     cores = min(CORES_PER_GPU - 1, -(-milli // _MILLI_PER_CORE))
     return Shape(cores, max(1, smallest_mib * milli // 1000 // block_mib), models)
 
@@ -217,11 +225,13 @@ def _trace_shape(gpus: int, milli: int, models: tuple[str, ...], block_mib: int)
 def _rows(path: Path, own: tuple[str, ...], trace: tuple[str, ...]) -> Iterator[tuple[_Row, bool]]:
     """Every line, and whether the file is a trace's."""
     try:
+        # Spreadsheets write a byte order mark before the first column's name.
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, restval="")
             header = set(reader.fieldnames or ())
             is_trace = _is_trace(path, header, own, trace)
             for number, cells in enumerate(reader):
+                # A pipe, or the wrong file, would be read until memory is full.
                 if number >= MAX_ROWS:
                     raise Corrupt(f"{path}: more than {MAX_ROWS} lines; split it")
                 yield _Row(path=path, line=reader.line_num, cells=cells), is_trace
@@ -232,7 +242,7 @@ def _rows(path: Path, own: tuple[str, ...], trace: tuple[str, ...]) -> Iterator[
 
 
 def _is_trace(path: Path, header: set[str], own: tuple[str, ...], trace: tuple[str, ...]) -> bool:
-    lacks_own, lacks_trace = ([one for one in wanted if one not in header] for wanted in (own, trace))
+    lacks_own, lacks_trace = ([one for one in required if one not in header] for required in (own, trace))
     if not own and lacks_trace:
         raise Corrupt(
             f"{path}: the first line must name the trace's columns {', '.join(trace)}; it lacks {', '.join(lacks_trace)}"

@@ -71,12 +71,12 @@ class Workload(Struct, frozen=True, kw_only=True):
 
     @property
     def window_s(self) -> float:
-        """From the first arrival to the last."""
+        """Seconds from the first arrival to the last."""
         return self.arrivals[-1].at_s - self.arrivals[0].at_s if self.arrivals else 0.0
 
     @property
     def span_s(self) -> float:
-        """From the first arrival to the last end, if nobody had to wait."""
+        """Seconds from the first arrival to the last end, if nobody had to wait."""
         ends = (arrival.at_s + arrival.duration_s for arrival in self.arrivals)
         return max(ends, default=0.0) - (self.arrivals[0].at_s if self.arrivals else 0.0)
 
@@ -96,6 +96,7 @@ def at_load(workload: Workload, cluster: Cluster, load: float) -> Workload:
     """The same pods, whose arrivals are spread so that they ask for `load` of the cluster's cores on average meanwhile: 1
     fills it if nothing were lost and everybody had arrived long ago. Unchanged where all arrive at once."""
     core_seconds = sum(arrival.shape.cores * arrival.duration_s for arrival in workload.arrivals)
+    # Nothing to spread, or nothing that takes room.
     if not workload.window_s or not core_seconds:
         return workload
     begin_s = workload.arrivals[0].at_s
@@ -113,6 +114,7 @@ class PodMaker:
 
     def pod(self, name: str, shape: Shape) -> Pod:
         key = shape.cores, shape.blocks
+        # One object for all pods of a shape, as the extender's reader makes of equal containers.
         containers = self._containers.get(key)
         if containers is None:
             asked = {self._names.vcore: shape.cores, self._names.vmemory: shape.blocks}
@@ -152,6 +154,7 @@ class Machine(Struct, frozen=True, kw_only=True):
                 GpuReport(index=index, uuid=GpuUuid(f"GPU-{name}-{index}"), memory_mib=self.memory_mib)
                 for index in range(self.gpus)
             ),
+            # One object for all nodes of a kind: the tree over its links is the costly part.
             topology=_topology(self.gpus, self.model in _MESHED),
             model=self.model,
         )
@@ -164,6 +167,7 @@ def memory_of(model: str) -> int:
 @cache
 def _topology(gpus: int, is_meshed: bool) -> Topology:
     """Meshed: NVLink between all. Else pairs below one switch, and half of the GPUs at each of two sockets from four up."""
+    # Smaller machines have one socket.
     socket = (lambda index: 2 * index // gpus) if gpus >= 4 else (lambda index: 0)
     links = [[_link(a, b, socket, is_meshed) for b in range(gpus)] for a in range(gpus)]
     return build_topology(links, [socket(index) for index in range(gpus)])

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from msgspec import Raw as Undecoded
 
 from gpushare_agent.cluster.informer import Handler, Informer
-from gpushare_agent.cluster.kube.cluster import LIVE_PODS
+from gpushare_agent.cluster.kube.client import LIVE_PODS
 from gpushare_agent.cluster.kube.objects import pod_uid
 from gpushare_agent.cluster.kube.pods import read_pod_json
 from gpushare_agent.extender.metrics import ExtenderMetrics

@@ -508,7 +508,7 @@ async def test_the_cure_for_a_missing_right_is_the_callers(tmp_path: Path) -> No
     """A person's commands do not run with the agent's service account."""
     async with fake_api(others=[answers(403, raw_status(403))]) as server, opened(server.url) as api:
         kubeconfig = write_kubeconfig(tmp_path, server.url, {"token": "secret"})
-        async with open_kube_api(kubeconfig=kubeconfig, cure="ask your administrator") as own:
+        async with open_kube_api(kubeconfig=kubeconfig, advice="ask your administrator") as own:
             with pytest.raises(Rejected, match=r"on request; ask your administrator$"):
                 await own.list_all(ALL_NODES, whole)
         with pytest.raises(Rejected, match="service account"):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare_agent.cluster.kube.objects import whole_number
 from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
-from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE
 from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase, version_number

@@ -74,7 +74,7 @@ async def running(
 ) -> AsyncIterator[NodeFieldsWriter[NodeFacts]]:
     """The writer on the server, ended afterwards."""
     fields = replace(FACTS, gap_s=0.0, period_s=period_s)
-    writer = NodeFieldsWriter(fields, node_name=NODE, wanted=wanted, backoff=backoff, **more)
+    writer = NodeFieldsWriter(fields, node_name=NODE, desired=wanted, backoff=backoff, **more)
     async with opened(server.url) as api, asyncio.TaskGroup() as group:
         task = group.create_task(writer.run(api), name="node fields")
         try:

@@ -40,7 +40,7 @@ class Written:
         self._changed = Changes()
         self.writer = PodAnnotations(
             pods=self.store,
-            wanted=self._wanted,
+            desired=self._wanted,
             metrics=self,
             backoff=FAST,
             compare_s=compare_s,
@@ -101,7 +101,7 @@ async def test_gpushares_time_is_written_where_no_extender_has() -> None:
     assumed, assigned = "ALIYUN_COM_GPU_MEM_ASSUME_TIME", "ALIYUN_COM_GPU_MEM_ASSIGNED"
     store, outcomes = PodStore(), Written()
     writer = PodAnnotations(
-        pods=store, wanted=lambda _: {assigned: "true"}, metrics=outcomes, backoff=FAST, wall_clock_ns=lambda: 17
+        pods=store, desired=lambda _: {assigned: "true"}, metrics=outcomes, backoff=FAST, wall_clock_ns=lambda: 17
     )
     store.subscribe(writer.pod_changed)
     store.replace_all([pod("a"), pod("b", annotations={assumed: "5"})])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.cluster.pod_store import GONE_KEPT, GONE_KEPT_S, PodStore, liveliness
+from gpushare_agent.cluster.pod_store import GONE_REMEMBERED_S, MAX_GONE, PodStore, liveliness
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod, PodPhase
 from tests.fakes.clock import FakeClock
@@ -119,13 +119,13 @@ def test_deleted_uids_are_forgotten_in_the_end() -> None:
     """Memory of deletions is bounded in number and in time: a UID that is forgotten may come back."""
     clock = FakeClock()
     store = PodStore(clock=clock)
-    deleted = [f"u{number}" for number in range(GONE_KEPT + 10)]
+    deleted = [f"u{number}" for number in range(MAX_GONE + 10)]
     for uid in deleted:
         store.remove(PodUid(uid))
     store.upsert(pod(deleted[0], uid=deleted[0]))
     store.upsert(pod(deleted[-1], uid=deleted[-1]))
     assert _names(store) == [deleted[0]]
-    clock.now += GONE_KEPT_S + 1
+    clock.now += GONE_REMEMBERED_S + 1
     store.remove(PodUid("last"))
     store.upsert(pod(deleted[-1], uid=deleted[-1]))
     store.upsert(pod("last", uid="last"))

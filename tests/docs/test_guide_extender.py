@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.extender.tls import Tls, tls_context
+from gpushare_agent.extender.http import Tls, tls_context
 from tests.support_manifests import documents
 
 GUIDE = Path(__file__).parents[2] / "docs/how-to/schedule-with-the-extender.md"

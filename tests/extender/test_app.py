@@ -122,7 +122,7 @@ async def test_a_follower_answers_503_and_is_ready_all_the_same() -> None:
                 status, text = await asker.post(path, {})
                 assert (status, "somebody" in text) == (503, True)
             assert (await asker.get("/readyz"))[0] == (await asker.get("/healthz"))[0] == 200
-            assert asker.parts.state.node_document("n1") is not None
+            assert asker.parts.state.node_ledger("n1") is not None
 
 
 async def test_a_replica_is_ready_once_it_has_listed_the_cluster() -> None:

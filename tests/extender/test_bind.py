@@ -19,9 +19,8 @@ from gpushare_agent.admission.decisions.plan import hinted_gpus
 from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
 from gpushare_agent.extender.cluster_state import REPORT_WAIT_S, ClusterState
-from gpushare_agent.extender.nodes import read_node
+from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.pod_writes import Bind, PodWrites
-from gpushare_agent.extender.pods import lean_pod
 from gpushare_agent.extender.values import ClusterPolicy, Reservation, Stage
 from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.names import (

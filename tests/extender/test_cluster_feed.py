@@ -13,8 +13,7 @@ from gpushare_agent.extender import cluster_feed
 from gpushare_agent.extender.cluster_feed import PodsFeed
 from gpushare_agent.extender.cluster_state import ClusterState
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.nodes import read_node
-from gpushare_agent.extender.pods import lean_pod
+from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterPolicy, Reservation, Stage
 from tests.support_extender import (

@@ -22,22 +22,28 @@ from gpushare_agent.extender.claims_webhook import ClaimsWebhook
 from gpushare_agent.extender.cluster_state import Filtered
 from gpushare_agent.extender.debug import MOST_NODES, StatePages
 from gpushare_agent.extender.decisions.claims import convert_pod
+from gpushare_agent.extender.decisions.ledger import NodeLedger
 from gpushare_agent.extender.http import (
     LONG_AT_ONCE,
     LONG_REVIEWS_AT_ONCE,
     MAX_REVIEW_BYTES,
     SHORT_BYTES,
-    ExtenderVerbs,
     ExtenderWeb,
     ListenConfig,
+    Tls,
     WebhookVerb,
 )
 from gpushare_agent.extender.messages import MAX_POD_BYTES, BindArgs, NodesArgs, PreemptArgs
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.tls import Tls
+from gpushare_agent.extender.values import ClusterNode
+from gpushare_agent.extender.verbs import ExtenderVerbs
 from gpushare_agent.kit.http_server import HttpLimits
 from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import GpuReport
+from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.topology import Link, LinkKind
+from gpushare_agent.placement.topology_tree import build_topology
 from tests.support_http import Peer, loop_time_s
 from tests.support_json import undecoded
 from tests.support_kube import DEADLINE_S, running
@@ -71,13 +77,19 @@ class Nodes:
     """`going` has gone by the time that it is shown."""
 
     def __init__(self, count: int) -> None:
-        self.known = {f"n{number:04}": {"name": f"n{number:04}", "gpus": ["x" * 500]} for number in range(count)}
+        names = ResourceNames()
+        gpus = tuple(GpuReport(index=index, uuid=GpuUuid(f"GPU-{index}"), memory_mib=1024) for index in range(2))
+        topology = build_topology([[Link(kind=LinkKind.SELF)]], [None])
+        self.known = {
+            name: NodeLedger(ClusterNode(name=name, gpus=gpus, topology=topology), names)
+            for name in (f"n{number:04}" for number in range(count))
+        }
         self.going = ""
 
     def node_names(self) -> list[str]:
         return sorted(self.known)
 
-    def node_document(self, name: str) -> dict[str, Any] | None:
+    def node_ledger(self, name: str) -> NodeLedger | None:
         return self.known.get(name) if name != self.going else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpushare_agent.cluster.kube.cluster import ClusterApi
+from gpushare_agent.cluster.kube.client import ClusterApi
 from gpushare_agent.extender.leader_election import AlwaysLeads, LeaderElection, LeaseTerms, boot_time_s
 from gpushare_agent.model.errors import Conflict, NotFound, Unavailable
 from tests.fakes.clock import FakeClock

@@ -25,7 +25,7 @@ from gpushare_agent.extender.messages import (
     parse_preempt_args,
     preemption_result,
 )
-from gpushare_agent.extender.pods import asks_for_ours, lean_pod, predicate_annotations
+from gpushare_agent.extender.objects import asks_for_ours, lean_pod, predicate_annotations
 from gpushare_agent.extender.steps import at_once
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import PodUid

@@ -12,14 +12,12 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.cluster.kube.pods import read_pod_json
-from gpushare_agent.extender.cluster_feed import NodesFeed, PodsFeed
+from gpushare_agent.extender.cluster_feed import MALFORMED, NodesFeed, PodsFeed, QuotaFeed
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.decisions.quota_use import QuotaUse
+from gpushare_agent.extender.decisions.quota import QuotaUse
 from gpushare_agent.extender.metrics import ExtenderMetrics
-from gpushare_agent.extender.nodes import read_node
-from gpushare_agent.extender.pods import lean_pod
+from gpushare_agent.extender.objects import lean_pod, read_node
 from gpushare_agent.extender.quota_state import QuotaState
-from gpushare_agent.extender.quota_watch import MALFORMED, QuotaFeed
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation
 from gpushare_agent.model.errors import RefusalReason
 from gpushare_agent.model.names import QUOTA_RETRY_ANNOTATION

@@ -195,7 +195,7 @@ def test_the_pods_may_nothing_on_their_nodes(path: str) -> None:
 
 
 def test_the_rights_are_those_that_the_extender_uses() -> None:
-    """What cluster/kube/cluster.py asks of the API server, and nothing else; leases and quota by their names."""
+    """What ClusterApi (cluster/kube/client.py) asks of the API server, and nothing else; leases and quota by name."""
     extender = extender_settings().extender
     (cluster,) = of_kind("extender", "ClusterRole")
     assert {(verb, *rule["resources"]) for rule in cluster["rules"] for verb in rule["verbs"]} == {

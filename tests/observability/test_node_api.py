@@ -12,7 +12,7 @@ from aiohttp import ClientSession
 from msgspec.structs import replace
 
 from bench.sample_node import SampleNode
-from gpushare_agent.observability.http import answers as web_answers
+from gpushare_agent.kit import http_answers as web_answers
 from gpushare_agent.observability.node_snapshot import NodeSnapshot
 from gpushare_agent.observability.usage_history import UsageHistory
 from tests.support_json import written_node

@@ -13,9 +13,9 @@ import pytest
 from aiohttp import ClientSession, web
 
 from gpushare_agent import __version__
+from gpushare_agent.kit.http_answers import MOST_OF_PEER, RequestQueue
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.observability.http.answers import MOST_OF_PEER, RequestQueue
 from gpushare_agent.observability.http.server import WebServer
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.metrics.node import node_series

@@ -25,7 +25,7 @@ from gpushare_agent.cluster.node_facts import gpus_annotation
 from gpushare_agent.dra.claims import allocations_of, shortage
 from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult
 from gpushare_agent.extender.cluster_state import ClusterState
-from gpushare_agent.extender.nodes import read_node
+from gpushare_agent.extender.objects import read_node
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.model.allocations import NO_CHARGE, Charge, ClaimRef, ContainerKey, add_charges
 from gpushare_agent.model.errors import Refused

@@ -23,7 +23,7 @@ def test_each_try_goes_on_behind_the_last_one() -> None:
     seen = []
     for _ in range(3):
         names = candidates.next(2)
-        candidates.keep(names, names)
+        candidates.retain(names, names)
         seen.append(names)
     assert seen == [["a", "b"], ["c", "d"], ["a", "b"]]
 
@@ -31,14 +31,14 @@ def test_each_try_goes_on_behind_the_last_one() -> None:
 def test_a_part_that_reaches_beyond_the_end_goes_on_at_the_front() -> None:
     """Three nodes by two."""
     candidates = Candidates("abc")
-    candidates.keep(["a", "b"], candidates.next(2))
+    candidates.retain(["a", "b"], candidates.next(2))
     assert candidates.next(2) == ["c", "a"]
 
 
 def test_a_full_node_is_left_out_until_something_on_it_ends() -> None:
     """And stands at the end then; a node that is not eligible never comes in."""
     candidates = Candidates("abc")
-    candidates.keep(candidates.next(2), ["b"])
+    candidates.retain(candidates.next(2), ["b"])
     assert len(candidates) == 2
     candidates.add("a")
     candidates.add("a")
@@ -63,7 +63,7 @@ def test_no_node_with_room_is_ever_out_of_the_ring(steps: list[tuple[str, bool, 
             names = candidates.next(count)
             left -= len(names)
             fitting = [one for one in names if has_room[one]]
-            candidates.keep(names, fitting)
+            candidates.retain(names, fitting)
             found = bool(fitting)
         assert found == any(has_room.values())
         assert candidates.has_any(has_room.__getitem__) == any(has_room.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpushare_agent.simulation.meter import typical_shapes, unusable_cores
+from gpushare_agent.simulation.replay import typical_shapes, unusable_cores
 from gpushare_agent.simulation.workload import Shape
 from tests.support_gpus import gpu
 

@@ -45,7 +45,7 @@ from gpushare_agent.model.names import (
     gpu_of,
     split_device_id,
 )
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.model.resources import (
     WHOLE_GPU,
     Request,
@@ -60,6 +60,7 @@ from gpushare_agent.model.resources import (
 from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
 from gpushare_agent.placement.gpu_account import capacity_of
 from gpushare_agent.placement.lack import Cause, Lack, describe_request
+from gpushare_agent.placement.place import effective_request
 
 _ABOUT_CAPACITY = frozenset(
     {
@@ -229,47 +230,6 @@ def plan_request(target: Target, offer: Offer, ledger: Ledger, policy: Policy) -
         return effective
     hint = hinted_gpus(target.pod.annotations, target.container, policy)
     return effective._replace(hint=hint, must_gpus=must_gpus(target, offer, ledger, policy.names))
-
-
-def effective_request(pod: Pod, container: ContainerSpec, names: ResourceNames) -> Request | Refused:
-    """The container's own request, enlarged for an init container by what its successors need on the same GPU.
-
-    The kubelet passes an ordinary init container's device IDs on to its successor containers before it asks for new ones
-    (measured). A share must stay on one GPU, so an init container is placed where its successors fit too. When an init
-    container has more whole GPUs than a successor requests, the kubelet picks among their IDs at random, over all the GPUs,
-    which no placement can prevent: such a pod is refused before it starts.
-    """
-    own = request_of(container, names)
-    if container.kind is not ContainerKind.INIT:
-        return own
-    pool = need = _amounts(own, own)
-    for successor in pod.containers[pod.containers.index(container) + 1 :]:
-        wanted = _amounts(request_of(successor, names), own)
-        if not wanted[0] or not pool[0]:
-            continue  # the kubelet hands it nothing, so it may be on another GPU
-        if own.cores > CORES_PER_GPU and wanted[0] < own.cores:
-            return Refused(
-                reason=RefusalReason.INVALID_REQUEST,
-                detail=f"pod {pod.namespace}/{pod.name}: init container {container.name} asks for {own.cores} cores and "
-                f"container {successor.name} after it for {wanted[0]}. The kubelet would hand on devices from several of "
-                f"the init container's GPUs at random. Give the init container at most {CORES_PER_GPU} cores, or as many "
-                f"as {successor.name}.",
-            )
-        # It takes what the pool has and needs the rest beside it. An init container puts back what it took when it ends.
-        need = tuple(sum_ + max(0, more - had) for sum_, more, had in zip(need, wanted, pool, strict=True))
-        is_init = successor.kind is ContainerKind.INIT
-        pool = tuple(max(had, more) if is_init else max(0, had - more) for had, more in zip(pool, wanted, strict=True))
-    if own.units:
-        return own._replace(units=need[0])
-    if need[0] > CORES_PER_GPU:
-        # The successor requests whole GPUs: this container's GPU becomes one of them; its own call checks the others.
-        return own._replace(cores=max(own.cores, CORES_PER_GPU))
-    return own._replace(cores=need[0], blocks=need[1])
-
-
-def _amounts(request: Request, of: Request) -> tuple[int, ...]:
-    """What is handed on where a container asks by the resources of `of`: the one that binds the GPU, then its memory."""
-    return (request.units,) if of.units else (request.cores, request.blocks)
 
 
 def hinted_gpus(annotations: Mapping[str, str], container: ContainerSpec, policy: Policy) -> tuple[int, ...]:

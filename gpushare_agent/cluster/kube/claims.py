@@ -104,7 +104,7 @@ class NamedRequest(Struct):
 
 
 class ShareParameters(Struct, rename="camel", omit_defaults=True, kw_only=True):
-    """Of this driver's opaque configuration: docs/explanation/dra.md."""
+    """The parameters of this driver's opaque configuration: docs/explanation/dra.md."""
 
     api_version: str
     kind: str

@@ -1,7 +1,9 @@
-"""What the agent asks of the API server about single objects, answered as undecoded JSON. Lists and watches: lists.py.
+"""What the agent and the extender ask of the API server about single objects, answered as undecoded JSON. Lists: lists.py.
 
 All methods raise Unavailable (try again), NotFound, Conflict (read again), Rejected (do not retry) or Corrupt. All are
-bounded in time and size, and may be cancelled at any await.
+bounded in time and size, and may be cancelled at any await. `KubeApi` is what the agent may do; `ClusterApi` adds what only
+the extender does: binds, labels of pods, leases, ResourceClaimTemplates. Formats: Kubernetes core/v1 Binding,
+coordination.k8s.io/v1 Lease.
 """
 
 from __future__ import annotations
@@ -12,26 +14,31 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
 
-from gpushare_agent.cluster.kube.claims import ResourceSlice
+from gpushare_agent.cluster.kube.claims import ClaimTemplate, ResourceSlice
 from gpushare_agent.cluster.kube.configuration import find_configuration
 from gpushare_agent.cluster.kube.lists import KubeLists, KubeTimeouts, ListLimits, Watched
-from gpushare_agent.cluster.kube.objects import Event
+from gpushare_agent.cluster.kube.objects import Event, ObjectMeta
 from gpushare_agent.cluster.kube.session import AGENT_RIGHTS, MERGE_PATCH, KubeSession, Request
-from gpushare_agent.kit.json_schema import decoded_or
-from gpushare_agent.model.errors import Rejected
+from gpushare_agent.kit.json_schema import NULL, decoded_or
+from gpushare_agent.model.errors import Corrupt, Rejected
 from gpushare_agent.model.names import PodUid
 
 ALL_NODES = Watched(what="the nodes", path="/api/v1/nodes")
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 UNFINISHED = "status.phase!=Succeeded,status.phase!=Failed"
 """A field selector of pods. A pod that ends is DELETED for a watch with it."""
+EXTENDER_RIGHTS = "check the extender's service account and its ClusterRole"
+CONNECT_TIMEOUT_S = 5.0
+LIST_TIMEOUT_S = 120.0
+PAGE_SIZES = (200, 50, 5, 1)
+"""200 pods of 6 KiB take about ten milliseconds to read, which is what a filter request may have to wait."""
 
 
 def node_named(name: str) -> Watched:
-    """That one."""
+    """One node alone, for its own agent."""
     return Watched(what=f"node {name}", path=ALL_NODES.path, fields=f"metadata.name={name}", from_cache=True)
 
 
@@ -49,12 +56,23 @@ def pods(namespace: str = "", *, labels: str = "", fields: str = "") -> Watched:
     return Watched(what=f"the pods of {place}{labelled}", path=path, labels=labels, fields=fields)
 
 
+def config_map(namespace: str, name: str) -> Watched:
+    return Watched(
+        what=f"ConfigMap {namespace}/{name}",
+        path=f"/api/v1/namespaces/{segment(namespace)}/configmaps",
+        fields=f"metadata.name={name}",
+    )
+
+
 def slices_of_node(node_name: str, driver: str) -> Watched:
     return Watched(
         what=f"the ResourceSlices of node {node_name} and driver {driver}",
         path=SLICES,
         fields=f"spec.nodeName={node_name},spec.driver={driver}",
     )
+
+
+LIVE_PODS = pods(fields=UNFINISHED)
 
 
 @asynccontextmanager
@@ -64,29 +82,31 @@ async def open_kube_api(
     context: str = "",
     timeouts: KubeTimeouts | None = None,
     limits: ListLimits | None = None,
-    cure: str = AGENT_RIGHTS,
+    advice: str = AGENT_RIGHTS,
 ) -> AsyncIterator[KubeApi]:
-    """The API server named by the kubeconfig, else the pod's own cluster, else $KUBECONFIG. Connects on first use. `cure`
+    """The API server named by the kubeconfig, else the pod's own cluster, else $KUBECONFIG. Connects on first use. `advice`
     ends the message where the credentials are not accepted or do not suffice.
 
     Entering raises StartupError where there is no usable configuration, Unavailable where credentials are not there yet.
     """
     timeouts = timeouts or KubeTimeouts()
-    async with open_kube_session(kubeconfig, timeouts, cure, context) as session:
+    async with open_kube_session(kubeconfig, timeouts, advice, context) as session:
         yield KubeApi(session, timeouts, limits or ListLimits())
 
 
 @asynccontextmanager
 async def open_kube_session(
-    kubeconfig: Path | None, timeouts: KubeTimeouts, cure: str, context: str = ""
+    kubeconfig: Path | None, timeouts: KubeTimeouts, advice: str, context: str = ""
 ) -> AsyncIterator[KubeSession]:
     """What a client of the API server is made of. Raises as `open_kube_api`."""
+    # Before anything is opened: a wrong configuration is an error of the start, not of the first request.
     source = find_configuration(kubeconfig, os.environ, context)
-    session = KubeSession(source, connect_s=timeouts.connect_s, cure=cure)
+    session = KubeSession(source, connect_s=timeouts.connect_s, advice=advice)
     try:
         await session.open()
         yield session
     finally:
+        # Also where `open` failed halfway.
         await session.close()
 
 
@@ -136,6 +156,7 @@ class KubeApi(KubeLists):
         request = Request(
             what=f"read {path} of pod {namespace}/{name} through the API server",
             method="GET",
+            # Scheme, name and port are one element of the proxy's path.
             path=f"/api/v1/namespaces/{segment(namespace)}/pods/http:{segment(name)}:{port}/proxy{path}",
             query=tuple(sorted(query.items())),
         )
@@ -148,6 +169,7 @@ class KubeApi(KubeLists):
     ) -> Raw:
         """Set the annotations, remove those that are None; the pod as it is then. Conflict where another pod has the
         name now."""
+        # With the UID the API server answers 409 where another pod has the name by now.
         metadata = {"uid": uid, "annotations": dict(sorted(annotations.items()))}
         what = f"patch the annotations of pod {namespace}/{name}"
         return await self._send("PATCH", what, pod_path(namespace, name), {"metadata": metadata})
@@ -174,6 +196,7 @@ class KubeApi(KubeLists):
 
     async def delete_pod(self, namespace: str, name: str, uid: PodUid) -> None:
         """Delete this very pod. Conflict where another pod has the name now."""
+        # The UID as a precondition: a pod made anew under this name stays.
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         await self._send("DELETE", f"delete pod {namespace}/{name}", pod_path(namespace, name), body)
 
@@ -185,6 +208,7 @@ class KubeApi(KubeLists):
 
     async def can_i(self, verb: str, resource: str) -> bool:
         """Whether our credentials allow this in all namespaces; `resource` may be "pods" or "pods/status"."""
+        # The review has a field for each; "pods/status" as a resource is never allowed.
         resource_name, _, subresource = resource.partition("/")
         attributes = {"verb": verb, "resource": resource_name, "subresource": subresource}
         raw_review = await self._send(
@@ -204,6 +228,7 @@ class KubeApi(KubeLists):
         return await self._session.fetch_object(request, timeout_s=timeout_s or self._timeouts.request_s)
 
     async def _send(self, method: str, what: str, path: str, body: object) -> Raw:
+        # A merge patch: None removes a key, and what is not named stays.
         content_type = MERGE_PATCH if method == "PATCH" else "application/json"
         request = Request(what=what, method=method, path=path, body=body, content_type=content_type)
         return await self._session.fetch_object(request, timeout_s=self._timeouts.request_s)
@@ -217,4 +242,116 @@ def segment(name: str) -> str:
     """One element of a path. Empty, "." and ".." would name another thing than meant."""
     if not name or name in (".", "..") or len(name) > 253:
         raise Rejected(f"cannot ask the API server about {name[:300]!r}: it is no object's name")
+    # A slash in a name, from a tenant's object say, would be another path.
     return quote(name, safe="")
+
+
+# --- the extender ---
+
+
+class LeaseSpec(Struct, rename="camel"):
+    """Times are RFC 3339 with microseconds."""
+
+    holder_identity: str | None = None
+    lease_duration_seconds: int | None = None
+    acquire_time: str | None = None
+    renew_time: str | None = None
+    lease_transitions: int | None = None
+
+
+class Lease(Struct, rename="camel"):
+    """`metadata` is written as it was read: labels and annotations in it are others'."""
+
+    metadata: Raw
+    spec: LeaseSpec = field(default_factory=LeaseSpec)
+    api_version: str = "coordination.k8s.io/v1"
+    kind: str = "Lease"
+
+    @property
+    def uid(self) -> str:
+        return decoded_or(_META, self.metadata, ObjectMeta).uid or ""
+
+
+class _LeaseJson(Struct):
+    metadata: Raw
+    spec: Raw = NULL
+
+
+_META, _LEASE, _LEASE_SPEC = Decoder(ObjectMeta), Decoder(_LeaseJson), Decoder(LeaseSpec)
+
+
+@asynccontextmanager
+async def open_cluster_api(*, kubeconfig: Path | None, request_s: float) -> AsyncIterator[ClusterApi]:
+    """The extender's client, otherwise as open_kube_api. `request_s` bounds each request that is no list and no watch: a
+    leader that has lost its lease must have no request under way any more when the next one begins."""
+    # Longer lists than the agent's: fifty thousand pods in pages of 200.
+    timeouts = KubeTimeouts(list_s=LIST_TIMEOUT_S, request_s=request_s, connect_s=min(CONNECT_TIMEOUT_S, request_s))
+    async with open_kube_session(kubeconfig, timeouts, EXTENDER_RIGHTS) as session:
+        yield ClusterApi(session, timeouts, ListLimits(page_sizes=PAGE_SIZES))
+
+
+class ClusterApi(KubeApi):
+    """The API server as the extender sees it."""
+
+    async def patch_pod_labels(self, namespace: str, name: str, uid: PodUid, labels: Mapping[str, str | None]) -> Raw:
+        """Patches labels as `patch_pod_annotations` does annotations."""
+        metadata = {"uid": uid, "labels": dict(sorted(labels.items()))}
+        what = f"patch the labels of pod {namespace}/{name}"
+        return await self._send("PATCH", what, pod_path(namespace, name), {"metadata": metadata})
+
+    async def bind_pod(self, namespace: str, name: str, uid: PodUid, node: str, resource_version: str) -> None:
+        """Bind this very pod in this very version.
+
+        Conflict where it is another one by now, or bound already. Unavailable leaves open whether it was bound.
+        """
+        body = {
+            "apiVersion": "v1",
+            "kind": "Binding",
+            # With the version the API server refuses the bind once anything has changed the pod, a later patch of ours
+            # above all.
+            "metadata": {"name": name, "namespace": namespace, "uid": uid, "resourceVersion": resource_version},
+            "target": {"apiVersion": "v1", "kind": "Node", "name": node},
+        }
+        path = f"{pod_path(namespace, name)}/binding"
+        await self._send("POST", f"bind pod {namespace}/{name} to node {node}", path, body)
+
+    async def get_claim_template(self, namespace: str, name: str) -> Raw:
+        path = f"{_claim_templates(namespace)}/{segment(name)}"
+        return await self._get(f"get ResourceClaimTemplate {namespace}/{name}", path)
+
+    async def create_claim_template(self, namespace: str, made: ClaimTemplate) -> Raw:
+        """Makes the template and returns it as it is then. Conflict where one of its name exists."""
+        what = f"create a ResourceClaimTemplate in namespace {namespace}"
+        return await self._send("POST", what, _claim_templates(namespace), made)
+
+    async def get_lease(self, namespace: str, name: str) -> Lease:
+        return await self._lease(
+            Request(what=f"get lease {namespace}/{name}", method="GET", path=f"{_leases(namespace)}/{segment(name)}")
+        )
+
+    async def create_lease(self, namespace: str, lease: Lease) -> Lease:
+        """Conflict where it exists."""
+        return await self._lease(
+            Request(what=f"create a lease in namespace {namespace}", method="POST", path=_leases(namespace), body=lease)
+        )
+
+    async def replace_lease(self, namespace: str, name: str, lease: Lease) -> Lease:
+        """Conflict where it is not of the version that `lease` names."""
+        # A PUT without a version overwrites whatever is there: two leaders would not notice each other.
+        if not decoded_or(_META, lease.metadata, ObjectMeta).version:
+            raise Corrupt(f"cannot replace lease {namespace}/{name}: the one read has no resourceVersion")
+        path = f"{_leases(namespace)}/{segment(name)}"
+        return await self._lease(Request(what=f"replace lease {namespace}/{name}", method="PUT", path=path, body=lease))
+
+    async def _lease(self, request: Request) -> Lease:
+        raw = await self._session.fetch(request, _LEASE, timeout_s=self._timeouts.request_s)
+        # One that another client filled with nonsense reads as empty: it ends, as every lease does.
+        return Lease(metadata=raw.metadata, spec=decoded_or(_LEASE_SPEC, raw.spec, LeaseSpec))
+
+
+def _claim_templates(namespace: str) -> str:
+    return f"/apis/resource.k8s.io/v1/namespaces/{segment(namespace)}/resourceclaimtemplates"
+
+
+def _leases(namespace: str) -> str:
+    return f"/apis/coordination.k8s.io/v1/namespaces/{segment(namespace)}/leases"

@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 _LIBRARY = "kubernetes_asyncio"
 _HOLLOW = (_LIBRARY, f"{_LIBRARY}.client", f"{_LIBRARY}.client.models")
-"""Packages whose `__init__` is passed over, parents first."""
+"""Packages whose `__init__` is not run, parents first."""
 _OFFERED = {"Configuration": f"{_LIBRARY}.client.configuration", "ApiClient": f"{_LIBRARY}.client.api_client"}
 """What the library's own modules import from its client package, in the order in which they need each other."""
 
@@ -50,7 +50,9 @@ class KubeLibrary(Struct, frozen=True, kw_only=True):
 
 def load_library() -> KubeLibrary:
     """The library, imported at the first call. Raises ImportError where it is not installed."""
+    # Called in threads: two clients may be opened at once, and modules must not be put in place twice.
     with _lock:
+        # Imported by somebody already, tests for one: two copies of its classes would not know each other.
         if _LIBRARY not in sys.modules:
             _load_lean()
         return KubeLibrary(
@@ -68,6 +70,7 @@ def _load_lean() -> None:
             setattr(sys.modules[f"{_LIBRARY}.client"], name, getattr(import_module(module), name))
         import_module(f"{_LIBRARY}.config.kube_config")
     except (ImportError, AttributeError) as e:
+        # Nothing half done may stay: the import that follows finds the whole library.
         for name in [name for name in sys.modules if name.partition(".")[0] == _LIBRARY]:
             del sys.modules[name]
         log.info("kubernetes_library_loaded_whole", reason=str(e))
@@ -81,6 +84,7 @@ def _put_package(name: str) -> None:
     package = sys.modules[name] = module_from_spec(spec)
     parent, _, child = name.rpartition(".")
     if parent:
+        # What Python's import does too: `package.child` has to be found as an attribute.
         setattr(sys.modules[parent], child, package)
 
 
@@ -103,7 +107,7 @@ class ConfigurationSource(Struct, frozen=True, kw_only=True):
 
 def find_configuration(kubeconfig: Path | None, environ: Mapping[str, str], context: str = "") -> ConfigurationSource:
     """The explicit kubeconfig, else in-cluster, else $KUBECONFIG, else ~/.kube/config. A context is one of a kubeconfig:
-    with it the pod's own cluster is passed over.
+    with it the pod's own cluster is not used.
 
     Raises:
         StartupError: there is none, or the named file does not exist.
@@ -116,6 +120,7 @@ def find_configuration(kubeconfig: Path | None, environ: Mapping[str, str], cont
         return ConfigurationSource(kubeconfig=str(kubeconfig), context=context)
     if environ.get("KUBERNETES_SERVICE_HOST") and not context:
         return ConfigurationSource()
+    # As kubectl: a list of paths, of which some may not exist.
     paths = environ.get("KUBECONFIG") or str(Path(environ.get("HOME", "/root")) / ".kube" / "config")
     if any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep) if path):
         return ConfigurationSource(kubeconfig=paths, context=context)
@@ -132,12 +137,15 @@ async def open_api_client(source: ConfigurationSource) -> Any:
         StartupError: the kubeconfig is malformed.
         Unavailable: credentials cannot be had at present.
     """
+    # A third of a second of import: admissions are answered meanwhile.
     library = await asyncio.to_thread(load_library)
     client, config = library.client, library.config
     configuration = client.Configuration()
     try:
+        # The library runs an exec plugin without a limit.
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             if source.kubeconfig:
+                # Files and YAML, which may take a while.
                 loader = await asyncio.to_thread(_read_kubeconfig, library, source.kubeconfig, source.context)
                 await loader.load_and_set(configuration)
             else:
@@ -157,6 +165,7 @@ async def open_api_client(source: ConfigurationSource) -> Any:
 
 def _read_kubeconfig(library: KubeLibrary, paths: str, context: str) -> Any:
     """The library's loader for the context, else the current one; never writes the file back (load_kube_config would)."""
+    # Imported here: in a pod no kubeconfig is read, and PyYAML is not needed.
     yaml_error = importlib.import_module("yaml").YAMLError
     try:
         merged = library.kube_config.KubeConfigMerger(paths).config

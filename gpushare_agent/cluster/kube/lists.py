@@ -119,15 +119,19 @@ class KubeLists:
         """
         request = watched.request("list")
         if watched.from_cache:
+            # Version 0: whatever the watch cache has, without a read of etcd. It ignores the page's limit, so the
+            # answer comes whole.
             whole = replace(request, query=(*request.query, ("resourceVersion", "0")))
             list_s, list_bytes = self._timeouts.list_s, self._limits.list_bytes
             with suppress(TooLong):  # left before going on: the error's frames keep what was read alive
                 items, version, _ = await self._page(whole, read, timeout_s=list_s, limit_bytes=list_bytes)
                 return items, version
+        # A list of the cache that was too long for one answer has the whole time once more.
         ends_at = time.monotonic() + self._timeouts.list_s
         for _ in range(PAGED_TRIES - 1):
             with suppress(Conflict):  # the place to go on from is compacted away: start over
                 return await self._pages(request, read, ends_at)
+        # The last try raises what the others would have met.
         return await self._pages(request, read, ends_at)
 
     async def _pages(self, request: Request, read: Callable[[Raw], T | None], ends_at: float) -> tuple[list[T], str]:
@@ -136,6 +140,7 @@ class KubeLists:
         while True:
             place = (("limit", str(sizes[0])), *((("continue", token),) if token else ()))
             page_request = replace(request, query=(*request.query, *place))
+            # One time for all pages: a server that gives each of them slowly must not take hours.
             left_s = max(ends_at - time.monotonic(), 0.0)
             try:
                 page, version, token = await self._page(
@@ -144,6 +149,7 @@ class KubeLists:
             except TooLong:
                 if len(sizes) == 1:
                     raise
+                # The same place once more with fewer objects; the smaller size stays, for large objects come together.
                 del sizes[0]
                 continue
             items += page
@@ -155,6 +161,7 @@ class KubeLists:
     ) -> tuple[list[T], str, str]:
         """The objects, the version, and where the next page begins, empty on the last."""
         page = await self._session.fetch(request, _PAGE, timeout_s=timeout_s, limit_bytes=limit_bytes)
+        # Without a version there is nothing to watch from: some proxy has answered, not an API server.
         if not page.metadata.resource_version:
             raise Corrupt(f"cannot {request.what}: the answer is no list with a resourceVersion")
         items = [item for raw in page.items or () if (item := read(raw)) is not None]
@@ -168,6 +175,7 @@ class KubeLists:
         old (HTTP or ERROR event 410), Unavailable for silence or a cut line, Corrupt for a line that is no event.
         """
         request = watched.request("watch")
+        # Jittered, so that the agents of a cluster do not all come back in one second.
         watch_s = int(self._timeouts.watch_s * random.uniform(1.0, 1.1))  # noqa: S311 - spreads load, no secret
         query = (
             ("watch", "true"),
@@ -178,6 +186,7 @@ class KubeLists:
         stream = self._session.stream(replace(request, query=(*request.query, *query)))
         with renamed(request.what):
             async with asyncio.timeout(self._timeouts.request_s):
+                # By hand: the timeout is for the headers alone, the stream lasts for minutes.
                 response = await stream.__aenter__()
         try:
             async with aclosing(self._events(response, request.what)) as events:
@@ -192,6 +201,7 @@ class KubeLists:
                     line = await response.content.readuntil(b"\n", max_size=MAX_LINE_BYTES)
             if not line:
                 return
+            # The event may be half an object: the watch begins again after the last whole one.
             if not line.endswith(b"\n"):
                 raise Unavailable(f"cannot {what}: the stream ended inside a line")
             if line.strip():
@@ -203,6 +213,7 @@ def _event(line: bytes, what: str) -> WatchEvent:
         event = decoded(_EVENT, line, "it")
     except Corrupt as e:
         raise Corrupt(f"cannot {what}: a line of the stream is no event ({excerpt(line)})") from e
+    # The status of a stream is sent before its errors are known, so they come as events.
     if event.type == "ERROR":
         status = decoded_or(STATUS, event.object, Status)
         raise error_for_status(status.code or 500, what, status.message[:500])

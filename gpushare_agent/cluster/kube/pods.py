@@ -1,6 +1,6 @@
 """A Pod from JSON, read once and never trusted: from the API server, the kubelet, the scheduler, an admission review.
 
-`PodJson` is the schema of all that is ever read of a pod, `parse_pod` makes of it what the agent keeps, bounded in size: the
+`PodJson` is the schema of all that is ever read of a pod, `parse_pod` makes of it what the agent stores, with bounds: the
 store has every pod of the node. A pod is refused as Corrupt, with the pod and the place, only where its identity or what it
 asks for cannot be read; anything else that is not as the Kubernetes API defines it, reads as absent. Format: Kubernetes
 core/v1 Pod.
@@ -15,8 +15,7 @@ from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.objects import KubeObject, Quantity
-from gpushare_agent.cluster.kube.quantities import whole_number
+from gpushare_agent.cluster.kube.objects import KubeObject, Quantity, whole_number
 from gpushare_agent.kit.json_schema import NULL, Entries, decoded, decoded_or
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.names import (
@@ -44,9 +43,9 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 
-KEPT_ANNOTATION_PREFIX = "tencent.com/"
+READ_ANNOTATION_PREFIX = "tencent.com/"
 PREDICATE_PREFIX = "tencent.com/predicate-"
-KEPT_ANNOTATIONS = (
+READ_ANNOTATIONS = (
     "clusterName",
     RESIZE_ANNOTATION,
     RESIZE_STATUS_ANNOTATION,
@@ -56,13 +55,13 @@ KEPT_ANNOTATIONS = (
     GPUSHARE_ALLOCATION_ANNOTATION,
 )
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
-"""On a static pod's object: the UID that the kubelet has for the pod."""
+"""The annotation of a static pod's object: the UID that the kubelet has for the pod."""
 _LIMITS = (
     *(ENV_GPU_MEMORY_LIMIT, ENV_GPU_MEMORY_REQUEST, ENV_HAMI_CORE_CACHE, ENV_HAMI_CORE_CORES),
     *(ENV_HAMI_CORE_LIBRARY, ENV_VISIBLE_DEVICES),  # whose functions are found, and to which GPUs the limits belong
     *(f"{name}_0" for name in (ENV_HAMI_CORE_MEMORY, ENV_HAMI_CORE_CORES)),  # a share is on one GPU
 )
-KEPT_ENV = ("compat32", "SUBMITTER", ENV_HAMI_CORE_DISABLE, ENV_HAMI_CORE_POLICY, *_LIMITS)
+READ_ENV = ("compat32", "SUBMITTER", ENV_HAMI_CORE_DISABLE, ENV_HAMI_CORE_POLICY, *_LIMITS)
 _STATIC_UID = re.compile(r"[0-9a-f]{32}")
 """The kubelet's hash of the file. Unlike every UID that the API server gives: no forged mirror pod names another's pod."""
 EXTENDED_CLAIM = "extended-resources"
@@ -74,7 +73,7 @@ MAX_CONTAINERS = 1000
 """Containers beyond this count only where they ask for something."""
 MAX_MOUNTS = 8
 MAX_NAME_CHARS = 320
-"""Of an annotation: 253 of its prefix, a slash, 63 of its name."""
+"""The longest name of an annotation: 253 of its prefix, a slash, 63 of its name."""
 MAX_MESSAGE_CHARS = 2048
 MAX_SCHEDULER_CHARS = 1000
 CUT = "…"
@@ -212,7 +211,7 @@ class PodJson(KubeObject):
 
     @property
     def status(self) -> PodStatus:
-        """Empty where it is not as Kubernetes defines it."""
+        """The status, empty where it is not as Kubernetes defines it."""
         return decoded_or(_STATUS, self.raw_status, PodStatus)
 
 
@@ -233,6 +232,7 @@ def read_pod_json(raw: Raw | bytes, where: str = "pod") -> PodJson:
         return decoded(_POD, raw, where)
     except Corrupt as e:
         meta = decoded_or(_OBJECT, raw, KubeObject).meta
+        # Without a name the place in the JSON is all that can be said.
         if not (meta.namespace and meta.name):
             raise
         raise Corrupt(f"{where} {_cut(f'{meta.namespace}/{meta.name}', 600)}: {e}") from e
@@ -249,6 +249,7 @@ def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None) -> Pod:
     if not (meta.uid and meta.name and meta.namespace):
         raise Corrupt(f"{what}: namespace, name or UID is missing")
     status = pod.status
+    # Claims from a template have a name only once the controller has made them: the status tells.
     claims = _claims(pod.spec, status)
     containers = tuple(_with_extended_claim(_containers(pod.spec, what, resources), status, claims))
     raw_annotations, statuses = meta.annotations, status.containers
@@ -260,9 +261,10 @@ def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None) -> Pod:
         name=meta.name,
         phase=_phase(status.phase),
         containers=containers,
-        annotations=_kept_annotations(raw_annotations),
+        annotations=_read_annotations(raw_annotations),
         resource_version=meta.version,
         node_name=pod.spec.node_name or "",
+        # Whatever it is: a pod with a deletion timestamp is on its way out.
         is_deleting=meta.deleted_at is not None,
         reason=_cut(status.reason or "", MAX_MESSAGE_CHARS),
         message=_cut(status.message or "", MAX_MESSAGE_CHARS),
@@ -270,6 +272,7 @@ def parse_pod(pod: PodJson, *, resources: Collection[str] | None = None) -> Pod:
         is_static=is_mirror,
         mirror_uid=meta.uid if is_mirror else "",
         has_started=any(one.has_started for one in statuses),
+        # Only names of the spec: a status may name what any tenant with the right to write it likes.
         running=frozenset(c.name for c in containers).intersection(one.name for one in running),
         container_ids=_container_ids(containers, running),
         claims=claims,
@@ -280,6 +283,7 @@ def pod_of_node(raw: Raw, *, resources: Collection[str] | None = None) -> Pod:
     """The pod as the node's own agent needs it: a mirror pod has the UID of the static pod that it shows. Raises Corrupt."""
     read = read_pod_json(raw)
     pod = parse_pod(read, resources=resources)
+    # The kubelet's records, and the runtime's, have the static pod's UID.
     uid = read.meta.annotations.get(MIRROR_ANNOTATION, "") if pod.is_static else ""
     return replace(pod, uid=PodUid(uid)) if _STATIC_UID.fullmatch(uid) else pod
 
@@ -291,20 +295,24 @@ def static_pod(raw: Raw, *, resources: Collection[str] | None = None) -> Pod:
         raise Corrupt(
             f"static pod {pod.namespace}/{pod.name}: its UID is not the kubelet's hash of its file; leave metadata.uid out"
         )
+    # A kubelet's list has no versions of the API server; the mirror pod's would be compared with it.
     return replace(pod, is_static=True, resource_version="")
 
 
 def _containers(spec: PodSpec, what: str, resources: Collection[str] | None) -> Iterator[ContainerSpec]:
+    # The kubelet's order of admission: init containers and sidecars, then the main ones.
     for place, found in (("initContainers", spec.init_containers), ("containers", spec.containers)):
         for position, one in enumerate(found or ()):
             where = f"{what}, container {one.name}" if one.name else f"{what}, {place}[{position}]"
             limits = one.limits
             asked = sorted(name for name in limits if (_is_extended(name) if resources is None else name in resources))
             requests = {name: whole_number(limits[name], f"{where}, limit {_cut(name, 300)}") for name in asked}
+            # A container that asks for GPUs has to be found again by its name.
             if not one.name and requests:
                 raise Corrupt(f"{where}: the container has no name")
             if one.name and (requests or position < MAX_CONTAINERS):
                 claims = one.resources.claims if one.resources is not None else ()
+                # A sidecar is an init container that is restarted: it runs as long as the pod.
                 init = ContainerKind.SIDECAR if one.restart_policy == "Always" else ContainerKind.INIT
                 yield ContainerSpec(
                     name=one.name,
@@ -313,6 +321,7 @@ def _containers(spec: PodSpec, what: str, resources: Collection[str] | None) -> 
                     requests=requests,
                     env=_literal_env(one),
                     claims=tuple((claim.name, claim.request or "") for claim in claims),
+                    # Only a container with a share has limits that a mount could lift.
                     mounts=_limit_mounts(one) if requests else (),
                 )
 
@@ -324,6 +333,7 @@ def _claims(spec: PodSpec, status: PodStatus) -> dict[str, str]:
     if extended is not None:
         is_taken = any(one.name == EXTENDED_CLAIM for one in own)
         found.append((_EXTENDED_CLAIM_BESIDE if is_taken else EXTENDED_CLAIM, extended.resource_claim_name))
+    # The status is read only where it can name something: most pods have no claims.
     if found:
         found += [(one.name, one.resource_claim_name) for one in _POD_CLAIMS.read(status.raw_claims)]
     return {name: claim for name, claim in found if claim is not None}
@@ -335,6 +345,7 @@ def _with_extended_claim(
     """The containers with the requests of the claim that the scheduler made for extended resources, where there is one."""
     extended = status.extended_resource_claim_status
     name_in_pod = _EXTENDED_CLAIM_BESIDE if _EXTENDED_CLAIM_BESIDE in claims else EXTENDED_CLAIM
+    # The pod's status may be of an older claim, or forged: both places have to name the same one.
     if extended is None or claims.get(name_in_pod) in (None, "") or claims[name_in_pod] != extended.resource_claim_name:
         yield from containers
         return
@@ -348,6 +359,7 @@ def _with_extended_claim(
 
 def _is_extended(name: str) -> bool:
     """Qualified by a domain that is not Kubernetes' own: cpu, hugepages-2Mi and the like are not."""
+    # As Kubernetes decides what an extended resource is.
     return "/" in name and "kubernetes.io/" not in name
 
 
@@ -364,7 +376,7 @@ def _literal_env(container: ContainerJson) -> dict[str, str]:
     return {
         one.name: _cut(one.value, MAX_ANNOTATION_CHARS) if one.value is not None else ""
         for one in _ENV.read(container.raw_env)
-        if one.name in KEPT_ENV and (one.value is not None or one.name in _LIMITS)
+        if one.name in READ_ENV and (one.value is not None or one.name in _LIMITS)
     }
 
 
@@ -376,8 +388,10 @@ def _phase(phase: str | None) -> PodPhase:
 
 def _container_ids(containers: Iterable[ContainerSpec], running: Iterable[ContainerStatus]) -> dict[str, str]:
     """`containerd://<ID>` without the runtime's name, of the containers that want something."""
-    wanted = {c.name for c in containers if c.requests or c.claims}
-    found = {one.name: decoded_or(_TEXT, one.raw_id, str) for one in running if one.name in wanted}
+    # No other container's processes are ever looked for.
+    asking = {c.name for c in containers if c.requests or c.claims}
+    found = {one.name: decoded_or(_TEXT, one.raw_id, str) for one in running if one.name in asking}
+    # `containerd://ID`, `cri-o://ID`: cgroups have the ID alone.
     bare = {name: text.rpartition("://")[2] for name, text in found.items()}
     return {name: container_id for name, container_id in sorted(bare.items()) if is_container_id(container_id)}
 
@@ -390,20 +404,20 @@ def scheduler_message(pod: PodJson) -> str:
     return ""
 
 
-def _kept_annotations(present: Mapping[str, str]) -> dict[str, str]:
+def _read_annotations(present: Mapping[str, str]) -> dict[str, str]:
     """Those that the agent reads, by name."""
-    names = sorted((name for name in present if _is_kept(name)), key=lambda name: (not _is_guarded(name), name))
+    names = sorted((name for name in present if _is_read(name)), key=lambda name: (not _is_guarded(name), name))
     return {name: _cut(present[name], MAX_ANNOTATION_CHARS) for name in sorted(names[:MAX_ANNOTATIONS])}
 
 
 def _is_guarded(name: str) -> bool:
     """Those that the extender writes, and that its admission policy lets nobody else write, come first: else a tenant could
     push them out by sixty-four names of its own."""
-    return name.startswith(PREDICATE_PREFIX) or name in KEPT_ANNOTATIONS
+    return name.startswith(PREDICATE_PREFIX) or name in READ_ANNOTATIONS
 
 
-def _is_kept(name: str) -> bool:
-    return name in KEPT_ANNOTATIONS or (name.startswith(KEPT_ANNOTATION_PREFIX) and len(name) <= MAX_NAME_CHARS)
+def _is_read(name: str) -> bool:
+    return name in READ_ANNOTATIONS or (name.startswith(READ_ANNOTATION_PREFIX) and len(name) <= MAX_NAME_CHARS)
 
 
 def _cut(text: str, limit: int) -> str:

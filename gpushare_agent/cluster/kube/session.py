@@ -77,14 +77,15 @@ STATUS, _ANY_OBJECT = Decoder(Status), Decoder(_AnyObject)
 
 
 class KubeSession:
-    """Sends requests with the present credentials. Open with `open`, close with `close`. `cure` is the advice where
+    """Sends requests with the present credentials. Open with `open`, close with `close`. `advice` is what to do where
     they are not accepted or do not suffice."""
 
-    def __init__(self, source: ConfigurationSource, *, connect_s: float, cure: str = AGENT_RIGHTS) -> None:
+    def __init__(self, source: ConfigurationSource, *, connect_s: float, advice: str = AGENT_RIGHTS) -> None:
         self._source = source
-        self._cure = cure
+        self._advice = advice
         self._connect_s = connect_s
         self._client: Any = None
+        # The client before: a watch may still read from it.
         self._retired: Any = None
         self._reload_lock = asyncio.Lock()
         self._loaded_at = float("-inf")
@@ -128,11 +129,13 @@ class KubeSession:
         """The response with its status checked and its body unread. Runs under the caller's `renamed` and timeout."""
         response = await self._send(request)
         try:
+            # Once: tokens and client certificates are renewed while the process runs.
             if response.status == 401 and await self._reload():
                 response.close()
                 response = await self._send(request)
             if not 200 <= response.status < 300:
-                raise await _status_error(response, request.what, self._cure)
+                # Inside `try`: the error's text is read from the response before it is closed.
+                raise await _status_error(response, request.what, self._advice)
             yield response
         finally:
             response.close()
@@ -144,6 +147,7 @@ class KubeSession:
         if client is None:
             raise Unavailable(f"cannot {request.what}: the connection to the API server is closed")
         headers = {"Accept": "application/json", "Content-Type": request.content_type, "User-Agent": "gpushare-agent"}
+        # The library's own way to the credentials; it may ask an exec plugin.
         await client.update_params_for_auth(headers, [], ["BearerToken"])
         if headers.get("authorization") is None:
             headers.pop("authorization", None)
@@ -168,8 +172,10 @@ class KubeSession:
     async def _reload(self) -> bool:
         """Load the credentials again; False where that was tried a moment ago or does not work."""
         async with self._reload_lock:
+            # Many requests fail at once when a token ends: the first of them reloads, the others find this.
             if time.monotonic() - self._loaded_at < RELOAD_INTERVAL_S:
                 return False
+            # Before the load: a plugin that fails must not be started by each request.
             self._loaded_at = time.monotonic()
             try:
                 fresh = await open_api_client(self._source)
@@ -222,17 +228,19 @@ def renamed(what: str) -> Iterator[None]:
 async def _read_bounded(response: ClientResponse, what: str, limit_bytes: int) -> bytearray:
     content = bytearray()
     async for part in response.content.iter_any():
+        # Counted as it comes: a Content-Length may be missing, or wrong.
         content += part
         if len(content) > limit_bytes:
             raise TooLong(f"cannot {what}: the API server's answer is longer than {limit_bytes} bytes")
     return content
 
 
-async def _status_error(response: ClientResponse, what: str, cure: str) -> AgentError:
+async def _status_error(response: ClientResponse, what: str, advice: str) -> AgentError:
     """The error that a refused request becomes; the server's own message is in it."""
+    # A Status is short; a proxy's page of HTML need not be read.
     content = await response.content.read(4096)
     message = status_message(content) or excerpt(content)
-    error = error_for_status(response.status, what, message, cure=cure)
+    error = error_for_status(response.status, what, message, advice=advice)
     if response.status == 429:
         return Throttled(str(error), _retry_after_s(response.headers.get("Retry-After", "")))
     return error
@@ -243,16 +251,18 @@ def _retry_after_s(text: str) -> float:
     return min(float(text), MAX_RETRY_AFTER_S) if text.isascii() and text.isdigit() and len(text) < 6 else 1.0
 
 
-def error_for_status(status: int, what: str, message: str, *, cure: str = AGENT_RIGHTS) -> AgentError:
+def error_for_status(status: int, what: str, message: str, *, advice: str = AGENT_RIGHTS) -> AgentError:
     text = f"cannot {what}: the API server answered {status}: {message or 'no text'}"
     if status == 404:
         return NotFound(text)
+    # 410: the version is too old. In both cases the caller reads again.
     if status in (409, 410):
         return Conflict(text)
     if status in (401, 403):
-        return Rejected(f"{text}; {cure}")
+        return Rejected(f"{text}; {advice}")
     if status in (400, 405, 413, 415, 422):
         return Rejected(text)
+    # 429, 5xx, and whatever is not known: to try again does no harm.
     return Unavailable(text)
 
 

@@ -20,9 +20,8 @@ from msgspec.json import Decoder
 from msgspec.structs import replace
 
 from gpushare_agent.cluster.kube.claims import Allocation, ClaimJson, ClaimStatus, DeviceConfig, DeviceResult
-from gpushare_agent.cluster.kube.objects import ObjectMeta
+from gpushare_agent.cluster.kube.objects import ObjectMeta, whole_number
 from gpushare_agent.cluster.kube.pods import EXTENDED_CLAIM
-from gpushare_agent.cluster.kube.quantities import whole_number
 from gpushare_agent.dra.decisions.devices import device_index
 from gpushare_agent.kit.json_schema import decoded
 from gpushare_agent.model.allocations import ClaimRef

@@ -1,4 +1,4 @@
-"""The extender's decisions: where a pod fits, what a namespace may use, and the ledger of the cluster. No clock, no I/O.
+"""The extender's decisions: where a pod fits, what a namespace may use, which claims replace limits, and the ledger.
 
-`ledger.py` has the one class here with state, ClusterLedger; extender/cluster_state.py owns it.
+No clock, no I/O. `ledger.py` alone has state, ClusterLedger and its NodeLedgers; extender/cluster_state.py owns it.
 """

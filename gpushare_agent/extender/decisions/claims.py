@@ -67,8 +67,10 @@ class Template(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """By the content, so that equal requests share a template, and no two versions write one differently."""
+        """The template's name, made of its content, so that equal requests share a template, and no two versions write
+        one differently."""
         shape = f"gpus{self.count}" if self.cores is None else f"c{self.cores}-m{self.memory_mib}"
+        # Sorted: the name must not depend on the order of fields in this version.
         content = msgspec.json.encode(self.spec(), order="sorted")
         return f"gpushare-{shape}-{hashlib.sha256(content).hexdigest()[:8]}"
 
@@ -79,6 +81,7 @@ class Template(Struct, frozen=True, kw_only=True):
             exactly.capacity = CapacityRequests({"cores": str(self.cores), "memory": memory})
         elif memory:
             expression = f"device.capacity['{DRIVER}'].memory.compareTo(quantity('{memory}')) >= 0"
+            # A whole GPU has all of its memory, so a claim can only choose GPUs that have enough.
             exactly.selectors = [DeviceSelector(CelSelector(expression))]
         parameters = ShareParameters(
             api_version=CONFIG_API_VERSION, kind=CONFIG_KIND, isolation=self.isolation, core_limit=self.core_limit
@@ -111,10 +114,14 @@ def convert_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     Raises:
         Corrupt: what it asks for cannot be read.
     """
-    pod = parse_pod(_with_identity(read), resources=names.names)
+    # parse_pod needs what the API server sets only after admission; none of it is used here.
+    named = replace(read, metadata=replace(read.meta, namespace="x", name="x", uid="x"))
+    pod = parse_pod(named, resources=names.names)
     asking = [container for container in pod.containers if any(container.requests.values())]
+    # The API server knows a static pod as a mirror pod alone: the kubelet has started it, and no claim can be added.
     if not asking or pod.is_static:
         return Conversion()
+    # A DaemonSet's pod goes by affinity and names none; this is a pod that was bound by hand.
     if pod.node_name:
         text = (
             "the pod names its node, so no scheduler would allocate claims: it keeps its limits, for the device plugins"
@@ -125,12 +132,14 @@ def convert_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     for container in asking:
         template = _template(container, pod.annotations, names)
         if isinstance(template, Refused):
+            # Refused now, with the agents' sentence, and not after the pod was scheduled.
             return Refused(reason=template.reason, detail=f"container {container.name}: {template.detail}")
         templates[container.name] = template
         warnings += _warnings(container, template, pod.annotations, names)
     claims = _claims(asking, templates, warnings)
     spec = read.spec
     taken = {one.name for one in spec.claims}
+    # Two claims of one name would be refused by the API server, with a reason that names no container.
     if used := sorted(taken.intersection(claims.values())):
         return _refused(f"the pod has a claim named {used[0]}, as this webhook names its own: give yours another name")
     own = {claim: templates[container] for container, claim in claims.items()}
@@ -138,37 +147,34 @@ def convert_pod(read: PodJson, names: ResourceNames) -> Conversion | Refused:
     return Conversion(patch=patch, templates=tuple(dict.fromkeys(own.values())), warnings=tuple(warnings))
 
 
-def _with_identity(read: PodJson) -> PodJson:
-    """parse_pod needs what the API server sets after admission; it is not used here."""
-    return replace(read, metadata=replace(read.meta, namespace="x", name="x", uid="x"))
-
-
 def _template(container: ContainerSpec, annotations: Mapping[str, str], names: ResourceNames) -> Template | Refused:
     isolation = annotations.get(ISOLATION_ANNOTATION, "")
+    # The agent would refuse it at the claim's preparation, on a node that was chosen in vain.
     if ISOLATION_ANNOTATION in annotations and isolation not in ISOLATIONS:
         known = ", ".join(sorted(ISOLATIONS))
         return _refused(f"the annotation {ISOLATION_ANNOTATION} is {isolation[:40]!r}. Name one of {known}")
     request = request_of(container, names)
+    # As an agent with sharing: which node it will be, and whether that one shares, is not known yet.
     refused = validate_request(request, names, share_mode=True)
     if refused is not None:
         return refused
     cores, blocks = request.cores, request.blocks
+    # GPUShare's memory has no cores: with 0 the agent limits compute in proportion to the memory.
     if request.units:
-        return Template(cores=0, memory_mib=_whole_blocks_mib(container, names), isolation=isolation)
+        # Whole blocks, rounded up, as kube-scheduler rounds what a claim asks for.
+        whole_blocks = -(-names.memory_mib(container) // names.memory_block_mib)
+        return Template(cores=0, memory_mib=whole_blocks * names.memory_block_mib, isolation=isolation)
     if cores < CORES_PER_GPU:
         ceiling = core_limit(annotations, cores).percent
         memory_mib = blocks * names.memory_block_mib
         return Template(cores=cores, memory_mib=memory_mib, isolation=isolation, core_limit=ceiling)
     count = cores // CORES_PER_GPU
+    # The API server allows no more devices in one claim.
     if count > MAX_RESULTS:
         return _refused(f"{count} GPUs are more than the {MAX_RESULTS} that one claim can have")
+    # Rounded up: the GPUs together must have at least what was asked for.
     least_mib = -(-blocks // count) * names.memory_block_mib
     return Template(count=count, memory_mib=least_mib, isolation=isolation)
-
-
-def _whole_blocks_mib(container: ContainerSpec, names: ResourceNames) -> int:
-    """Of gpu-mem, as the scheduler rounds it."""
-    return -(-names.memory_mib(container) // names.memory_block_mib) * names.memory_block_mib
 
 
 def _pod_warnings(pod: Pod) -> Iterator[str]:
@@ -184,6 +190,7 @@ def _warnings(
     who, has_ceiling = f"container {container.name}", CORE_LIMIT_ANNOTATION in annotations
     if request_of(container, names).units:
         asked_mib = names.memory_mib(container)
+        # More than asked for is counted against the GPU: who asks in odd sizes should know.
         if template.memory_mib != asked_mib:
             yield f"{who}: {asked_mib} MiB become {template.memory_mib}, in blocks of {names.memory_block_mib}"
         yield f"{who}: its claim sets no variables ALIYUN_COM_GPU_MEM_…"
@@ -200,8 +207,11 @@ def _claims(asking: Sequence[ContainerSpec], templates: Mapping[str, Template], 
     """The claim of each container, by name. Containers that run at the same time never share one."""
     claims = {one.name: _claim_name(one) for one in asking if one.kind is not ContainerKind.INIT}
     reusable: dict[Template, str] = {}
+    # Main containers and sidecars have claims of their own first: they run at the same time. Then init containers,
+    # which have ended before, find one to use.
     for one in asking:
         if one.kind is ContainerKind.MAIN:
+            # Sidecars are not among them: one runs beside the init containers after it.
             reusable.setdefault(templates[one.name], claims[one.name])
     for one in asking:
         if one.kind is ContainerKind.INIT:
@@ -222,18 +232,22 @@ def _container_patches(
 ) -> Iterator[PatchOperation]:
     """A request that differs from its limit stays, and the API server refuses it as it would have."""
     for container in asking:
+        # Sidecars stand in spec.initContainers too; positions are counted in each list.
         is_main = container.kind is ContainerKind.MAIN
         place, found = ("containers", spec.containers) if is_main else ("initContainers", spec.init_containers)
         resources = (found or ())[container.position].resources or ResourcesJson()
         path = f"/spec/{place}/{container.position}/resources"
         limits, requests = resources.limits or {}, resources.requests or {}
         for name in names.names:
+            # RFC 6901: a resource's name has a slash, which would be a step of the path.
             escaped = name.replace("~", "~0").replace("/", "~1")
             if name in limits:
                 yield PatchOperation("remove", f"{path}/limits/{escaped}")
+                # The API server has set requests to the limits already.
                 if requests.get(name) == limits[name]:
                     yield PatchOperation("remove", f"{path}/requests/{escaped}")
         claim = {"name": claims[container.name]}
+        # `add` at `-` needs the list to be there.
         if resources.claims:
             yield PatchOperation("add", f"{path}/claims/-", claim)
         else:

@@ -1,7 +1,8 @@
 """What is allocated on every node of the cluster, and by which pod: the extender's ledger. Synchronous, no clock, no I/O.
 
-State owned: the nodes with their ledgers (node_ledger.py), and a reservation for every pod that has something or may have
-it. extender/cluster_state.py is the only one to change it.
+`NodeLedger` has one node: its reservations, the allocations of pods that only its agent names, and the sums of both by GPU.
+Every change raises its `version`, which outdates the answers worked out for the node. `ClusterLedger` has all nodes, and a
+reservation for every pod that has something or may have it. extender/cluster_state.py is the only one to change them.
 
 Sources of what a pod has, best first: the report of the node's agent, our own plan, and for a pod of which neither is known
 all that it may have.
@@ -14,42 +15,156 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from gpushare_agent.extender.decisions.node_ledger import NodeLedger
 from gpushare_agent.extender.decisions.pod_plan import charges_anywhere, plan_pod
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, PodPlan, Reservation, Stage
-from gpushare_agent.model.allocations import Charge
+from gpushare_agent.model.allocations import NO_CHARGE, Charge, add_charges
+from gpushare_agent.model.gpus import GpuReport
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
+from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.placement import GpuAccount
+from gpushare_agent.placement.gpu_account import account_of, capacity_of
+from gpushare_agent.placement.lack import Capacity
 
 V = TypeVar("V")
+
+
+class NodeLedger:
+    """`gpus` and `capacity` are worked out when asked for, after a change."""
+
+    __slots__ = (
+        "_accounts",
+        "_capacity",
+        "_gpus",
+        "_names",
+        "_used",
+        "node",
+        "reservations",
+        "unattributed",
+        "version",
+    )
+
+    def __init__(self, node: ClusterNode, names: ResourceNames) -> None:
+        self.node = node
+        self.version = 0
+        self.reservations: dict[PodUid, Reservation] = {}
+        self.unattributed: dict[PodUid, Mapping[int, Charge]] = {}
+        """What pods have that only the agent names: ended by force, or not seen yet."""
+        self._names = names
+        self._used: dict[int, Charge] = {}
+        self._accounts: dict[int, GpuAccount] = {}
+        """The accounts of the GPUs that have not changed since it was computed, by index."""
+        self._gpus: list[GpuAccount] | None = None
+        self._capacity: Capacity | None = None
+
+    def add(self, reservation: Reservation) -> None:
+        # A reservation that changes its stage or its charges replaces the former one.
+        self.remove(reservation.pod_uid)
+        self.reservations[reservation.pod_uid] = reservation
+        self._charge(reservation.plan.charges, 1)
+
+    def remove(self, uid: PodUid) -> Reservation | None:
+        old = self.reservations.pop(uid, None)
+        if old is not None:
+            self._charge(old.plan.charges, -1)
+        return old
+
+    def set_unattributed(self, unattributed: Mapping[PodUid, Mapping[int, Charge]]) -> None:
+        # Else every report would raise the version, and outdate all answers about the node.
+        if unattributed == self.unattributed:
+            return
+        for charges in self.unattributed.values():
+            self._charge(charges, -1)
+        self.unattributed = dict(unattributed)
+        for charges in self.unattributed.values():
+            self._charge(charges, 1)
+
+    def set_node(self, node: ClusterNode) -> None:
+        # A report that changes only who has what changes no GPU; its charges come through `add`.
+        if _facts(node) != _facts(self.node):
+            self._accounts.clear()
+            self._changed()
+        self.node = node
+
+    @property
+    def gpus(self) -> list[GpuAccount]:
+        """Every GPU's account, by index."""
+        if self._gpus is None:
+            accounts = self._accounts
+            # Only the GPUs that changed are computed anew: a node has eight or more, and a pod is on one.
+            self._gpus = [accounts.get(gpu.index) or self._account(gpu) for gpu in self.node.gpus]
+        return self._gpus
+
+    @property
+    def capacity(self) -> Capacity:
+        if self._capacity is None:
+            self._capacity = capacity_of(self.gpus)
+        return self._capacity
+
+    @property
+    def is_stale(self) -> bool:
+        """`gpus` and `capacity` have to be worked out anew."""
+        return self._capacity is None
+
+    def gpus_without(self, uids: frozenset[PodUid]) -> list[GpuAccount]:
+        """The accounts of all GPUs as if these pods were gone."""
+        # A copy: a question must not raise the version.
+        shadow = NodeLedger(self.node, self._names)
+        for reservation in self.reservations.values():
+            if reservation.pod_uid not in uids:
+                shadow.add(reservation)
+        shadow.set_unattributed({uid: charges for uid, charges in self.unattributed.items() if uid not in uids})
+        return shadow.gpus
+
+    def _account(self, gpu: GpuReport) -> GpuAccount:
+        account = account_of(gpu, self._names, self._used.get(gpu.index, NO_CHARGE))
+        self._accounts[gpu.index] = account
+        return account
+
+    def _charge(self, charges: Mapping[int, Charge], times: int) -> None:
+        add_charges(self._used, charges, times)
+        for index in charges:
+            # An account is immutable: it is dropped, and made when somebody asks.
+            self._accounts.pop(index, None)
+        self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._gpus = self._capacity = None
+
+
+def _facts(node: ClusterNode) -> tuple[object, ...]:
+    """What decisions about the node depend on besides its allocations."""
+    return node.gpus, node.topology, node.model, node.pool, node.is_exact
+
 
 NO_PLAN = PodPlan(containers=(), charges={})
 
 
 class ClusterLedger:
-    """All nodes. Bound pods of a node that is not known yet are kept until it is."""
+    """All nodes. Bound pods of a node that is not known yet are remembered until it is."""
 
     def __init__(self, policy: ClusterPolicy) -> None:
         self._policy = policy
         self._nodes: dict[str, NodeLedger] = {}
         self._pods: dict[PodUid, Pod] = {}
         self._bound: dict[str, dict[PodUid, None]] = {}
-        """By node, the pods that the API server shows bound to it."""
+        """The pods, by node, that the API server shows bound to it."""
         self._reserved_on: dict[PodUid, str] = {}
         """The node whose ledger, or pending reservations, have the pod."""
         self._pending: dict[str, dict[PodUid, Reservation]] = {}
         """Reservations whose bind is under way, of nodes that are away."""
 
     def nodes(self) -> Iterator[NodeLedger]:
-        """In order of name."""
+        """The ledgers of all nodes, in order of name."""
         return (self._nodes[name] for name in sorted(self._nodes))
 
     def node(self, name: str) -> NodeLedger | None:
         return self._nodes.get(name)
 
     def pending(self) -> list[Reservation]:
-        """On nodes that are away, by node and UID."""
-        return [r for _, kept in sorted(self._pending.items()) for _, r in sorted(kept.items())]
+        """Reservations on nodes that are away, by node and UID."""
+        return [r for _, on_node in sorted(self._pending.items()) for _, r in sorted(on_node.items())]
 
     def reservation(self, uid: PodUid) -> Reservation | None:
         name = self._reserved_on.get(uid, "")
@@ -76,6 +191,7 @@ class ClusterLedger:
         ledger = self._nodes.get(node.name)
         if ledger is None:
             resolved = self._add_node(node, now)
+        # The watch delivers a node with every update of its status.
         elif node == ledger.node:
             return []
         else:
@@ -83,6 +199,7 @@ class ClusterLedger:
             self._update_node(ledger, node, now)
         ledger = self._nodes[node.name]
         ledger.set_unattributed(
+            # Pods ended by force, and such as our watch has not shown yet: their processes have the GPU all the same.
             {uid: charges for uid, charges in (node.allocated or {}).items() if uid not in ledger.reservations}
         )
         return resolved
@@ -91,6 +208,7 @@ class ClusterLedger:
         ledger = self._nodes[node.name] = NodeLedger(node, self._policy.names)
         for reservation in self._pending.pop(node.name, {}).values():
             self._put(ledger, reservation)
+        # Pending reservations are no news: they were counted while the node was away.
         known = frozenset(ledger.reservations)
         bound = tuple(self._bound.get(node.name, ()))
         for uid in bound:
@@ -114,6 +232,7 @@ class ClusterLedger:
         for uid, reservation in sorted(ledger.reservations.items()) if ledger is not None else ():
             if reservation.stage is Stage.ASSUMED:
                 self._pending.setdefault(name, {})[uid] = reservation
+            # Else the pod was reserved on another node meanwhile, and that one counts.
             elif self._reserved_on.get(uid) == name:
                 del self._reserved_on[uid]
                 dropped.append(reservation)
@@ -124,6 +243,7 @@ class ClusterLedger:
     def put_bound(self, pod: Pod, now: float) -> None:
         """A pod that the API server shows on a node."""
         former = self._reserved_on.get(pod.uid)
+        # Another scheduler bound it elsewhere: what was planned here will not happen.
         if former is not None and former != pod.node_name:
             self.release(pod.uid)
         self._pods[pod.uid] = pod
@@ -139,14 +259,17 @@ class ClusterLedger:
 
     def mark_bound(self, uid: PodUid) -> None:
         reservation = self.reservation(uid)
+        # The watch may be quicker than the answer to the bind, and the agent than both.
         if reservation is None or reservation.stage is not Stage.ASSUMED:
             return
         bound = replace(reservation, stage=Stage.BOUND)
         ledger = self._nodes.get(reservation.node)
         if ledger is None:
+            # The node is away: the stage counts when it returns.
             self._pending[reservation.node][uid] = bound
             return
         self._put(ledger, bound)
+        # Reported before we knew of the bind: `_update_node` has left it alone, so it is confirmed now.
         allocated = (ledger.node.allocated or {}).get(uid)
         if allocated is not None:
             self._confirm(ledger, uid, allocated, reservation.at)
@@ -173,6 +296,7 @@ class ClusterLedger:
         allocated = (ledger.node.allocated or {}).get(pod.uid)
         known = ledger.reservations.get(pod.uid)
         if allocated is not None:
+            # Bound before this process started: the report says what it has, and no plan is known.
             if known is None:
                 self._put(ledger, _reservation(pod, pod.node_name, NO_PLAN, Stage.CONFIRMED, now))
             self._confirm(ledger, pod.uid, allocated, now)
@@ -185,6 +309,7 @@ class ClusterLedger:
         """Charges for a pod of unknown GPUs. Our agent reports them within a second, and nothing may be allocated twice
         meanwhile: all that it asks, on every GPU. Another agent never reports, and that would leave its node useless: there
         the pod is charged as it is likely to be placed."""
+        # No annotation of ours at all: most likely gpu-manager's node.
         if ledger.node.allocated is None and not ledger.node.is_exact:
             planned = plan_pod(pod, ledger.gpus, ledger.node.topology, self._policy)
             if isinstance(planned, PodPlan):

@@ -1,29 +1,43 @@
-"""Plans all containers of a pod on one node as its agent would place them, with counts in place of device IDs. Pure.
+"""Where a pod fits on one node: exactly, container by container, and in short, for all nodes at once. Pure.
 
-Both use placement/ and its GpuAccount, so they agree. Containers follow one another in the kubelet's order; what an init
-container has is handed on to those after it (measured, docs/explanation/architecture.md): it counts as free for them, and
-its GPUs bind them. admission/decisions/ledger.py does the same on IDs.
+`plan_pod` places all containers of a pod as the node's agent would, with counts in place of device IDs. Both use placement/
+and its GpuAccount, so they agree. Containers follow one another in the kubelet's order; what an init container has is handed
+on to those after it (measured, docs/explanation/architecture.md): it counts as free for them, and its GPUs bind them.
+admission/decisions/ledger.py does the same on IDs.
+
+A cluster has thousands of nodes and the scheduler waits for every answer, so the exact plan is made only where the summary
+(placement/lack.py) cannot: never for a pod of which one container asks for GPUs, which is nearly every pod. `signature_of`,
+`lack_together` and `score` go by the summary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpushare_agent.admission.decisions.plan import effective_request
 from gpushare_agent.extender.values import ClusterPolicy, PlannedContainer, PodPlan
 from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import NOTHING, Request, ResourceNames, request_of
 from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
+from gpushare_agent.placement.lack import Capacity, describe_request
+from gpushare_agent.placement.place import SharePolicy, effective_request
+
+MAX_SCORE = 10
+"""MaxExtenderPriority of kube-scheduler."""
+_TIGHT_WEIGHT = 0.5
+
+Signature = tuple[tuple[ContainerKind, Request], ...]
+"""The containers of a pod that ask for GPUs: pods of one signature fit the same nodes."""
 
 
 def plan_pod(pod: Pod, gpus: Sequence[GpuAccount], topology: Topology, policy: ClusterPolicy) -> PodPlan | Refused:
     """The whole pod's placement, or the refusal of the first container that fits nowhere. `gpus` are in order of index."""
     names, accounts = policy.names, {gpu.index: gpu for gpu in gpus}
     planned = []
+    # In the order in which the kubelet asks for their devices: init containers first.
     for container in pod.containers:
         own = request_of(container, names)
         chosen: tuple[int, ...] = ()
@@ -31,8 +45,11 @@ def plan_pod(pod: Pod, gpus: Sequence[GpuAccount], topology: Topology, policy: C
             placed = _place(pod, container, own, list(accounts.values()), topology, policy)
             if isinstance(placed, Refused):
                 return Refused(reason=placed.reason, detail=f"container {container.name}: {placed.detail}")
+            # By index in our plans, by UUID in placement: an index is what annotations carry.
             chosen = tuple(sorted(index for index, gpu in accounts.items() if gpu.uuid in placed.gpus))
         for index in chosen:
+            # What an init container has becomes reusable; its own request is charged, for the rest comes with the
+            # containers after it.
             accounts[index] = accounts[index].allocate(own, is_reusable=container.kind is ContainerKind.INIT)
         planned.append(
             PlannedContainer(
@@ -53,6 +70,7 @@ def _place(
     policy: ClusterPolicy,
 ) -> Placed | Refused:
     names = policy.names
+    # share_mode: whether the node shares its GPUs is its agent's setting, which no annotation has.
     effective = validate_request(own, names, share_mode=True) or effective_request(pod, container, names)
     if isinstance(effective, Refused):
         return effective
@@ -66,6 +84,7 @@ def charges_anywhere(pod: Pod, indexes: Sequence[int], names: ResourceNames) -> 
     """What a pod whose GPUs are not known may have of each GPU: all that it asks of one GPU, on every one."""
     before = after = GpuAccount(index=0, uuid=GpuUuid(""), memory_mib=0)
     for container in pod.containers:
+        # On one imaginary GPU, as if all were there: more than the pod can have of any.
         after = after.allocate(request_of(container, names), is_reusable=container.kind is ContainerKind.INIT)
     return {} if after is before else dict.fromkeys(indexes, _charge(before, after))
 
@@ -90,3 +109,62 @@ def _charge(before: GpuAccount, after: GpuAccount) -> Charge:
         units=after.used_units - before.used_units,
         wholes=int(after.is_whole and not before.is_whole),
     )
+
+
+# --- by the summary ---
+
+
+def signature_of(pod: Pod, names: ResourceNames) -> Signature:
+    """The pod's requests in the kubelet's order; empty where none asks for something of ours."""
+    asked = ((container.kind, request_of(container, names)) for container in pod.containers)
+    return tuple((kind, request) for kind, request in asked if request != NOTHING)
+
+
+def lack_together(node: Capacity, requests: Signature, names: ResourceNames) -> str:
+    """Why the containers cannot all fit whatever goes where, for they ask for more in sum than is free; empty where they
+    may. Init containers hand on what they have, so only the others are added up."""
+    # An init container that asks for more than all after it is found by the plan.
+    lasting = [request for kind, request in requests if kind is not ContainerKind.INIT]
+    cores = sum(request.cores for request in lasting)
+    # Whole GPUs have their memory whether or not they ask for it: their cores say enough.
+    blocks = sum(request.blocks for request in lasting if not request.whole_gpus)
+    units = sum(request.units for request in lasting)
+    left = [sum(gpu[n] for gpu in node.free) for n in range(3)]
+    if cores <= left[0] and blocks <= left[1] and units <= left[2]:
+        return ""
+    asked = [describe_request(Request(cores=cores, blocks=blocks), names)] if cores or blocks else []
+    asked += [describe_request(Request(units=units), names)] if units else []
+    free = describe_request(Request(cores=left[0], blocks=left[1]), names)
+    return f"the pod's containers ask for {' and '.join(asked)} together, the node has {free} free"
+
+
+def score(node: Capacity, requests: Signature, node_policy: SharePolicy) -> int:
+    """0..10, of a node where the pod fits. The part is the same for every node; what differs is what the node has left.
+
+    binpack: full nodes first, and for a share nodes where a used GPU takes it, so that no free GPU is broken up; for
+    whole GPUs nodes whose free GPUs are exactly used up. spread: the other way round.
+    """
+    # A node without a healthy GPU has no capacity, and no pod fits it.
+    capacity = CORES_PER_GPU * len(node.free) or 1
+    # Cores and memory weigh alike: either may be the one that runs out.
+    fullness = (node.used_cores / capacity + node.used_memory_mib / (node.memory_mib or 1)) / 2
+    # Emptiest first needs no second measure: an empty node has free GPUs to spare.
+    if node_policy == "spread":
+        return round(MAX_SCORE * (1 - fullness))
+    tight = 0.0
+    for _, request in requests:
+        tight += _tightness(node, request)
+    return round(MAX_SCORE * ((1 - _TIGHT_WEIGHT) * fullness + _TIGHT_WEIGHT * tight / len(requests)))
+
+
+def _tightness(node: Capacity, request: Request) -> float:
+    """1 where nothing is broken up by it, 0 where it takes a part of a node's only free GPUs."""
+    # Best where exactly so many are free: more would be broken into.
+    if count := request.whole_gpus:
+        return count / max(count, len(node.whole_blocks))
+    least, asked, asked_blocks, asked_units = CORES_PER_GPU, request.cores, request.blocks, request.units
+    for cores, blocks, units in node.free:
+        if asked <= cores < least and blocks >= asked_blocks and units >= asked_units:
+            least = cores
+    # Halved, so that a GPU in use, however full, is always better than a free one.
+    return 1 - (least - asked) / (2 * CORES_PER_GPU) if least < CORES_PER_GPU else 0.0

@@ -1,8 +1,8 @@
-"""What a namespace may use of the cluster's GPUs: reads the quota, and refuses a pod that exceeds it. Pure.
+"""What a namespace may use of the cluster's GPUs: how it is read, counted and enforced. Pure.
 
 Source of the format: gpu-admission 1.0 (docs/reference/formats.md, section 9), which also decides what an absent namespace,
-model or pool means; docs/reference/quota.md has the table. Ours are the totals `vcore` and `vmemory`, and parts of GPUs.
-GPUs are counted in 1/100, as vcore is.
+model or pool means; docs/reference/quota.md has the table and the reasons. Ours are the totals `vcore` and `vmemory`, and
+parts of GPUs. GPUs are counted in 1/100, as vcore is. quota_state.py has the sums.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, field
 
-from gpushare_agent.extender.decisions.quota_use import QuotaUse
 from gpushare_agent.model.errors import Corrupt, RefusalReason, Refused
 from gpushare_agent.model.names import CORES_PER_GPU
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.resources import ResourceNames, request_of
+from gpushare_agent.placement.gpu_account import blocks_of_units
 
 QUOTA_KEY = "gpu_quota"
 """The one key of the ConfigMap that is read, as in gpu-admission."""
@@ -23,7 +25,7 @@ MAX_QUOTA_CHARS = 1024 * 1024
 """Kubernetes keeps no larger ConfigMap."""
 MAX_NAMESPACES = 20_000
 MAX_NAMES = 256
-"""Of models, and of pools, in one namespace's quota."""
+"""The most models, and the most pools, in one namespace's quota."""
 MAX_NAME_CHARS = 253
 MAX_GPUS = 1_000_000
 MAX_TOTAL = 10**12
@@ -31,7 +33,58 @@ _SHOWN_NAMES = 8
 _SHOWN_CHARS = 80
 _PARTS = re.compile(r"([0-9]{1,7})\.([0-9]{1,2})")
 _FIELDS = ("pool", "quota", "vcore", "vmemory")
-_CURE = "Wait until pods of the namespace end, ask for less, or have its quota raised."
+_REMEDY = "Wait until pods of the namespace end, ask for less, or have its quota raised."
+
+
+class QuotaUse(Struct, frozen=True):
+    """What a pod takes of its namespace's quota, or all its pods together: 1/100 GPUs, vcore, blocks of memory."""
+
+    gpus: int = 0
+    vcore: int = 0
+    vmemory: int = 0
+
+    def plus(self, other: QuotaUse) -> QuotaUse:
+        return QuotaUse(self.gpus + other.gpus, self.vcore + other.vcore, self.vmemory + other.vmemory)
+
+    def at_least(self, other: QuotaUse) -> QuotaUse:
+        """The greater of each."""
+        return QuotaUse(max(self.gpus, other.gpus), max(self.vcore, other.vcore), max(self.vmemory, other.vmemory))
+
+
+def use_of(pod: Pod, names: ResourceNames, *, gpu_memory_mib: int) -> QuotaUse:
+    """What a pod counts on a node whose GPUs have so much memory.
+
+    As Kubernetes counts a pod's requests: main containers and sidecars together, or an init container with the sidecars
+    started before it where that is more. Whole GPUs count with all their memory, for no other pod can use it; GPUShare's
+    memory as that part of a GPU, rounded up.
+    """
+    peak = sidecars = mains = QuotaUse()
+    for container in pod.containers:
+        use = _use_of_container(container, names, gpu_memory_mib)
+        match container.kind:
+            case ContainerKind.INIT:
+                # It runs with the sidecars before it and ends before the next: the highest moment counts.
+                peak = peak.at_least(sidecars.plus(use))
+            case ContainerKind.SIDECAR:
+                sidecars = sidecars.plus(use)
+                peak = peak.at_least(sidecars)
+            case ContainerKind.MAIN:
+                mains = mains.plus(use)
+    return peak.at_least(sidecars.plus(mains))
+
+
+def _use_of_container(container: ContainerSpec, names: ResourceNames, gpu_memory_mib: int) -> QuotaUse:
+    asked = request_of(container, names)
+    cores, blocks, units = asked.cores, asked.blocks, asked.units
+    # Nobody else can use the rest of a whole GPU's memory, so all of it counts.
+    if cores >= CORES_PER_GPU:
+        whole = cores // CORES_PER_GPU * (gpu_memory_mib // names.memory_block_mib)
+        blocks = max(blocks, whole)
+    # Up, so that many small pods cannot get more GPUs than the quota has.
+    part = -(-units * names.gpu_mem_unit_mib * CORES_PER_GPU // max(1, gpu_memory_mib))
+    return QuotaUse(
+        cores + part, cores, blocks + blocks_of_units(units, names.memory_block_mib, names.gpu_mem_unit_mib)
+    )
 
 
 class NamespaceQuota(Struct, frozen=True, kw_only=True):
@@ -45,7 +98,7 @@ class NamespaceQuota(Struct, frozen=True, kw_only=True):
 
 
 class Quota(Struct, frozen=True, kw_only=True):
-    """By namespace. One that is not named may use everything."""
+    """The quotas by namespace. A namespace that is not named may use everything."""
 
     namespaces: Mapping[str, NamespaceQuota] = field(default_factory=dict)
 
@@ -65,6 +118,7 @@ def check_quota(
             detail=f"the quota of namespace {namespace} allows nodes of the pools {_listed(limits.pools)}, and this node is "
             f"in {where}. Have the pool added to the quota, or use nodes of a pool that it names.",
         )
+    # As gpu-admission: a model that is not named is not allowed, not unlimited.
     if limits.gpus is not None and model not in limits.gpus:
         return _exceeded(_no_such_model(namespace, limits.gpus, model))
     allowed = limits.gpus[model] if limits.gpus is not None else None
@@ -85,11 +139,12 @@ def _no_such_model(namespace: str, gpus: Mapping[str, int], model: str) -> str:
 
 
 def _over(namespace: str, what: str, allowed: int | None, asked: int, used: int, parts: int) -> Refused | None:
+    # A pod that asks for none of it is not refused for a total that others have exceeded.
     if allowed is None or not asked or used + asked <= allowed:
         return None
     return _exceeded(
         f"the pod asks for {_number(asked, parts)} {what}; namespace {namespace} has used {_number(used, parts)} of its "
-        f"quota of {_number(allowed, parts)}, so {_number(max(0, allowed - used), parts)} are left. {_CURE}"
+        f"quota of {_number(allowed, parts)}, so {_number(max(0, allowed - used), parts)} are left. {_REMEDY}"
     )
 
 
@@ -131,6 +186,7 @@ def parse_quota(data: Mapping[str, str]) -> Quota:
     if len(text) > MAX_QUOTA_CHARS:
         raise Corrupt(f"quota, key {QUOTA_KEY}: {len(text)} characters, at most {MAX_QUOTA_CHARS} are read")
     try:
+        # By hand, not by a schema: twins, exact decimals and the place of each mistake are what matters here.
         raw = json.loads(text, parse_float=_Written, parse_constant=_Written, object_pairs_hook=_without_twins)
     except RecursionError as error:
         raise Corrupt(f"quota, key {QUOTA_KEY}: too deeply nested") from error
@@ -153,6 +209,7 @@ def _namespace(name: str, raw: object) -> NamespaceQuota:
         raise Corrupt(f"{where}: the field {_shown(unknown[0])} is not known; the fields are {', '.join(_FIELDS)}")
     vcore, vmemory = _total(raw, "vcore", where), _total(raw, "vmemory", where)
     gpus = _gpus(raw["quota"], where) if "quota" in raw else None
+    # Only then: a quota with totals alone is ours, for gpu-admission has no such fields.
     if gpus is None and vcore is None and vmemory is None:
         gpus = {}  # gpu-admission allows no GPU where no model is named
     return NamespaceQuota(pools=_pools(raw, where), gpus=gpus, vcore=vcore, vmemory=vmemory)
@@ -188,7 +245,9 @@ def _gpus(raw: object, where: str) -> dict[str, int]:
 def _hundredths(number: object) -> int | None:
     if isinstance(number, _Written):
         match = _PARTS.fullmatch(number.text)
+        # `0.5` is 50 hundredths: the missing digit is a zero at the end.
         return int(match[1]) * CORES_PER_GPU + int(f"{match[2]:0<2}") if match else None
+    # In Python True is a number; in JSON it is a mistake.
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         return None
     return number * CORES_PER_GPU
@@ -212,6 +271,7 @@ def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """JSON readers take the last of two values silently: one of the two is a mistake."""
     found: dict[str, object] = {}
     for name, value in pairs:
+        # Two quotas of one namespace: which of them was meant is not ours to guess.
         if name in found:
             raise ValueError(f"{_shown(name)} is given twice")
         found[name] = value

@@ -16,9 +16,9 @@ from aiohttp import web
 from msgspec import Struct, to_builtins
 
 from gpushare_agent import __version__
+from gpushare_agent.kit.http_answers import BadQueryError, Word, accepts_html, read_query, shown
 from gpushare_agent.kit.http_server import Handler
 from gpushare_agent.kit.logs import LOG_LEVELS, log_level, set_log_level
-from gpushare_agent.observability.http.answers import BadQueryError, Word, accepts_html, read_query, shown
 from gpushare_agent.observability.http.debug_guard import Guard
 from gpushare_agent.observability.http.debug_pages import (
     DebugSources,

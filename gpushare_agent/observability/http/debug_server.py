@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
+from gpushare_agent.kit.http_answers import SECURITY_HEADERS
 from gpushare_agent.kit.supervision import ReportOnce
 from gpushare_agent.kit.tcp_listeners import listen_tcp
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.observability.http.answers import SECURITY_HEADERS
 from gpushare_agent.observability.http.debug_guard import Guard, check_debug_settings
 from gpushare_agent.observability.http.debug_pages import DebugSources
 from gpushare_agent.settings.observation import DebugSettings

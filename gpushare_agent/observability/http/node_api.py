@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct, field, to_builtins
 
-from gpushare_agent.model.decision_records import DecisionRecord
-from gpushare_agent.observability.http.answers import (
+from gpushare_agent.kit.http_answers import (
     BadQueryError,
     JsonBody,
     Number,
@@ -24,13 +23,14 @@ from gpushare_agent.observability.http.answers import (
     join_in_slices,
     read_query,
 )
+from gpushare_agent.model.decision_records import DecisionRecord
 from gpushare_agent.observability.node_snapshot import NodeDocument, NodeSnapshot, node_document
 from gpushare_agent.observability.usage_history import UsageHistory
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from gpushare_agent.observability.http.answers import Handler, Route
+    from gpushare_agent.kit.http_answers import Handler, Route
 
 MOST_DECISIONS = 500
 DECISIONS_UNLESS_ASKED = 50

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from gpushare_agent.observability.http.answers import GZIP_FROM_BYTES, accepts_gzip
+from gpushare_agent.kit.http_answers import GZIP_FROM_BYTES, accepts_gzip
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from gpushare_agent.observability.http.answers import Handler, Route
+    from gpushare_agent.kit.http_answers import Handler, Route
 
 PACKAGE = "gpushare_agent.observability"
 DIRECTORY = "dashboard"

@@ -20,9 +20,7 @@ import structlog
 from msgspec import Struct, field
 
 from gpushare_agent import __version__
-from gpushare_agent.kit.tcp_listeners import close_all, listen_tcp
-from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.observability.http.answers import (
+from gpushare_agent.kit.http_answers import (
     SECURITY_HEADERS,
     RequestQueue,
     accepts_gzip,
@@ -30,14 +28,16 @@ from gpushare_agent.observability.http.answers import (
     at_once,
     packed,
 )
+from gpushare_agent.kit.tcp_listeners import close_all, listen_tcp
+from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.observability.http.page import PREFIX, WebPage
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from gpushare_agent.kit.http_answers import Handler, Route
     from gpushare_agent.kit.http_server import HttpLimits
-    from gpushare_agent.observability.http.answers import Handler, Route
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gpushare_agent.cluster.kube.quantities import whole_number
+from gpushare_agent.cluster.kube.objects import whole_number
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import MIB, GpuUuid
 from gpushare_agent.sandbox.kubelet.container_config import VDEVICE_VARIABLE, container_of

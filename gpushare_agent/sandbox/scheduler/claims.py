@@ -17,8 +17,7 @@ from functools import partial
 from msgspec import Struct, ValidationError, convert, field, to_builtins
 
 from gpushare_agent.cluster.kube.claims import DeviceResult
-from gpushare_agent.cluster.kube.objects import Quantity
-from gpushare_agent.cluster.kube.quantities import whole_number
+from gpushare_agent.cluster.kube.objects import Quantity, whole_number
 from gpushare_agent.dra.decisions.claim import MAX_RESULTS, MAX_USERS, POD_CLAIM_ANNOTATION
 from gpushare_agent.model.errors import Corrupt, Rejected
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer

@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from gpushare_agent.cluster.kube.quantities import whole_number
+from gpushare_agent.cluster.kube.objects import whole_number
 from gpushare_agent.model.errors import Corrupt, Rejected
 
 MAX_EXPRESSION_CHARS = 10 * 1024

@@ -1,7 +1,10 @@
-"""Reads a Node of the API server: its GPUs, how they are linked, and what is allocated of them to which pod.
+"""Reads Nodes and Pods of the API server as the extender has them: a node's GPUs and links, a pod's requests and node.
 
-Everything is checked and bounded; nothing raises. Where the annotations cannot be read, the node's resource counts are used
-instead, and `problem` names the reason. Formats: docs/reference/node-facts.md, Kubernetes core/v1 Node.
+Of a node also what is allocated to which pod. Everything is checked and bounded; `read_node` never raises: where the
+annotations cannot be read, the node's resource counts are used instead, and `problem` names the reason. There are fifty
+thousand pods, so containers that ask for nothing of ours are left out (the others keep their positions), and so are all
+fields that a tenant can write besides the requests; equal containers are one object. No state but caches of values.
+Formats: docs/reference/node-facts.md, Kubernetes core/v1 Node and Pod.
 """
 
 from __future__ import annotations
@@ -9,12 +12,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
-from gpushare_agent.cluster.kube.objects import NodeStatus, Quantity, read_node_json
-from gpushare_agent.cluster.kube.quantities import whole_number
+from gpushare_agent.cluster.kube.objects import NodeStatus, Quantity, read_node_json, whole_number
+from gpushare_agent.cluster.kube.pods import PodJson, parse_pod
 from gpushare_agent.cluster.node_annotations import (
     ALLOCATIONS_ANNOTATION,
     GPUS_ANNOTATION,
@@ -25,17 +29,25 @@ from gpushare_agent.cluster.node_annotations import (
 from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import GpuReport
-from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.names import (
+    PREDICATE_GPU_INDEX_PREFIX,
+    PREDICATE_NODE_ANNOTATION,
+    GpuUuid,
+)
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement.topology_text import link_of_word
 from gpushare_agent.placement.topology_tree import build_topology
 
 MAX_GPUS = 64
-"""Of a node, and highest index plus one: the tree over their links takes the cube of it in steps."""
+"""The most GPUs of a node, and the highest index plus one: the tree over their links takes the cube of it in steps."""
 _MAX_LABEL_CHARS = 63
-_TOPOLOGIES_KEPT = 256
+_MAX_TOPOLOGIES = 256
 """Nodes of one build are alike: a cluster has few."""
+_MAX_ALIKE = 16384
+_MAX_ANNOTATION_CHARS = 256
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class NodeReading(Struct, frozen=True, kw_only=True):
@@ -50,9 +62,12 @@ def read_node(raw: Raw, names: ResourceNames, *, model_label: str, pool_label: s
     """`names` must be those of the node's agent. `model_label` and `pool_label` name the node's labels."""
     read = read_node_json(raw)
     name = read.meta.name
+    # The schema reads what is no node as empty.
     if not name:
         return NodeReading(node=None, problem="a node without a name is left out")
     counts = _counts(read.status, names)
+    # The device plugin's resources say that an agent serves this node; annotations of a removed agent may be left
+    # behind.
     offered = [counts[resource] for resource in (names.vcore, names.gpu_mem) if resource in counts]
     if not offered:
         return NodeReading(node=None)
@@ -80,10 +95,11 @@ def read_node(raw: Raw, names: ResourceNames, *, model_label: str, pool_label: s
                     )
             node = ClusterNode(name=name, gpus=gpus, topology=topology, model=model, pool=pool, allocated=allocated)
             return NodeReading(node=node, problem=problem)
+    # gpu-manager's nodes have no annotation, nor has a node whose agent may not write it: the counts are all there is.
     return NodeReading(node=_even_node(name, counts, names, model, pool), problem=problem)
 
 
-# --- the GPUs ---
+# --- a node's GPUs ---
 
 
 def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[tuple[GpuReport, ...], Topology]:
@@ -92,8 +108,10 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
     gpus = sorted(reported.gpus, key=lambda gpu: gpu.index)
     if not gpus:
         raise Corrupt("it lists no GPUs")
+    # Checked before the matrix of links is made, which has the square of it.
     if gpus[-1].index >= MAX_GPUS:
         raise Corrupt(f"it has a GPU {gpus[-1].index}; only indexes below {MAX_GPUS} are supported")
+    # With other blocks the same number would be another amount of memory: plans would not fit.
     if reported.memory_block_mib not in (None, names.memory_block_mib):
         raise Corrupt(
             f"its memory blocks are of {reported.memory_block_mib} MiB, here they are of {names.memory_block_mib}: make the "
@@ -106,7 +124,9 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
         replace(  # without what the topology has
             gpu,
             uuid=uuid,
+            # Allocatable 0: the device plugin is not registered now, whatever the annotation says of the GPUs.
             is_healthy=is_offered and gpu.is_healthy and not gpu.cordoned,
+            # A cluster has a few models and tens of thousands of GPUs.
             name=sys.intern(gpu.name),
             numa=None,
             links=(),
@@ -117,7 +137,7 @@ def _reported(text: object, names: ResourceNames, *, is_offered: bool) -> tuple[
 
 
 def _substitute_uuid(index: int) -> GpuUuid:
-    """For a GPU without a UUID: placement distinguishes GPUs by it."""
+    """A UUID for a GPU without one: placement distinguishes GPUs by it."""
     return GpuUuid(sys.intern(f"card-{index}"))
 
 
@@ -125,6 +145,7 @@ def _topology_of(gpus: Iterable[GpuReport]) -> Topology:
     """`links` of a GPU follow the order of the list, the matrix the indexes. A GPU without links is far from all."""
     in_order = tuple(gpus)
     size = len(in_order)
+    # A shorter list would attribute links to the wrong GPUs.
     if any(len(gpu.links) not in (0, size) for gpu in in_order):
         raise Corrupt("the `links` of a GPU are not one text for each GPU")
     return _topology(
@@ -134,10 +155,11 @@ def _topology_of(gpus: Iterable[GpuReport]) -> Topology:
     )
 
 
-@lru_cache(maxsize=_TOPOLOGIES_KEPT)
+@lru_cache(maxsize=_MAX_TOPOLOGIES)
 def _topology(indexes: tuple[int, ...], texts: tuple[tuple[str, ...], ...], numa: tuple[int | None, ...]) -> Topology:
     """One object for all nodes of one build."""
     size = max(indexes, default=-1) + 1
+    # Far from all until the annotation says otherwise: an index may be missing where a GPU is gone.
     kinds = ((LinkKind.SELF if a == b else LinkKind.SYS for b in range(size)) for a in range(size))
     matrix = [[Link(kind=kind) for kind in row] for row in kinds]
     nodes: list[int | None] = [None] * size
@@ -150,6 +172,8 @@ def _topology(indexes: tuple[int, ...], texts: tuple[tuple[str, ...], ...], numa
             matrix[a][b] = link
     for a in range(size):
         for b in range(a):
+            # Links have no direction: where the two differ one of them is wrong, and the tree would depend on which is
+            # read first.
             if matrix[a][b] != matrix[b][a]:
                 raise Corrupt(f"the links of GPUs {b} and {a} to each other differ")
     return build_topology(matrix, nodes)
@@ -157,6 +181,7 @@ def _topology(indexes: tuple[int, ...], texts: tuple[tuple[str, ...], ...], numa
 
 def _even_node(name: str, counts: Mapping[str, int], names: ResourceNames, model: str, pool: str) -> ClusterNode | None:
     number, memory_mib = even_gpus(counts, names)
+    # Capacity is what anybody who may patch the node's status says.
     number = min(number, MAX_GPUS)
     if not number:
         return None
@@ -166,12 +191,13 @@ def _even_node(name: str, counts: Mapping[str, int], names: ResourceNames, model
     return ClusterNode(name=name, gpus=gpus, topology=topology, model=model, pool=pool, is_exact=False)
 
 
-# --- the rest of the object ---
+# --- the rest of a node ---
 
 
 def _counts(status: NodeStatus, names: ResourceNames) -> dict[str, int]:
     """Allocatable of each resource that the node has: without the devices of unhealthy GPUs."""
     capacity, allocatable = status.capacity or {}, status.allocatable or {}
+    # Allocatable leaves out unhealthy devices. A node that has just registered may have capacity alone.
     reported = {name: allocatable.get(name, capacity.get(name)) for name in names.names}
     return {name: _count(quantity) for name, quantity in reported.items() if quantity is not None}
 
@@ -186,4 +212,55 @@ def _count(quantity: Quantity) -> int:
 def _label(labels: Mapping[str, str], name: str) -> str:
     """Empty where the node has no such label, or one that Kubernetes would not take."""
     value = labels.get(name, "")
+    # Longer ones are not Kubernetes' labels; interned, for nodes share a few values.
     return sys.intern(value) if len(value) <= _MAX_LABEL_CHARS else ""
+
+
+# --- pods ---
+
+
+def asks_for_ours(pod: PodJson, names: ResourceNames) -> bool:
+    """A quick check: most of a cluster's pods ask for nothing of ours."""
+    containers = (*(pod.spec.containers or ()), *(pod.spec.init_containers or ()))
+    # Limits: extended resources cannot be overcommitted, so Kubernetes makes requests equal to them.
+    return any(not one.limits.keys().isdisjoint(names.names) for one in containers)
+
+
+def lean_pod(read: PodJson, names: ResourceNames) -> Pod:
+    """Raises Corrupt as parse_pod does."""
+    pod = parse_pod(read, resources=names.names)
+    return Pod(
+        uid=pod.uid,
+        namespace=pod.namespace,
+        name=pod.name,
+        phase=pod.phase,
+        containers=tuple(
+            _container(c.name, c.kind, c.position, tuple(sorted(c.requests.items())))
+            for c in pod.containers
+            if any(c.requests.values())
+        ),
+        resource_version=pod.resource_version,
+        node_name=pod.node_name,
+        is_deleting=pod.is_deleting,
+        # Not stored: nothing is decided by them, and fifty thousand pods' annotations are most of their memory.
+        annotations=_NOTHING,
+        labels=_NOTHING,
+        container_ids=_NOTHING,
+    )
+
+
+def predicate_annotations(pod: PodJson) -> dict[str, str]:
+    """The pod's annotations with an extender's choice: of the node, and of GPUs by container. Only to be compared: any
+    tenant can write them."""
+    return {
+        name: value[:_MAX_ANNOTATION_CHARS]
+        for name, value in pod.meta.annotations.items()
+        if name == PREDICATE_NODE_ANNOTATION or name.startswith(PREDICATE_GPU_INDEX_PREFIX)
+    }
+
+
+@lru_cache(maxsize=_MAX_ALIKE)
+def _container(name: str, kind: ContainerKind, position: int, requests: tuple[tuple[str, int], ...]) -> ContainerSpec:
+    return ContainerSpec(
+        name=name, kind=kind, position=position, requests=MappingProxyType(dict(requests)), env=_NOTHING
+    )

@@ -18,8 +18,8 @@ from gpushare_agent.cluster.node_annotations import (
     allocations_by_pod,
 )
 from gpushare_agent.cluster.node_facts import gpus_annotation
-from gpushare_agent.extender.decisions.node_ledger import NodeLedger
-from gpushare_agent.extender.nodes import MAX_GPUS, NodeReading, read_node
+from gpushare_agent.extender.decisions.ledger import NodeLedger
+from gpushare_agent.extender.objects import MAX_GPUS, NodeReading, read_node
 from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Refused
