@@ -39,6 +39,7 @@ from gpushare_agent.extender.pods import lean_pod
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import Topology
 from gpushare_agent.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
@@ -47,7 +48,6 @@ from gpushare_agent.model.names import (
     PodUid,
 )
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import Settings

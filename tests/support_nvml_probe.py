@@ -24,9 +24,9 @@ from structlog.testing import LogCapture
 from gpushare_agent.gpus.nvml.driver import NvmlDriver
 from gpushare_agent.kit import daemon_thread
 from gpushare_agent.model.errors import Rejected, Unavailable
-from gpushare_agent.model.memory_limits import MemoryLimit
+from gpushare_agent.model.isolation import MemoryLimit
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.placement.topology_tree import render_tree
+from gpushare_agent.placement.topology import render_tree
 
 
 async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:

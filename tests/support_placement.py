@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.decide import Decision, check, plan
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, offer_accounts
-from gpushare_agent.admission.decisions.plan import Decision, check, plan
 from gpushare_agent.admission.device_tables import unit_ids
 from gpushare_agent.model.allocations import NO_CHARGE, Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import GpuInventory, Health
+from gpushare_agent.model.gpus import GpuInventory, Health, Link, LinkKind
 from gpushare_agent.model.names import (
     CORES_PER_GPU,
     DeviceId,
@@ -23,10 +23,9 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import KINDS, ResourceKind, ResourceNames, terms_of
-from gpushare_agent.model.topology import Link, LinkKind
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology
 from tests.support_core import NAMES, container, inventory, mig_instance, pod
 
 

@@ -20,14 +20,13 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.admission.decisions.decide import decide, edits_for_ids
+from gpushare_agent.admission.decisions.decide import Decision, check, decide, edits_for_ids
 from gpushare_agent.admission.decisions.identity import Call, Target
 from gpushare_agent.admission.decisions.ledger import Offer, Policy
-from gpushare_agent.admission.decisions.plan import Decision, check
 from gpushare_agent.admission.decisions.recovery import adopt
 from gpushare_agent.admission.identification import Identification, InsideLister
 from gpushare_agent.admission.outcomes import OutcomeReporter
-from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
+from gpushare_agent.kubelet.records import KubeletCheckpoint
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory

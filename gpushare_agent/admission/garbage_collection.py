@@ -8,27 +8,38 @@ the pods whose allocations changed since the present one began, and the pods tha
 The kubelet is asked by Get where it has it (1.34 and later); else by List, through the gate, between admissions. A List of
 anyone can give a device ID of another plugin away twice, a Get cannot. The records of a pod that has started change no
 more until it ends or the kubelet restarts, so one that agreed with them is asked about again rarely.
+
+A force-deleted pod's devices are allocated anew by the kubelet while its processes still run (measured): `PodProcesses` says
+whether they do. The pod's cgroup directory has its UID in its name whatever the driver, version, QoS class or nesting, and
+exists until the kubelet has cleaned up; what counts is whether a process is in it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from pathlib import Path
 from typing import NoReturn, Protocol
 
 import structlog
 from msgspec import Struct, field
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.garbage import CorrectionKind, Evidence, Reconciliation, reconcile
-from gpushare_agent.admission.decisions.recovery import Records, rebuild
-from gpushare_agent.admission.pod_processes import PodProcesses
+from gpushare_agent.admission.decisions.recovery import (
+    CorrectionKind,
+    Evidence,
+    Reconciliation,
+    Records,
+    rebuild,
+    reconcile,
+)
+from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import Reconciler, ReportOnce, start_tasks, wait_for
-from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
-from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
+from gpushare_agent.kubelet.records import CheckpointEntry, KubeletCheckpoint, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavailable
 from gpushare_agent.model.gpus import GpuInventory
@@ -36,6 +47,8 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.node import Pods
+from gpushare_agent.runtime.cgroup_paths import pod_uid_of
+from gpushare_agent.runtime.cgroups import CgroupWalk
 
 log = structlog.get_logger(__name__)
 
@@ -333,3 +346,44 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         except AgentError as e:
             log.debug("kubelet_checkpoint_unreadable", error=str(e))
             return ()
+
+
+READ_TIMEOUT_S = 2.0
+
+
+class PodProcesses:
+    """`root` is where the cgroup hierarchies are mounted."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._thread = DaemonThread("pod-cgroups", advice="Check the file system; it is read again.")
+
+    async def are_running(self, uid: PodUid) -> bool | None:
+        """True while a process is in one of the pod's cgroups, None where this host does not show it.
+
+        Raises:
+            Unavailable: the file system does not answer now; try again.
+        """
+        what = f"reading the processes of pod {uid} below {self._root}"
+        return await self._thread.call(partial(_are_running, self._root, uid), what, READ_TIMEOUT_S)
+
+
+def _are_running(root: Path, uid: str) -> bool | None:
+    if pod_uid_of(f"pod{uid}") != uid or not root.is_dir():
+        return None
+    walk = CgroupWalk(root)
+    if any(place.pod_uid == uid and _has_process(place.path) for place in walk.places()):
+        return True
+    return False if walk.is_complete else None
+
+
+def _has_process(path: str) -> bool:
+    for directory, _, files in os.walk(path):
+        if "cgroup.procs" in files:
+            try:
+                with Path(directory, "cgroup.procs").open("rb") as procs:
+                    if procs.read(1):
+                        return True
+            except OSError:
+                continue
+    return False

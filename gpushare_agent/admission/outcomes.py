@@ -2,24 +2,23 @@
 the ledger (cluster/pod_annotations.py).
 
 The observer of admission/admission.py. Never blocks, decides nothing. State owned: the last decisions (`DecisionLog`), which
-dra/outcomes.py writes too; readers copy.
+dra/claims.py writes too; readers copy.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.decide import in_short, with_gpus
+from gpushare_agent.admission.decisions.decide import Decision
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.cluster.events import MAX_MESSAGE_CHARS, PodEvents
 from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.decision_records import DecisionRecord, Outcome
+from gpushare_agent.model.decision_records import Candidate, DecisionRecord, Outcome
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
@@ -89,6 +88,36 @@ def _with_verdicts(refused: Refused, decision: Decision) -> Refused:
     left = MAX_MESSAGE_CHARS - len(refused.detail) - len(_GPU_BY_GPU) - 8
     verdicts = in_short(decision.candidates, left) if left > 0 else ""
     return replace(refused, detail=f"{refused.detail}{_GPU_BY_GPU}{verdicts}.") if verdicts else refused
+
+
+def with_gpus(decision: Decision, gpus: Collection[GpuUuid]) -> Decision:
+    """The same where the container got other GPUs than planned, which the kubelet's IDs then name, or none after all."""
+    if {c.uuid for c in decision.candidates if c.is_chosen} == set(gpus):
+        return decision
+    candidates = tuple(
+        replace(
+            candidate,
+            is_chosen=candidate.uuid in gpus,
+            verdict="chosen: the kubelet allocated its IDs"
+            if candidate.uuid in gpus
+            else ("planned, but the kubelet allocated other IDs" if gpus else "it was planned here")
+            if candidate.is_chosen
+            else candidate.verdict,
+        )
+        for candidate in decision.candidates
+    )
+    return replace(decision, candidates=candidates)
+
+
+def in_short(candidates: Sequence[Candidate], most_chars: int) -> str:
+    """`GPU 0: 20 cores short; GPU 1: …`, for an Event. Empty where not one GPU fits into `most_chars`."""
+    text = ""
+    for candidate in candidates:
+        more = f"{'; ' if text else ''}GPU {candidate.label}: {candidate.verdict}"
+        if len(text) + len(more) > most_chars:
+            return f"{text}; …" if text else ""
+        text += more
+    return text
 
 
 class DecisionLog:

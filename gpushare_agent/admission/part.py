@@ -16,12 +16,10 @@ from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.decisions.resize import ResizePolicy
 from gpushare_agent.admission.device_tables import DeviceTables
-from gpushare_agent.admission.garbage_collection import GarbageCollection
+from gpushare_agent.admission.garbage_collection import GarbageCollection, PodProcesses
 from gpushare_agent.admission.identification import Identification, Timeouts
 from gpushare_agent.admission.outcomes import DecisionLog, OutcomeReporter
-from gpushare_agent.admission.pod_processes import PodProcesses
-from gpushare_agent.admission.resize_file import ResizeFile
-from gpushare_agent.admission.resizing import ResizeReporter, ResizeReports, ShareResizing
+from gpushare_agent.admission.resizing import ResizeFile, ResizeReporter, ResizeReports, ShareResizing
 from gpushare_agent.cluster.part import ClusterPart
 from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.isolation.device_lists import CONTROL_NODES, NodeDevices
@@ -29,7 +27,6 @@ from gpushare_agent.isolation.device_nodes import ControlNodes, read_extra_devic
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.kit.supervision import Tasks, wait_for
-from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
 from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_plugin import DevicePlugin
 from gpushare_agent.kubelet.facts import KubeletFacts
@@ -44,9 +41,9 @@ from gpushare_agent.kubelet.handover import (
     ask_for_handover,
     instance_socket_name,
 )
-from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
 from gpushare_agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
-from gpushare_agent.kubelet.registration import Registrar, register
+from gpushare_agent.kubelet.records import KubeletCheckpoint
+from gpushare_agent.kubelet.registration import PluginEndpoint, Registrar, register
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.pods import Pod

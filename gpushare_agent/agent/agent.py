@@ -32,9 +32,8 @@ from gpushare_agent.kit.grpc_codec import bound_closed_streams, omit_data_texts
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.process import raise_open_files_limit, sd_notify
 from gpushare_agent.kit.supervision import forever, start_tasks
-from gpushare_agent.model.errors import AgentError
+from gpushare_agent.model.errors import AgentError, NodeEventReason
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.node_events import NodeEventReason
 from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.settings import Settings, SettingsError
 

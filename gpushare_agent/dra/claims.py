@@ -2,7 +2,8 @@
 
 An error costs the pod 60 to 90 s, for the kubelet tries again only then: what will come soon is waited for inside the call,
 `wait_s` at most. The record is written last and before the answer, so whatever is recorded is whole, and a call that is
-repeated for it changes nothing. Ending works from the record alone: the claim may be gone from the API server.
+repeated for it changes nothing. Ending works from the record alone: the claim may be gone from the API server. Each outcome
+is counted and recorded (`ClaimOutcomes`); the pod's Event is the kubelet's own.
 
 State owned: `_prepared` by UID, the last refusal of others that the kubelet has not unprepared yet, and its part of the
 allocation cache.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -26,19 +27,20 @@ from msgspec.structs import replace
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.ledger import Ledger, Policy, gpu_accounts
+from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult, conflict, prepare_claim
-from gpushare_agent.dra.outcomes import ClaimOutcomes
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import Allocation, ClaimRef, ClaimShare, ContainerKey
+from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid, device_id
+from gpushare_agent.model.names import MIB, DeviceId, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceKind, ResourceNames
-from gpushare_agent.node import Pods
+from gpushare_agent.node import Metrics, Pods
 from gpushare_agent.placement.lack import describe_request
 
 FIRST_UNIT = 100_000
@@ -339,3 +341,67 @@ def _not_ready(why: str) -> Refused:
 
 def _invalid(why: str) -> Refused:
     return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{why}.")
+
+
+class ClaimOutcomes(Struct, kw_only=True, eq=False):
+    """`pods` are those of the node; the one that uses the claim is named in the record."""
+
+    metrics: Metrics
+    decisions: DecisionLog
+    inventory: Callable[[], GpuInventory]
+    pods: Callable[[], Iterable[Pod]]
+
+    def prepared(self, claim: PreparedClaim) -> None:
+        self.metrics.admission(CLAIMS_RESOURCE, "allocated", "")
+        by_uuid = self.inventory().by_uuid()
+        gpus = sorted({gpu.index for one in claim.results if (gpu := by_uuid.get(GpuUuid(one.gpu))) is not None})
+        asked = Asked(
+            cores=sum(one.cores for one in claim.results),
+            memory_bytes=sum(one.memory_mib for one in claim.results) * MIB,
+        )
+        why = f"the scheduler chose {', '.join(one.device for one in claim.results)} for claim {claim.ref.name}"
+        self._record(claim.ref, claim.pod, gpus=tuple(gpus), asked=asked, why=why)
+
+    def refused(self, ref: ClaimRef, refused: Refused) -> None:
+        self.metrics.admission(CLAIMS_RESOURCE, "refused", refused.reason.value)
+        self._record(ref, "", reason=refused.reason.value, why=refused.detail)
+
+    def _record(
+        self,
+        ref: ClaimRef,
+        pod_name: str,
+        *,
+        why: str,
+        reason: str = "",
+        gpus: tuple[int, ...] = (),
+        asked: Asked | None = None,
+    ) -> None:
+        pod, shown_as = next(
+            (
+                (pod, name)
+                for pod in self.pods()
+                if pod.namespace == ref.namespace
+                for name, claim in pod.claims.items()
+                if claim == ref.name
+            ),
+            (None, ref.name),
+        )
+        self.decisions.add(
+            DecisionRecord(
+                number=0,
+                at=time.time(),
+                namespace=ref.namespace,
+                pod=pod.name if pod is not None else pod_name,
+                pod_uid=pod.uid if pod is not None else "",
+                container=f"claim:{shown_as}",
+                resource=CLAIMS_RESOURCE,
+                outcome=Outcome.REFUSED if reason else Outcome.ALLOCATED,
+                reason=reason,
+                explanation=why,
+                policy="" if reason else "scheduler",
+                gpus=gpus,
+                labels=tuple(map(str, gpus)),  # never a MIG instance
+                asked=asked,
+                candidates=(),
+            )
+        )

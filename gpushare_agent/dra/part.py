@@ -13,19 +13,17 @@ import structlog
 from msgspec import Struct
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.admission.part import edit_policy
-from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.claims import Device
 from gpushare_agent.cluster.kube.client import KubeApi, slices_of_node
 from gpushare_agent.dra.claim_files import ClaimFiles
-from gpushare_agent.dra.claims import Claims
+from gpushare_agent.dra.claims import ClaimOutcomes, Claims
 from gpushare_agent.dra.decisions.claim import DRIVER
 from gpushare_agent.dra.decisions.devices import DevicePolicy, slice_devices
-from gpushare_agent.dra.outcomes import ClaimOutcomes
-from gpushare_agent.dra.plugin import DeviceHealth, DraPlugin
-from gpushare_agent.dra.registration import SOCKET_NAMES, DraRegistration
+from gpushare_agent.dra.plugin import SOCKET_NAMES, DeviceHealth, DraPlugin, DraRegistration
 from gpushare_agent.dra.slices import SlicePublisher
 from gpushare_agent.dra.stale_claims import StaleClaims
 from gpushare_agent.dra.wake_pods import PodWaker

@@ -24,12 +24,10 @@ from gpushare_agent.cluster.node_annotations import (
 )
 from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.gpus import GpuReport
+from gpushare_agent.model.gpus import GpuReport, Link, LinkKind, Topology
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.topology import Link, LinkKind, Topology
-from gpushare_agent.placement.topology_text import link_of_word
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology, link_of_word
 
 MAX_GPUS = 64
 """Of a node, and highest index plus one: the tree over their links takes the cube of it in steps."""

@@ -38,7 +38,7 @@ from gpushare_agent.gpus.health import (
 )
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology
 
 NOT_SHOWN = "the driver does not show this GPU any more"
 

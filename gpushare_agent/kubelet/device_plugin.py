@@ -1,6 +1,6 @@
 """The device-plugin service of one resource: the kubelet's five methods, mapped to an admission handler.
 
-The handler decides; kubelet/plugin_endpoint.py has the socket and kubelet/registration.py registers it. Requests are
+The handler decides; kubelet/registration.py has the socket and registers it. Requests are
 decoded by kit/protobuf.py and large answers are encoded by hand, because every admission of the node waits here.
 
 State owned: the open ListAndWatch streams.

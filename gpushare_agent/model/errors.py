@@ -1,4 +1,4 @@
-"""Errors, named for the caller's next move. Adapters rename foreign errors into these, once.
+"""Errors, named for the caller's next move, and the reasons that users read. Adapters rename foreign errors, once.
 
 A refusal that a decision reaches is a value (`Refused`), not an exception.
 """
@@ -68,3 +68,25 @@ class Refused(Struct, frozen=True, kw_only=True):
 
     reason: RefusalReason
     detail: str
+
+
+class NodeEventReason(StrEnum):
+    """Reasons that `kubectl get events` shows: stable, CamelCase."""
+
+    GPU_UNHEALTHY = "CardUnhealthy"
+    GPU_RECOVERED = "CardRecovered"
+    GPU_CORDONED = "CardCordoned"
+    GPU_UNCORDONED = "CardUncordoned"
+    CONFIGURATION_REFUSED = "NodeConfigurationRefused"
+    ISOLATION_PROBE_FAILED = "IsolationProbeFailed"
+
+    @property
+    def type(self) -> str:
+        return "Warning" if self in _WARNINGS else "Normal"
+
+
+_WARNINGS = (
+    NodeEventReason.GPU_UNHEALTHY,
+    NodeEventReason.CONFIGURATION_REFUSED,
+    NodeEventReason.ISOLATION_PROBE_FAILED,
+)

@@ -1,15 +1,51 @@
-"""GPUs as the driver reports them, and their health."""
+"""GPUs as the driver reports them, how they are linked, and their health."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from fnmatch import fnmatchcase
 
 from msgspec import Struct, field
 
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
-from gpushare_agent.model.topology import Topology
+
+
+class LinkKind(IntEnum):
+    """The worst element on the way between two GPUs, cheapest first (named as in `nvidia-smi topo -m`)."""
+
+    SELF = 0
+    NVLINK = 1
+    PIX = 2
+    PXB = 3
+    PHB = 4
+    NODE = 5
+    SYS = 6
+
+
+class Link(Struct, frozen=True, kw_only=True):
+    """The connection of two GPUs. `nvlinks` counts bonded NVLinks, 0 unless kind is NVLINK."""
+
+    kind: LinkKind
+    nvlinks: int = 0
+
+
+class Branch(Struct, frozen=True, kw_only=True):
+    """A node of the topology tree: the GPUs below it (sorted indexes) and its sub-branches (none: a leaf group)."""
+
+    kind: LinkKind
+    gpus: tuple[int, ...]
+    children: tuple[Branch, ...] = ()
+
+
+class Topology(Struct, frozen=True, kw_only=True):
+    """A symmetric matrix of links, `links[a][b]`, and the tree over GPUs 0..n-1."""
+
+    links: tuple[tuple[Link, ...], ...]
+    root: Branch
+
+    def link(self, a: int, b: int) -> Link:
+        return self.links[a][b]
 
 
 class Health(StrEnum):

@@ -19,7 +19,7 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.observability.node_snapshot import NO_REASON, NodeSnapshot
-from gpushare_agent.placement.topology_tree import render_tree
+from gpushare_agent.placement.topology import render_tree
 
 CLUSTER_ANNOTATION = "clusterName"
 USER_VARIABLE = "SUBMITTER"

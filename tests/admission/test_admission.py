@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from gpushare_agent.admission.admission import Admission, ContainerStarts, RefusedPods
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.admission.decisions.decide import Decision
 from gpushare_agent.admission.decisions.identity import Call, Known, Target, successor_of
 from gpushare_agent.admission.decisions.ledger import Policy
-from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.admission.identification import InsideLister
 from gpushare_agent.kubelet.pod_resources import PodListing, PodResourcesGate
 from gpushare_agent.kubelet.records import CheckpointEntry

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.decide import Decision, check, plan
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, gpu_accounts, offer_accounts
-from gpushare_agent.admission.decisions.plan import Decision, check, plan
 from gpushare_agent.admission.device_tables import offered_ids, withheld
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused

@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.decide import Decision, check, plan
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, offer_accounts
-from gpushare_agent.admission.decisions.plan import Decision, check, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory, Health

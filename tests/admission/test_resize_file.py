@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.admission.resize_file import MAX_SHARES, ResizeFile
+from gpushare_agent.admission.resizing import MAX_SHARES, ResizeFile
 from gpushare_agent.kit.state_file import MAX_BYTES
 from gpushare_agent.model.allocations import ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.model.errors import Unavailable

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpushare_agent.admission.decisions.decide import check
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
-from gpushare_agent.admission.decisions.plan import check
 from gpushare_agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.admission.device_tables import offered_ids, unit_ids, withheld, withheld_units
 from gpushare_agent.kubelet.device_ids import DeviceIds

@@ -26,7 +26,7 @@ from gpushare_agent.cluster.node_facts import (
 from gpushare_agent.model.gpus import Gpu, GpuInventory, MigAttributes, MigPlace
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.resources import ServedUnits, UnitTerms
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology
 from gpushare_agent.runtime.machine import machine_name, pci_class, pci_configuration
 from tests.support_gpus import uuid_of
 from tests.support_json import undecoded

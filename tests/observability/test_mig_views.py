@@ -8,7 +8,7 @@ import pytest
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.decide import in_short
+from gpushare_agent.admission.outcomes import in_short
 from gpushare_agent.cli.agent_documents import DecisionDocument, NodeDocument
 from gpushare_agent.cli.explain import decision_parts
 from gpushare_agent.cli.graph import graph_document, tree_text

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.gpus import Topology
 from gpushare_agent.model.resources import Request
-from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
 from gpushare_agent.placement.lack import memory_text
 from gpushare_agent.placement.place import SharePolicy

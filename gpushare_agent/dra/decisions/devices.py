@@ -20,9 +20,8 @@ from gpushare_agent.cluster.kube.claims import (
     ValidRange,
 )
 from gpushare_agent.model.allocations import NO_CHARGE, Charge
-from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.gpus import Gpu, GpuInventory, LinkKind, Topology
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
-from gpushare_agent.model.topology import LinkKind, Topology
 
 UNHEALTHY_TAINT = "gpushare-agent/unhealthy"
 CORDONED_TAINT = "gpushare-agent/cordoned"

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpushare_agent.admission.decisions.plan import effective_request
+from gpushare_agent.admission.decisions.decide import effective_request
 from gpushare_agent.extender.values import ClusterPolicy, PlannedContainer, PodPlan
 from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import Topology
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import NOTHING, Request, ResourceNames, request_of
-from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
 
 

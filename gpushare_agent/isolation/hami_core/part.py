@@ -40,7 +40,7 @@ from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.memory_limits import MemoryLimiter
+from gpushare_agent.model.isolation import MemoryLimiter
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
