@@ -59,7 +59,7 @@ async def read(driver: NvmlDriver) -> dict[str, Any]:
     inventory = await driver.read()
     return {
         "gpus": [to_builtins(gpu) for gpu in inventory.gpus],
-        "divided": [gpu.uuid for gpu in inventory.divided],
+        "divided": [gpu.uuid for gpu in inventory.mig_partitioned],
         "links": [[f"{link.kind.name}{link.nvlinks or ''}" for link in row] for row in inventory.topology.links],
         "tree": render_tree(inventory.topology),
         "driver_version": inventory.driver_version,

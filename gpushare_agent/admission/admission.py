@@ -41,7 +41,7 @@ RELEASE_WAIT_S = 0.5
 """How long a GetPreferredAllocation waits in all for allocations of pods that are ending."""
 PLAN_LIFETIME_S = 15.0
 """An Allocate follows its GetPreferredAllocation within milliseconds; an older plan is of a kubelet that stopped."""
-_CURED_BY_A_RELEASE = frozenset(
+_REMEDIED_BY_A_RELEASE = frozenset(
     {
         RefusalReason.DEVICE_IN_USE,
         RefusalReason.FRAGMENTED,
@@ -67,7 +67,8 @@ class PendingAdmissions:
         self._allocated: list[ContainerKey] = []
 
     def add(self, plan: Decision) -> None:
-        """In place of an earlier plan for the same container and resource; plans whose Allocate never came are dropped."""
+        """Adds a plan in place of an older one for the same container and resource; plans whose Allocate never came are
+        dropped."""
         oldest_at = plan.at - PLAN_LIFETIME_S
         self._plans = [
             p for p in self._plans if p.at > oldest_at and (p.resource, _key(p)) != (plan.resource, _key(plan))
@@ -76,8 +77,8 @@ class PendingAdmissions:
 
     def take_exact(self, resource: str, ids: Sequence[str]) -> Decision | None:
         """The newest plan for exactly these IDs. It is pending no more."""
-        wanted = set(ids)
-        return self._take([p for p in self._plans if p.resource == resource and _planned_ids(p) == wanted])
+        requested = set(ids)
+        return self._take([p for p in self._plans if p.resource == resource and _planned_ids(p) == requested])
 
     def take_of_size(self, resource: str, size: int) -> Decision | None:
         """The newest plan for so many IDs, for a kubelet that chose others. It is pending no more.
@@ -156,9 +157,9 @@ class RefusedPods:
     def clear(self) -> None:
         self._uids.clear()
 
-    def take_over(self, earlier: RefusedPods) -> None:
-        """What an earlier life of the agent refused."""
-        self._uids |= earlier._uids
+    def take_over(self, previous: RefusedPods) -> None:
+        """What was refused before a reload."""
+        self._uids |= previous._uids
 
 
 class Admission(Struct, kw_only=True, eq=False):
@@ -182,7 +183,8 @@ class Admission(Struct, kw_only=True, eq=False):
     async def preferred(
         self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
     ) -> Sequence[str]:
-        """The IDs to prefer. Advice only: a refusal is kept for the Allocate, whose error the kubelet shows to the user.
+        """The IDs to prefer. Advice only: a refusal is held back for the Allocate, whose error the kubelet shows to the
+        user.
 
         1. The container cannot be identified: its refusal is pending, no advice.
         2. It is decided about (`_decide`), and the decision is pending.
@@ -201,7 +203,7 @@ class Admission(Struct, kw_only=True, eq=False):
             started_at = self.clock()
             while (
                 decision.refused is not None
-                and decision.refused.reason in _CURED_BY_A_RELEASE
+                and decision.refused.reason in _REMEDIED_BY_A_RELEASE
                 and self.clock() - started_at < RELEASE_WAIT_S
                 and await self.wait_for_release()  # one was released; several pods may be ending at once
             ):
@@ -223,12 +225,12 @@ class Admission(Struct, kw_only=True, eq=False):
         with self.gate.allocating():
             pending = self._pending.take_exact(resource, ids)
             if pending is None:
-                successor = self.identification.successor(resource, ids)
-                if successor is not None:
-                    passed_on = Decision(target=successor, resource=resource)
-                    pod_has = self.cache.of_pod(successor.pod.uid)
+                next_container = self.identification.next_container(resource, ids)
+                if next_container is not None:
+                    passed_on = Decision(target=next_container, resource=resource)
+                    pod_has = self.cache.of_pod(next_container.pod.uid)
                     planned = next((a.gpus for a in pod_has if a.kind is ContainerKind.INIT and a.gpus), ())
-                    return self._allocate(successor, passed_on, kind, ids, planned)
+                    return self._allocate(next_container, passed_on, kind, ids, planned)
                 pending = self._pending.take_of_size(resource, len(set(ids)))
             if pending is not None:
                 # Without a target GetPreferredAllocation could not say whose call it was: the refusal says why, and nothing
@@ -351,10 +353,10 @@ class Admission(Struct, kw_only=True, eq=False):
 
     def _answer_again(self, kind: ResourceKind, ids: Sequence[str]) -> ContainerEdits | Refused | None:
         """The same answer as before for the IDs of exactly one container; nothing changes."""
-        wanted = frozenset(DeviceId(device) for device in ids)
-        keys = self.cache.holders(kind).get(next(iter(wanted)), frozenset()) if wanted else frozenset()
+        requested = frozenset(DeviceId(device) for device in ids)
+        keys = self.cache.holders(kind).get(next(iter(requested)), frozenset()) if requested else frozenset()
         allocation = self.cache.get(next(iter(keys))) if len(keys) == 1 else None
-        if allocation is None or allocation.ids_of(kind) != wanted:
+        if allocation is None or allocation.ids_of(kind) != requested:
             return None
         pod = self.pods.get(allocation.key.pod_uid)
         container = pod.container(allocation.key.container) if pod is not None else None
@@ -402,23 +404,23 @@ class ContainerStarts(Struct, kw_only=True, eq=False):
         """Check that the container about to start holds these IDs, and prepare its isolation. An allocation that the cache
         has lost is read from the kubelet's checkpoint."""
         kind = self.names.kind_of(resource)
-        wanted = frozenset(DeviceId(device) for device in ids)
-        refused = await self._adopt(kind, wanted) if not self._containers_with(kind, wanted) else None
+        requested = frozenset(DeviceId(device) for device in ids)
+        refused = await self._adopt(kind, requested) if not self._containers_with(kind, requested) else None
         if refused is None:
-            refused = await self.prepare(self._containers_with(kind, wanted))
+            refused = await self.prepare(self._containers_with(kind, requested))
         if refused is not None:
-            self.observer.start_refused(self._last_target(self._containers_with(kind, wanted)), resource, refused)
+            self.observer.start_refused(self._last_target(self._containers_with(kind, requested)), resource, refused)
         return refused
 
-    async def _adopt(self, kind: ResourceKind, wanted: frozenset[DeviceId]) -> Refused | None:
+    async def _adopt(self, kind: ResourceKind, requested: frozenset[DeviceId]) -> Refused | None:
         try:
             entries = await self.records.read()
         except AgentError as e:
             log.warning("kubelet_checkpoint_unreadable", error=str(e))
             entries = ()
-        if self._containers_with(kind, wanted):
+        if self._containers_with(kind, requested):
             return None  # allocated during the read
-        adopted = adopt(entries, kind, wanted, self.cache.view(), self.names, self.inventory(), self.clock())
+        adopted = adopt(entries, kind, requested, self.cache.view(), self.names, self.inventory(), self.clock())
         if isinstance(adopted, Refused):
             log.warning("pre_start_refused", reason=adopted.reason.value, detail=adopted.detail)
             return adopted

@@ -69,7 +69,8 @@ def parts_of_views(allocations: Iterable[Allocation]) -> dict[ContainerKey, list
 def by_view(
     allocations: Mapping[ContainerKey, Allocation], parts_of: Mapping[ContainerKey, Sequence[Allocation]]
 ) -> Mapping[ContainerKey, Allocation]:
-    """As a container sees its shares: the claims' allocations that one uses together are one, under their view's key."""
+    """The allocations as a container sees them: the claims' allocations that one uses together are one, under their view's
+    key."""
     found = {key: one for key, one in allocations.items() if one.claim is None or one.claim.view in ("", key.container)}
     return found | {key: _joined(parts) for key, parts in parts_of.items() if len(parts) > 1}
 
@@ -84,7 +85,7 @@ def _joined(parts: Sequence[Allocation]) -> Allocation:
         gpus=tuple(dict.fromkeys(gpu for one in parts for gpu in one.gpus)),
         ids={kind: frozenset().union(*(one.ids_of(kind) for one in parts)) for kind in kinds},
         is_whole=all(one.is_whole for one in parts),
-        granted=ShareSize(cores=sum(size.cores for size in sizes), memory=sum(size.memory for size in sizes)),
+        resized_to=ShareSize(cores=sum(size.cores for size in sizes), memory=sum(size.memory for size in sizes)),
     )
 
 

@@ -1,7 +1,7 @@
 """Keeps every resource's device list up to date: the GPUs' health at once, the memory account a moment after a change.
 
 State owned: the tables (kubelet/device_table.py), whether they are behind the allocation cache, whether IDs in them are
-withheld for shares that have grown, or listed as an earlier agent named them, and what was last logged. A table that is
+withheld for shares that have grown, or listed as an older agent named them, and what was last logged. A table that is
 behind does no harm: the admission decides by the cache itself.
 
 IDs are reported Unhealthy though their GPU is healthy where they exceed its free memory, where a share that has grown
@@ -117,16 +117,16 @@ def withheld(
     names: ResourceNames,
     *,
     no_shares: bool,
-    lent: Mapping[GpuUuid, int],
+    borrowed: Mapping[GpuUuid, int],
 ) -> frozenset[DeviceId]:
-    """Of the `ids` of one resource. `lent` are units of it that are booked beyond a GPU's allocated IDs. Whole GPUs need no
-    memory IDs: with `no_shares` all of those are withheld, and no cores.
+    """Of the `ids` of one resource. `borrowed` are units of it that are charged beyond a GPU's allocated IDs. Whole GPUs
+    need no memory IDs: with `no_shares` all of those are withheld, and no cores.
 
     vmemory IDs are counters, so where a GPU has too few free ones of its own name, free ones of other names stand for them.
     """
     has_units = any(gpu.used_part is not None for gpu in gpus)
     if (
-        not lent
+        not borrowed
         and not has_units
         and (kind.measure is Measure.CORES or (kind.measure is Measure.BLOCKS and not names.gpu_mem and not no_shares))
     ):
@@ -145,11 +145,11 @@ def withheld(
             continue
         of_memory = gpu.blocks_of_units + gpu.blocks_of_part
         others = of_memory if kind.measure is Measure.BLOCKS else gpu.cores_of_part
-        count = lent.get(gpu.uuid, 0) + others
+        count = borrowed.get(gpu.uuid, 0) + others
         unbacked += max(0, count - len(unallocated))
         found.update(unallocated[max(0, len(unallocated) - count) :])
         left += unallocated[: max(0, len(unallocated) - count)]
-    if kind.measure is Measure.BLOCKS and (lent or has_units):
+    if kind.measure is Measure.BLOCKS and (borrowed or has_units):
         found.update(left[max(0, len(left) - unbacked) :])
     return frozenset(found)
 
@@ -214,7 +214,7 @@ class DeviceTables(Struct, kw_only=True, eq=False):
             self._unlike.is_over()
         elif self._unlike.is_new(unlike):
             log.error("nvidia_units_refused", reason=unlike)
-        lent = self.cache.lent()
+        borrowed = self.cache.borrowed()
         self._has_lent = False
         for resource, table in self.tables.items():
             kind = self.names.kind_of(resource)
@@ -223,14 +223,16 @@ class DeviceTables(Struct, kw_only=True, eq=False):
                 layout = kind.layout(self.names)
                 ids = unit_ids(inventory.gpus, resource, layout, self._in_use(resource, holders))
                 no_units = bool(layout.unlike(inventory.gpus))
-                kept_back = withheld_units(gpus, ids, holders, no_replicas=self.no_replicas(), no_units=no_units)
-                table.set_devices(device_rows(inventory, ids, self.ids, kept_back))
+                withheld_ids = withheld_units(gpus, ids, holders, no_replicas=self.no_replicas(), no_units=no_units)
+                table.set_devices(device_rows(inventory, ids, self.ids, withheld_ids))
                 continue
-            lent_of_kind = {gpu: count for gpu, charge in lent.items() if (count := charge.count(kind))}
+            borrowed_of_kind = {gpu: count for gpu, charge in borrowed.items() if (count := charge.count(kind))}
             ids = offered_ids({gpu.uuid: self.names.units(gpu, kind) for gpu in inventory.gpus}, holders)
-            kept_back = withheld(kind, gpus, ids, ledger.holders, self.names, no_shares=no_shares, lent=lent_of_kind)
-            self._has_lent = self._has_lent or bool(lent_of_kind)
-            table.set_devices(device_rows(inventory, ids, self.ids, kept_back))
+            withheld_ids = withheld(
+                kind, gpus, ids, ledger.holders, self.names, no_shares=no_shares, borrowed=borrowed_of_kind
+            )
+            self._has_lent = self._has_lent or bool(borrowed_of_kind)
+            table.set_devices(device_rows(inventory, ids, self.ids, withheld_ids))
         self._has_earlier_ids = any(has_kubelet_text(ledger.holders[kind]) for kind in self.names.kinds)
 
     def _in_use(self, resource: str, holders: Mapping[DeviceId, Collection[ContainerKey]]) -> list[DeviceId]:

@@ -21,8 +21,8 @@ from gpushare_agent.admission.decisions.identity import (
     Target,
     Unresolved,
     identify,
-    is_explained,
-    successor_of,
+    is_accounted_for,
+    next_container_of,
 )
 from gpushare_agent.cluster.pod_store import PodStore, liveliness
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -85,7 +85,7 @@ class _Lookup(Struct, kw_only=True):
     is_first_poll: bool = True
 
 
-class _Explained(Struct, frozen=True):
+class _AccountedFor(Struct, frozen=True):
     """A listed pod that had everything of a resource, and what that was seen from: none of these values ever changes."""
 
     entry: ListedDevices
@@ -105,11 +105,11 @@ class Identification(Struct, kw_only=True, eq=False):
     clock: Callable[[], float] = time.monotonic
     timeouts: Timeouts
     on_identified: Callable[[str], None] = lambda method: None
-    _explained: dict[str, dict[PodUid, _Explained]] = field(default_factory=dict)
+    _accounted_for: dict[str, dict[PodUid, _AccountedFor]] = field(default_factory=dict)
 
-    def successor(self, resource: str, ids: Sequence[str]) -> Target | None:
+    def next_container(self, resource: str, ids: Sequence[str]) -> Target | None:
         """The container of an Allocate without a GetPreferredAllocation: its IDs are an init container's."""
-        return successor_of(ids, resource, self.pods.get, self._known())
+        return next_container_of(ids, resource, self.pods.get, self._known())
 
     async def identify(self, call: Call, inside: InsideLister) -> Target | Refused:
         """The container of the call, or a refusal with the reason. Never raises for outside faults."""
@@ -162,7 +162,7 @@ class Identification(Struct, kw_only=True, eq=False):
     ) -> Target | Unresolved | Refused:
         """Decide on one List, fetching the pods that the decision needs from the API server until it needs none."""
         known = self._known(lookup.verified, lookup.unverifiable)
-        listed = self._not_explained(call, listed, known)
+        listed = self._not_accounted_for(call, listed, known)
         result = identify(call, listed, known)
         while (
             isinstance(result, Unresolved)
@@ -196,11 +196,11 @@ class Identification(Struct, kw_only=True, eq=False):
             verified=verified,
         )
 
-    def _not_explained(self, call: Call, listed: Sequence[ListedDevices], known: Known) -> list[ListedDevices]:
+    def _not_accounted_for(self, call: Call, listed: Sequence[ListedDevices], known: Known) -> list[ListedDevices]:
         """Less the pods that are known to have everything of the resource, most of a node: nothing of them has changed since
         they were found to be such. Static pods stay, for their files may have changed."""
-        before, now = self._explained.get(call.resource, {}), dict[PodUid, _Explained]()
-        self._explained[call.resource] = now
+        before, now = self._accounted_for.get(call.resource, {}), dict[PodUid, _AccountedFor]()
+        self._accounted_for[call.resource] = now
         resource, allocations, left = call.resource, known.allocations, []
         for entry in listed:
             pod = known.pods.get((entry.namespace, entry.name))
@@ -215,9 +215,9 @@ class Identification(Struct, kw_only=True, eq=False):
                 else:
                     now[pod.uid] = seen
                     continue
-            if is_explained(pod, entry, resource, call, known):
+            if is_accounted_for(pod, entry, resource, call, known):
                 keys = [ContainerKey(pod.uid, container.name) for container in pod.containers]
-                now[pod.uid] = _Explained(entry, pod, tuple((key, allocations.get(key)) for key in keys))
+                now[pod.uid] = _AccountedFor(entry, pod, tuple((key, allocations.get(key)) for key in keys))
             else:
                 left.append(entry)
         return left
@@ -306,8 +306,8 @@ def _method(listed: Sequence[ListedDevices], lookup: _Lookup) -> str:
 
 
 def _to_fetch(result: Unresolved, verified: set[tuple[str, str]]) -> list[tuple[str, str]]:
-    wanted = [name for name in (*result.unknown, *result.suspects) if name not in verified]
-    return wanted[:MAX_FETCHES]
+    requested = [name for name in (*result.unknown, *result.to_recheck) if name not in verified]
+    return requested[:MAX_FETCHES]
 
 
 def _without_deleted(result: Unresolved, verified: set[tuple[str, str]]) -> Target | Unresolved:

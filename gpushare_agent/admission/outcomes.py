@@ -38,7 +38,7 @@ class OutcomeReporter(Struct, kw_only=True, eq=False):
     wall_clock_ns: Callable[[], int] = time.time_ns
 
     def allocated(self, decision: Decision, allocation: Allocation) -> None:
-        """By a decision without a place nothing was decided now: an init container's IDs are passed on, or a further
+        """A decision without a place decided nothing now: an init container's IDs are passed on, or a further
         resource of a container is added to those that it has."""
         self.metrics.admission(decision.resource, "allocated", "")
         if decision.placed is not None:
@@ -121,29 +121,29 @@ def in_short(candidates: Sequence[Candidate], most_chars: int) -> str:
 
 
 class DecisionLog:
-    """Keeps the last `kept` records, newest last. In memory only: those from before a restart are in the agent's log and the
+    """The last `limit` records, newest last. In memory only: those from before a restart are in the agent's log and the
     Events. After new settings (SIGHUP) the records and their numbers continue."""
 
-    def __init__(self, kept: int) -> None:
-        self._records: deque[DecisionRecord] = deque(maxlen=kept)
+    def __init__(self, limit: int) -> None:
+        self._records: deque[DecisionRecord] = deque(maxlen=limit)
         self._number = 0
 
     @property
     def number(self) -> int:
-        """Of the newest record, 0 before the first."""
+        """The number of the newest record, 0 before the first."""
         return self._number
 
     def add(self, record: DecisionRecord) -> DecisionRecord:
-        """Numbers the record and keeps it."""
+        """Numbers the record and adds it."""
         self._number += 1
         numbered = replace(record, number=self._number)
         self._records.append(numbered)
         return numbered
 
-    def take_over(self, earlier: DecisionLog) -> None:
+    def take_over(self, previous: DecisionLog) -> None:
         """Continue the log of the agent before it read its settings again; call it before the first `add`."""
-        self._number = earlier._number
-        self._records.extend(earlier._records)
+        self._number = previous._number
+        self._records.extend(previous._records)
 
     def newest(self, limit: int, *, namespace: str = "", pod: str = "", after: int = 0) -> tuple[DecisionRecord, ...]:
         """At most `limit`, newest first: of one pod where it is named, and only those numbered above `after`."""

@@ -87,47 +87,49 @@ class AdmissionPart(Struct, kw_only=True):
     stands_by: bool = False
     """Another agent serves, and this one waits until it leaves: nothing is wrong with it."""
     has_recovered: bool = False
-    """This life answers the kubelet, or did."""
-    is_next_life: bool = False
-    """It goes on with what another life serves to the kubelet."""
+    """This generation answers the kubelet, or did."""
+    is_reloaded: bool = False
+    """It goes on with what the generation before the reload serves to the kubelet."""
 
-    def go_on_from(self, earlier: AdmissionPart) -> None:
-        """Go on with what an earlier life kept: with its lock, its sockets, and the kubelet's calls that wait there."""
-        self.registrar.take_over(earlier.registrar)
-        self.registrar.is_kept = True  # until this life answers: one that fails before leaves them to the next
-        if self.node.settings.kubelet.device_plugin_path == earlier.node.settings.kubelet.device_plugin_path:
-            self.lock = earlier.lock
+    def go_on_from(self, previous: AdmissionPart) -> None:
+        """Go on with what the generation before the reload left: its lock, its sockets, and the kubelet's calls that
+        wait."""
+        self.registrar.take_over(previous.registrar)
+        # Until this generation answers: where its settings fail before that, the sockets must outlive it for the next one.
+        self.registrar.stays_registered = True
+        if self.node.settings.kubelet.device_plugin_path == previous.node.settings.kubelet.device_plugin_path:
+            self.lock = previous.lock
         else:
-            earlier.lock.release()
-        self.facts.take_over(earlier.facts)
-        self.refused_pods.take_over(earlier.refused_pods)
-        self.is_next_life = True
+            previous.lock.release()
+        self.facts.take_over(previous.facts)
+        self.refused_pods.take_over(previous.refused_pods)
+        self.is_reloaded = True
 
     async def recover(self) -> None:
-        """The ledger, from the kubelet's records. From then on this life answers the kubelet."""
+        """The ledger, from the kubelet's records. From then on this generation answers the kubelet."""
         resized = await self.resizing.load()
         containers = await self.garbage.recover()
         self.resizing.restore(resized)
         self.tables.refresh()
         self.registrar.renew()
         self.calls.open(self.admission, self.starts.pre_start)
-        self.registrar.is_kept, self.has_recovered = False, True
+        self.registrar.stays_registered, self.has_recovered = False, True
         for resource in filter(self.registrar.is_registered, self.node.names.names):
             self.first_registration.registered(resource)
         log.info("allocations_recovered", containers=containers)
 
     async def end(self) -> None:
-        """Ends the service to the kubelet. Of a life whose sockets another one has taken over none is left."""
+        """Ends the service to the kubelet. Nothing is left of it where another generation has taken over the sockets."""
         await self.registrar.close()
         self.lock.release()
 
-    async def follow(self, *, is_newcomer: bool) -> bool:
+    async def follow(self, *, is_incoming: bool) -> bool:
         """One attempt to become the agent that serves: asks the one that does, if it is alive. True: register now, then
         `take_over`. This agent may have the lock already."""
         with suppress(Unavailable):
             await self.registrar.serve()
         directory = self.node.settings.kubelet.device_plugin_path
-        if await ask_for_handover(directory, TAKE if is_newcomer else WAIT, timeout_s=ASK_S):
+        if await ask_for_handover(directory, TAKE if is_incoming else WAIT, timeout_s=ASK_S):
             return True
         if self.lock.try_acquire():
             return True
@@ -154,15 +156,15 @@ class AdmissionPart(Struct, kw_only=True):
             ) from e
 
     async def leave(self) -> None:
-        """Where a successor waits: ends the service to the kubelet in a moment between two admissions, and answers the
-        successor, which registers then."""
-        self.registrar.is_kept = False
-        if not self.handover.successors:
+        """Where another agent waits: ends the service to the kubelet in a moment between two admissions, and answers that
+        agent, which registers then."""
+        self.registrar.stays_registered = False
+        if not self.handover.waiting:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(HANDOVER_WAIT_S):
                 await self._wait_quiet()
-        await self.registrar.leave(lambda: self.handover.successors)
+        await self.registrar.leave(lambda: self.handover.waiting)
         await self.handover.answer()
 
     async def _wait_quiet(self) -> None:
@@ -196,8 +198,8 @@ class AdmissionPart(Struct, kw_only=True):
             log.warning("kubelet_not_there_yet", directory=str(self.node.settings.kubelet.device_plugin_path))
 
     async def pause(self) -> None:
-        """From a moment between two admissions on the kubelet's calls wait for the next life of the agent, to which all that
-        this one serves to the kubelet is left. What it answered is then in the kubelet's records."""
+        """From a moment between two admissions on the kubelet's calls wait for the next generation, to which all that this
+        one serves to the kubelet is left. What it answered is then in the kubelet's records."""
         try:
             async with asyncio.timeout(PAUSE_WAIT_S):
                 await self.calls.close_between(self.admission.is_between_admissions)
@@ -206,7 +208,7 @@ class AdmissionPart(Struct, kw_only=True):
         except TimeoutError:
             log.warning("admissions_not_paused", waited_s=PAUSE_WAIT_S, then="the settings change during an admission")
         self.calls.close()
-        self.registrar.is_kept = True
+        self.registrar.stays_registered = True
 
     def not_ready(self) -> list[str]:
         if self.stands_by:
@@ -237,9 +239,9 @@ def build(
     decisions: DecisionLog,
     cluster: ClusterPart,
     isolation: Isolations,
-    earlier: AdmissionPart | None = None,
+    previous: AdmissionPart | None = None,
 ) -> AdmissionPart:
-    """Joined, not started. The sockets of new resources have the handover and the queue of the `earlier` life."""
+    """Joined, not started. The sockets of new resources have the handover and the queue of the `previous` generation."""
     kubelet, refused_pods, ids = node.settings.kubelet, RefusedPods(), DeviceIds()
     pod_resources = PodResourcesClient(kubelet.pod_resources_socket, ids)
     gate = PodResourcesGate(pod_resources, on_list=node.metrics.pod_resources_listed)
@@ -249,7 +251,7 @@ def build(
     )
     garbage = _build_garbage_collection(node, cache, cluster, gate, pod_resources, checkpoint)
     tables = _build_tables(node, cache, isolation, ids)
-    handover, calls = (earlier.handover, earlier.calls) if earlier is not None else (Handover(), QueuedCalls())
+    handover, calls = (previous.handover, previous.calls) if previous is not None else (Handover(), QueuedCalls())
     return AdmissionPart(
         node=node,
         cache=cache,

@@ -3,11 +3,11 @@
 Level, not edge: each round compares every share with its annotation; a change of a pod, an allocation or a GPU only
 starts one. In a round, in this order:
 
-1. Decide, and book what grows (`AllocationCache.book`), without an await between.
-2. Save what is booked. What cannot be saved is not granted.
-3. Grant: the isolation sees the new size (`Allocation.granted`).
+1. Decide, and charge what grows (`AllocationCache.charge`), without an await between.
+2. Save what is charged. What cannot be saved is not applied.
+3. Apply: the isolation sees the new size (`Allocation.resized_to`).
 4. Let the isolations enforce it, again in each new container: it begins with what Allocate answered.
-5. Book less where what was given back is neither in use nor can be used. Then once more from 1: others may grow into it.
+5. Charge less where what was given back is neither in use nor can be used. Then once more from 1: others may grow into it.
 
 State owned: what is in the file, and what is enforced since when; what the pods' Events and the annotation with the status
 say of it (`ResizeReports`). The sizes themselves belong to the allocation cache. The annotation's grammar and every
@@ -36,10 +36,10 @@ from msgspec import Struct, field
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.resize import (
+    DesiredSize,
     ResizePolicy,
     ResizeReason,
     ResizeRefused,
-    WantedSize,
     bounded_status,
     claim_refusal,
     decide_resize,
@@ -104,8 +104,8 @@ class ResizeFile:
 
     async def save(self, shares: Iterable[ResizedShare]) -> None:
         """Replaces the file, whole and on the disk when this returns. Raises Unavailable."""
-        kept = sorted(shares, key=lambda share: share.key)
-        await self._file.save(lambda: {"version": VERSION, "shares": [_document(share) for share in kept]})
+        ordered = sorted(shares, key=lambda share: share.key)
+        await self._file.save(lambda: {"version": VERSION, "shares": [_document(share) for share in ordered]})
 
 
 def _report_corrupt(why: str, kept_as: Path) -> None:
@@ -118,7 +118,7 @@ def _report_corrupt(why: str, kept_as: Path) -> None:
 
 
 def _document(share: ResizedShare) -> dict[str, str]:
-    sizes = {"allocated": share.allocated, "target": share.target, "booked": share.booked}
+    sizes = {"allocated": share.allocated, "target": share.target, "booked": share.charged}
     return {
         "pod_uid": share.key.pod_uid,
         "container": share.key.container,
@@ -144,20 +144,20 @@ def _share(raw: Any) -> ResizedShare:
     fields = raw if isinstance(raw, dict) else {}
     instance = fields.get("instance")
     kind = next((kind for kind in _MEMORY_KINDS if kind.value == fields.get("resource")), None)
-    target, booked, allocated = (_size(fields.get(name)) for name in ("target", "booked", "allocated"))
+    target, charged, allocated = (_size(fields.get(name)) for name in ("target", "booked", "allocated"))
     if kind is None:
         raise Corrupt("a share in it has no memory")
     if not (isinstance(instance, str) and (not instance or is_container_id(instance))):
         raise Corrupt("the container ID of a share in it is none")
-    if booked.at_least(target) != booked or not target.memory:
-        raise Corrupt("a share in it has more than is booked, or nothing")
+    if charged.at_least(target) != charged or not target.memory:
+        raise Corrupt("a share in it has more than is charged, or nothing")
     return ResizedShare(
         key=ContainerKey(PodUid(_name(fields.get("pod_uid"))), _name(fields.get("container"))),
         gpu=GpuUuid(_name(fields.get("gpu"))),
         kind=kind,
         allocated=allocated,
         target=target,
-        booked=booked,
+        charged=charged,
         instance=instance,
     )
 
@@ -219,34 +219,34 @@ class ResizeRound(Struct):
     unenforced: dict[ContainerKey, str] = field(default_factory=dict)
 
 
-class BookedAccounts:
-    """Each GPU as it is booked, during one round of decisions, in which nothing but `book` changes the cache. Counted at the
-    first need and kept from then on: to count all again for each share of hundreds would hold up the event loop."""
+class GrowthAccounts:
+    """Each GPU as it is charged, during one round of decisions, in which nothing but `charge` changes the cache. Counted at
+    the first need only: to count all again for each share of hundreds would hold up the event loop."""
 
     def __init__(self, cache: AllocationCache, inventory: Callable[[], GpuInventory], names: ResourceNames) -> None:
         self._cache = cache
         self._inventory = inventory
         self._names = names
-        self._booked: dict[GpuUuid, Charge] | None = None
+        self._charges: dict[GpuUuid, Charge] | None = None
 
     def without(self, allocation: Allocation) -> GpuAccount | None:
-        """The account of the share's GPU as booked for all others; None where that GPU is not there."""
-        if self._booked is None:
-            self._booked = self._cache.booked_charges()
+        """The account of the share's GPU as charged for all others; None where that GPU is not there."""
+        if self._charges is None:
+            self._charges = self._cache.charges_for_growth()
         gpu = self._inventory().by_uuid().get(allocation.gpus[0])
         if gpu is None:
             return None
-        booked = self._booked.get(gpu.uuid, NO_CHARGE)
-        return account_of(gpu, self._names, booked.plus(self._cache.booked_alone(allocation.key), -1))
+        charged = self._charges.get(gpu.uuid, NO_CHARGE)
+        return account_of(gpu, self._names, charged.plus(self._cache.charged_alone(allocation.key), -1))
 
-    def book(self, share: ResizedShare) -> None:
-        """As `AllocationCache.book`, of a share whose account was asked for."""
-        if self._booked is None:
-            raise AssertionError(f"{share.key} is booked without a look at its GPU's account")
-        before = self._cache.booked_alone(share.key)
-        self._cache.book(share)
-        more = self._cache.booked_alone(share.key).plus(before, -1)
-        add_charges(self._booked, {share.gpu: more})
+    def charge(self, share: ResizedShare) -> None:
+        """Calls `AllocationCache.charge` for a share whose account was asked for, and counts it in."""
+        if self._charges is None:
+            raise AssertionError(f"{share.key} is charged without a look at its GPU's account")
+        before = self._cache.charged_alone(share.key)
+        self._cache.charge(share)
+        more = self._cache.charged_alone(share.key).plus(before, -1)
+        add_charges(self._charges, {share.gpu: more})
 
 
 class ShareResizing(Struct, kw_only=True, eq=False):
@@ -282,7 +282,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         self._reconciler.request()
 
     async def load(self) -> tuple[ResizedShare, ...]:
-        """What an earlier agent granted, for `restore`."""
+        """What was resized before a restart, for `restore`."""
         if self.file is None:
             return ()
         try:
@@ -291,7 +291,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             log.error(
                 "resize_state_not_read",
                 error=str(e),
-                then="every share gets what the kubelet allocated; what was lent may be allocated again",
+                then="every share gets what the kubelet allocated; what was borrowed may be allocated again",
             )
             return ()
 
@@ -338,10 +338,10 @@ class ShareResizing(Struct, kw_only=True, eq=False):
                 self.cache.forget_resized(key)
 
     def _decide(self) -> ResizeRound:
-        """Books every change that may be; why the others may not. Shares that shrink come first, others may grow then."""
+        """Charges every change that may be; why the others may not. Shares that shrink come first, others may grow then."""
         found = ResizeRound()
-        accounts = BookedAccounts(self.cache, self.inventory, self.policy.names)
-        candidates: list[tuple[Allocation, Pod, WantedSize]] = []
+        accounts = GrowthAccounts(self.cache, self.inventory, self.policy.names)
+        candidates: list[tuple[Allocation, Pod, DesiredSize]] = []
         for allocation in self.cache:
             pod = self.pods.get(allocation.key.pod_uid)
             if pod is None or pod.is_deleting or pod.is_terminal:
@@ -354,44 +354,44 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             parsed = parse_resize(text) if text is not None else {}
             if isinstance(parsed, ResizeRefused):
                 found.refused[allocation.key] = parsed
-                wanted = kept_size(allocation, self.cache.resized.get(allocation.key), self.policy)
+                desired = kept_size(allocation, self.cache.resized.get(allocation.key), self.policy)
             else:
-                wanted = parsed.get(allocation.key.container, WantedSize())
+                desired = parsed.get(allocation.key.container, DesiredSize())
                 if unknown := unknown_containers(pod, parsed):
                     found.unknown[pod.uid] = unknown[0]
-            candidates.append((allocation, pod, wanted))
-        for allocation, pod, wanted in sorted(candidates, key=_grows):
-            if (reason := self._decide_one(allocation, pod, wanted, accounts)) is not None:
+            candidates.append((allocation, pod, desired))
+        for allocation, pod, desired in sorted(candidates, key=_grows):
+            if (reason := self._decide_one(allocation, pod, desired, accounts)) is not None:
                 found.refused[allocation.key] = reason
         return found
 
     def _decide_one(
-        self, allocation: Allocation, pod: Pod, wanted: WantedSize, accounts: BookedAccounts
+        self, allocation: Allocation, pod: Pod, desired: DesiredSize, accounts: GrowthAccounts
     ) -> ResizeRefused | None:
         isolation = self.enforcement.isolation_of(pod)
         if isolation is None:
             return None
         key, known = allocation.key, self.cache.resized.get(allocation.key)
         siblings = self.cache.of_pod(key.pod_uid) if allocation.claim is not None else ()
-        refused = mode_refusal(allocation, wanted, self.policy)
-        refused = refused or claim_refusal(allocation, wanted, siblings, self.policy)
+        refused = mode_refusal(allocation, desired, self.policy)
+        refused = refused or claim_refusal(allocation, desired, siblings, self.policy)
         if refused is not None:
-            wanted = kept_size(allocation, known, self.policy)
-        if target_of(allocation, wanted) == (known.target if known is not None else allocation.allocated_size):
+            desired = kept_size(allocation, known, self.policy)
+        if target_of(allocation, desired) == (known.target if known is not None else allocation.allocated_size):
             return refused  # in every round the case of most
         if (account := accounts.without(allocation)) is None:
             return refused
-        outcome = decide_resize(allocation, wanted, known, account, isolation, self.policy)
+        outcome = decide_resize(allocation, desired, known, account, isolation, self.policy)
         if isinstance(outcome, ResizedShare) and known is None and len(self.cache.resized) >= MAX_SHARES:
             outcome = ResizeRefused(
                 reason=ResizeReason.TOO_MANY, detail=f"{MAX_SHARES} shares of this node are resized: no more can be."
             )
         if isinstance(outcome, ResizedShare):
-            accounts.book(outcome)
+            accounts.charge(outcome)
             return refused
         return refused or outcome
 
-    # --- 2 and 3: save and grant ---
+    # --- 2 and 3: save and apply ---
 
     async def _save_and_grant(self) -> None:
         shares = dict(self.cache.resized)
@@ -408,26 +408,30 @@ class ShareResizing(Struct, kw_only=True, eq=False):
                 log.info("resize_state_saved_again")
         for key, share in shares.items():
             allocation = self.cache.get(key)
-            if allocation is not None and self.cache.resized.get(key) == share and allocation.granted != share.target:
-                self.cache.grant(key)
+            if (
+                allocation is not None
+                and self.cache.resized.get(key) == share
+                and allocation.resized_to != share.target
+            ):
+                self.cache.resize(key)
 
-    # --- 4 and 5: enforce, and book less ---
+    # --- 4 and 5: enforce, and charge less ---
 
     async def _enforce(self, found: ResizeRound) -> bool:
-        """Whether less is booked than before. What is enforced in the container that runs now, and booked as it is, is left
-        alone."""
+        """Whether less is charged than before. What is enforced in the container that runs now, and charged as it is, is
+        left alone."""
         is_less = False
         for key in sorted(self.cache.resized):
             allocation, pod = self.cache.get(key), self.pods.get(key.pod_uid)
             share = self.cache.resized.get(key)
-            if allocation is None or pod is None or share is None or allocation.granted != share.target:
+            if allocation is None or pod is None or share is None or allocation.resized_to != share.target:
                 continue
             isolation = self.enforcement.isolation_of(pod)
             if isolation is None:
                 continue
             instance, known = pod.container_ids.get(key.container, ""), self._enforced.get(key)
             is_enforced = known is not None and (known.target, known.instance) == (share.target, instance)
-            if is_enforced and instance and share.booked == share.target:
+            if is_enforced and instance and share.charged == share.target:
                 continue
             try:
                 why_not = await self.enforcement.enforce(allocation, pod)
@@ -449,12 +453,12 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         if new.is_over:
             self.cache.forget_resized(share.key)
         elif new != share:
-            self.cache.book(new)
-        return new.booked != share.booked
+            self.cache.charge(new)
+        return new.charged != share.charged
 
     def _uses_no_more(self, share: ResizedShare) -> bool:
         """By the driver, and by a sample taken after the target was enforced: not by what a container says of itself."""
-        if share.booked.memory > share.target.memory:
+        if share.charged.memory > share.target.memory:
             self._request_usage()
         usage, known = self._usage, self._enforced.get(share.key)
         if usage is None or known is None or usage.sampled_at < known.since + SETTLED_S:
@@ -466,9 +470,9 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         return use.memory_bytes <= (share.target.memory * self.policy.names.unit_mib(share.kind)) << 20
 
 
-def _grows(candidate: tuple[Allocation, Pod, WantedSize]) -> tuple[bool, ContainerKey]:
-    allocation, _, wanted = candidate
-    return target_of(allocation, wanted).at_least(allocation.size) != allocation.size, allocation.key
+def _grows(candidate: tuple[Allocation, Pod, DesiredSize]) -> tuple[bool, ContainerKey]:
+    allocation, _, desired = candidate
+    return target_of(allocation, desired).at_least(allocation.size) != allocation.size, allocation.key
 
 
 # --- what the pods are told ---

@@ -190,7 +190,7 @@ def _features(node: Node) -> Mapping[str, str]:
     nvidia, inventory = node.settings.nvidia, node.inventory.current
     if not nvidia.labels:
         return {}
-    physical = [gpu for gpu in (*inventory.gpus, *inventory.divided) if gpu.mig is None]
+    physical = [gpu for gpu in (*inventory.gpus, *inventory.mig_partitioned) if gpu.mig is None]
     return feature_labels(
         inventory,
         served=node.names.nvidia.served if nvidia.enabled else lambda _: None,
@@ -209,4 +209,6 @@ def _desired_allocations(node: Node) -> str | None:
     if not node.pods.is_synced or not gpus:
         return None
     by_plugins = [allocation for allocation in node.cache if allocation.claim is None]
-    return allocations_annotation(allocations_by_pod(by_plugins, gpus, node.pods.get, node.names, node.cache.extras()))
+    return allocations_annotation(
+        allocations_by_pod(by_plugins, gpus, node.pods.get, node.names, node.cache.charge_differences())
+    )

@@ -90,7 +90,7 @@ def is_rejected_over(pod: Pod, resources: Collection[str]) -> bool:
     return (
         pod.phase is PodPhase.FAILED
         and pod.reason == ADMISSION_REASON
-        and any(pod.wants(resource) for resource in resources)
+        and any(pod.requests_any(resource) for resource in resources)
         and ("rpc" in pod.message or any(resource in pod.message for resource in resources))
     )
 

@@ -3,7 +3,7 @@
     <dra.record_directory>/<claim UID>.json                    the agent's own record
     <dra.cdi_directory>/gpushare-agent-claim-<claim UID>.json   the CDI spec; gone after a reboot where it is on a tmpfs
 
-A record is versioned JSON; unknown fields are passed over, so that a newer agent's record is still read. One that cannot be
+A record is versioned JSON; unknown fields are ignored, so that a newer agent's record is still read. One that cannot be
 read stays where it is and is reported: the claim is then prepared anew. Every function blocks. State owned: the files.
 """
 

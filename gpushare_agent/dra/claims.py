@@ -189,8 +189,8 @@ class Claims(Struct, kw_only=True, eq=False):
         log.info("claims_restored", claims=len(self._prepared))
 
     async def prepare(self, ref: ClaimRef) -> PreparedClaim | Refused:
-        """Idempotent by UID. Cancelled, nothing is booked, except where the claim was being recorded already: then it is
-        booked until the kubelet asks again, or unprepares it."""
+        """Idempotent by UID. Cancelled, nothing is charged, except where the claim was being recorded already: then it is
+        charged until the kubelet asks again, or unprepares it."""
         async with self._lock(ref.uid):
             known = self._prepared.get(ref.uid)
             if known is not None:  # its record too: the call before may have been cut off
@@ -207,7 +207,7 @@ class Claims(Struct, kw_only=True, eq=False):
             return made
 
     async def unprepare(self, ref: ClaimRef) -> None:
-        """Ends a claim; an unknown one has ended. Raises Unavailable: a file cannot be removed; the claim stays booked."""
+        """Ends a claim; an unknown one has ended. Raises Unavailable: a file cannot be removed; the claim stays charged."""
         async with self._lock(ref.uid):
             # Also of an unknown one: a Prepare that was cut off may have left files.
             await self._in_thread(partial(self.files.remove, ref.uid), f"removing the files of claim {ref.name}")
@@ -244,7 +244,7 @@ class Claims(Struct, kw_only=True, eq=False):
                 is_saving = True
                 await self._in_thread(partial(self.files.save, made), f"recording claim {ref.name}")
         except BaseException as e:
-            # Cut off while saving, the record is written all the same and the next agent reads it: so it stays booked.
+            # Cut off while saving, the record is written all the same and the next agent reads it: so it stays charged.
             if not is_saving or not isinstance(e, asyncio.CancelledError):
                 self._release(ref.uid)
             if isinstance(e, AgentError):

@@ -90,7 +90,7 @@ class DraPart(Struct, frozen=True, kw_only=True):
         }
 
     def end(self) -> None:
-        """Before the lock of the device plugins is free, for which the successor waits."""
+        """Before the lock of the device plugins is free, for which the incoming instance waits."""
         for lock in self.locks.values():
             lock.release()
 
@@ -130,7 +130,7 @@ class _MyGpus:
         self._left_out = ReportOnce()
 
     def now(self) -> list[Gpu]:
-        claimable, gpus = self._node.front_ends.claimable, self._node.gpus().gpus
+        claimable, gpus = self._node.gpu_split.claimable, self._node.gpus().gpus
         chosen = self._node.settings.dra.gpus
         instances = [gpu.uuid for gpu in gpus if gpu.mig is not None and gpu.is_selected(chosen)]
         if instances and self._left_out.is_new("left out"):
@@ -155,7 +155,7 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
         pool=pool,
         cache=cache,
         inventory=node.gpus,
-        claimable=lambda: node.front_ends.claimable,
+        claimable=lambda: node.gpu_split.claimable,
         pods=node.pods,
         policy=edit_policy(settings, node.names, isolation.volumes, isolation.kernel_module),
         names=node.names,
@@ -172,7 +172,7 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
     publisher = SlicePublisher(
         driver=DRIVER,
         node_name=pool,
-        wanted=lambda: _devices(node, cache, isolation, mine.now()) if ready.is_set() else None,
+        desired=lambda: _devices(node, cache, isolation, mine.now()) if ready.is_set() else None,
     )
     return DraPart(
         settings=settings,

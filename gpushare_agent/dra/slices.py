@@ -42,14 +42,14 @@ class SliceApi(Protocol):
 
 
 class SlicePublisher(Handler):
-    """The handler of an informer of the node's own slices; `run` once it has listed. `wanted` are the devices, None while
+    """The handler of an informer of the node's own slices; `run` once it has listed. `desired` are the devices, None while
     they are not known: nothing is published then, and nothing taken back."""
 
-    def __init__(self, *, driver: str, node_name: str, wanted: Callable[[], list[Device] | None]) -> None:
+    def __init__(self, *, driver: str, node_name: str, desired: Callable[[], list[Device] | None]) -> None:
         self.name = f"{node_name[: MAX_NODE_NAME - len(driver) - 1]}-{driver}"
         self._driver = driver
         self._node_name = node_name
-        self._wanted = wanted
+        self._desired = desired
         self._seen: dict[str, _Seen] = {}
         self._is_listed = False
         self._generation = 0
@@ -106,7 +106,7 @@ class SlicePublisher(Handler):
         """One comparison, and what it takes; after how many seconds the next is due."""
         for name in sorted(self._seen.keys() - {self.name}):
             await self._delete(api, name)
-        devices = self._wanted()
+        devices = self._desired()
         if devices is None:
             return PERIOD_S
         if not devices:
@@ -114,7 +114,7 @@ class SlicePublisher(Handler):
                 await self._delete(api, self.name)
             return PERIOD_S
         seen = self._seen.get(self.name)
-        if seen is not None and self._is_as_wanted(seen, devices):
+        if seen is not None and self._is_as_desired(seen, devices):
             return PERIOD_S
         if seen is not None and self._written is not None and _is_same_but_order(self._written[0], devices):
             left_s = self._written_at + ORDER_PERIOD_S - time.monotonic()
@@ -123,7 +123,7 @@ class SlicePublisher(Handler):
         await self._write(api, seen, devices)
         return PERIOD_S
 
-    def _is_as_wanted(self, seen: _Seen, devices: list[Device]) -> bool:
+    def _is_as_desired(self, seen: _Seen, devices: list[Device]) -> bool:
         """The API server may write a value in another form, so what it answered to a write counts as written."""
         if self._written is not None and self._written[0] == devices:
             return seen.spec == self._written[1]

@@ -75,13 +75,13 @@ class DeviceTable:
         """Until `set_devices` is due for what was withdrawn, None where nothing was."""
         return max(0.0, min(self._withdrawn.values()) - self._clock()) if self._withdrawn else None
 
-    def take_over(self, earlier: DeviceTable) -> None:
-        """This list follows that of `earlier`, which the kubelet has."""
+    def take_over(self, previous: DeviceTable) -> None:
+        """This list follows that of `previous`, which the kubelet has."""
         own = tuple(row for row in self._rows.values() if row.id not in self._withdrawn)
-        self._rows = {**earlier._rows, **self._rows}
-        self._withdrawn = {**earlier._withdrawn, **self._withdrawn}
-        self._frames = {**earlier._frames, **self._frames}
-        self._is_sent |= earlier._is_sent
+        self._rows = {**previous._rows, **self._rows}
+        self._withdrawn = {**previous._withdrawn, **self._withdrawn}
+        self._frames = {**previous._frames, **self._frames}
+        self._is_sent |= previous._is_sent
         self.set_devices(own)
 
     def set_devices(self, devices: Sequence[DeviceRow]) -> bool:
@@ -152,7 +152,7 @@ def check_lists(inventory: GpuInventory, names: ResourceNames, *, limit_bytes: i
         if size <= limit_bytes:
             continue
         works = smallest_block_mib(inventory.gpus, limit_bytes=limit_bytes)
-        cure = "GiB" if works <= MIB_OF_GIB else "GiB on a node with fewer GPUs: here GiB does not fit either"
+        remedy = "GiB" if works <= MIB_OF_GIB else "GiB on a node with fewer GPUs: here GiB does not fit either"
         raise StartupError(
             f"cannot announce {names.name(kind)}: {sum(gpu.memory_mib // unit_mib for gpu in inventory.gpus)} "
             f"{'blocks' if is_blocks else 'units'} of {unit_mib} MiB make a ListAndWatch message of {size} bytes, and the "
@@ -160,7 +160,7 @@ def check_lists(inventory: GpuInventory, names: ResourceNames, *, limit_bytes: i
             + (
                 f"the memory block size (resources.memory_block_mib) to {works} MiB or more"
                 if is_blocks
-                else f"gpushare.unit to {cure}"
+                else f"gpushare.unit to {remedy}"
             )
         )
 

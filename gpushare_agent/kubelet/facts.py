@@ -75,10 +75,10 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
         """As in the Node object, empty while unknown."""
         return self._text
 
-    def take_over(self, earlier: KubeletFacts) -> None:
-        """What an earlier life of the agent read: admissions need not wait until it is read again."""
-        if earlier._is_known.is_set():
-            self._version, self._text = earlier._version, earlier._text
+    def take_over(self, previous: KubeletFacts) -> None:
+        """What was read before a reload: admissions need not wait until it is read again."""
+        if previous._is_known.is_set():
+            self._version, self._text = previous._version, previous._text
             self._is_known.set()
 
     def age_s(self) -> float | None:

@@ -208,7 +208,7 @@ class Registrar:
             )
             for endpoint in endpoints
         ]
-        self.is_kept = False
+        self.stays_registered = False
         """The servers outlive `run`, for another registrar to take over."""
         self._renewed: list[tuple[ResourceRegistrar, PluginEndpoint]] = []
         self._removed: list[ResourceRegistrar] = []
@@ -222,21 +222,21 @@ class Registrar:
         """The kubelet that runs now has accepted this resource and follows its ListAndWatch."""
         return any(one.endpoint.resource == resource and one.is_registered for one in self._resources)
 
-    def take_over(self, earlier: Registrar) -> None:
-        """Goes on with the servers and registrations of `earlier`, whose `run` has ended and which has none from now on.
+    def take_over(self, previous: Registrar) -> None:
+        """Goes on with the servers and registrations of `previous`, whose `run` has ended and which has none from now on.
         Of a resource that both have, with the same options, the kubelet notices nothing; it is served as before until
         `renew`. Those of which this registrar has none end once it runs."""
-        kept = {one.endpoint.resource: one for one in earlier._resources}
-        is_same_directory = self._directory == earlier._directory
+        taken_over = {one.endpoint.resource: one for one in previous._resources}
+        is_same_directory = self._directory == previous._directory
         for position, one in enumerate(self._resources):
-            old = kept.get(one.endpoint.resource)
+            old = taken_over.get(one.endpoint.resource)
             if is_same_directory and old is not None and old.endpoint.plugin.options == one.endpoint.plugin.options:
                 self._resources[position] = old.reporting_to(self._registered)
                 self._renewed.append((old, one.endpoint))
-        left = [one for one in earlier._resources if one not in self._resources]
-        self._removed = [*earlier._removed, *left]
-        self._registered_kubelet = earlier._registered_kubelet if is_same_directory else None
-        earlier._resources, earlier._removed, earlier._renewed = [], [], []
+        left = [one for one in previous._resources if one not in self._resources]
+        self._removed = [*previous._removed, *left]
+        self._registered_kubelet = previous._registered_kubelet if is_same_directory else None
+        previous._resources, previous._removed, previous._renewed = [], [], []
 
     def renew(self) -> None:
         """The resources that were taken over are served by this registrar's own plugins from now on."""
@@ -250,18 +250,19 @@ class Registrar:
             if not one.endpoint.is_serving:
                 await one.endpoint.serve()
 
-    async def leave(self, successors: Callable[[], int]) -> None:
+    async def leave(self, waiting: Callable[[], int]) -> None:
         """Ends the streams for good, and waits until the kubelet has disconnected: before that it would disconnect whoever
-        registers next. `successors` is how many of the connections are not the kubelet's."""
+        registers next. `waiting` is how many of the connections are not the kubelet's."""
         for one in self._all:
             one.leave()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
-                while sum(one.endpoint.connections for one in self._all) > successors():  # noqa: ASYNC110 - some ms
+                while sum(one.endpoint.connections for one in self._all) > waiting():  # noqa: ASYNC110 - some ms
                     await asyncio.sleep(0.001)
 
     async def run(self) -> NoReturn:
-        """Runs until it is cancelled; then, if not `is_kept`, ends the streams and removes the sockets, within 2 s."""
+        """Runs until it is cancelled; then ends the streams and removes the sockets, within 2 s, unless
+        `stays_registered`."""
         self._poll()
         try:
             await _close(self._removed)
@@ -271,12 +272,12 @@ class Registrar:
                     tasks.create_task(one.run(), name=f"register-{one.endpoint.resource}")
                 tasks.create_task(self._watch(), name="watch-device-plugin-directory")
         finally:
-            if not self.is_kept:
+            if not self.stays_registered:
                 await self.close()
         raise AssertionError("a registrar's tasks do not return")
 
     async def close(self) -> None:
-        """What `serve` began, where `run` did not follow, and what was kept."""
+        """Ends what `serve` began where `run` did not follow, and what stayed registered for another registrar."""
         await _close(self._all)
 
     @property

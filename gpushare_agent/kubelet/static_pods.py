@@ -36,7 +36,7 @@ SLICE_S = 0.005
 """So long the parser keeps the event loop."""
 _OF_ANOTHER_HOST = (62, 64)
 """OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
-CURE = "see docs/how-to/static-pods.md"
+REMEDY = "see docs/how-to/static-pods.md"
 
 
 class StaticPods:
@@ -77,13 +77,13 @@ class StaticPods:
                     self._last = (began_at, await self._read())
                 return self._last[1]
         except TimeoutError as e:
-            raise Unavailable(f"cannot read {self._url}: no answer within {timeout_s:g} s; {CURE}") from e
+            raise Unavailable(f"cannot read {self._url}: no answer within {timeout_s:g} s; {REMEDY}") from e
 
     async def _read(self) -> Sequence[Raw]:
         try:
             context, token = await asyncio.to_thread(self._credentials)
         except (OSError, ValueError) as e:
-            raise Unavailable(f"cannot read {self._url}: {self._ca_file}, {self._token_file}: {e}; {CURE}") from e
+            raise Unavailable(f"cannot read {self._url}: {self._ca_file}, {self._token_file}: {e}; {REMEDY}") from e
         content = await self._get(context, token)
         return await _static_pods(content, self._url)
 
@@ -117,7 +117,7 @@ class StaticPods:
             why = "the agent's service account needs get of nodes/pods"
             if response.status == 401:
                 why = "it does not accept the agent's token, which it has the API server verify"
-            raise Rejected(f"cannot read {self._url}: the kubelet answered {response.status}: {text}; {why}, {CURE}")
+            raise Rejected(f"cannot read {self._url}: the kubelet answered {response.status}: {text}; {why}, {REMEDY}")
         if response.status != 200:
             raise Unavailable(f"cannot read {self._url}: the kubelet answered {response.status}")
         content = bytearray()
@@ -138,10 +138,10 @@ class StaticPods:
         except ClientConnectorCertificateError as e:
             raise Unavailable(
                 f"cannot read {self._url}: the kubelet's certificate is not verified by {self._ca_file}: "
-                f"{e.certificate_error}; name its CA in kubelet.api_ca, {CURE}"
+                f"{e.certificate_error}; name its CA in kubelet.api_ca, {REMEDY}"
             ) from e
         except (ClientError, OSError, ValueError) as e:
-            raise Unavailable(f"cannot read {self._url}: {e or type(e).__name__}; {CURE}") from e
+            raise Unavailable(f"cannot read {self._url}: {e or type(e).__name__}; {REMEDY}") from e
 
 
 async def _static_pods(content: bytearray, url: str) -> Sequence[Raw]:

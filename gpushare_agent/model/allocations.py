@@ -70,8 +70,8 @@ class Allocation(Struct, frozen=True, kw_only=True):
     `ids` has a resource once the kubelet has allocated it; of NVIDIA's names `gpu_resource` is the one. `gpus` are the GPUs
     that the IDs of the resource name that binds them, else the planned ones, in order of index; the memory is charged to
     them. `is_whole` means whole GPUs: their whole memory is the container's. `allocated_at`
-    is seconds on the monotonic clock. `granted` is the size to which a running share was changed, None where it has what the
-    kubelet allocated.
+    is seconds on the monotonic clock. `resized_to` is the size to which a running share was changed, None where it has what
+    the kubelet allocated.
 
     Of a claim the key has the claim's UID in the place of the pod's and the result's name in that of the container, and the
     IDs are the agent's own: the kubelet knows none of them. `pod_name` is that of the pod for which it was prepared first.
@@ -86,7 +86,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
     gpu_resource: str = ""
     is_whole: bool = False
     allocated_at: float = 0.0
-    granted: ShareSize | None = None
+    resized_to: ShareSize | None = None
     claim: ClaimShare | None = None
 
     @property
@@ -106,7 +106,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     @property
     def bound_ids(self) -> frozenset[DeviceId]:
-        """Of the resource that binds its GPUs."""
+        """The IDs of the resource that binds its GPUs."""
         return next((ids for kind, ids in self.ids.items() if kind.binds_gpu), NO_IDS)
 
     @property
@@ -157,15 +157,15 @@ class Allocation(Struct, frozen=True, kw_only=True):
     @property
     def size(self) -> ShareSize:
         """What the isolation is to enforce."""
-        return self.granted or self.allocated_size
+        return self.resized_to or self.allocated_size
 
 
 class ResizedShare(Struct, frozen=True, kw_only=True):
-    """A share whose size is, or still is booked as, another than the kubelet allocated (`allocated`).
+    """A share whose size is, or still is charged as, another than the kubelet allocated (`allocated`).
 
-    `target` is what it is to be. `booked` is what its GPU is charged: at least `target`, and whatever more its processes may
-    still use. `kind` is the resource that its memory counts. `instance` is the runtime's ID of the container that ran when
-    `target` was first enforced, empty where that has not happened.
+    `target` is what it is to be. `charged` is what its GPU is charged: at least `target`, and whatever more its processes
+    may still use. `kind` is the resource that its memory counts. `instance` is the runtime's ID of the container that ran
+    when `target` was first enforced, empty where that has not happened.
     """
 
     key: ContainerKey
@@ -173,13 +173,13 @@ class ResizedShare(Struct, frozen=True, kw_only=True):
     kind: ResourceKind
     allocated: ShareSize
     target: ShareSize
-    booked: ShareSize
+    charged: ShareSize
     instance: str = ""
 
     @property
     def is_over(self) -> bool:
         """It is what the kubelet allocated, also in the ledger."""
-        return self.allocated == self.target == self.booked
+        return self.allocated == self.target == self.charged
 
 
 class ContainerMount(Struct, frozen=True, kw_only=True):

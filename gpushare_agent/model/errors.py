@@ -60,7 +60,7 @@ class RefusalReason(StrEnum):
 TRANSIENT_REASONS = frozenset(
     {RefusalReason.POD_UNKNOWN, RefusalReason.POD_AMBIGUOUS, RefusalReason.NOT_READY, RefusalReason.DEVICE_IN_USE}
 )
-"""Refusals that a retry may cure without any change of the pod (gRPC UNAVAILABLE)."""
+"""Refusals that a retry may remedy without any change of the pod (gRPC UNAVAILABLE)."""
 
 
 class Refused(Struct, frozen=True, kw_only=True):

@@ -223,7 +223,7 @@ class GpuInventory(Struct, frozen=True, kw_only=True):
     cuda_version: str = ""
     """The newest that the driver supports, such as 12.8; empty where it does not report it."""
     unreadable: tuple[tuple[int, str], ...] = field(default=())
-    divided: tuple[Gpu, ...] = ()
+    mig_partitioned: tuple[Gpu, ...] = ()
     """GPUs that MIG divides. They are not offered; their instances are, in `gpus`. Their indexes are taken."""
 
     def by_uuid(self) -> dict[GpuUuid, Gpu]:

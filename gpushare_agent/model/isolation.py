@@ -110,7 +110,7 @@ class MemoryLimiter(Protocol):
     """The GPUs' driver."""
 
     async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
-        """Raises AgentError with the cure where limits cannot be had here."""
+        """Raises AgentError with the remedy where limits cannot be had here."""
 
-    async def keep_memory_limits(self, wanted: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
-        """Reads, sets what differs where `may_set`; one outcome for each of `wanted`. Raises Unavailable."""
+    async def keep_memory_limits(self, desired: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
+        """Reads, sets what differs where `may_set`; one outcome for each of `desired`. Raises Unavailable."""

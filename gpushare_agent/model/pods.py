@@ -87,7 +87,7 @@ class Pod(Struct, frozen=True, kw_only=True):
         """The UID in the API server; None for a static pod without a mirror pod."""
         return PodUid(self.mirror_uid) if self.mirror_uid else None if self.is_static else self.uid
 
-    def wants(self, resource: str) -> bool:
+    def requests_any(self, resource: str) -> bool:
         return any(c.requests.get(resource, 0) > 0 for c in self.containers)
 
     def container(self, name: str) -> ContainerSpec | None:

@@ -86,7 +86,7 @@ class UnitLayout(Struct, frozen=True, kw_only=True):
         return None
 
     def unlike(self, gpus: Iterable[Gpu]) -> str:
-        """Why the node gives no unit at all, with the cure; empty where it does."""
+        """Why the node gives no unit at all, with the remedy; empty where it does."""
         return ""
 
 
@@ -114,8 +114,8 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
         return ServedUnits(name + SHARED_SUFFIX if is_renamed else name, UnitTerms(count, self.sharing))
 
     def unlike(self, gpus: Iterable[Gpu]) -> str:
-        """With MIG strategy single, why no unit is given, with the cure; empty where all GPUs that serve these resources are
-        alike. A pod could not tell what it gets: NVIDIA's plugin does not start there (internal/rm/device_map.go of
+        """With MIG strategy single, why no unit is given, with the remedy; empty where all GPUs that serve these resources
+        are alike. A pod could not tell what it gets: NVIDIA's plugin does not start there (internal/rm/device_map.go of
         v0.20.0)."""
         if self.mig_strategy != "single":
             return ""
@@ -301,7 +301,7 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
         kind = self.kind_of(resource)
         return kind.socket.format(kind.names(self).index(resource))
 
-    def wanted(self, container: ContainerSpec, kind: ResourceKind) -> int:
+    def requested(self, container: ContainerSpec, kind: ResourceKind) -> int:
         """Units of the resource that the container asks for."""
         count, requests = 0, container.requests
         for name in kind.names(self):
@@ -309,11 +309,11 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
         return count
 
     def wants_any(self, pod: Pod) -> bool:
-        return any(pod.wants(name) for name in self.names)
+        return any(pod.requests_any(name) for name in self.names)
 
     def asked(self, container: ContainerSpec) -> dict[ResourceKind, int]:
         """Units of each resource of the node's that the container asks for, in the order of the table."""
-        return {kind: count for kind in self.table if (count := self.wanted(container, kind))}
+        return {kind: count for kind in self.table if (count := self.requested(container, kind))}
 
     def binding(self, container: ContainerSpec) -> ResourceKind:
         """The resource whose IDs bind the container's GPU."""
@@ -338,8 +338,8 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
 
     def memory_mib(self, container: ContainerSpec) -> int:
         """The memory that the container asks for, by whichever resource."""
-        blocks = self.wanted(container, ResourceKind.VMEMORY) * self.memory_block_mib
-        return blocks + self.wanted(container, ResourceKind.GPU_MEM) * self.gpu_mem_unit_mib
+        blocks = self.requested(container, ResourceKind.VMEMORY) * self.memory_block_mib
+        return blocks + self.requested(container, ResourceKind.GPU_MEM) * self.gpu_mem_unit_mib
 
 
 ResourceKind.VCORE = ResourceKind(
@@ -404,7 +404,7 @@ WHOLE_GPU = Request(cores=CORES_PER_GPU)
 def request_of(container: ContainerSpec, names: ResourceNames) -> Request:
     """What the container's limits ask for; of NVIDIA's names nothing, for their part depends on the GPU."""
     return Request(
-        cores=names.wanted(container, ResourceKind.VCORE),
-        blocks=names.wanted(container, ResourceKind.VMEMORY),
-        units=names.wanted(container, ResourceKind.GPU_MEM),
+        cores=names.requested(container, ResourceKind.VCORE),
+        blocks=names.requested(container, ResourceKind.VMEMORY),
+        units=names.requested(container, ResourceKind.GPU_MEM),
     )

@@ -93,8 +93,8 @@ def _container(
     annotations: Mapping[str, str] = pod.annotations if pod is not None else {}
     share = share_limits(allocation, annotations, gpus, node.names)
     allocated = share
-    if allocation.granted is not None:
-        allocated = share_limits(replace(allocation, granted=None), annotations, gpus, node.names)
+    if allocation.resized_to is not None:
+        allocated = share_limits(replace(allocation, resized_to=None), annotations, gpus, node.names)
     chosen = isolation.isolation_of(allocation)
     return ContainerFacts(
         allocation=allocation,

@@ -260,10 +260,10 @@ def blocks_of_units(units: int, block_mib: int, unit_mib: int) -> int:
     return -(-units * unit_mib // block_mib)
 
 
-def _take(used: int, reusable: int, wanted: int, *, is_reusable: bool) -> tuple[int, int]:
-    """`used` and `reusable` once a container has got `wanted`, from `reusable` first."""
-    more = max(0, wanted - reusable)
-    return used + more, max(reusable, wanted) if is_reusable else max(0, reusable - wanted)
+def _take(used: int, reusable: int, requested: int, *, is_reusable: bool) -> tuple[int, int]:
+    """`used` and `reusable` once a container has got `requested`, from `reusable` first."""
+    more = max(0, requested - reusable)
+    return used + more, max(reusable, requested) if is_reusable else max(0, reusable - requested)
 
 
 def capacity_of(gpus: Sequence[GpuAccount]) -> Capacity:

@@ -18,7 +18,7 @@ from gpushare_agent.model.resources import Request, ResourceNames
 
 
 class Cause(IntEnum):
-    """In the order in which they are looked for: those that the end of other pods does not cure come first."""
+    """In the order in which they are looked for: those that the end of other pods does not remedy come first."""
 
     NO_GPU = auto()
     UNHEALTHY = auto()
@@ -179,7 +179,7 @@ class Lack(NamedTuple):
 
     def of_node(self) -> str:
         """Why no GPU of a node will do; the same for nodes in the same state, for kube-scheduler counts equal texts."""
-        wanted = self.request.whole_gpus
+        requested = self.request.whole_gpus
         match self.cause:
             case Cause.SHORT:
                 if (cores := self.cores) < self.request.cores:
@@ -187,11 +187,15 @@ class Lack(NamedTuple):
                 if (memory := self.memory) < self._asked_memory:
                     return f"no GPU has more than {self._memory(memory)} free"
                 return f"no GPU has both free: at most {cores} cores, and {self._memory(memory)} on another"
-            case Cause.IN_USE if (free := len(self.capacity.whole_blocks)) < wanted:
-                return _too_few_free(wanted, free, len(self.capacity.physical_blocks))
+            case Cause.IN_USE if (free := len(self.capacity.whole_blocks)) < requested:
+                return _too_few_free(requested, free, len(self.capacity.physical_blocks))
             case Cause.IN_USE:
-                free, most = len(self.capacity.whole_blocks), self._memory(sum(self.capacity.whole_blocks[:wanted]))
-                have = f"{wanted} largest of {free} free GPUs have together" if wanted > 1 else "largest free GPU has"
+                free, most = len(self.capacity.whole_blocks), self._memory(sum(self.capacity.whole_blocks[:requested]))
+                have = (
+                    f"{requested} largest of {free} free GPUs have together"
+                    if requested > 1
+                    else "largest free GPU has"
+                )
                 return f"the {have} {most}"
             case Cause.FULL:
                 return f"no GPU serves more than {self.capacity.max_shares} sharing containers"
@@ -204,9 +208,9 @@ class Lack(NamedTuple):
             case Cause.INSTANCE:
                 return "the node's GPUs are MIG instances, and no whole GPUs"
             case Cause.TOO_FEW:
-                return f"{_gpus(wanted, 'whole')} wanted, the node has {_gpus(self.gpus, 'healthy')}"
+                return f"{_gpus(requested, 'whole')} wanted, the node has {_gpus(self.gpus, 'healthy')}"
             case Cause.TOO_LARGE:
-                have = f"{wanted} largest GPUs have" if wanted > 1 else "largest GPU has"
+                have = f"{requested} largest GPUs have" if requested > 1 else "largest GPU has"
                 return f"the {have} {self._memory(self.largest)} in all"
 
     def of_gpu_in_detail(self) -> str:
@@ -226,7 +230,7 @@ class Lack(NamedTuple):
         return state
 
     @property
-    def cure(self) -> str:
+    def remedy(self) -> str:
         """What the pod's owner can do, a sentence."""
         match self.cause:
             case Cause.NO_GPU | Cause.UNHEALTHY:
@@ -272,9 +276,9 @@ def memory_text(size_mib: int) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _too_few_free(wanted: int, free: int, gpus: int) -> str:
-    """Kept, for thousands of nodes give the same few."""
-    return f"{_gpus(wanted, 'wholly free')} wanted, {free} of {gpus} {'is' if free == 1 else 'are'}"
+def _too_few_free(requested: int, free: int, gpus: int) -> str:
+    """Cached, for thousands of nodes give the same few texts."""
+    return f"{_gpus(requested, 'wholly free')} wanted, {free} of {gpus} {'is' if free == 1 else 'are'}"
 
 
 def _gpus(count: int, kind: str) -> str:

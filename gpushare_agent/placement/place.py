@@ -20,7 +20,8 @@ from msgspec import Struct, field
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Branch, Link, LinkKind, Topology
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
-from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceNames
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceNames, request_of
 from gpushare_agent.placement.gpu_account import GpuAccount, capacity_of
 from gpushare_agent.placement.lack import Cause, describe_request, memory_text
 
@@ -215,13 +216,13 @@ class Placed(Struct, frozen=True, kw_only=True):
 def validate_request(request: Request, names: ResourceNames, *, share_mode: bool) -> Refused | None:
     """Says what is wrong with a request whatever the node has, None where nothing is."""
     cores, blocks = request.cores, request.blocks
-    reason, cure = RefusalReason.INVALID_REQUEST, _VALID_SHARING if share_mode else _VALID_WHOLE
+    reason, remedy = RefusalReason.INVALID_REQUEST, _VALID_SHARING if share_mode else _VALID_WHOLE
     if request.units and (cores or blocks):
         others = " and ".join(name for name, count in ((names.vcore, cores), (names.vmemory, blocks)) if count)
         problem = (
             f"and {others} cannot be asked for by one container: the first is memory alone, the others are a share of"
         )
-        problem, cure = f"{problem} compute and memory", "Ask for one or the other."
+        problem, remedy = f"{problem} compute and memory", "Ask for one or the other."
     elif cores < 0 or blocks < 0:
         problem = "is not possible: amounts cannot be negative"
     elif not cores and not request.units:
@@ -231,13 +232,56 @@ def validate_request(request: Request, names: ResourceNames, *, share_mode: bool
         problem = "is neither a share of one GPU nor whole GPUs; the next valid numbers of cores are"
         problem = f"{problem} {lower} and {lower + CORES_PER_GPU}"
     elif cores < CORES_PER_GPU and not share_mode:
-        problem, cure = "is a share of a GPU, and sharing is switched off on this node", _VALID_WHOLE
+        problem, remedy = "is a share of a GPU, and sharing is switched off on this node", _VALID_WHOLE
         reason = RefusalReason.SHARING_DISABLED
     elif 0 < cores < CORES_PER_GPU and not blocks:
         problem = f"is a share of a GPU without memory: add the memory, in blocks of {names.memory_block_mib} MiB"
     else:
         return None
-    return Refused(reason=reason, detail=f"{describe_request(request, names)} {problem}. {cure}")
+    return Refused(reason=reason, detail=f"{describe_request(request, names)} {problem}. {remedy}")
+
+
+def effective_request(pod: Pod, container: ContainerSpec, names: ResourceNames) -> Request | Refused:
+    """The container's own request, enlarged for an init container by what the containers after it need on the same GPU.
+
+    The kubelet passes an ordinary init container's device IDs on to the containers after it before it asks for new ones
+    (measured). A share must stay on one GPU, so an init container is placed where those containers fit too. When an init
+    container has more whole GPUs than one of them requests, the kubelet picks among their IDs at random, over all the GPUs,
+    which no placement can prevent: such a pod is refused before it starts.
+    """
+    own = request_of(container, names)
+    if container.kind is not ContainerKind.INIT:
+        return own
+    pool = need = _amounts(own, own)
+    for following in pod.containers[pod.containers.index(container) + 1 :]:
+        requested = _amounts(request_of(following, names), own)
+        if not requested[0] or not pool[0]:
+            continue  # the kubelet hands it nothing, so it may be on another GPU
+        if own.cores > CORES_PER_GPU and requested[0] < own.cores:
+            return Refused(
+                reason=RefusalReason.INVALID_REQUEST,
+                detail=f"pod {pod.namespace}/{pod.name}: init container {container.name} asks for {own.cores} cores and "
+                f"container {following.name} after it for {requested[0]}. The kubelet would hand on devices from several of "
+                f"the init container's GPUs at random. Give the init container at most {CORES_PER_GPU} cores, or as many "
+                f"as {following.name}.",
+            )
+        # It takes what the pool has and needs the rest beside it. An init container puts back what it took when it ends.
+        need = tuple(sum_ + max(0, more - had) for sum_, more, had in zip(need, requested, pool, strict=True))
+        is_init = following.kind is ContainerKind.INIT
+        pool = tuple(
+            max(had, more) if is_init else max(0, had - more) for had, more in zip(pool, requested, strict=True)
+        )
+    if own.units:
+        return own._replace(units=need[0])
+    if need[0] > CORES_PER_GPU:
+        # The next container requests whole GPUs: this container's GPU becomes one of them; its own call checks the others.
+        return own._replace(cores=max(own.cores, CORES_PER_GPU))
+    return own._replace(cores=need[0], blocks=need[1])
+
+
+def _amounts(request: Request, of: Request) -> tuple[int, ...]:
+    """What is handed on where a container asks by the resources of `of`: the one that binds the GPU, then its memory."""
+    return (request.units,) if of.units else (request.cores, request.blocks)
 
 
 def place(
@@ -332,13 +376,15 @@ def _refused(request: Request, gpus: Sequence[GpuAccount], names: ResourceNames)
         closest = min((gpu for gpu in gpus if gpu.is_healthy), key=lambda gpu: (_missing_part(gpu, request), gpu.index))
         if (short := closest.lack(request)) is not None:
             detail += f"; GPU {closest.label} comes closest: {short.of_gpu_in_detail()}"
-    return Refused(reason=lack.reason, detail=f"{detail}. {lack.cure}")
+    return Refused(reason=lack.reason, detail=f"{detail}. {lack.remedy}")
 
 
 def _missing_part(gpu: GpuAccount, request: Request) -> float:
     """How far the GPU is from serving a share: 1 each where no cores, or no memory, are free."""
     asked = (request.cores, request.blocks, request.units)
-    return sum(max(0, wanted - free) / wanted for wanted, free in zip(asked, gpu.free, strict=True) if wanted)
+    return sum(
+        max(0, requested - free) / requested for requested, free in zip(asked, gpu.free, strict=True) if requested
+    )
 
 
 def _must_text(uuid: GpuUuid, gpu: GpuAccount | None, request: Request) -> str:

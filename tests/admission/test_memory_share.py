@@ -208,7 +208,7 @@ def kept_back(kind: ResourceKind, *held: Allocation, no_shares: bool = False) ->
     ledger = ledger_of(*held)
     gpus = gpu_accounts(None, ledger, POLICY)
     offered = offered_ids({gpu.uuid: NAMES.units(gpu, kind) for gpu in GPUS.gpus}, ledger.holders[kind])
-    found = withheld(kind, gpus, offered, ledger.holders, NAMES, no_shares=no_shares, lent={})
+    found = withheld(kind, gpus, offered, ledger.holders, NAMES, no_shares=no_shares, borrowed={})
     assert no_shares or not any(found & one.ids_of(kind) for one in held)
     counts: dict[str, int] = {}
     for device in found:

@@ -22,7 +22,7 @@ SHARE = ResizedShare(
     kind=ResourceKind.VMEMORY,
     allocated=ShareSize(cores=30, memory=8),
     target=ShareSize(cores=20, memory=24),
-    booked=ShareSize(cores=30, memory=24),
+    charged=ShareSize(cores=30, memory=24),
     instance="a" * 64,
 )
 RAW = {
@@ -106,7 +106,7 @@ async def test_the_most_shares_fit_the_bound(tmp_path: Path) -> None:
             kind=SHARE.kind,
             allocated=SHARE.allocated,
             target=SHARE.target,
-            booked=SHARE.booked,
+            charged=SHARE.charged,
             instance=SHARE.instance,
         )
         for n in range(MAX_SHARES)

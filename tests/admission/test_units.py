@@ -89,7 +89,7 @@ def healthy(world: Node, resource: str) -> dict[int, int]:
         kept_back = withheld_units(accounts, ids, holders[kind], no_replicas=False, no_units=bool(unlike))
     else:
         ids = offered_ids({gpu.uuid: world.policy.names.units(gpu, kind) for gpu in world.found.gpus}, holders[kind])
-        kept_back = withheld(kind, accounts, ids, holders, world.policy.names, no_shares=False, lent={})
+        kept_back = withheld(kind, accounts, ids, holders, world.policy.names, no_shares=False, borrowed={})
     return {gpu.index: sum(device not in kept_back for device in ids[gpu.uuid]) for gpu in world.found.gpus}
 
 

@@ -53,7 +53,7 @@ def labels(
 ) -> dict[str, str]:
     terms = UnitTerms(count, Sharing(strategy))
     return feature_labels(
-        replace(inventory(*gpus), divided=divided),
+        replace(inventory(*gpus), mig_partitioned=divided),
         served=lambda _: ServedUnits("nvidia.com/gpu.shared" if is_renamed else "nvidia.com/gpu", terms),
         mig_strategy=mig_strategy,
         machine="DGX Station (A100)\n",

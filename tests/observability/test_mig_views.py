@@ -43,7 +43,7 @@ def divided_node(*, shares_in_mig: bool) -> NodeSnapshot:
     instances = (instance(divided, index=2, number=0), instance(divided, index=3, number=1))
     return replace(
         snapshot(),
-        inventory=replace(found, gpus=(found.gpus[0], *instances), divided=(divided,)),
+        inventory=replace(found, gpus=(found.gpus[0], *instances), mig_partitioned=(divided,)),
         names=ResourceNames(shares_in_mig=shares_in_mig),
         cores_allocated={UUIDS[0]: 30, FIRST: 100},
         memory_allocated_bytes={UUIDS[0]: 1024 * MIB, FIRST: divided.memory_mib * MIB},

@@ -53,7 +53,7 @@ from gpushare_agent.model.names import (
     gpu_of,
     split_device_id,
 )
-from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec
 from gpushare_agent.model.resources import (
     WHOLE_GPU,
     Request,
@@ -68,7 +68,7 @@ from gpushare_agent.model.resources import (
 from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
 from gpushare_agent.placement.gpu_account import capacity_of
 from gpushare_agent.placement.lack import Cause, Lack, describe_request
-from gpushare_agent.placement.place import why_not_chosen
+from gpushare_agent.placement.place import effective_request, why_not_chosen
 
 _ABOUT_CAPACITY = frozenset(
     {
@@ -228,7 +228,7 @@ def _invalid(target: Target, policy: Policy) -> Refused | None:
 
 
 def unusable_request(container: ContainerSpec, names: ResourceNames) -> str:
-    """Why no node could serve what the container asks for, with the cure; empty where no parts of GPUs are asked for, or
+    """Why no node could serve what the container asks for, with the remedy; empty where no parts of GPUs are asked for, or
     one resource alone is."""
     asked = [
         (kind, name) for kind in names.asked(container) for name in kind.names(names) if container.requests.get(name)
@@ -275,10 +275,10 @@ def _fill(chosen: dict[DeviceId, None], size: int, ids: Sequence[DeviceId]) -> N
 
 def _named(target: Target, refused: Refused, names: ResourceNames) -> Refused:
     """Placement knows numbers; the user knows the pod and the resources by name."""
-    wanted = names.asked(target.container)
+    requested = names.asked(target.container)
     if names.part_kind(target.container) is None:  # a share is of both, also where one is missing
-        wanted = {ResourceKind.VCORE: 0, ResourceKind.VMEMORY: 0, **wanted}
-    asked = ", ".join(f"{count} {names.name_in(target.container, kind)}" for kind, count in wanted.items())
+        requested = {ResourceKind.VCORE: 0, ResourceKind.VMEMORY: 0, **requested}
+    asked = ", ".join(f"{count} {names.name_in(target.container, kind)}" for kind, count in requested.items())
     return Refused(reason=refused.reason, detail=f"{_who(target)} (asks for {asked}): {refused.detail}")
 
 
@@ -296,47 +296,6 @@ def plan_request(target: Target, offer: Offer, ledger: Ledger, policy: Policy) -
         return effective
     hint = hinted_gpus(target.pod.annotations, target.container, policy)
     return effective._replace(hint=hint, must_gpus=must_gpus(target, offer, ledger, policy.names))
-
-
-def effective_request(pod: Pod, container: ContainerSpec, names: ResourceNames) -> Request | Refused:
-    """The container's own request, enlarged for an init container by what its successors need on the same GPU.
-
-    The kubelet passes an ordinary init container's device IDs on to its successor containers before it asks for new ones
-    (measured). A share must stay on one GPU, so an init container is placed where its successors fit too. When an init
-    container has more whole GPUs than a successor requests, the kubelet picks among their IDs at random, over all the GPUs,
-    which no placement can prevent: such a pod is refused before it starts.
-    """
-    own = request_of(container, names)
-    if container.kind is not ContainerKind.INIT:
-        return own
-    pool = need = _amounts(own, own)
-    for successor in pod.containers[pod.containers.index(container) + 1 :]:
-        wanted = _amounts(request_of(successor, names), own)
-        if not wanted[0] or not pool[0]:
-            continue  # the kubelet hands it nothing, so it may be on another GPU
-        if own.cores > CORES_PER_GPU and wanted[0] < own.cores:
-            return Refused(
-                reason=RefusalReason.INVALID_REQUEST,
-                detail=f"pod {pod.namespace}/{pod.name}: init container {container.name} asks for {own.cores} cores and "
-                f"container {successor.name} after it for {wanted[0]}. The kubelet would hand on devices from several of "
-                f"the init container's GPUs at random. Give the init container at most {CORES_PER_GPU} cores, or as many "
-                f"as {successor.name}.",
-            )
-        # It takes what the pool has and needs the rest beside it. An init container puts back what it took when it ends.
-        need = tuple(sum_ + max(0, more - had) for sum_, more, had in zip(need, wanted, pool, strict=True))
-        is_init = successor.kind is ContainerKind.INIT
-        pool = tuple(max(had, more) if is_init else max(0, had - more) for had, more in zip(pool, wanted, strict=True))
-    if own.units:
-        return own._replace(units=need[0])
-    if need[0] > CORES_PER_GPU:
-        # The successor requests whole GPUs: this container's GPU becomes one of them; its own call checks the others.
-        return own._replace(cores=max(own.cores, CORES_PER_GPU))
-    return own._replace(cores=need[0], blocks=need[1])
-
-
-def _amounts(request: Request, of: Request) -> tuple[int, ...]:
-    """What is handed on where a container asks by the resources of `of`: the one that binds the GPU, then its memory."""
-    return (request.units,) if of.units else (request.cores, request.blocks)
 
 
 def hinted_gpus(annotations: Mapping[str, str], container: ContainerSpec, policy: Policy) -> tuple[int, ...]:
@@ -398,11 +357,11 @@ def check(
 def _check_ids(
     target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy
 ) -> Refused | None:
-    wanted, resource = policy.names.wanted(target.container, kind), policy.names.name_in(target.container, kind)
-    if len(set(ids)) != len(ids) or len(ids) != wanted:
+    requested, resource = policy.names.requested(target.container, kind), policy.names.name_in(target.container, kind)
+    if len(set(ids)) != len(ids) or len(ids) != requested:
         return Refused(
             reason=RefusalReason.INVALID_REQUEST,
-            detail=f"{_who(target)} asks for {wanted} {resource}, but {len(ids)} device IDs were "
+            detail=f"{_who(target)} asks for {requested} {resource}, but {len(ids)} device IDs were "
             f"allocated ({len(set(ids))} distinct). Delete the pod and create it again.",
         )
     unknown = _unknown_id(target, kind, ids, ledger, policy.names)
@@ -448,13 +407,13 @@ def _check_gpus(
 ) -> Refused | None:
     request = request_of(target.container, policy.names)
     asks = f"{_who(target)} asks for {describe_request(request, policy.names)}"
-    wanted_gpus = max(1, request.whole_gpus)
-    if has_ids and len(gpus) != wanted_gpus:
+    requested_gpus = max(1, request.whole_gpus)
+    if has_ids and len(gpus) != requested_gpus:
         counts = Counter(device.partition("::")[0] for device in ids)
         spread = ", ".join(f"{n} on {uuid}" for uuid, n in sorted(counts.items()))
         return Refused(
             reason=RefusalReason.WRONG_GPUS,
-            detail=f"{asks}, which must come from {wanted_gpus} GPU(s), but the allocated IDs are on {len(gpus)}: "
+            detail=f"{asks}, which must come from {requested_gpus} GPU(s), but the allocated IDs are on {len(gpus)}: "
             f"{spread}. The kubelet did not follow the preferred allocation (a reused init container's devices or the "
             "topology manager can cause this). Give init containers as much as the main container, or nothing.",
         )
@@ -479,7 +438,7 @@ def _check_gpus(
 
 
 def _lacking(state: str, lack: Lack) -> Refused:
-    return Refused(reason=lack.reason, detail=f"{state}. {lack.cure}")
+    return Refused(reason=lack.reason, detail=f"{state}. {lack.remedy}")
 
 
 # --- units under NVIDIA's names ---
@@ -656,7 +615,7 @@ def explain(
     decision = Decision(refused=outcome) if isinstance(outcome, Refused) else outcome
     names, kind = policy.names, policy.names.part_kind(target.container)
     asked = Asked(
-        cores=names.wanted(target.container, ResourceKind.VCORE),
+        cores=names.requested(target.container, ResourceKind.VCORE),
         memory_bytes=names.memory_mib(target.container) * MIB,
         hint=hinted_gpus(target.pod.annotations, target.container, policy),
         must_gpus=must_gpus(target, offer, ledger, names),
@@ -665,7 +624,7 @@ def explain(
     if kind is None:
         request = plan_request(target, offer, ledger, policy)
     else:
-        request = Request(cores=CORES_PER_GPU * names.wanted(target.container, kind), must_gpus=asked.must_gpus)
+        request = Request(cores=CORES_PER_GPU * names.requested(target.container, kind), must_gpus=asked.must_gpus)
     if isinstance(request, Refused) or (isinstance(outcome, Refused) and outcome.reason in _NEVER):
         return replace(decision, asked=asked)
     by_index = sorted(gpus, key=lambda gpu: gpu.index)

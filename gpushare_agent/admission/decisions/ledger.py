@@ -68,14 +68,14 @@ def gpu_accounts(
     names = policy.names
     per_gpu = Counter(_gpus_of(offered)) if offered is not None else None
     handed_on = _handed_on(target, ledger) if target is not None else {}
-    wants_units = target is not None and names.part_kind(target.container) is not None
+    has_units_requested = target is not None and names.part_kind(target.container) is not None
     is_unlimited = target is not None and _is_unlimited(target.container, names)
     found = []
     for gpu in ledger.inventory.gpus:
         if only is not None and gpu.uuid not in only:
             continue
         charge, reusable = ledger.charges.get(gpu.uuid, NO_CHARGE), handed_on.get(gpu.uuid, NO_CHARGE)
-        if wants_units:  # those that init containers hand on are free for it
+        if has_units_requested:  # those that init containers hand on are free for it
             charge = charge.plus(Charge(part=reusable.part), -1)
         found.append(
             account_of(
@@ -95,7 +95,7 @@ def _is_unlimited(container: ContainerSpec, names: ResourceNames) -> bool:
     kind = names.part_kind(container)
     if kind is not None:
         return kind.layout(names).sharing is Sharing.TIME_SLICING
-    return names.wanted(container, ResourceKind.VCORE) >= CORES_PER_GPU
+    return names.requested(container, ResourceKind.VCORE) >= CORES_PER_GPU
 
 
 def offer_accounts(

@@ -59,7 +59,7 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
     """The allocations that the records show, sorted by container:
 
     1. of every container that PodResources lists with devices, under the UID that `_uid` finds;
-    2. of containers in the checkpoint alone, where `_is_kept` is true;
+    2. of containers in the checkpoint alone, where `_is_retained` is true;
     3. less the pods that are terminal in the pod store: kubelets list devices in an ended or half refused pod for a while.
     """
     written = _from_checkpoint(records.checkpoint, names)
@@ -69,7 +69,7 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
     by_uid = {pod.uid: pod for pod in records.pods or ()}
     live = None if records.pods is None else {uid for uid, pod in by_uid.items() if not pod.is_terminal}
     for key, ids in written.items():
-        if key not in found and _is_kept(key, ids, live, listed_uids, listed_ids):
+        if key not in found and _is_retained(key, ids, live, listed_uids, listed_ids):
             found[key] = _Recorded(ids=ids)
     resources = _unit_resources(records, names)
     ended = {uid for uid, pod in by_uid.items() if pod.is_terminal}
@@ -80,7 +80,7 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
     ]
 
 
-def _is_kept(
+def _is_retained(
     key: ContainerKey,
     ids: Mapping[ResourceKind, frozenset[DeviceId]],
     live: Collection[PodUid] | None,

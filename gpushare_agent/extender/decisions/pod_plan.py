@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpushare_agent.admission.decisions.decide import effective_request
 from gpushare_agent.extender.values import ClusterPolicy, PlannedContainer, PodPlan
 from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Refused
@@ -18,6 +17,7 @@ from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import NOTHING, Request, ResourceNames, request_of
 from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
+from gpushare_agent.placement.place import effective_request
 
 
 def plan_pod(pod: Pod, gpus: Sequence[GpuAccount], topology: Topology, policy: ClusterPolicy) -> PodPlan | Refused:

@@ -282,7 +282,7 @@ class SimulatedInstances:
         return replace(
             inventory,
             gpus=(*gpus, *sorted(self._known.values(), key=lambda gpu: gpu.index)),
-            divided=tuple(gpu for gpu in inventory.gpus if gpu.uuid in divided),
+            mig_partitioned=tuple(gpu for gpu in inventory.gpus if gpu.uuid in divided),
             topology=_topology(inventory, self._known.values()),
         )
 

@@ -86,8 +86,8 @@ class RegionLimits(Struct, kw_only=True, eq=False):
         gpus = self.inventory().by_uuid()
         limits = live_limits(allocation, pod.annotations, gpus, self.names, self.config)
         share = self.resized().get(allocation.key)
-        booked = allocation if share is None else replace(allocation, granted=share.booked)
-        most = live_limits(booked, pod.annotations, gpus, self.names, self.config)
+        charged = allocation if share is None else replace(allocation, resized_to=share.charged)
+        most = live_limits(charged, pod.annotations, gpus, self.names, self.config)
         if limits is None or most is None:
             return "its GPU's memory is not known, or it is not wholly allocated yet"
         write = partial(self._write, allocation.key, *limits, most[0])
@@ -121,7 +121,7 @@ class RegionLimits(Struct, kw_only=True, eq=False):
                 )  # fmt: skip
 
     def _write(self, key: ContainerKey, memory_bytes: int, percent: int, most_bytes: int) -> str:
-        """`most_bytes` is what is booked for the share, and so the most that its processes can have."""
+        """`most_bytes` is what is charged for the share, and so the most that its processes can have."""
         with self.files.opened_region(key) as region:
             head = region.head() if region is not None else None
             if region is None or head is None:
