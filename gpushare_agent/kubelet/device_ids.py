@@ -81,14 +81,17 @@ class DeviceIds:
 
     def write(self, device: str) -> str:
         """The text of a device that the kubelet knows or is to know. The inverse of `read`."""
+        # A container holds it under an older text: the kubelet counts by text, so it must be listed as it knows it.
         if (text := kubelet_text(device)) is not None:
             return text
         split = split_device_id(device)
+        # Of a GPU that the node no longer has: the text is already what the kubelet knows.
         if split is None or split[0] not in self._keys:
             return device
         text = f"{self._keys[split[0]]}-{split[1]}"
         if terms := unit_suffix(device):
             text += f"/{terms}"
+        # `read` then finds it without parsing: the kubelet offers thousands of these texts in each call.
         self._announced[text] = DeviceId(device)
         return text
 
@@ -103,6 +106,7 @@ class DeviceIds:
         device = (
             device_id(gpu or GpuUuid(key), number) if terms is None else unit_id(gpu or GpuUuid(key), number, terms)
         )
+        # A shorter or longer key than the present one: another agent wrote it, and a container may still hold the text.
         return device if gpu is not None and self._keys[gpu] == key else known_as(device, text)
 
     def _read_long(self, text: str) -> DeviceId:

@@ -87,12 +87,17 @@ class DeviceTable:
     def set_devices(self, devices: Sequence[DeviceRow]) -> bool:
         """Replaces the list; true if anything differs from before, order included. Then every waiter wakes."""
         rows = {row.id: row for row in devices}
+        # The withdrawn rows come last, so that the list of what is offered keeps its order.
         rows |= self._withdraw(rows)
+        # dict equality ignores order, and the order is a part of what is sent.
         if rows == self._rows and list(rows) == list(self._rows):
             return False
+        # Of thousands of rows those of one GPU change at a time: only these are encoded again.
         frames = {
             row.id: self._frames[row.id] if self._rows.get(row.id) == row else _frame(row) for row in rows.values()
         }
+        # What is too long for the kubelet it takes not at all: the withdrawn rows go, whose admission is over by then
+        # as a rule.
         if self._withdrawn and sum(map(len, frames.values())) > MAX_LIST_BYTES:
             self._rows, self._withdrawn = {row.id: row for row in devices if row.id in self._rows}, {}
             return self.set_devices(devices)
@@ -104,6 +109,7 @@ class DeviceTable:
     def _withdraw(self, offered: Collection[str]) -> dict[str, DeviceRow]:
         """The rows that are not offered any more and stay for a while."""
         now = self._clock()
+        # Before the first ListAndWatch no kubelet has an ID of this list that it could look up.
         known = self._rows if self._is_sent else ()
         until = {id_: self._withdrawn.get(id_, now + WITHDRAWN_S) for id_ in known if id_ not in offered}
         self._withdrawn = {id_: at for id_, at in until.items() if at > now}
@@ -117,6 +123,7 @@ class DeviceTable:
     def wake(self) -> None:
         """Wakes every waiter, of a table in whose place another one is served now."""
         self._version += 1
+        # Those who wait hold the old event: setting and replacing it wakes each once, whichever version they have seen.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -213,6 +220,8 @@ def _frame(row: DeviceRow) -> bytes:
     health = Health.HEALTHY if row.healthy else Health.UNHEALTHY
     device = bytes_field(1, row.id.encode()) + bytes_field(2, health.encode())
     if row.numa is not None:
+        # Without a NUMANode the kubelet's topology manager takes any node to do, so node 0 must be there though it is
+        # empty.
         node = integer_field(1, row.numa) if row.numa else b""
         device += bytes_field(3, bytes_field(1, node))
     return bytes_field(1, device)

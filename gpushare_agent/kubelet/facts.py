@@ -84,6 +84,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
     def age_s(self) -> float | None:
         """Seconds since the kubelet created its socket, None where there is none."""
         try:
+            # A file's times are of the wall clock, which may have been set back since: never negative.
             return max(0.0, self.wall_clock() - self.kubelet_socket.stat().st_ctime)
         except OSError:
             return None
@@ -104,6 +105,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
                 )
         finally:
             self._waiting -= 1
+        # None: it cannot be read, which `_read_version` has logged. Refusing every pod for a spelling would be worse.
         return self._version is None or self._version >= OLDEST
 
     async def run(self, api: ReadsNodes) -> NoReturn:
@@ -123,6 +125,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
 
     async def _pause(self) -> None:
         """Until the next read of the Node; shorter where an admission waits for it."""
+        # Always at least this long: an admission that waits must not make the agent ask the API server in a tight loop.
         await asyncio.sleep(min(ADMISSION_RETRY_S, self.retry_s))
         if not self._waiting:
             self._has_waiter.clear()
@@ -141,6 +144,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
                     "(pods are then identified by the API server alone, and refused where two match)."
                 )
             log.warning("kubelet_unsupported", version=text, identified_by="pod store alone")
+        # Read again after each restart of the kubelet; the log says only what is new.
         if text != self._text:
             log.info("kubelet_version", version=text)
         self._version, self._text = version, text

@@ -81,6 +81,8 @@ class StaleSockets(Struct, frozen=True):
     def remove(self) -> None:
         for path in _instance_sockets(self.directory, self.names):
             identity = file_identity(path)
+            # Connecting is the only way to know: a killed agent leaves its socket file, and the kernel refuses
+            # connections to it.
             if identity is None or time.time() - identity[2] / 1e9 < self.age_s or _accepts(path):
                 continue
             with suppress(OSError):
@@ -101,6 +103,7 @@ class ServingLock:
         if self._descriptor is not None:
             return True
         try:
+            # O_CLOEXEC: a program that the agent starts would inherit the lock and hold it beyond the agent's end.
             descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             return True
@@ -110,6 +113,7 @@ class ServingLock:
             os.close(descriptor)
             return False
         except OSError as e:
+            # A file system without flock: one agent must still work, so it serves without the protection.
             log.warning("directory_not_locked", directory=str(self.directory), error=str(e))
         self._descriptor = descriptor
         return True
@@ -153,6 +157,7 @@ class Handover:
         over itself. The others ask that one, once this agent's sockets are closed."""
         if not self._waiting:
             return
+        # (True, …) is an incoming instance: the upgrade goes on before a standby gets its turn.
         next_one = max(self._waiting, key=lambda one: one[0])
         next_one[1].set_result(None)
         with suppress(TimeoutError):
@@ -172,6 +177,7 @@ class Handover:
             raise GRPCError(Status.FAILED_PRECONDITION, "this agent does not serve")
         waiting = is_incoming, asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
+        # An agent that waits after its own handover must not make this one leave: the two would swap for ever.
         if is_incoming:
             self._on_requested()
         try:
@@ -202,6 +208,7 @@ class QueuedCalls:
 
     def open(self, handler: AdmissionHandler, pre_start: PreStart) -> None:
         """Those that wait go on, with these."""
+        # A close that was waiting for the end of an admission is void: another handler answers now.
         self._served, self._is_between = _Served(handler, pre_start), None
         self._notify()
 
@@ -241,8 +248,10 @@ class QueuedCalls:
         self._calls += 1
         self._idle.clear()
         try:
+            # A PreStartContainer belongs to no admission: let through, it would keep a burst from ever having an end.
             while (served := self._served) is None or (is_start and self._is_between is not None):
                 await self._changed.wait()
+            # Those that wait for the handler are not under way: `close_between` would wait for itself.
             self._under_way += 1
             try:
                 yield served
@@ -266,6 +275,7 @@ class QueuedCalls:
 async def ask_for_handover(directory: Path, method: str, *, timeout_s: float) -> bool:
     """Asks the agent that serves at one of the sockets in `directory`: True once the kubelet follows it no more, False where
     none is there, or it did not within the time."""
+    # One bound for all sockets: stale ones answer at once, and one that serves may take as long as a burst of pods.
     deadline = asyncio.get_running_loop().time() + timeout_s
     for path in _instance_sockets(directory):
         channel = UnixChannel(path)

@@ -79,6 +79,7 @@ class PodListing:
         """The number of ContainerDevices entries of the resource: measured kubelets make one for each ID."""
         count = self._counts.get(resource)
         if count is None:
+            # The bytes of field 1 with that name, searched and not decoded: a full node's answer has half a megabyte.
             count = self._counts[resource] = self.body.count(b"\n" + bytes((len(resource),)) + resource.encode())
         return count
 
@@ -129,6 +130,7 @@ class PodResourcesClient:
         try:
             data = await self._call("Get", request, timeout_s)
         except Rejected:
+            # Only the answer that says so: a stalled or missing socket says nothing about what the kubelet can do.
             self._has_get = False
             raise
         self._has_get = True
@@ -151,6 +153,7 @@ class PodResourcesClient:
 
     def _listings(self, data: bytes) -> list[PodListing]:
         """A pod whose bytes are those of the last List is not read again: between two admissions few change."""
+        # Replaced whole: pods that are listed no more must not be held for ever.
         before, self._listed = self._listed, {}
         found, fields, of_containers = [], Fields(), Fields()
         for body in scan_pod_bodies(data, fields):
@@ -174,10 +177,12 @@ class PodResourcesClient:
                     try:
                         return await self._unary(method, request)
                     except RpcFailed as e:
+                        # A connection that failed is not used again; an error status leaves it usable.
                         if not e.is_answer:
                             self._drop(method)
                         if not e.is_answer or e.status is not Status.RESOURCE_EXHAUSTED:
                             raise _renamed(e, method, self._path) from e
+                    # The time that the caller allows bounds the loop.
                     await asyncio.sleep(RATE_LIMIT_PAUSE_S)
         except TimeoutError as e:
             self._drop(method)
@@ -249,6 +254,7 @@ class PodResourcesGate(Struct, eq=False):
         """The time of one GetPreferredAllocation; gives the right to List inside it."""
         self._preferring += 1
         try:
+            # Counted as preferring first: another outside List then finds the gate busy, and admissions come before it.
             while self._is_outside:
                 await self._wait()
             yield InsideList(self._list_inside)
@@ -260,6 +266,8 @@ class PodResourcesGate(Struct, eq=False):
     def allocating(self) -> Iterator[None]:
         """The time of one Allocate."""
         self._allocating += 1
+        # Counted and not refused: the kubelet has already opened the Allocate. An ID that goes out twice is refused in
+        # `check`.
         if self._listing:
             self.on_list("overlapped")
         try:
@@ -279,6 +287,7 @@ class PodResourcesGate(Struct, eq=False):
                     await self._wait(self.quiet_s)
         except TimeoutError as e:
             raise Unavailable(f"admissions did not pause for {self.quiet_s:g} s within {wait_s:g} s") from e
+        # No await since `_is_quiet`: an admission that begins from now on waits at `preferring`.
         self._is_outside = True
         try:
             yield await self._list(purpose, self.list_timeout_s)
@@ -297,6 +306,7 @@ class PodResourcesGate(Struct, eq=False):
         return self.is_idle and not self._is_outside and self.clock() - self._last_call_at >= self.quiet_s
 
     async def _list_inside(self) -> Sequence[PodListing]:
+        # Waiting for the Allocate counts too: the whole node's admissions stand still meanwhile.
         until = self.clock() + self.list_timeout_s
         try:
             async with asyncio.timeout(self.list_timeout_s):

@@ -83,6 +83,7 @@ def read_checkpoint(path: Path) -> Sequence[CheckpointEntry]:
     except OSError as e:
         raise Unavailable(f"kubelet checkpoint {path} cannot be read: {e.strerror}") from e
     try:
+        # The checksum beside it is of the kubelet's Go values, which no other program can form: a torn file fails as JSON.
         raw_entries = json.loads(text)["Data"]["PodDeviceEntries"] or []
         return [_entry(raw) for raw in raw_entries]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -91,6 +92,7 @@ def read_checkpoint(path: Path) -> Sequence[CheckpointEntry]:
 
 def _entry(raw: dict[str, object]) -> CheckpointEntry:
     raw_ids = raw["DeviceIDs"]
+    # Only the IDs count here: which NUMA node they are on is known from the GPU.
     groups = list(raw_ids.values()) if isinstance(raw_ids, dict) else [raw_ids]
     ids: set[str] = set()
     for group in groups:

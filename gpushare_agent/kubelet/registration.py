@@ -83,6 +83,8 @@ class PluginEndpoint:
 
         Raises Unavailable: the directory is missing or not writable, or a file that is no socket is at the path.
         """
+        # Called anew after the kubelet has removed the socket: the server of before would go on at a file that nobody
+        # finds.
         await self.stop()
         try:
             sock = bind_unix_socket(self.path, mode=_SOCKET_MODE)
@@ -91,10 +93,12 @@ class PluginEndpoint:
                 f"serving {self.resource} at {self.path} failed: {e}; it is tried again. Check that the kubelet's "
                 f"device-plugin directory (kubelet.device_plugin_path) exists and can be written to"
             ) from e
+        # Before anything else can go wrong: only the file with this identity is ever removed.
         self._identity = file_identity(self.path)
         self._server = GrpcServer(self._handlers, decoders=FAST_DECODERS)
         try:
             await self._server.serve(sock)
+        # Also where it is cancelled: the socket file would stay, and the kubelet would find nobody behind it.
         except BaseException:
             remove_socket(self.path, self._identity)
             self._server = None
@@ -141,6 +145,7 @@ async def register(
     except RpcFailed as e:
         if e.status is Status.DEADLINE_EXCEEDED:
             raise Unavailable(f"{attempt} got no answer within {timeout_s:g} s; it is tried again") from e
+        # A kubelet that starts or ends answers so, or not at all; any other answer it gives again.
         if not e.is_answer or e.status in _TRANSIENT:
             advice = "" if e.is_answer else ". Is the kubelet running?"
             raise Unavailable(f"{attempt} failed: {e}; it is tried again{advice}") from e
@@ -230,11 +235,13 @@ class Registrar:
         is_same_directory = self._directory == previous._directory
         for position, one in enumerate(self._resources):
             old = taken_over.get(one.endpoint.resource)
+            # The kubelet reads the options once, when a plugin registers: with others it has to register anew.
             if is_same_directory and old is not None and old.endpoint.plugin.options == one.endpoint.plugin.options:
                 self._resources[position] = old.reporting_to(self._registered)
                 self._renewed.append((old, one.endpoint))
         left = [one for one in previous._resources if one not in self._resources]
         self._removed = [*previous._removed, *left]
+        # Otherwise a kubelet that restarts during the reload would not be noticed as another one.
         self._registered_kubelet = previous._registered_kubelet if is_same_directory else None
         previous._resources, previous._removed, previous._renewed = [], [], []
 
@@ -247,6 +254,7 @@ class Registrar:
     async def serve(self) -> None:
         """Serves the sockets before `run` registers them. Raises Unavailable."""
         for one in self._resources:
+            # What was taken over serves already.
             if not one.endpoint.is_serving:
                 await one.endpoint.serve()
 
@@ -293,8 +301,11 @@ class Registrar:
     def _poll(self) -> None:
         kubelet = file_identity(self._socket)
         directory = file_identity(self._directory)
+        # None: no resource was registered yet, so there is nothing that a restart could have changed.
         is_restart = kubelet is not None and self._registered_kubelet not in (None, kubelet)
         for one in self._resources:
+            # Before the callback below: registering again is urgent, for the kubelet rejects pods about a second after
+            # its start.
             one.refresh(kubelet, has_directory=directory is not None)
         if is_restart:
             self._registered_kubelet = None
@@ -376,11 +387,13 @@ class ResourceRegistrar:
 
     async def run(self) -> NoReturn:
         while True:
+            # Cleared before the step: an event during it wakes the loop again at once.
             self._wake.clear()
             await wait_for(self._wake, await self._step())
 
     def leave(self) -> None:
         """Ends the stream, and registers no more."""
+        # Before the streams end: their end wakes the loop, which would register again.
         self._is_leaving = True
         self.registered_with = None
         self.endpoint.plugin.end_streams()
@@ -401,6 +414,7 @@ class ResourceRegistrar:
                 await self._register(self._kubelet)
         except (Unavailable, Rejected) as e:
             return self._failed(e)
+        # Without a kubelet's socket there is nobody to register with: the watch of the directory wakes the loop.
         if self.registered_with is None or self.endpoint.plugin.open_streams:
             return None
         return max(self._stream_due_at - _now(), 0.0)
@@ -410,6 +424,7 @@ class ResourceRegistrar:
         if self.endpoint.is_replaced:
             await self._yield_to_other()
         await self.endpoint.serve()
+        # Our own new file is no event: without this the next look at the directory would wake the loop for it.
         self._own_file = file_identity(self.endpoint.path)
 
     async def _yield_to_other(self) -> None:
@@ -433,6 +448,7 @@ class ResourceRegistrar:
                 self._attempt = attempt = group.create_task(self._try_call(), name=f"call-{self.endpoint.resource}")
         finally:
             self._attempt = None
+        # `_interrupt` did it: the kubelet or our socket is another one, so what it was about to answer does not count.
         if attempt.cancelled():
             raise Unavailable(
                 f"registering {self.endpoint.resource} was broken off, for the kubelet or our socket changed meanwhile; "
@@ -476,6 +492,7 @@ class ResourceRegistrar:
         return pause_s
 
     def _next_pause_s(self) -> float:
+        # A registration that lasted was a good one: its end is a new fault, and not the next of a row.
         if self._registered_at and _now() - self._registered_at > _STABLE_S:
             self._failures = 0
         self._failures += 1
@@ -483,6 +500,8 @@ class ResourceRegistrar:
 
     def _streams_changed(self) -> None:
         if not self.endpoint.plugin.open_streams:
+            # A stream that ends at once may be the old one's, whose end the kubelet handles after the new registration
+            # (measured).
             has_lasted = _now() - self._registered_at > _LASTING_S
             self._stream_due_at = _now() + (0.0 if has_lasted else _NEXT_STREAM_S)
         self._wake.set()

@@ -72,6 +72,7 @@ class StaticPods:
         called_at = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s), self._lock:
+                # An answer that was asked for before this call may be older than what the caller has just seen.
                 if self._last[0] < called_at:
                     began_at = time.monotonic()
                     self._last = (began_at, await self._read())
@@ -104,6 +105,8 @@ class StaticPods:
                     async with session.get(self._url, headers=headers, allow_redirects=False) as response:
                         return await self._content(response)
                 except ClientConnectorCertificateError as e:
+                    # A kubelet's serving certificate names the node and not always its address: the chain must hold,
+                    # the name may be the node's.
                     if getattr(e.certificate_error, "verify_code", None) not in _OF_ANOTHER_HOST:
                         raise
                 async with session.get(
@@ -123,6 +126,7 @@ class StaticPods:
         content = bytearray()
         async for part in response.content.iter_any():
             content += part
+            # Checked while it comes: Content-Length is the sender's word, and chunked answers have none.
             if len(content) > self._max_bytes:
                 raise Corrupt(f"cannot read {self._url}: the answer is longer than {self._max_bytes} bytes")
         return content
@@ -151,6 +155,7 @@ async def _static_pods(content: bytearray, url: str) -> Sequence[Raw]:
     for raw in listed.items or ():
         if _is_static(raw):
             found.append(raw)
+        # A node has hundreds of pods, and admissions must not wait for their decoding.
         if time.monotonic() - slice_began >= SLICE_S:
             await asyncio.sleep(0)
             slice_began = time.monotonic()
