@@ -252,6 +252,7 @@ class Charge(NamedTuple):
             self.units + times * more.units,
             self.wholes + times * more.wholes,
             self.shares + times * more.shares,
+            # Adding fractions takes ten times as long as comparing with 0, and most charges have none.
             self.part + times * more.part if more.part else self.part,
         )
 
@@ -267,6 +268,7 @@ def add_charges(sums: dict[K, Charge], charges: Mapping[K, Charge], times: int =
     """Into `sums`, which keeps no entry of nothing."""
     for key, charge in charges.items():
         charged = sums.get(key, NO_CHARGE).plus(charge, times)
+        # Sums of nothing go, so that two ledgers with the same allocations are equal.
         if charged == NO_CHARGE:
             sums.pop(key, None)
         else:
@@ -288,13 +290,16 @@ def charges_of(allocations: Iterable[Allocation]) -> dict[GpuUuid, Charge]:
         for kind, ids in one.ids.items():
             if kind.binds_gpu:
                 found[kind.measure] |= ids
+            # The blocks of whole GPUs are IDs that the kubelet counts, and no memory that is anybody else's to have.
             elif not one.is_whole:
+                # A share is on one GPU; the pair, for the same block ID may be of containers on two GPUs of one pod.
                 blocks.update((gpu, device) for gpu in one.gpus[:1] for device in ids)
         if one.is_whole:
             wholes.update(one.gpus)
             continue
         if one.kind is ContainerKind.INIT:
             continue
+        # Replicas by time slicing are limited by nothing, so they take no place among the sharing containers.
         if not one.unit_ids:
             shares += one.gpus[:1]
         elif one.sharing in (Sharing.MPS, Sharing.SHARES):

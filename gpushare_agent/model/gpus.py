@@ -133,6 +133,8 @@ class Gpu(Struct, frozen=True, kw_only=True):
     @property
     def nodes(self) -> tuple[str, ...]:
         """The device nodes that a container needs for it, besides the control nodes."""
+        # The driver lets a process open an instance only with both capability devices, of GPU instance and compute
+        # instance.
         caps = (self.mig.gi_cap, self.mig.ci_cap) if self.mig is not None else ()
         return (f"/dev/nvidia{self.minor}", *(f"/dev/nvidia-caps/nvidia-cap{cap}" for cap in caps if cap is not None))
 
@@ -145,6 +147,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
         glob pattern. An instance is named by its GPU's index and UUID too."""
         parent = (str(self.mig.parent_index), self.mig.parent) if self.mig is not None else ()
         own = ("all", self.label, self.uuid, *parent)
+        # Patterns are of models alone: an index or a UUID must be given whole, or `1*` would name GPU 10 as well.
         return any(selector in own or fnmatchcase(self.name, selector) for selector in selectors)
 
 

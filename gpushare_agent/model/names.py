@@ -92,6 +92,7 @@ def clean_path(path: str) -> str:
     parts: list[str] = []
     for part in path.split("/"):
         if part == "..":
+            # At the root `..` stays there, as for the kernel: a slice deletes nothing from an empty list.
             del parts[-1:]
         elif part not in ("", "."):
             parts.append(part)
@@ -108,6 +109,7 @@ _CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
 
 def is_container_id(text: str) -> bool:
     """True for a container runtime's ID as containerd, CRI-O and Docker write it."""
+    # fullmatch, here and elsewhere: `$` also matches before a newline at the end, and names become parts of paths.
     return _CONTAINER_ID.fullmatch(text) is not None
 
 
@@ -150,6 +152,8 @@ def split_device_id(device: str) -> tuple[GpuUuid, int] | None:
     """The GPU and the number of a device, None where it is not one of this agent."""
     uuid, _, rest = device.partition("::")
     number = rest.partition("~")[0].partition("/")[0]
+    # The kubelet's checkpoint may hold other plugins' IDs; isdigit alone accepts digits of other scripts, which int
+    # reads.
     if not uuid or not number.isascii() or not number.isdigit() or len(number) > 6:
         return None
     return GpuUuid(uuid), int(number)

@@ -96,4 +96,5 @@ class Pod(Struct, frozen=True, kw_only=True):
 
 def version_number(text: str) -> int:
     """A resourceVersion as a number to compare by, 0 where it is none: opaque, or too long for the 64 bits of etcd."""
+    # Kubernetes calls it opaque, and yet equal or newer is what a cache must know; etcd's are numbers that grow.
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else 0

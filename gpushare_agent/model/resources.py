@@ -110,6 +110,7 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
         count = next((n for s, n in self.replicas if s in selectors or gpu.is_selected((s,))), 1)
         if count == 1 or (gpu.mig is not None and self.sharing is not Sharing.TIME_SLICING):  # no isolation limits one
             return ServedUnits(name, UnitTerms(1))
+        # A name that the settings end in .shared already is not given the suffix twice.
         is_renamed = self.is_renamed and not name.endswith(SHARED_SUFFIX)
         return ServedUnits(name + SHARED_SUFFIX if is_renamed else name, UnitTerms(count, self.sharing))
 
@@ -121,6 +122,7 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
             return ""
         kinds: dict[str, list[str]] = {}
         for gpu in gpus:
+            # An instance that is gone serves nobody new: it must not stop the others.
             if gpu.is_selected(self.gpus) and not (gpu.mig is not None and gpu.mig.is_gone):
                 without = "GPUs in MIG mode without instances" if gpu.mig_mode else "GPUs that MIG does not divide"
                 kind = without if gpu.mig is None else f"instances of {gpu.mig.profile}"
@@ -157,6 +159,7 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
             counts = [count for selector, count in self.replicas if selector in (name, "*")][:1]
             of_some = [count for selector, count in self.replicas if selector not in (name, "*")]
             is_plain = not self.is_renamed or name.endswith(SHARED_SUFFIX)
+            # Without a rule for it a resource has one unit each; a rule for some GPUs may leave others with one.
             if is_plain or 1 in (counts or [1]) or 1 in of_some:
                 found.append(name)
             if not is_plain and max([*counts, *of_some, 1]) > 1:
@@ -178,6 +181,7 @@ class GpuUnits(NamedTuple):
 
 
 def units_of(devices: Collection[DeviceId]) -> GpuUnits:
+    # A container may hold units of two layouts where the settings changed during its pod's admission.
     terms = {terms_of(device) for device in devices}
     sharing = next((one.sharing for one in sorted(terms, reverse=True) if not one.is_whole), None)
     return GpuUnits(tuple(sorted(parts_of(devices).items())), sharing)
@@ -198,6 +202,7 @@ def parts_of(units: Iterable[DeviceId]) -> dict[GpuUuid, Fraction]:
     """How much of each GPU these units are."""
     parts: dict[GpuUuid, Fraction] = {}
     for (gpu, suffix), count in Counter((gpu_of(device), unit_suffix(device)) for device in units).items():
+        # Fractions: three thirds are exactly a GPU, of floating-point numbers they need not be.
         parts[gpu] = parts.get(gpu, Fraction(0)) + count * _terms(suffix).part
     return parts
 
@@ -303,6 +308,7 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
 
     def requested(self, container: ContainerSpec, kind: ResourceKind) -> int:
         """Units of the resource that the container asks for."""
+        # No generator: asked several times of every container of the node in every admission.
         count, requests = 0, container.requests
         for name in kind.names(self):
             count += requests.get(name, 0)
@@ -328,6 +334,7 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
         if kind.is_part:
             served = kind.layout(self).served(gpu) if kind.names(self) else None
             return served.terms.of if served is not None else 0
+        # The isolation cannot limit a process inside an instance: a share of it would be no share.
         if gpu.mig is not None and not self.shares_in_mig:
             return 0
         return CORES_PER_GPU if kind.measure is Measure.CORES else gpu.memory_mib // self.unit_mib(kind)

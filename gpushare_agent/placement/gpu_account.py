@@ -109,6 +109,7 @@ class GpuAccount(Struct, kw_only=True):
     @property
     def allocated_mib(self) -> int:
         """By whichever resource; all of a GPU that is allocated as a whole."""
+        # A whole GPU comes with all its memory, though the kubelet has no ID for it.
         if self.is_whole:
             return self.memory_mib
         used_mib = self.used_blocks * self.block_mib + self.used_units * self.unit_mib + self.mib_of_part
@@ -118,6 +119,7 @@ class GpuAccount(Struct, kw_only=True):
     def free_part(self) -> Fraction:
         """What is left for units under NVIDIA's names, as part of the whole GPU. What init containers have of other
         resources is not handed on to them."""
+        # A GPU of which the driver reported the UUID alone has 0 MiB: the quotient below would be of nothing.
         if (self.is_whole and not self.is_whole_reusable) or not self.memory_mib:
             return Fraction(0)
         memory_mib = self.memory_mib - self.used_blocks * self.block_mib - self.used_units * self.unit_mib
@@ -126,6 +128,7 @@ class GpuAccount(Struct, kw_only=True):
 
     def free_units_of(self, count: int) -> int:
         """How many units of a GPU that has `count` of them have room."""
+        # A GPU's only unit is the whole of it, which is no sharing container and so not bounded by their number.
         return 0 if count > 1 and self.is_full else int(self.free_part * count)
 
     @property
@@ -138,16 +141,20 @@ class GpuAccount(Struct, kw_only=True):
         all_units = self.memory_mib // self.unit_mib
         blocks, units = all_blocks - self.used_blocks + self.reusable_blocks, all_units
         if self.used_units or self.used_part is not None:
+            # Each rounded up for itself: a block taken in part cannot be given to anybody else.
             blocks -= self.blocks_of_units + self.blocks_of_part
             cores -= self.cores_of_part
         if self.used_blocks or self.used_units or self.used_part is not None:
+            # In MiB: units and blocks need not divide each other, and rounding both would lose memory twice.
             left_mib = self.memory_mib - self.mib_of_part - self.used_blocks * self.block_mib
             units = left_mib // self.unit_mib - self.used_units
         if self.is_whole:
             units, blocks = 0, blocks if self.is_whole_reusable else 0
         units = (units if units > 0 else 0) + self.reusable_units
+        # What the kubelet does not offer it cannot hand out, though nobody has it in the ledger.
         cores = min(cores, self.offered_cores)
         if self.max_shares is not None and self.is_full:
+            # Blocks stay: they follow cores, of which there are none, and whole GPUs count them.
             cores = units = 0
         return (
             cores if cores > 0 else 0,
@@ -190,6 +197,7 @@ class GpuAccount(Struct, kw_only=True):
             cause = Cause.FULL if self.is_full and request.part < 1 else Cause.IN_USE
             free = int(self.free_part * CORES_PER_GPU)
             return Lack(request, capacity_of([self]), cause if self.is_healthy else Cause.UNHEALTHY, free)
+        # Of several whole GPUs this one is asked for itself alone: their memory counts together.
         return capacity_of([self]).lack(request if request.whole_gpus < 2 else WHOLE_GPU)
 
     def memory_mib_of(self, request: Request) -> tuple[int, int]:
@@ -275,6 +283,7 @@ def capacity_of(gpus: Sequence[GpuAccount]) -> Capacity:
         if not gpu.is_healthy:
             continue
         healthy += 1
+        # MIG instances that take no shares count as healthy GPUs of the node: the reason is then another one.
         if not gpu.takes_shares:
             continue
         block_mib, unit_mib = gpu.block_mib, gpu.unit_mib
@@ -283,6 +292,7 @@ def capacity_of(gpus: Sequence[GpuAccount]) -> Capacity:
         free.append(left)
         if not gpu.is_instance:
             physical.append(total)
+            # As `GpuAccount.is_free`, without a property for each of thousands of nodes.
             if left[0] == CORES_PER_GPU and left[1] == total:
                 whole.append(total)
         all_blocks.append(total)

@@ -64,6 +64,7 @@ class Capacity(NamedTuple):
         do. Of a container that is one of several this much is necessary."""
         cores, blocks, units, count = request.cores, request.blocks, request.units, request.whole_gpus
         if count:
+            # Most first: where the largest do not suffice, no others do.
             if len(self.whole_blocks) >= count and sum(self.whole_blocks[:count]) >= blocks:
                 return None
         else:
@@ -80,6 +81,7 @@ class Capacity(NamedTuple):
             if not self.healthy:
                 return Cause.UNHEALTHY if self.gpus else Cause.NO_GPU
             return Cause.INSTANCE if count else Cause.UNSHARED
+        # In the order of `Cause`: what no end of another pod changes is said first, for waiting would be in vain.
         if len(sizes) < count:
             return Cause.TOO_FEW
         if asked > sizes[0] and asked > sum(sizes[: count or 1]):
@@ -111,6 +113,7 @@ class Lack(NamedTuple):
                 return RefusalReason.NOT_ENOUGH_CORES
             case Cause.TOO_LARGE:
                 return RefusalReason.NOT_ENOUGH_MEMORY
+            # Enough GPUs are free; together they are too small.
             case Cause.IN_USE if 0 < self.request.whole_gpus <= len(self.capacity.whole_blocks):
                 return RefusalReason.NOT_ENOUGH_MEMORY
         if self.request.part is not None or (self.cause is Cause.IN_USE and self.gpus == 1):

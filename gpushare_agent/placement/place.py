@@ -68,6 +68,7 @@ def choose_linked(
 
     None where there is no such set. Of equally cheap sets the first is taken, in the order in which the GPUs are given.
     """
+    # Positions, not indexes, from here on: the search compares sets by the order in which the caller gave the GPUs.
     gpus = list(free)
     search = _Search(
         costs=tuple(tuple(link_cost(links[a.index][b.index]) for b in gpus) for a in gpus),
@@ -75,8 +76,11 @@ def choose_linked(
         count=count,
         blocks=blocks,
         must=tuple(position for position, gpu in enumerate(gpus) if gpu.index in must),
+        # The number of sets grows like a binomial: of 16 GPUs 12,870 at most, of 64 far more than an admission may wait
+        # for.
         max_steps=None if len(gpus) <= EXACT_GPUS else BOUNDED_STEPS,
     )
+    # A GPU that must be among them is not free: no set can have it.
     if len(search.must) != len(must) or not search.run():
         return None
     return LinkSet(
@@ -126,10 +130,12 @@ class _Search(Struct, kw_only=True):
         self.steps += 1
         missing = self.count - len(chosen)
         if missing == 0:
+            # Memory is checked at the end, too: `_can_improve` asks only whether the largest candidates could suffice.
             if cost < self.limit and self._has_memory(chosen):
                 self.best, self.best_cost, self.limit = chosen, cost, cost
             return
         for number in range(len(candidates) - missing + 1):
+            # The best set so far stands, which is at least the greedy one.
             if self.max_steps is not None and self.steps >= self.max_steps:
                 self.is_stopped = True
                 return
@@ -160,7 +166,9 @@ class _Search(Struct, kw_only=True):
         if len(positions) + len(self.must) < self.count or len(self.must) > self.count:
             return None
         largest = self._largest(self.must, positions)
+        # Greedy growth depends on where it starts: without a GPU that must be in, every GPU is tried as the first.
         starts = [self.must] if self.must or self.count == 0 else [(position,) for position in positions]
+        # The largest GPUs too: where memory is short they may be the only feasible set that greedy growth misses.
         sets = [largest, *(self._grow(start, positions) for start in starts)]
         return min((s for s in sets if self._has_memory(s)), key=lambda s: (self._cost(s), sorted(s)), default=None)
 
@@ -225,6 +233,7 @@ def validate_request(request: Request, names: ResourceNames, *, share_mode: bool
         problem, remedy = f"{problem} compute and memory", "Ask for one or the other."
     elif cores < 0 or blocks < 0:
         problem = "is not possible: amounts cannot be negative"
+    # Cores bind the GPU: memory blocks alone are counters, which say nothing of where they are.
     elif not cores and not request.units:
         problem = "asks for memory without cores" if blocks else "asks for nothing of a GPU"
     elif cores > CORES_PER_GPU and cores % CORES_PER_GPU:
@@ -296,6 +305,7 @@ def place(
 
     The request is a valid one (`validate_request`). `names` are used for the texts only.
     """
+    # Ties go to the first: the result must not depend on the order in which the caller has them.
     by_index = sorted(gpus, key=lambda gpu: gpu.index)
     if request.whole_gpus:
         return _place_whole(request, by_index, topology) or _refused(request, by_index, names)
@@ -304,11 +314,14 @@ def place(
 
 def _place_share(request: Request, gpus: Sequence[GpuAccount], share_policy: SharePolicy) -> Placed | None:
     fitting = [gpu for gpu in gpus if gpu.fits(request)]
+    # Before the hint: the kubelet fills in its must-include IDs whatever is preferred, so any other GPU would be
+    # refused.
     if request.must_gpus:
         named = [gpu for gpu in fitting if {gpu.uuid} == set(request.must_gpus)]
         return _placed(named, "must-include", "the kubelet's IDs name it") if named else None
     if not fitting:
         return None
+    # Only among those that fit: any tenant can write the annotation.
     hinted = _hinted(request, fitting, 1)
     if hinted:
         return _placed(hinted, "hint", "the scheduler chose it")
@@ -319,6 +332,7 @@ def _place_share(request: Request, gpus: Sequence[GpuAccount], share_policy: Sha
 
 def share_order(gpu: GpuAccount, request: Request, share_policy: SharePolicy) -> tuple[int, ...]:
     """The policy prefers the least: by free cores, then by free memory, and of equals the first."""
+    # The index is not negated: of equals both policies take the first.
     sign = 1 if share_policy == "binpack" else -1
     cores, blocks, units = gpu.free
     return (sign * units, gpu.index) if request.units else (sign * cores, sign * blocks, gpu.index)
@@ -337,11 +351,14 @@ def explain_share(free: Sequence[tuple[int, ...]], share_policy: SharePolicy) ->
 def _place_whole(request: Request, gpus: Sequence[GpuAccount], topology: Topology) -> Placed | None:
     free = [gpu for gpu in gpus if gpu.is_free]
     must = frozenset(gpu.index for gpu in free if gpu.uuid in request.must_gpus)
+    # One of them is in use or unhealthy: no choice of the others helps.
     if len(must) != len(set(request.must_gpus)):
         return None
     hinted = _hinted(request, free, request.whole_gpus)
+    # A hint may be older than the node's state, or forged: it counts where it is feasible, else placement decides.
     if hinted and must <= {gpu.index for gpu in hinted} and _have_memory(hinted, request):
         return _placed(hinted, "hint", "the scheduler chose this")
+    # One GPU has no links to compare: what counts is which branches stay whole for others.
     if request.whole_gpus == 1 and not must:
         fitting = [gpu for gpu in free if gpu.fits(request)]
         if not fitting:
@@ -363,6 +380,8 @@ def _refused(request: Request, gpus: Sequence[GpuAccount], names: ResourceNames)
     must = {uuid: next((gpu for gpu in gpus if gpu.uuid == uuid), None) for uuid in sorted(set(request.must_gpus))}
     one = WHOLE_GPU if request.whole_gpus else request
     is_must_unfit = any(gpu is None or not gpu.fits(one) for gpu in must.values())
+    # There is room, only not on the GPUs that the kubelet insists on; with no healthy GPU at all that is the better
+    # reason.
     if lack is None or (is_must_unfit and lack.cause is not Cause.UNHEALTHY):
         named = ", ".join(_must_text(uuid, gpu, one) for uuid, gpu in must.items())
         return Refused(
@@ -372,6 +391,7 @@ def _refused(request: Request, gpus: Sequence[GpuAccount], names: ResourceNames)
             "is admitted afresh, and restart the kubelet if that recurs.",
         )
     detail = f"no GPU for {asked}: {lack.of_node_in_detail()}"
+    # With one GPU `of_node_in_detail` has said it all.
     if lack.cause is Cause.SHORT and lack.gpus > 1:
         closest = min((gpu for gpu in gpus if gpu.is_healthy), key=lambda gpu: (_missing_part(gpu, request), gpu.index))
         if (short := closest.lack(request)) is not None:

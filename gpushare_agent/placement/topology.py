@@ -84,6 +84,7 @@ def parse_topology(text: str) -> ParsedTopology:
 def _find_header(lines: list[_Line]) -> _Header:
     for line in lines:
         columns = tuple(_HEADER_WORDS.findall(line.text))
+        # The header begins with a GPU's name as rows do; its second word is another GPU, a row's is a link.
         if columns and _GPU.fullmatch(columns[0]):
             if len(columns) > 1 and link_of_word(columns[1]) is not None:
                 raise line.error(f"the row of {columns[0]} comes before the header that names the columns")
@@ -98,6 +99,7 @@ def _check_header(header: _Header) -> None:
     if len(gpus) > MAX_GPUS:
         raise header.line.error(f"{len(gpus)} GPUs are named, at most {MAX_GPUS} are supported")
     for index, name in enumerate(gpus):
+        # A text from a container has only the container's GPUs: its rows would be other GPUs than the node's indexes.
         if name != f"GPU{index}":
             raise header.line.error(f"column {index + 1} of the GPUs is {name}, not GPU{index}: every GPU is needed")
     if list(header.columns[: len(gpus)]) != gpus:
@@ -108,6 +110,7 @@ def _find_rows(header: _Header, lines: list[_Line]) -> dict[str, _Line]:
     rows: dict[str, _Line] = {}
     last = header.line
     for line in lines:
+        # NIC rows, legend and empty lines are ignored, as is all before the header.
         if line.number <= header.line.number or not _GPU.fullmatch(line.first_word):
             continue
         if line.first_word not in header.gpus:
@@ -155,6 +158,7 @@ def link_of_word(word: str) -> Link | None:
 
 def _check_symmetric(header: _Header, rows: dict[str, _Line], links: tuple[tuple[Link, ...], ...]) -> None:
     names = header.gpus
+    # A link is one thing seen from two ends: where the ends disagree the text was edited or mixed.
     for a, row in enumerate(links):
         for b in range(a):
             if row[b] != links[b][a]:
@@ -186,6 +190,7 @@ def build_topology(
     """
     kinds = pcie if pcie is not None else infer_pcie_kinds(links, numa)
     gpus = tuple(range(len(links)))
+    # The tree is of PCIe kinds: NVLink hides them in the matrix, hence `pcie`, or the inference.
     root = _branch(gpus, _levels(links, kinds, gpus))
     return Topology(links=tuple(tuple(row) for row in links), root=root)
 
@@ -213,6 +218,7 @@ def _pcie_kind(shown: LinkKind, reached: LinkKind | None, numa_a: int | None, nu
     if reached is None:
         return by_numa
     is_same_node = numa_a is not None and numa_a == numa_b
+    # A shared NUMA node is a bound that no path can be worse than; two nodes are known to be SYS apart by their path.
     return min(reached, by_numa) if is_same_node else reached
 
 
@@ -222,6 +228,7 @@ def _cheapest_worst_links(links: Sequence[Sequence[Link]]) -> list[list[LinkKind
     reach: list[list[LinkKind | None]] = [
         [None if link.kind is LinkKind.NVLINK else link.kind for link in row] for row in links
     ]
+    # Floyd and Warshall's algorithm with the worst link in the place of the sum: `via` must be the outer loop.
     for via in size:
         for a in size:
             first = reach[a][via]
@@ -259,6 +266,8 @@ def _finest_groups(gpus: tuple[int, ...], levels: Sequence[_Level]) -> list[tupl
         finer: list[tuple[int, ...]] = []
         for group in groups:
             parts = _components(group, is_together)
+            # A level that leaves only single GPUs says nothing of groups: NVLink pairs are looked for in the group
+            # above it.
             finer.extend([group] if all(len(part) == 1 for part in parts) else parts)
         groups = finer
     return groups
@@ -270,6 +279,7 @@ def _is_nvlink_a_level(has_nvlink: Callable[[int, int], bool], groups: Sequence[
         for b, group_b in group_of.items():
             if a != b and has_nvlink(a, b) and group_a != group_b:
                 return False
+    # Every part must be fully connected: a chain of NVLinks would put GPUs together that have no link.
     return all(
         all(has_nvlink(a, b) for a in part for b in part if a != b)
         for group in groups
