@@ -223,6 +223,8 @@ class Admission(Struct, kw_only=True, eq=False):
         """
         kind = self.policy.names.kind_of(resource)
         with self.gate.allocating():
+            # The plan first: its container was identified by asking the kubelet, which is better than anything
+            # concluded from IDs.
             pending = self._pending.take_exact(resource, ids)
             if pending is None:
                 next_container = self.identification.next_container(resource, ids)
@@ -251,6 +253,7 @@ class Admission(Struct, kw_only=True, eq=False):
         pod = self.pods.get(uid) if uid is not None else None
         if self._pending.is_due(self.clock()):
             return False
+        # A pod that is gone or was refused gets no more calls, whatever it still lacks.
         return pod is None or pod.uid in self.refused_pods or not self._is_lacking(pod)
 
     def _is_lacking(self, pod: Pod) -> bool:
@@ -268,6 +271,7 @@ class Admission(Struct, kw_only=True, eq=False):
 
     def _decide(self, target: Target, resource: str, offer: Offer) -> Decision:
         """Choose GPU, IDs and edits, and keep the decision for the Allocate."""
+        # The kubelet admits one pod at a time: a call for another pod ends the admission of the one before.
         self._pending.begin(target.pod.uid)
         ledger = self.cache.ledger(self.inventory(), without=target.key)
         decision = decide(target, offer, ledger, self.policy, self.edits(), self.isolation_unavailable_reason)
@@ -295,6 +299,7 @@ class Admission(Struct, kw_only=True, eq=False):
         """
         _bind_to_log(target)
         pod = self.pods.get(target.pod.uid)
+        # No await between here and the commit: two Allocates cannot both see the same IDs free.
         if pod is None or pod.is_terminal:
             deleted = Refused(
                 reason=RefusalReason.POD_UNKNOWN,
@@ -315,9 +320,12 @@ class Admission(Struct, kw_only=True, eq=False):
             decision = Decision(target=target, resource=decision.resource)
         allocation = self._allocation(target, kind, ids, gpus)
         self.cache.put(allocation)
+        # If a later container of the pod is refused, the kubelet frees this one's IDs without a call.
         self._pending.add_allocated(target.key)
+        # Begun now, awaited in PreStartContainer: the answer need not wait for files on the host.
         self.prepare_ahead(target.key)
         self.observer.allocated(decision, allocation)
+        # The kubelet asks for both resources of a container: what it gets is in one of the two answers.
         return edits if kind.binds_gpu else ContainerEdits()
 
     def _allocation(
@@ -405,6 +413,7 @@ class ContainerStarts(Struct, kw_only=True, eq=False):
         has lost is read from the kubelet's checkpoint."""
         kind = self.names.kind_of(resource)
         requested = frozenset(DeviceId(device) for device in ids)
+        # A restarted agent may have rebuilt its ledger before the kubelet wrote this container's entry.
         refused = await self._adopt(kind, requested) if not self._containers_with(kind, requested) else None
         if refused is None:
             refused = await self.prepare(self._containers_with(kind, requested))

@@ -80,15 +80,18 @@ class AllocationCache:
     def put(self, allocation: Allocation) -> None:
         """Record a container's allocation in place of the one it had. A resized share stays so on the same GPU."""
         resized, resized_to = self._resized.get(allocation.key), None
+        # Another allocation under the same key: a container that was admitted anew, perhaps on another GPU.
         if resized is not None and not _is_of(resized, allocation):
             del self._resized[allocation.key]
         elif resized is not None:
             known = self._allocations.get(allocation.key)
             resized_to = known.resized_to if known is not None else resized.target
         allocation = replace(allocation, resized_to=resized_to)
+        # Dropped whole and entered anew: the IDs that it no longer has must lose it as their holder.
         old = self._drop(allocation.key)
         self._allocations[allocation.key] = allocation
         self._pods.setdefault(allocation.key.pod_uid, {})[allocation.key] = None
+        # One set for all its IDs, which are thousands: most have no other holder.
         own = frozenset({allocation.key})
         for kind, ids in allocation.ids.items():
             holders = self._holders[kind]
@@ -100,6 +103,7 @@ class AllocationCache:
 
     def release(self, key: ContainerKey) -> Allocation | None:
         """Forget a container; returns its allocation, None where it had none."""
+        # Also without an allocation: a restored size may wait for records that never come.
         self._resized.pop(key, None)
         old = self._drop(key)
         if old is not None:
@@ -135,6 +139,8 @@ class AllocationCache:
         """Adds what was resized before a restart to the kubelet's records. Those that contradict them are left out."""
         for share in shares:
             allocation = self._allocations.get(share.key)
+            # Without one it counts too: the kubelet's records may not show the container yet, and its capacity is in
+            # use.
             if allocation is None or _is_of(share, allocation):
                 self._resized[share.key] = share
                 self._resized_changed(share.key, is_resized=True)
@@ -188,6 +194,7 @@ class AllocationCache:
         return charges_of(self._allocations[key] for key in self._pods.get(uid, ()) if key != without)
 
     def _charge_anew(self, uid: PodUid) -> None:
+        # Taken out and put in by pod: distinct IDs are counted in a pod, so a container alone has no charge to add.
         add_charges(self._charges, self._of_pod.pop(uid, {}), -1)
         if uid in self._pods:
             charges = self._of_pod[uid] = self._charges_of_pod(uid)

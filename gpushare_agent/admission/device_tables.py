@@ -46,17 +46,18 @@ def offered_ids(
 ) -> dict[GpuUuid, list[DeviceId]]:
     """The IDs of one resource by GPU: as many as it has units, by number.
 
-    A number that a container holds under an earlier text is offered under that text alone, until the container ends. Where
+    A number that a container holds under an older text is offered under that text alone, until the container ends. Where
     containers hold it under both, a free one is left out for it.
     """
     found = {gpu: [device_id(gpu, number) for number in range(count)] for gpu, count in units.items()}
+    # The usual case: no container is left to which an older agent gave IDs.
     if not has_kubelet_text(holders):
         return found
-    earlier: dict[GpuUuid, dict[int, list[DeviceId]]] = {}
+    older: dict[GpuUuid, dict[int, list[DeviceId]]] = {}
     for device in holders:
         if has_kubelet_text((device,)) and (split := split_device_id(device)) is not None and split[0] in units:
-            earlier.setdefault(split[0], {}).setdefault(split[1], []).append(device)
-    for gpu, by_number in earlier.items():
+            older.setdefault(split[0], {}).setdefault(split[1], []).append(device)
+    for gpu, by_number in older.items():
         held = [device for devices in by_number.values() for device in devices]
         held += [device for device in found[gpu] if device in holders]
         free = [device for number, device in enumerate(found[gpu]) if number not in by_number and device not in holders]
@@ -78,6 +79,7 @@ def unit_ids(
         own = served.ids(gpu.uuid) if served is not None and served.resource == resource else []
         if of_gpu := by_gpu.get(gpu.uuid, []):
             under_another_text = {device.partition("~")[0] for device in of_gpu if has_kubelet_text((device,))}
+            # The same unit twice in the list would be offered to two containers.
             own = [device for device in own if device not in under_another_text or device in of_gpu]
             own += sorted(set(of_gpu).difference(own), key=_by_number)
         found[gpu.uuid] = own
@@ -98,8 +100,10 @@ def withheld_units(
     for gpu in gpus:
         free = [device for device in ids[gpu.uuid] if device not in holders]
         if free:
+            # Free units are all of the present layout: those of another one are listed only while a container has them.
             terms = terms_of(free[0])
             room = 0 if no_units or (no_replicas and not terms.is_whole) else gpu.free_units_of(terms.of)
+            # The highest numbers: preferences begin with the lowest.
             found.update(free[room:])
     return frozenset(found)
 
@@ -136,6 +140,7 @@ def withheld(
     left: list[DeviceId] = []
     for gpu in gpus:
         own = ids[gpu.uuid]
+        # Cores stay: whole GPUs are asked for by them.
         if no_shares and kind.measure is not Measure.CORES:
             found.update(own)
             continue
@@ -149,6 +154,7 @@ def withheld(
         unbacked += max(0, count - len(unallocated))
         found.update(unallocated[max(0, len(unallocated) - count) :])
         left += unallocated[: max(0, len(unallocated) - count)]
+    # The total must be right for the scheduler, which counts the node's IDs and no GPU's.
     if kind.measure is Measure.BLOCKS and (borrowed or has_units):
         found.update(left[max(0, len(left) - unbacked) :])
     return frozenset(found)
@@ -174,8 +180,8 @@ class DeviceTables(Struct, kw_only=True, eq=False):
     no_replicas: Callable[[], bool] = lambda: False
     tables: dict[str, DeviceTable] = field(default_factory=dict)
     _is_behind: asyncio.Event = field(default_factory=asyncio.Event)
-    _has_lent: bool = False
-    _has_earlier_ids: bool = False
+    _has_borrowed: bool = False
+    _has_older_ids: bool = False
     _unlike: ReportOnce = field(default_factory=ReportOnce)
 
     def __post_init__(self) -> None:
@@ -184,8 +190,8 @@ class DeviceTables(Struct, kw_only=True, eq=False):
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
         """For AllocationCache.subscribe. The lists depend on what is allocated for GPUShare's resource and of units under
         NVIDIA's names (also where this agent offers none), for shares that have grown, and for containers that hold IDs as
-        an earlier agent named them."""
-        depends = self.names.gpu_mem or self.cache.resized or self._has_lent or self._has_earlier_ids
+        an older agent named them."""
+        depends = self.names.gpu_mem or self.cache.resized or self._has_borrowed or self._has_older_ids
         offers_units = any(kind.is_part for kind in self.names.kinds)
         is_of_units = offers_units or any(one is not None and one.unit_ids for one in (old, new))
         has_texts = new is not None and any(map(has_kubelet_text, new.ids.values()))
@@ -202,6 +208,7 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         if self.names.gpu:  # the kubelet may have texts of NVIDIA's plugin
             served = {gpu.uuid: self.names.nvidia.served(gpu) for gpu in known.gpus}
             self.ids.expect_units({uuid: found.terms for uuid, found in served.items() if found is not None})
+        # Texts that named no known GPU when they were read may name this one now.
         if self.ids.add_gpus(gpu.uuid for gpu in known.gpus):
             self._read_again(known)
         inventory = self.offered()
@@ -215,7 +222,7 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         elif self._unlike.is_new(unlike):
             log.error("nvidia_units_refused", reason=unlike)
         borrowed = self.cache.borrowed()
-        self._has_lent = False
+        self._has_borrowed = False
         for resource, table in self.tables.items():
             kind = self.names.kind_of(resource)
             holders = ledger.holders[kind]
@@ -231,9 +238,9 @@ class DeviceTables(Struct, kw_only=True, eq=False):
             withheld_ids = withheld(
                 kind, gpus, ids, ledger.holders, self.names, no_shares=no_shares, borrowed=borrowed_of_kind
             )
-            self._has_lent = self._has_lent or bool(borrowed_of_kind)
+            self._has_borrowed = self._has_borrowed or bool(borrowed_of_kind)
             table.set_devices(device_rows(inventory, ids, self.ids, withheld_ids))
-        self._has_earlier_ids = any(has_kubelet_text(ledger.holders[kind]) for kind in self.names.kinds)
+        self._has_older_ids = any(has_kubelet_text(ledger.holders[kind]) for kind in self.names.kinds)
 
     def _in_use(self, resource: str, holders: Mapping[DeviceId, Collection[ContainerKey]]) -> list[DeviceId]:
         """Units that containers have under this name."""

@@ -130,6 +130,8 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         """For PodStore.subscribe: releases an ended pod's allocations at once."""
         if new is not None and new.is_terminal:
             self._release(new.uid, "terminal")
+        # Not released at once: a pod that was deleted by force is gone from the API server while its processes still
+        # run.
         elif new is None and old is not None and self.cache.of_pod(old.uid):
             self._deleted.add(old.uid)
             self._releases.request()
@@ -163,6 +165,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         except AgentError as e:
             log.warning("pod_resources_unavailable", purpose="recovery", error=str(e))
         records = Records(listed=listed, checkpoint=checkpoint, pods=self._known_pods())
+        # _LONG_AGO: what was recovered is not fresh, so the first reconcile may correct it.
         self.cache.replace_all(rebuild(records, self.names, self.inventory(), _LONG_AGO))
         return len(self.cache)
 
@@ -181,10 +184,12 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     async def release_deleted(self) -> None:
         """Release the deleted pods, unless their processes still run."""
         for uid in sorted(self._deleted):
+            # The pod may be back: a watch that began anew can deliver a pod's deletion and the pod again.
             if self.pods.get(uid) is None and await self._may_have_processes(uid):
                 continue
             self._deleted.discard(uid)
             self._still_running.is_over(uid)
+            # Asked again after the await.
             if self.pods.get(uid) is None:
                 self._release(uid, "deleted")
 
@@ -205,16 +210,19 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         is_ending = any((pod := self.pods.get(a.key.pod_uid)) is None or pod.is_deleting for a in self.cache)
         if not is_ending and not self._deleted:
             return False
+        # Cleared before the request: a release that it causes must not be lost.
         self._has_released.clear()
         self._releases.request()
         return await wait_for(self._has_released, RELEASE_WAIT_S)
 
     async def reconcile(self) -> None:
         """Compare the cache with the kubelet and correct it. A kubelet that cannot be asked changes nothing."""
+        # Before the checkpoint and the List: what they show is compared with pods that are at least as old.
         if self.pods.is_synced and self._may_lack_static_pods():
             await self.static_pods.refresh_static(timeout_s=STATIC_PODS_S)
         checkpoint = await self._read_checkpoint()
         try:
+            # None counts as having it: trying is how it becomes known.
             if self.pod_resources.has_get is False or not await self._reconcile_by_get(checkpoint):
                 async with self.gate.quiet_list("reconcile", wait_s=QUIET_WAIT_S) as entries:
                     self._apply(self._decide([entry.decoded() for entry in entries], checkpoint, None))
@@ -245,12 +253,15 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         for number, pod in enumerate(asked, start=1):
             try:
                 listed.append((await self.pod_resources.get_pod(pod.namespace, pod.name, timeout_s=2.0)).decoded())
+            # That is an answer: the kubelet has no such pod, so nothing is listed of it.
             except NotFound:
                 pass
             except Rejected:
                 return False
+            # The kubelet allows 100 calls a second to all its clients together, and an admission's List is one of them.
             if number % GETS_AT_ONCE == 0:
                 await asyncio.sleep(GET_PAUSE_S)
+        # From here on no await: what is compared is of one moment.
         if not self.gate.is_idle:
             return True  # an admission is under way: cache and kubelet may differ for a moment
         deleted = {a.key.pod_uid for a in self.cache if self.pods.get(a.key.pod_uid) is None}
@@ -266,6 +277,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         pods = [p for p in self.pods.pods() if self.names.wants_any(p) or self.cache.of_pod(p.uid)]
         agree = {p.uid for p in pods if self._agreed.get(p.uid) == (p, self.cache.of_pod(p.uid))}
         self._agreed = {uid: agreed for uid, agreed in self._agreed.items() if uid in agree}
+        # A dict keeps the order of insertion: the first are those that were not asked about for longest.
         left = agree - set(list(self._agreed)[:RECHECKED_PODS])
         return [pod for pod in pods if pod.uid not in left]
 
@@ -287,6 +299,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     ) -> Reconciliation:
         pods = self._known_pods()
         age_s = self.kubelet_age_s()
+        # The checkpoint has all pods: those that were not asked about would look as if they were not listed.
         entries = [e for e in checkpoint if scope is None or e.pod_uid in scope]
         records = Records(listed=listed, checkpoint=entries, pods=pods)
         evidence = Evidence(
@@ -317,6 +330,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
                 self.cache.put(correction.allocation)
             else:
                 self.cache.release(correction.key)
+        # Whole, also where it is empty: only two polls in turn count.
         self._missing = result.missing
         self._deleted |= result.deleted
         if result.deleted:
@@ -369,11 +383,13 @@ class PodProcesses:
 
 
 def _are_running(root: Path, uid: str) -> bool | None:
+    # No directory's name could have such a UID: nothing can be said of its processes.
     if pod_uid_of(f"pod{uid}") != uid or not root.is_dir():
         return None
     walk = CgroupWalk(root)
     if any(place.pod_uid == uid and _has_process(place.path) for place in walk.places()):
         return True
+    # A directory that could not be read may be the one with the process.
     return False if walk.is_complete else None
 
 
@@ -382,6 +398,7 @@ def _has_process(path: str) -> bool:
         if "cgroup.procs" in files:
             try:
                 with Path(directory, "cgroup.procs").open("rb") as procs:
+                    # The file's size is 0 always: reading is the only way to know whether it lists a process.
                     if procs.read(1):
                         return True
             except OSError:

@@ -139,10 +139,12 @@ class Identification(Struct, kw_only=True, eq=False):
             listed = await self._list(inside, self._left_s(lookup))
             result = await self._decide(call, listed, lookup)
             if isinstance(result, Refused):
+                # Refused a little early: an answer must reach the kubelet within the bound that the node waits.
                 if self.clock() - lookup.started_at + RETRY_S >= self.timeouts.lookup_s:
                     return result
                 await asyncio.sleep(RETRY_S)
                 continue
+            # Not at the first poll: one answer without the pod may be of an API server that lags behind the kubelet.
             if isinstance(result, Unresolved) and not lookup.is_first_poll:
                 result = _without_deleted(result, lookup.verified)
             if isinstance(result, Target):
@@ -152,6 +154,7 @@ class Identification(Struct, kw_only=True, eq=False):
                 doubt = "several" if result.candidates else "none"
                 log.warning("pod_not_identified", doubt=doubt, candidates=_texts(result))
                 return _refusal(result, call, lookup.unverifiable)
+            # What was fetched before the next List may be older than that List.
             lookup.verified.clear()
             lookup.is_first_poll = False
             await self._pause()
@@ -162,11 +165,15 @@ class Identification(Struct, kw_only=True, eq=False):
     ) -> Target | Unresolved | Refused:
         """Decide on one List, fetching the pods that the decision needs from the API server until it needs none."""
         known = self._known(lookup.verified, lookup.unverifiable)
+        # Most of a node's pods: without this each admission would compare all of them again.
         listed = self._not_accounted_for(call, listed, known)
         result = identify(call, listed, known)
         while (
             isinstance(result, Unresolved)
+            # Tenants can create pods faster than they can be fetched: the whole node waits for this call.
             and lookup.fetches < MAX_FETCHES_IN_ALL
+            # The first fetch always: a kubelet that took all the time for its List must not make the API server's
+            # answer impossible.
             and (not lookup.fetches or self.clock() - lookup.started_at < self.timeouts.lookup_s)
             and (names := _to_fetch(result, lookup.verified))
         ):
@@ -204,10 +211,12 @@ class Identification(Struct, kw_only=True, eq=False):
         resource, allocations, left = call.resource, known.allocations, []
         for entry in listed:
             pod = known.pods.get((entry.namespace, entry.name))
+            # A static pod's file can change without an event: it is looked at each time.
             if pod is None or pod.is_static:
                 left.append(entry)
                 continue
             seen = before.get(pod.uid)
+            # `is` suffices: entries and pods are replaced when they change, never changed.
             if seen is not None and seen.entry is entry and seen.pod is pod:
                 for key, allocation in seen.allocations:
                     if allocations.get(key) is not allocation:
@@ -224,6 +233,8 @@ class Identification(Struct, kw_only=True, eq=False):
 
     async def _list(self, inside: InsideLister, timeout_s: float) -> Sequence[ListedDevices]:
         """What the kubelet lists; for a kubelet in which a List could cause a panic, the pending pods of the pod store."""
+        # Raises while the version is unknown: a List in a 1.29 kubelet could end it, and with it the whole node's
+        # admissions.
         if await self.kubelet.wait_lists_inside(timeout_s=timeout_s):
             return await inside.list_entries()
         known = self._known()
@@ -239,6 +250,7 @@ class Identification(Struct, kw_only=True, eq=False):
                 lookup.unverifiable.pop((namespace, name), None)
             except NotFound as e:
                 lookup.unverifiable[namespace, name] = str(e)
+            # Either is no answer about the pod: refusing it now is better than guessing.
             except (Unavailable, Rejected) as e:
                 failures.append(f"pod {namespace}/{name}: {e}")
             except AgentError as e:
@@ -258,6 +270,7 @@ class Identification(Struct, kw_only=True, eq=False):
 
     async def _refresh(self, result: Unresolved, lookup: _Lookup) -> None:
         """Fetch the candidates again: one of them may have ended."""
+        # Of several candidates all but one were perhaps refused or deleted since: only the API server knows.
         names = sorted({(s.pod.namespace, s.pod.name) for s in result.candidates})[:MAX_FETCHES]
         if names:
             await self._fetch(names, lookup)

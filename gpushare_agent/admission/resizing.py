@@ -46,12 +46,12 @@ from gpushare_agent.admission.decisions.resize import (
     describe,
     enforced,
     is_resizable,
-    kept_size,
     mode_refusal,
     parse_resize,
     shown_name,
     status_text,
     target_of,
+    unchanged_size,
     unknown_containers,
 )
 from gpushare_agent.cluster.events import PodEvents
@@ -283,6 +283,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
 
     async def load(self) -> tuple[ResizedShare, ...]:
         """What was resized before a restart, for `restore`."""
+        # Without a file the sizes end with this agent, as the setting says.
         if self.file is None:
             return ()
         try:
@@ -314,12 +315,14 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         """One round. A share that cannot be enforced does not stop the others."""
         self._forget_gone()
         found = ResizeRound()
+        # Twice at most: what shrank in the first pass makes room for growth in the second; more waits for the next
+        # round.
         for _ in range(2):
             found = self._decide()
-            await self._save_and_grant()
+            await self._save_and_apply()
             if not await self._enforce(found):
                 break
-        await self._save_and_grant()
+        await self._save_and_apply()
         self._has_refused = bool(found.refused or found.unknown)
         if self.pods.is_synced:
             self.reports.report(found)
@@ -344,6 +347,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         candidates: list[tuple[Allocation, Pod, DesiredSize]] = []
         for allocation in self.cache:
             pod = self.pods.get(allocation.key.pod_uid)
+            # It ends: what it has is freed as a whole, and a smaller size would be for nothing.
             if pod is None or pod.is_deleting or pod.is_terminal:
                 continue
             if (text := pod.annotations.get(RESIZE_ANNOTATION)) is None and allocation.key not in self.cache.resized:
@@ -354,12 +358,13 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             parsed = parse_resize(text) if text is not None else {}
             if isinstance(parsed, ResizeRefused):
                 found.refused[allocation.key] = parsed
-                desired = kept_size(allocation, self.cache.resized.get(allocation.key), self.policy)
+                desired = unchanged_size(allocation, self.cache.resized.get(allocation.key), self.policy)
             else:
                 desired = parsed.get(allocation.key.container, DesiredSize())
                 if unknown := unknown_containers(pod, parsed):
                     found.unknown[pod.uid] = unknown[0]
             candidates.append((allocation, pod, desired))
+        # False sorts before True: shares that shrink, whose capacity those that grow may use in the same round.
         for allocation, pod, desired in sorted(candidates, key=_grows):
             if (reason := self._decide_one(allocation, pod, desired, accounts)) is not None:
                 found.refused[allocation.key] = reason
@@ -376,12 +381,13 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         refused = mode_refusal(allocation, desired, self.policy)
         refused = refused or claim_refusal(allocation, desired, siblings, self.policy)
         if refused is not None:
-            desired = kept_size(allocation, known, self.policy)
+            desired = unchanged_size(allocation, known, self.policy)
         if target_of(allocation, desired) == (known.target if known is not None else allocation.allocated_size):
             return refused  # in every round the case of most
         if (account := accounts.without(allocation)) is None:
             return refused
         outcome = decide_resize(allocation, desired, known, account, isolation, self.policy)
+        # As many as the file holds: one that is not saved would be given away again after a restart.
         if isinstance(outcome, ResizedShare) and known is None and len(self.cache.resized) >= MAX_SHARES:
             outcome = ResizeRefused(
                 reason=ResizeReason.TOO_MANY, detail=f"{MAX_SHARES} shares of this node are resized: no more can be."
@@ -393,8 +399,9 @@ class ShareResizing(Struct, kw_only=True, eq=False):
 
     # --- 2 and 3: save and apply ---
 
-    async def _save_and_grant(self) -> None:
+    async def _save_and_apply(self) -> None:
         shares = dict(self.cache.resized)
+        # Written before the isolation sees a larger size: a crash between the two must not lose what was given.
         if shares != self._saved:
             try:
                 if self.file is not None:
@@ -444,11 +451,12 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             if not is_enforced:
                 now = self.wall_clock()
                 self._enforced[key] = _Enforced(target=share.target, instance=instance, since=now)
+            # The await may have let an Allocate or a pod's end change it: then the next round decides.
             if self.cache.resized.get(key) is share:
-                is_less |= self._book_less(share, isolation, instance)
+                is_less |= self._charge_less(share, isolation, instance)
         return is_less
 
-    def _book_less(self, share: ResizedShare, isolation: Isolation, instance: str) -> bool:
+    def _charge_less(self, share: ResizedShare, isolation: Isolation, instance: str) -> bool:
         new = enforced(share, isolation, instance, uses_no_more=bool(instance) and self._uses_no_more(share))
         if new.is_over:
             self.cache.forget_resized(share.key)
@@ -459,8 +467,11 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     def _uses_no_more(self, share: ResizedShare) -> bool:
         """By the driver, and by a sample taken after the target was enforced: not by what a container says of itself."""
         if share.charged.memory > share.target.memory:
+            # Memory that was allocated stays with its processes whatever the limit: only the driver can say that it is
+            # less.
             self._request_usage()
         usage, known = self._usage, self._enforced.get(share.key)
+        # A sample of before says nothing: a process may have allocated up to the old limit since.
         if usage is None or known is None or usage.sampled_at < known.since + SETTLED_S:
             return False
         gpu = usage.gpus.get(share.gpu)

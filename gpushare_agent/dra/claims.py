@@ -55,6 +55,7 @@ def allocations_of(claim: PreparedClaim, ledger: Ledger, names: ResourceNames, a
         blocks = 0 if one.is_whole else one.memory_mib // names.memory_block_mib
         cores_ids = _free(one, one.cores, ledger.holders[ResourceKind.VCORE], taken)
         block_ids = _free(one, blocks, ledger.holders[ResourceKind.VMEMORY], taken)
+        # Two results of the claim may be on one GPU, and the ledger has neither of them yet.
         taken |= cores_ids | block_ids
         made.append(
             Allocation(
@@ -103,6 +104,7 @@ def shortage(claim: PreparedClaim, ledger: Ledger, names: ResourceNames) -> str:
                 f"GPU {account.label} cannot serve {describe_request(request, names)}: {lack.of_gpu_in_detail()}. It is"
                 f" still used by {users}; the claim gets its part when their containers have ended"
             )
+        # The next result of this claim finds what this one takes.
         accounts[account.uuid] = account.allocate(request)
     return ""
 
@@ -177,8 +179,9 @@ class Claims(Struct, kw_only=True, eq=False):
     async def restore(self) -> None:
         """Enters in the ledger what an earlier agent has recorded, and puts back specs that a reboot has removed. Raises
         Unavailable: the records cannot be read."""
+        # Charged without a look for room: their containers run with these GPUs.
         for claim in await self._in_thread(self.files.load, "reading the claims' records"):
-            self._book(claim)
+            self._charge(claim)
             try:
                 await self._in_thread(partial(self.files.write_spec, claim), f"the CDI spec of {claim.ref.name}")
             except AgentError as e:  # its running containers need it no more, and Prepare writes it again
@@ -192,6 +195,8 @@ class Claims(Struct, kw_only=True, eq=False):
         """Idempotent by UID. Cancelled, nothing is charged, except where the claim was being recorded already: then it is
         charged until the kubelet asks again, or unprepares it."""
         async with self._lock(ref.uid):
+            # Under a lock for each claim: the kubelet repeats a call whose answer it did not get, also while the first
+            # still runs.
             known = self._prepared.get(ref.uid)
             if known is not None:  # its record too: the call before may have been cut off
                 await self._in_thread(partial(self.files.save, known), f"recording claim {ref.name}")
@@ -217,6 +222,7 @@ class Claims(Struct, kw_only=True, eq=False):
 
     async def _prepare(self, ref: ClaimRef, ends_at: float) -> PreparedClaim | Refused:
         while True:
+            # Cleared before it is tried: what changes during the try wakes the wait.
             self._has_changed.clear()
             outcome = await self._try(ref)
             if isinstance(outcome, PreparedClaim) or outcome.reason is RefusalReason.INVALID_REQUEST:
@@ -234,9 +240,10 @@ class Claims(Struct, kw_only=True, eq=False):
         pods = await self._pods_of(claim)
         if isinstance(pods, Refused):
             return pods
-        made = self._decide_and_book(claim, pods)
+        made = self._decide_and_charge(claim, pods)
         if isinstance(made, Refused):
             return made
+        # Charged already: the awaits that follow must not let another claim or pod take the same part.
         keys, is_saving = [one.key for one in made.charged], False
         try:
             refused = await self.prepare_host(keys, made.isolation)
@@ -268,6 +275,7 @@ class Claims(Struct, kw_only=True, eq=False):
             return _invalid(str(e))
         except AgentError as e:
             return _not_ready(str(e))
+        # The API server is asked by name: it may have a newer claim than the one of this call.
         if claim.ref.uid != ref.uid:
             return _invalid("another claim has its name now")
         return claim
@@ -282,12 +290,14 @@ class Claims(Struct, kw_only=True, eq=False):
                     version = self.pods.version
                     found = [pod for _, uid in claim.users if (pod := self.pods.get(uid)) is not None]
                     pods = [pod for pod in found if claim.ref.name in pod.claims.values()]
+                    # All of them, or the time is over: one reserved for a pod that never gets here would hold up the
+                    # others.
                     if len(pods) == len(claim.users):
                         return pods
                     await self.pods.wait_change(version)
         return pods or _not_ready("the agent does not know the claim's pod yet")
 
-    def _decide_and_book(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> PreparedClaim | Refused:
+    def _decide_and_charge(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> PreparedClaim | Refused:
         """No await in here: two claims cannot be given the same share."""
         inventory = self.inventory()
         gpus = {gpu.index: gpu for gpu in inventory.gpus}
@@ -296,6 +306,7 @@ class Claims(Struct, kw_only=True, eq=False):
             gpu = gpus.get(result.index)
             if gpu is None:
                 return _not_ready(f"{result.device} is not in the inventory of node {self.pool}")
+            # The slice is changed a moment after the setting: the scheduler may still have chosen by the old one.
             if gpu.uuid not in mine:
                 return _not_ready(
                     f"{result.device} is not offered to claims on node {self.pool} now (setting dra.gpus)"
@@ -303,16 +314,17 @@ class Claims(Struct, kw_only=True, eq=False):
         made = prepare_claim(claim, gpus, pods, self.policy(), self.names.memory_block_mib)
         if isinstance(made, Refused):
             return made
+        # Before the capacity: no waiting changes that two claims set the same variable.
         if why := conflict(made, self._prepared.values(), pods):
             return _invalid(why)
         if made.charged and (why := self.unavailable_reason(made.isolation)):
             return _not_ready(f"isolation {made.isolation}: {why}")
         if why := shortage(made, self.cache.ledger(inventory), self.names):
             return _not_ready(why)
-        self._book(made)
+        self._charge(made)
         return made
 
-    def _book(self, claim: PreparedClaim) -> None:
+    def _charge(self, claim: PreparedClaim) -> None:
         self._prepared[claim.ref.uid] = claim
         ledger = self.cache.ledger(self.inventory())
         for allocation in allocations_of(claim, ledger, self.names, self.clock()):
@@ -326,6 +338,7 @@ class Claims(Struct, kw_only=True, eq=False):
         return True
 
     def _lock(self, uid: str) -> asyncio.Lock:
+        # Held weakly: it goes with the last call for the claim, so that claims which were never prepared leave nothing.
         lock = self._locks.get(uid)
         if lock is None:
             lock = self._locks[uid] = asyncio.Lock()

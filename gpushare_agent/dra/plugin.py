@@ -76,6 +76,7 @@ class DraPlugin(dra_v1.DraPluginBase):
         """All at once: a claim that waits holds up no other."""
         self.open_calls += 1
         try:
+            # The calls raise no outside fault: one claim's error is a text in its part of the answer.
             async with asyncio.TaskGroup() as group:
                 tasks = {claim.uid: group.create_task(call(claim), name="claim") for claim in claims}
             return {uid: task.result() for uid, task in tasks.items()}
@@ -85,6 +86,8 @@ class DraPlugin(dra_v1.DraPluginBase):
     async def _prepare(self, claim: dra_v1.Claim) -> dra_v1.NodePrepareResourceResponse:
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
+                # Inside the timeout: an agent whose ledger does not come must answer, for the kubelet's own error names
+                # no cause.
                 await self._ready.wait()
                 outcome = await self._claims.prepare(_ref(claim))
         except TimeoutError:
@@ -132,6 +135,8 @@ class DeviceHealth(v1alpha1.DraResourceHealthBase):
                 yield v1alpha1.NodeWatchResourcesResponse(devices=[self._health(gpu) for gpu in gpus])
                 with suppress(TimeoutError):
                     async with asyncio.timeout(HEALTH_PERIOD_S):
+                        # Compared, not counted: a burst of claims wakes this often, and the kubelet needs no report of
+                        # it.
                         while self._gpus() == gpus:
                             await event.wait()
                             event.clear()
@@ -195,6 +200,7 @@ class Registration(pluginregistration.RegistrationBase):
     async def notify_registration_status(
         self, message: pluginregistration.RegistrationStatus
     ) -> pluginregistration.RegistrationStatusResponse:
+        # The kubelet calls this on each registration; the socket's existence alone says nothing of whether it accepted.
         self.is_registered = message.plugin_registered
         if message.plugin_registered:
             log.info("dra_driver_registered", driver=self._driver)
@@ -230,6 +236,7 @@ class _Socket:
     async def stop(self) -> None:
         server, self._server = self._server, None
         with suppress(OSError):
+            # Before the server stops: the kubelet watches the file, and must not connect to a server that ends.
             remove_socket(self.path, self._identity)
         if server is not None:
             await server.stop()
@@ -279,6 +286,7 @@ class DraRegistration:
                 await watch.wait_change()
 
     async def _serve_missing(self) -> None:
+        # The kubelet connects to the driver as soon as it has read its path from the registration socket.
         if not self._driver_socket.is_there:
             await self._registration_socket.stop()
             try:
@@ -286,6 +294,7 @@ class DraRegistration:
             except OSError as e:
                 raise Unavailable(f"{self._plugin_path} cannot be made: {e.strerror or e}") from e
             await self._driver_socket.serve()
+        # A kubelet that starts may empty the registry: what is missing is served again.
         if not self._registration_socket.is_there and not self._is_leaving:
             self.registration.is_registered = False
             await self._registration_socket.serve()

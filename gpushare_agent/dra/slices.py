@@ -72,6 +72,7 @@ class SlicePublisher(Handler):
 
     def _see(self, one: _Seen) -> None:
         self._seen[one.meta.name or ""] = one
+        # Never lower than any that was seen, also of an older agent: the scheduler takes the slice with the highest.
         self._generation = max(self._generation, decoded_or(_POOLED, one.raw_spec, _Pooled).pool.generation)
         self._reconciler.request()
 
@@ -104,11 +105,13 @@ class SlicePublisher(Handler):
 
     async def _reconcile(self, api: SliceApi) -> float:
         """One comparison, and what it takes; after how many seconds the next is due."""
+        # One slice has the whole pool: others of this driver and node are an older agent's, under another name.
         for name in sorted(self._seen.keys() - {self.name}):
             await self._delete(api, name)
         devices = self._desired()
         if devices is None:
             return PERIOD_S
+        # No GPU for claims: without the slice the scheduler has no device here to try.
         if not devices:
             if self.name in self._seen:
                 await self._delete(api, self.name)
@@ -118,6 +121,7 @@ class SlicePublisher(Handler):
             return PERIOD_S
         if seen is not None and self._written is not None and _is_same_but_order(self._written[0], devices):
             left_s = self._written_at + ORDER_PERIOD_S - time.monotonic()
+            # Only while the slice is as it was written: one that somebody changed is put right at once.
             if left_s > 0 and seen.spec == self._written[1]:
                 return left_s
         await self._write(api, seen, devices)
@@ -130,6 +134,7 @@ class SlicePublisher(Handler):
         return seen.spec is not None and (seen.spec.devices, seen.spec.node_name) == (devices, self._node_name)
 
     async def _write(self, api: SliceApi, seen: _Seen | None, devices: list[Device]) -> None:
+        # A replace writes the whole object, so the owners are written again as they are.
         owner = seen.meta.raw_owners if seen is not None else await self._owner(api)
         version = seen.meta.version if seen is not None else ""
         made = self._made(SliceMeta(name=self.name, resource_version=version, owner_references=owner), devices)

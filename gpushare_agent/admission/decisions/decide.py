@@ -139,6 +139,7 @@ def decide(
     free = free_ids(target, offer.kind, offer.available, ledger)
     gpus = offer_accounts(target, offer, free, ledger, policy)
     outcome = plan(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
+    # The edits now, not at the Allocate: a refusal by the isolation must come before anything is allocated.
     if isinstance(outcome, Decision):
         made = edits_for_ids(target, outcome.gpus, outcome.ids, ledger, edits)
         if not isinstance(made, Refused):
@@ -166,6 +167,7 @@ def _unavailable(
     else:
         is_share = not request_of(target.container, policy.names).whole_gpus
     name = isolation_of(target.pod.annotations, units, edits)
+    # A whole GPU needs no isolation, and a refused name was refused with its own text.
     if not is_share or isinstance(name, Refused) or not (reason := unavailable_reason(name)):
         return None
     return Refused(
@@ -192,6 +194,7 @@ def plan(
     (`free_ids`)."""
     if (refused := _invalid(target, policy)) is not None:
         return refused
+    # Units have no cores and memory of their own to place: they are counted on each GPU.
     if offer.kind.is_part:
         found = plan_units(target, offer, free, ledger, policy, gpus)
         if isinstance(found, Refused):
@@ -204,6 +207,7 @@ def plan(
     outcome = place(request, gpus, ledger.inventory.topology, share_policy=policy.share_policy, names=policy.names)
     if isinstance(outcome, Refused):
         return _named(target, _with_unhealthy_gpus(outcome, ledger), policy.names)
+    # There is a place by the ledger; the kubelet may offer fewer IDs of it, where it counts containers that we do not.
     ids = _choose(offer, free, outcome.gpus)
     if len(ids) >= offer.size:
         return Decision(placed=outcome, ids=ids)
@@ -221,6 +225,7 @@ def _invalid(target: Target, policy: Policy) -> Refused | None:
     names = policy.names
     if problem := unusable_request(target.container, names):
         return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{_who(target)}: {problem}.")
+    # The rules of cores and memory do not apply to units.
     if names.part_kind(target.container) is not None:
         return None
     refused = validate_request(request_of(target.container, names), names, share_mode=policy.share_mode)
@@ -243,6 +248,7 @@ def unusable_request(container: ContainerSpec, names: ResourceNames) -> str:
 def _with_unhealthy_gpus(refused: Refused, ledger: Ledger) -> Refused:
     """Adds which GPUs were not counted, and why."""
     unhealthy = sorted((gpu for gpu in ledger.inventory.gpus if not gpu.is_healthy), key=lambda gpu: gpu.index)
+    # Another reason has nothing to do with GPUs that are out of service.
     if refused.reason not in _ABOUT_CAPACITY or not unhealthy:
         return refused
     named = "; ".join(
@@ -259,6 +265,7 @@ def _choose(offer: Offer, free: Sequence[DeviceId], gpus: tuple[GpuUuid, ...]) -
     for gpu in gpus:
         prefix = f"{gpu}::"
         _fill(chosen, offer.size, [device for device in free if device.startswith(prefix)])
+    # vmemory IDs are counters: those of another GPU's name will do where this one's are used up.
     if not offer.kind.binds_gpu and len(chosen) < offer.size:
         _fill(chosen, offer.size, free)
     return tuple(chosen)
@@ -315,6 +322,7 @@ def hinted_gpus(annotations: Mapping[str, str], container: ContainerSpec, policy
         # than its choice, or forged: it counts only where no extender has named this node.
         return ()
     gpushare = _indexes(annotations.get(GPUSHARE_INDEX_ANNOTATION, ""))
+    # GPUShare's shares are on one GPU: several indexes are no value that its extender writes.
     return gpushare if len(gpushare) == 1 else ()
 
 
@@ -347,6 +355,7 @@ def check(
     if kind.binds_gpu:
         known = ledger.inventory.by_uuid()
         gpus = tuple(sorted({GpuUuid(device.partition("::")[0]) for device in ids}, key=lambda uuid: known[uuid].index))
+    # The order of a container's resources is random (the kubelet ranges over a Go map).
     elif own is not None and own.bound_ids:
         gpus = own.gpus  # memory after cores: it is charged where those are, whatever was planned
     else:
@@ -358,6 +367,7 @@ def _check_ids(
     target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy
 ) -> Refused | None:
     requested, resource = policy.names.requested(target.container, kind), policy.names.name_in(target.container, kind)
+    # Trusted nowhere: what is charged is counted by these IDs.
     if len(set(ids)) != len(ids) or len(ids) != requested:
         return Refused(
             reason=RefusalReason.INVALID_REQUEST,
@@ -408,6 +418,7 @@ def _check_gpus(
     request = request_of(target.container, policy.names)
     asks = f"{_who(target)} asks for {describe_request(request, policy.names)}"
     requested_gpus = max(1, request.whole_gpus)
+    # Without IDs that bind the GPU the plan has as many as it needs.
     if has_ids and len(gpus) != requested_gpus:
         counts = Counter(device.partition("::")[0] for device in ids)
         spread = ", ".join(f"{n} on {uuid}" for uuid, n in sorted(counts.items()))
@@ -418,6 +429,7 @@ def _check_gpus(
             "topology manager can cause this). Give init containers as much as the main container, or nothing.",
         )
     accounts = gpu_accounts(target, ledger, policy, only=gpus)
+    # Between preference and Allocate the driver was read again, and a GPU has gone.
     if not gpus or {account.uuid for account in accounts} != set(gpus):
         return Refused(
             reason=RefusalReason.NOT_READY,
@@ -455,11 +467,14 @@ def plan_units(
     usable = {gpu.uuid: gpu for gpu in gpus if gpu.is_healthy and gpu.uuid in served}
     by_gpu = _by_number(free, usable, without=must)
     has_instances = any(gpu.mig is not None and gpu.uuid in served for gpu in ledger.inventory.gpus)
+    # Instances have no links of their own, and replicas of one GPU are alike: only whole GPUs are placed by links.
     if by_gpu and not has_instances and all(found.terms.is_whole for found in served.values()):
         return _plan_whole(offer, by_gpu, ledger, policy, gpus, must_gpus(target, offer, ledger, policy.names), must)
     room = {uuid: account.free_part for uuid, account in usable.items() if not account.is_full}
     for uuid, part in parts_of(must).items():
+        # What must be included takes room first; below 0 means that nothing more of this GPU is preferred.
         room[uuid] = room.get(uuid, Fraction(0)) - part
+    # heapq gives the least first: packed, the GPU with the most allocated units has to be the least.
     chosen, sign = list(must), -1 if layout.is_packed else 1
     fitting = {uuid: ids[: max(0, int(room.get(uuid, 0) * terms_of(ids[0]).of))] for uuid, ids in by_gpu.items()}
     queue = [
@@ -537,8 +552,10 @@ def unknown_unit(
         split = split_device_id(device)
         if split is None or split[0] not in present:
             return device
+        # By its own terms, not by the present ones: the kubelet may have offered it before it had the new list.
         if split[0] in served and split[1] < terms_of(device).of:
             continue
+        # A unit of a former layout that this pod's init container has is passed on by the kubelet.
         if all(key.pod_uid != target.pod.uid for key in holders.get(DeviceId(device), ())):
             return device
     return None
@@ -550,6 +567,7 @@ def served_units(
     """The GPUs that serve the resource by which the container asks for units."""
     resource, layout = names.name_in(target.container, kind), kind.layout(names)
     found = ((gpu.uuid, layout.served(gpu)) for gpu in ledger.inventory.gpus)
+    # By name: a GPU serves one of NVIDIA's names, and the container asks for one.
     return {uuid: served for uuid, served in found if served is not None and served.resource == resource}
 
 
@@ -625,6 +643,7 @@ def explain(
         request = plan_request(target, offer, ledger, policy)
     else:
         request = Request(cores=CORES_PER_GPU * names.requested(target.container, kind), must_gpus=asked.must_gpus)
+    # No GPU could serve such a request: a verdict on each would only repeat the refusal.
     if isinstance(request, Refused) or (isinstance(outcome, Refused) and outcome.reason in _NEVER):
         return replace(decision, asked=asked)
     by_index = sorted(gpus, key=lambda gpu: gpu.index)
@@ -669,6 +688,7 @@ def _verdicts(
             verdict = "serves another resource"
         elif lack is not None:
             verdict = lack.of_gpu(_unhealthy(reasons[gpu.uuid]))
+        # Only where a GPU was chosen is there one to compare with.
         elif decision.placed is not None:
             usable = [one for one in gpus if kind is None or one.uuid in served]
             verdict = why_not_chosen(gpu, request, decision.placed, usable, ledger.inventory.topology)
@@ -686,4 +706,5 @@ def _verdicts(
 
 def _unhealthy(reason: str) -> str:
     reported = reason[:MAX_REASON_CHARS] or "no reason given"
+    # A cordon is an operator's decision, and no fault of the GPU.
     return reported if reported.startswith("cordoned") else f"unhealthy: {reported}"

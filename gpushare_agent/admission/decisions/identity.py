@@ -100,9 +100,11 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
     for entry in listed:
         pod = known.pods.get((entry.namespace, entry.name))
         if pod is None:
+            # Unknown, and it has IDs already: it was served before the agent knew it. A pod without any may be the one.
             if not entry.count_ids(resource):
                 unknown.append((entry.namespace, entry.name))
             continue
+        # First, for it is cheap and true of nearly all.
         if is_accounted_for(pod, entry, resource, call, known):
             if pod.is_static:
                 to_recheck.append((entry.namespace, entry.name))
@@ -118,11 +120,13 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
         else:
             candidates.append(target)
     candidates = _narrow(candidates, call, known)
+    # With an unknown pod beside it the one candidate is a guess: that pod may ask for the same.
     if len(candidates) == 1 and not unknown:
         return candidates[0]
     return Unresolved(
         candidates=tuple(candidates),
         unknown=tuple(sorted(unknown)),
+        # Where there are candidates the call is for one of them; fetching the others would only take time.
         to_recheck=tuple(sorted(to_recheck)) if not candidates else (),
     )
 
@@ -149,12 +153,14 @@ def next_container_of(
         for key, allocation in known.allocations.items()
         if allocation.kind is ContainerKind.INIT and requested & allocation.ids_of(kind)
     }
+    # Two pods' init containers hold some of these IDs: no kubelet allocates like that, so nothing is concluded.
     if len(owners) != 1:
         return None
     pod = pod_of(next(iter(owners)))
     if pod is None or not requested <= initial_ids(pod, kind, known.allocations):
         return None
     container = next((c for c in pod.containers if lacks(pod, c, resource, kind, known)), None)
+    # The kubelet skips the preference only where the passed-on IDs are the whole request.
     if container is None or container.requests.get(resource) != len(requested):
         return None
     return Target(pod=pod, container=container)
@@ -190,6 +196,7 @@ def is_accounted_for(pod: Pod, entry: ListedDevices, resource: str, call: Call, 
         count = 0 if allocation is None else len(allocation.ids_of(call.kind))
         if not count:
             return False
+        # Ordinary init containers are not listed, so their IDs are not among those that the entry counts.
         if container.kind is not ContainerKind.INIT:
             expected += count
     return not is_requested or (expected > 0 and entry.count_ids(resource) == expected)
@@ -224,6 +231,7 @@ def _lacking(pod: Pod, entry: ListedDevices, call: Call, known: Known) -> Target
             continue  # one that was admitted while the resource was unknown runs without it
         if requested == call.size:
             return Target(pod=pod, container=container)
+        # At its admission containers come in spec order: the first that lacks the resource is the one, or none is.
         if not pod.has_started:
             return None
     return None
@@ -234,4 +242,5 @@ def _narrow(candidates: list[Target], call: Call, known: Known) -> list[Target]:
     if len(candidates) < 2 or not call.must_include:
         return candidates
     owners = [c for c in candidates if call.must_include <= initial_ids(c.pod, call.kind, known.allocations)]
+    # Nobody owns them by our ledger: it may have lost the init container, so nothing is ruled out.
     return owners or candidates

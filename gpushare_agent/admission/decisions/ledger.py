@@ -83,6 +83,7 @@ def gpu_accounts(
                 names,
                 charge,
                 reusable,
+                # What asks for no share opens no client of MPS, so its number is no bound for it.
                 max_shares=None if is_unlimited else policy.max_shares_of_gpu,
                 offered_cores=CORES_PER_GPU if per_gpu is None else per_gpu[gpu.uuid],
             )
@@ -112,6 +113,7 @@ def free_ids(target: Target, kind: ResourceKind, available: Sequence[str], ledge
     """
     holders = ledger.holders[kind]
     offered = cast(Sequence[DeviceId], available)
+    # The usual case, in one step of C: thousands of IDs are offered in each call.
     if holders.keys().isdisjoint(offered):
         return list(offered)
     return [d for d in offered if d not in holders or may_take_over(target, holders[d], ledger)]
@@ -126,6 +128,7 @@ def must_gpus(target: Target, offer: Offer, ledger: Ledger, names: ResourceNames
     own = ledger.allocations.get(target.key)
     if own is not None:
         ids |= own.ids_of(kind)
+    # The kubelet passes an init container's IDs on to this container before new ones, though it has not said so yet.
     if not ids and target.container.kind is not ContainerKind.INIT:
         holders = ledger.holders[kind]
         ids |= {
@@ -141,6 +144,7 @@ def must_gpus(target: Target, offer: Offer, ledger: Ledger, names: ResourceNames
 def _handed_on(target: Target, ledger: Ledger) -> dict[GpuUuid, Charge]:
     """What only the pod's init containers have, `target` aside: the kubelet hands it on."""
     inits = {one.key for one in initial_allocations(target.pod, ledger.allocations)} - {target.key}
+    # Most pods have no init container with a GPU: the sums below are needed for those that have.
     if not inits:
         return {}
     others = [one for key, one in ledger.allocations.items() if key.pod_uid == target.pod.uid and key != target.key]

@@ -67,8 +67,10 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
     listed_uids = {key.pod_uid for key in found}
     listed_ids = {kind: {d for one in found.values() for d in one.ids.get(kind, ())} for kind in names.table}
     by_uid = {pod.uid: pod for pod in records.pods or ()}
+    # None is not the empty set: a pod store that has not listed says nothing of any pod.
     live = None if records.pods is None else {uid for uid, pod in by_uid.items() if not pod.is_terminal}
     for key, ids in written.items():
+        # PodResources comes first: it shows the present, the checkpoint perhaps a pod that has ended.
         if key not in found and _is_retained(key, ids, live, listed_uids, listed_ids):
             found[key] = _Recorded(ids=ids)
     resources = _unit_resources(records, names)
@@ -112,6 +114,7 @@ def adopt(
     now: float,
 ) -> list[Allocation] | Refused:
     """The allocations of the containers that have exactly these IDs of one resource in the kubelet's checkpoint."""
+    # The kubelet writes the checkpoint before it starts the container, so this start's entry is there.
     written = _from_checkpoint(entries, names)
     keys = sorted(key for key, recorded in written.items() if recorded.get(kind) == ids)
     if not keys:
@@ -120,6 +123,7 @@ def adopt(
             detail=f"a container is to start with {len(ids)} {kind} units that are in neither this agent's records nor the "
             "kubelet's checkpoint. The kubelet tries again; if it persists, delete the pod.",
         )
+    # Containers of the same pod may share IDs, as an init container's are passed on; others must not.
     others = sorted(
         k for k, a in present.items() if a.ids_of(kind) & ids and k.pod_uid not in {key.pod_uid for key in keys}
     )
@@ -211,6 +215,7 @@ def _uid(
         if key.container in by_container and ids == by_container[key.container]:
             return key.pod_uid
     named = [p for p in pods or () if (p.namespace, p.name) == (listed.namespace, listed.name)]
+    # A StatefulSet gives its pods the same names again: the old one may still be ending.
     named.sort(key=lambda p: (not p.is_terminal, not p.is_deleting))
     return named[-1].uid if named else PodUid(f"{UNNAMED}{listed.namespace}/{listed.name}")
 
@@ -293,7 +298,7 @@ class Reconciliation(Struct, frozen=True, kw_only=True):
 class _Verdict(Enum):
     """On a container that the cache has and the kubelet's records do not show."""
 
-    KEPT = auto()
+    UNCHANGED = auto()
     DELETED = auto()
     MISSING = auto()
     ENDED = auto()
@@ -313,6 +318,7 @@ def reconcile(present: Mapping[ContainerKey, Allocation], evidence: Evidence) ->
     for key, allocation in sorted(present.items()):
         if allocation.claim is not None:
             continue  # the kubelet ends claims by a call of its own
+        # A fresh one is not in the records yet: the kubelet writes them after our answer.
         if key in shown or key in evidence.fresh or (evidence.scope is not None and key.pod_uid not in evidence.scope):
             continue
         verdict = _verdict(key, allocation, listed, evidence)
@@ -365,20 +371,20 @@ def _verdict(
     """A container of the cache that the records do not show. In this order:
 
     1. Its pod has no UID: ended once the pod store has listed, for then the records show it under its UID.
-    2. The pod store has not listed: kept.
+    2. The pod store has not listed: unchanged.
     3. The pod is deleted: its processes decide, see Reconciliation.
     4. The pod is terminal: ended.
-    5. The kubelet has just started: kept.
-    6. The pod is listed, this is an init container: kept, for these are never listed.
-    7. The pod is listed without the devices: kept if it has started, for a kubelet that lost its checkpoint lists running
-       containers like this; else unlisted.
-    8. The whole List is empty: kept, for the kubelet may not have admitted any pod again.
+    5. The kubelet has just started: unchanged.
+    6. The pod is listed, this is an init container: unchanged, for these are never listed.
+    7. The pod is listed without the devices: unchanged if it has started, for a kubelet that lost its checkpoint lists
+       running containers like this; else unlisted.
+    8. The whole List is empty: unchanged, for the kubelet may not have admitted any pod again.
     9. The pod is not listed: missing, and unlisted at the second time in a row.
     """
     if key.pod_uid.startswith(UNNAMED):
-        return _Verdict.ENDED if evidence.pods is not None else _Verdict.KEPT
+        return _Verdict.ENDED if evidence.pods is not None else _Verdict.UNCHANGED
     if evidence.pods is None:
-        return _Verdict.KEPT
+        return _Verdict.UNCHANGED
     pod = evidence.pods.get(key.pod_uid)
     if pod is None:
         return _Verdict.DELETED
@@ -386,11 +392,11 @@ def _verdict(
         return _Verdict.ENDED
     is_listed = (pod.namespace, pod.name) in listed
     if not evidence.is_trusted or (is_listed and allocation.kind is ContainerKind.INIT):
-        return _Verdict.KEPT
+        return _Verdict.UNCHANGED
     if is_listed:
-        return _Verdict.KEPT if pod.has_started else _Verdict.UNLISTED
+        return _Verdict.UNCHANGED if pod.has_started else _Verdict.UNLISTED
     if not evidence.listed and evidence.scope is None:
-        return _Verdict.KEPT
+        return _Verdict.UNCHANGED
     return _Verdict.UNLISTED if key in evidence.missing_before else _Verdict.MISSING
 
 

@@ -60,7 +60,7 @@ class ResizeRefused(Struct, frozen=True, kw_only=True):
 
 
 class DesiredSize(Struct, frozen=True, kw_only=True):
-    """Of one container. None: as the kubelet allocated it."""
+    """The size of one container that its pod asks for. None: as the kubelet allocated it."""
 
     cores: int | None = None
     memory: int | None = None
@@ -75,6 +75,7 @@ class ResizePolicy(Struct, frozen=True, kw_only=True):
 
 def parse_resize(text: str) -> Mapping[str, DesiredSize] | ResizeRefused:
     """The annotation's sizes by container."""
+    # Any tenant can write it: bounded before it is split.
     if len(text) > MAX_CHARS:
         return _unreadable(f"it has {len(text)} characters, more than {MAX_CHARS}")
     entries = text.split(";")
@@ -107,11 +108,13 @@ def is_resizable(allocation: Allocation, container: ContainerSpec, names: Resour
         return False
     if allocation.claim is not None:
         return True
+    # Between the Allocates of its two resources it is not whole yet: what is missing would look like a change.
     return {kind: len(ids) for kind, ids in allocation.ids.items()} == names.asked(container)
 
 
 def target_of(allocation: Allocation, desired: DesiredSize) -> ShareSize:
     allocated = allocation.allocated_size
+    # 0 counts as left out, as None does.
     return ShareSize(cores=desired.cores or allocated.cores, memory=desired.memory or allocated.memory)
 
 
@@ -126,6 +129,7 @@ def mode_refusal(allocation: Allocation, desired: DesiredSize, policy: ResizePol
             detail="this node does not resize running shares. Leave the annotation out, or have the node's setting"
             " resize.mode changed (docs/explanation/resize.md).",
         )
+    # Smaller in both: that takes nothing from anybody.
     if target.at_least(allocated) == allocated:
         return None
     return ResizeRefused(
@@ -143,6 +147,8 @@ def claim_refusal(
     claim, allocated, target = allocation.claim, allocation.allocated_size, target_of(allocation, desired)
     if claim is None or target == allocated:
         return None
+    # An isolation limits what a container has in one number for all devices of a view: one of them cannot be changed
+    # alone.
     if sum(one.claim is not None and one.claim.view == claim.view for one in siblings) > 1:
         why = (
             "its containers use several of the claim's devices together, and only a share that is used alone is resized"
@@ -167,13 +173,13 @@ def shown_name(allocation: Allocation, siblings: Collection[Allocation]) -> str:
     return claim.shown_as if len(siblings) == 1 else f"{claim.shown_as}/{claim.request}"
 
 
-def kept_size(allocation: Allocation, known: ResizedShare | None, policy: ResizePolicy) -> DesiredSize:
-    """Of a share whose annotation is refused: as it is now. As the kubelet allocated it where the node's setting, which may
-    have been another when the size was granted, does not allow that."""
+def unchanged_size(allocation: Allocation, known: ResizedShare | None, policy: ResizePolicy) -> DesiredSize:
+    """The size of a share whose annotation is refused: the one that it has. As the kubelet allocated it where the node's
+    setting, which may have been another when the share was resized, does not allow that."""
     if known is None:
         return DesiredSize()
-    kept = DesiredSize(cores=known.target.cores or None, memory=known.target.memory)
-    return kept if mode_refusal(allocation, kept, policy) is None else DesiredSize()
+    unchanged = DesiredSize(cores=known.target.cores or None, memory=known.target.memory)
+    return unchanged if mode_refusal(allocation, unchanged, policy) is None else DesiredSize()
 
 
 def decide_resize(
@@ -184,7 +190,7 @@ def decide_resize(
     isolation: Isolation,
     policy: ResizePolicy,
 ) -> ResizedShare | ResizeRefused | None:
-    """The share as it is to be charged, before anything is granted; None where nothing is to change.
+    """The share as it is to be charged, before the isolation sees it; None where nothing is to change.
 
     `account` is its GPU as charged for all others. Growth must fit there. What is given back stays charged, until the
     isolation has enforced it.
@@ -204,6 +210,7 @@ def decide_resize(
         kind=allocation.memory_kind,
         allocated=allocated,
         target=target,
+        # What grows counts at once, what shrinks not before it is enforced: capacity is never given away twice.
         charged=charged.at_least(target),
     )
 
@@ -216,6 +223,7 @@ def enforced(share: ResizedShare, isolation: Isolation, instance: str, *, uses_n
     they have allocated stays theirs, whatever the limit, and so it stays charged.
     """
     since = share.instance or instance
+    # Where the runtime's ID is not known nothing is concluded: processes of the old container may still run.
     is_anew = bool(since) and bool(instance) and instance != since
     cores = share.target.cores if is_anew or isolation.cores_follow.is_live else share.charged.cores
     is_within = isolation.memory_follows.is_live and uses_no_more
@@ -276,6 +284,7 @@ def status_text(
 
 def bounded_status(entries: list[str]) -> str | None:
     """As many whole entries as the agent reads of an annotation; None without any."""
+    # Whole entries: half a one would be read as another size.
     while len(";".join(entries)) >= MAX_CHARS:
         entries.pop()
     return ";".join(entries) or None
@@ -300,7 +309,7 @@ def _contradiction(
 
 
 def _not_possible(before: ShareSize, target: ShareSize, isolation: Isolation) -> ResizeRefused | None:
-    """By what the isolation can do once the container is created."""
+    """Why the isolation cannot make the change once the container is created."""
     for is_changed, follows, what in (
         (target.cores != before.cores, isolation.cores_follow, "cores"),
         (target.memory != before.memory, isolation.memory_follows, "memory"),

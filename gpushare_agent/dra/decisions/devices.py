@@ -71,6 +71,7 @@ def slice_devices(
     driver reports nothing but its UUID."""
     groups = link_groups(inventory.topology)
     offered = [gpu for gpu in gpus if capacity_mib(gpu, policy.block_mib)]
+    # The scheduler takes the first device that fits: the order of the slice is the placement.
     sign = -1 if policy.order == "binpack" else 1
     offered.sort(key=lambda gpu: (sign * charges.get(gpu.uuid, NO_CHARGE).cores, gpu.index))
     return [_device(gpu, inventory, groups, cordoned, policy) for gpu in offered]
@@ -120,11 +121,13 @@ def _attributes(
     numbers = {"index": gpu.index, "minor": gpu.minor, "numaNode": gpu.numa_node}
     found = {name: Attribute(text=text[:MAX_TEXT_CHARS]) for name, text in texts.items() if text}
     found |= {name: Attribute(version=text) for name, text in versions.items() if text}
+    # -1 stands for what the driver did not report: an attribute that is left out matches no expression.
     found |= {name: Attribute(number=number) for name, number in numbers.items() if number is not None and number >= 0}
     return dict(sorted(found.items()))
 
 
 def _taints(gpu: Gpu, cordoned: Mapping[GpuUuid, str], policy: DevicePolicy) -> Sequence[DeviceTaint]:
+    # Before the health: a cordoned GPU counts as unhealthy too, and a claim may tolerate one taint and not the other.
     if gpu.uuid in cordoned:
         return [DeviceTaint(CORDONED_TAINT, _value(cordoned[gpu.uuid]), policy.taint_effect)]
     if not gpu.is_healthy:
