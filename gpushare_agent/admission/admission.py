@@ -150,7 +150,7 @@ class RefusedPods:
         self._uids.add(uid)
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
-        """For PodStore.subscribe."""
+        """Forgets a pod that is gone. For PodStore.subscribe."""
         if new is None and old is not None:
             self._uids.discard(old.uid)
 
@@ -439,7 +439,7 @@ class ContainerStarts(Struct, kw_only=True, eq=False):
         return None
 
     def _containers_with(self, kind: ResourceKind, ids: frozenset[DeviceId]) -> list[ContainerKey]:
-        """Those that have exactly these IDs: several where an init container's IDs were passed on."""
+        """The containers that have exactly these IDs: several where an init container's IDs were passed on."""
         if not ids:
             return []
         keys = self.cache.holders(kind).get(next(iter(ids)), frozenset())

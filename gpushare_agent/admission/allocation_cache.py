@@ -74,7 +74,8 @@ class AllocationCache:
 
     @property
     def resized(self) -> Mapping[ContainerKey, ResizedShare]:
-        """By container, also of containers that the kubelet's records do not show (yet); valid until the next change."""
+        """The resized shares by container, also those that the kubelet's records do not show (yet); valid until the next
+        change."""
         return self._resized
 
     def put(self, allocation: Allocation) -> None:

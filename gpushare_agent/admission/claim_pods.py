@@ -29,7 +29,7 @@ from gpushare_agent.model.pods import ContainerSpec, Pod, PodPhase
 def claim_users(
     allocations: Iterable[Allocation], pods: Iterable[Pod]
 ) -> dict[ContainerKey, list[tuple[Pod, ContainerSpec]]]:
-    """By the key of the claim's allocation, in the order of the pods."""
+    """The containers that use each claim's allocation, by its key, in the order of the pods."""
     of_claims: dict[tuple[str, str], list[Allocation]] = {}
     for allocation in allocations:
         if allocation.claim is not None:
@@ -182,12 +182,12 @@ class ClaimPods:
 
     @property
     def users(self) -> Users:
-        """Of each claim's allocation, the containers that use it; valid until the next change."""
+        """The containers that use each claim's allocation; valid until the next change."""
         self._refresh()
         return self._users
 
     def claims_of_containers(self) -> dict[ContainerKey, tuple[ContainerKey, ...]]:
-        """By container, the keys of the claims' allocations that it uses."""
+        """The keys of the claims' allocations that each container uses."""
         found: dict[ContainerKey, tuple[ContainerKey, ...]] = {}
         for key, pairs in self.users.items():
             for pod, container in pairs:
@@ -200,7 +200,7 @@ class ClaimPods:
         return [(pod.container_ids.get(container.name), pod.uid) for pod, container in self.users.get(key, ())]
 
     def running(self) -> dict[ContainerKey, str]:
-        """Of each claim's allocation that one container runs with: the runtime's ID of it."""
+        """The runtime's ID of the container that runs with a claim's allocation, where one alone does."""
         found = {key: {one for one, _ in self.containers_of(key) if one is not None} for key in self.users}
         return {key: next(iter(ids)) for key, ids in found.items() if len(ids) == 1}
 

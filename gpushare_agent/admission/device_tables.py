@@ -94,7 +94,7 @@ def withheld_units(
     no_replicas: bool,
     no_units: bool = False,
 ) -> frozenset[DeviceId]:
-    """Of the units under one of NVIDIA's names those that the GPU's other users leave no room for. `no_replicas`: what
+    """The units under one of NVIDIA's names that the GPU's other users leave no room for. `no_replicas`: what
     limits them cannot be had. `no_units`: none is given."""
     found: set[DeviceId] = set()
     for gpu in gpus:
@@ -123,8 +123,8 @@ def withheld(
     no_shares: bool,
     borrowed: Mapping[GpuUuid, int],
 ) -> frozenset[DeviceId]:
-    """Of the `ids` of one resource. `borrowed` are units of it that are charged beyond a GPU's allocated IDs. Whole GPUs
-    need no memory IDs: with `no_shares` all of those are withheld, and no cores.
+    """The `ids` of one resource that stand for nothing free. `borrowed` are units of it that are charged beyond a GPU's
+    allocated IDs. Whole GPUs need no memory IDs: with `no_shares` all of those are withheld, and no cores.
 
     vmemory IDs are counters, so where a GPU has too few free ones of its own name, free ones of other names stand for them.
     """
@@ -188,9 +188,9 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         self.tables |= {name: DeviceTable() for name in self.names.names}
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        """For AllocationCache.subscribe. The lists depend on what is allocated for GPUShare's resource and of units under
-        NVIDIA's names (also where this agent offers none), for shares that have grown, and for containers that hold IDs as
-        an older agent named them."""
+        """Refreshes the lists where they depend on it. For AllocationCache.subscribe. They depend on what is allocated for
+        GPUShare's resource and of units under NVIDIA's names (also where this agent offers none), for shares that have
+        grown, and for containers that hold IDs as an older agent named them."""
         depends = self.names.gpu_mem or self.cache.resized or self._has_borrowed or self._has_older_ids
         offers_units = any(kind.is_part for kind in self.names.kinds)
         is_of_units = offers_units or any(one is not None and one.unit_ids for one in (old, new))
@@ -257,7 +257,7 @@ class DeviceTables(Struct, kw_only=True, eq=False):
                 self.cache.put(replace(found, gpus=gpus or allocation.gpus))
 
     async def run(self) -> NoReturn:
-        """Until cancelled."""
+        """Refreshes the tables when something has changed, until cancelled."""
         while True:
             left = [left_s for table in self.tables.values() if (left_s := table.withdrawn_left_s()) is not None]
             await wait_for(self._is_behind, min(left, default=None))

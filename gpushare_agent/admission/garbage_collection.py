@@ -127,7 +127,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     """As they were; the longest unasked first."""
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
-        """For PodStore.subscribe: releases an ended pod's allocations at once."""
+        """Releases an ended pod's allocations at once. For PodStore.subscribe."""
         if new is not None and new.is_terminal:
             self._release(new.uid, "terminal")
         # Not released at once: a pod that was deleted by force is gone from the API server while its processes still
@@ -137,7 +137,8 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
             self._releases.request()
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        """For AllocationCache.subscribe."""
+        """Notes the pod for a comparison that is under way, and wakes who waits for a release. For
+        AllocationCache.subscribe."""
         if self._is_getting:
             self._changed_pods.update(a.key.pod_uid for a in (old, new) if a is not None)
         if new is None:
@@ -148,7 +149,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         self._agreed.clear()
 
     def request_reconcile(self) -> None:
-        """As soon as possible, not at the next period: the pod store has listed."""
+        """Reconciles as soon as possible, not at the next period: the pod store has listed."""
         self._reconciler.request()
 
     async def recover(self) -> int:
@@ -170,7 +171,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         return len(self.cache)
 
     async def run(self) -> NoReturn:
-        """Until cancelled: release deleted pods when their event comes, reconcile every period."""
+        """Releases deleted pods when their event comes, and reconciles every period, until cancelled."""
         async with asyncio.TaskGroup() as group:
             # Two tasks: an admission may wait for a release, and a reconcile waits for admissions to pause.
             release = partial(self._releases.run, self.release_deleted, self._retry_s)
@@ -230,8 +231,8 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
             log.warning("reconcile_failed", error=str(e))
 
     def _may_lack_static_pods(self) -> bool:
-        """Of a static pod without a mirror pod no event comes, neither its end nor, after the agent's start, that it is
-        there."""
+        """Whether a static pod may be missed: of one without a mirror pod no event comes, neither its end nor, after the
+        agent's start, that it is there."""
         return any(pod.object_uid is None for pod in self.pods.pods()) or any(
             self.pods.get(allocation.key.pod_uid) is None for allocation in self.cache
         )
@@ -273,7 +274,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         return True
 
     def _pods_to_ask(self) -> Sequence[Pod]:
-        """Those that may differ from the kubelet's records, and some of those that agreed with them."""
+        """The pods that may differ from the kubelet's records, and some of those that agreed with them."""
         pods = [p for p in self.pods.pods() if self.names.wants_any(p) or self.cache.of_pod(p.uid)]
         agree = {p.uid for p in pods if self._agreed.get(p.uid) == (p, self.cache.of_pod(p.uid))}
         self._agreed = {uid: agreed for uid, agreed in self._agreed.items() if uid in agree}
@@ -282,7 +283,8 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         return [pod for pod in pods if pod.uid not in left]
 
     def _note_agreed(self, scope: set[PodUid], result: Reconciliation) -> None:
-        """Not of a kubelet that has just started, not before the pod has, and not while the records may lag."""
+        """Notes the pods that agreed: not with a kubelet that has just started, not before the pod has, not while the
+        records may lag."""
         differ = {c.key.pod_uid for c in result.corrections} | {key.pod_uid for key in result.missing}
         age_s = self.kubelet_age_s()
         is_trusted = age_s is not None and age_s >= TRUST_AFTER_S

@@ -56,7 +56,8 @@ class InsideLister(Protocol):
 
 class PodFetcher(Protocol):
     async def fetch(self, namespace: str, name: str, *, timeout_s: float) -> Pod | None:
-        """None, NotFound: there is none now; NotFound where it may be a static pod, and why that cannot be known."""
+        """Fetches the pod into the store. None, NotFound: there is none now; NotFound where it may be a static pod, and why
+        that cannot be known."""
 
 
 class KubeletFacts(Protocol):
@@ -204,8 +205,8 @@ class Identification(Struct, kw_only=True, eq=False):
         )
 
     def _not_accounted_for(self, call: Call, listed: Sequence[ListedDevices], known: Known) -> list[ListedDevices]:
-        """Less the pods that are known to have everything of the resource, most of a node: nothing of them has changed since
-        they were found to be such. Static pods stay, for their files may have changed."""
+        """The listed pods less those that are known to have everything of the resource, most of a node: nothing of them has
+        changed since they were found to be such. Static pods stay, for their files may have changed."""
         before, now = self._accounted_for.get(call.resource, {}), dict[PodUid, _AccountedFor]()
         self._accounted_for[call.resource] = now
         resource, allocations, left = call.resource, known.allocations, []

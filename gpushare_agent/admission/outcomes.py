@@ -146,7 +146,8 @@ class DecisionLog:
         self._records.extend(previous._records)
 
     def newest(self, limit: int, *, namespace: str = "", pod: str = "", after: int = 0) -> tuple[DecisionRecord, ...]:
-        """At most `limit`, newest first: of one pod where it is named, and only those numbered above `after`."""
+        """The newest records, `limit` at most, newest first: of one pod where it is named, and only those numbered above
+        `after`."""
         found = (
             record
             for record in reversed(self._records)

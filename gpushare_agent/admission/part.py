@@ -156,7 +156,7 @@ class AdmissionPart(Struct, kw_only=True):
             ) from e
 
     async def leave(self) -> None:
-        """Where another agent waits: ends the service to the kubelet in a moment between two admissions, and answers that
+        """Ends, where another agent waits, the service to the kubelet in a moment between two admissions, and answers that
         agent, which registers then."""
         self.registrar.stays_registered = False
         if not self.handover.waiting:
@@ -168,8 +168,8 @@ class AdmissionPart(Struct, kw_only=True):
         await self.handover.answer()
 
     async def _wait_quiet(self) -> None:
-        """Until no call is open, none was just now, and no pod of the node waits for its admission: a slow API server or
-        node makes pauses in a burst that are no end of it."""
+        """Waits until no call is open, none was just now, and no pod of the node waits for its admission: a slow API server
+        or node makes pauses in a burst that are no end of it."""
         while True:
             await self.calls.wait_idle()
             async with self.gate.quiet():
@@ -193,13 +193,13 @@ class AdmissionPart(Struct, kw_only=True):
         }
 
     async def wait_registered(self) -> None:
-        """Not longer than REGISTER_FIRST_S."""
+        """Waits until every resource was registered once, REGISTER_FIRST_S at most."""
         if not await wait_for(self.first_registration.done, REGISTER_FIRST_S):
             log.warning("kubelet_not_there_yet", directory=str(self.node.settings.kubelet.device_plugin_path))
 
     async def pause(self) -> None:
-        """From a moment between two admissions on the kubelet's calls wait for the next generation, to which all that this
-        one serves to the kubelet is left. What it answered is then in the kubelet's records."""
+        """Lets the kubelet's calls wait, from a moment between two admissions on, for the next generation, to which all
+        that this one serves to the kubelet is left. What it answered is then in the kubelet's records."""
         try:
             async with asyncio.timeout(PAUSE_WAIT_S):
                 await self.calls.close_between(self.admission.is_between_admissions)

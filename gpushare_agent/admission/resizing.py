@@ -270,7 +270,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     _save_failure: ReportOnce = field(default_factory=ReportOnce)
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
-        """For UsageSampling.subscribe."""
+        """Takes the newest sample. For UsageSampling.subscribe."""
         self._usage = usage
 
     def request_usage_by(self, request: Callable[[], None]) -> None:
@@ -304,7 +304,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             log.info("resized_shares_restored", count=len(self.cache.resized))
 
     async def run(self) -> NoReturn:
-        """Until cancelled."""
+        """Reconciles when something has changed, and every period while a share is resized, until cancelled."""
 
         def due_s() -> float | None:
             return PERIOD_S if self.cache.resized or self._saved or self._has_refused else None
@@ -330,7 +330,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     # --- 1: decide ---
 
     def _forget_gone(self) -> None:
-        """Of pods that have ended while the agent was away: no allocation of theirs will be released."""
+        """Forgets sizes of pods that ended while the agent was away: no allocation of theirs will be released."""
         if not self.pods.is_synced:
             return
         for key in self._enforced.keys() - self.cache.resized.keys():
@@ -465,7 +465,8 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         return new.charged != share.charged
 
     def _uses_no_more(self, share: ResizedShare) -> bool:
-        """By the driver, and by a sample taken after the target was enforced: not by what a container says of itself."""
+        """Whether the share's processes have no more than the target: by the driver, in a sample taken after the target was
+        enforced, and not by what a container says of itself."""
         if share.charged.memory > share.target.memory:
             # Memory that was allocated stays with its processes whatever the limit: only the driver can say that it is
             # less.
@@ -496,8 +497,8 @@ class Observer(Protocol):
 
 
 class ResizeReporter(Struct, eq=False):
-    """To the pod's Events and annotations; of a claim, which comes as a pod, to those of the pods that use it. State owned:
-    of each pod its own status and its claims'."""
+    """Writes to the pod's Events and annotations; of a claim, which comes as a pod, to those of the pods that use it. State
+    owned: of each pod its own status and its claims'."""
 
     annotations: PodAnnotations
     events: PodEvents

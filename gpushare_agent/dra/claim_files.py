@@ -54,7 +54,7 @@ class ClaimFiles:
         self._write(self._records, f"{claim.ref.uid}.json", json.encode(_record_of(claim)) + b"\n", is_synced=True)
 
     def write_spec(self, claim: PreparedClaim) -> None:
-        """Where it is not there already. Raises Unavailable."""
+        """Writes the CDI spec where it is not there already. Raises Unavailable."""
         self._write(self._specs, f"{_SPEC_PREFIX}{claim.ref.uid}.json", encode_spec(claim.spec))
 
     def remove(self, uid: str) -> None:

@@ -173,7 +173,7 @@ class Claims(Struct, kw_only=True, eq=False):
 
     @property
     def prepared(self) -> Mapping[str, PreparedClaim]:
-        """By UID; valid until the next change."""
+        """The prepared claims by UID; valid until the next change."""
         return self._prepared
 
     async def restore(self) -> None:
@@ -281,8 +281,8 @@ class Claims(Struct, kw_only=True, eq=False):
         return claim
 
     async def _pods_of(self, claim: AllocatedClaim) -> list[Pod] | Refused:
-        """For which it is reserved: which of its requests a container gets is in the pods alone. One may never get here, so
-        after a while those that are known will do, as for a pod that joins the claim later."""
+        """The pods for which the claim is reserved: which of its requests a container gets is in the pods alone. One may
+        never get here, so after a while those that are known will do, as for a pod that joins the claim later."""
         pods: list[Pod] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(self.pods_timeout_s):

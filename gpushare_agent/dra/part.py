@@ -90,7 +90,7 @@ class DraPart(Struct, frozen=True, kw_only=True):
         }
 
     def end(self) -> None:
-        """Before the lock of the device plugins is free, for which the incoming instance waits."""
+        """Ends the driver before the lock of the device plugins is free, for which the incoming instance waits."""
         for lock in self.locks.values():
             lock.release()
 
@@ -123,7 +123,7 @@ class DraPart(Struct, frozen=True, kw_only=True):
 
 
 class _MyGpus:
-    """Those that claims may have. MIG instances are left out, which the log has once."""
+    """The GPUs that claims may have. MIG instances are left out, which the log has once."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -201,7 +201,7 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
 
 
 def _devices(node: Node, cache: AllocationCache, isolation: Isolations, gpus: list[Gpu]) -> list[Device] | None:
-    """None until the driver was read once."""
+    """The devices of the slice, None until the driver was read once."""
     if not node.inventory.is_read:
         return None
     settings = node.settings

@@ -264,7 +264,7 @@ class DraRegistration:
         await self._registration_socket.stop()
 
     async def run(self) -> None:
-        """Until cancelled; then the sockets are gone, the registration's first."""
+        """Serves both sockets until cancelled; then they are gone, the registration's first."""
         self.is_running = True
         try:
             while True:

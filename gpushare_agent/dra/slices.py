@@ -88,7 +88,7 @@ class SlicePublisher(Handler):
         self._reconciler.request()
 
     async def run(self, api: SliceApi) -> NoReturn:
-        """Until cancelled."""
+        """Publishes the slice when something has changed, until cancelled."""
         await self._reconciler.run(partial(self._try, api), lambda: self._due_s)
 
     async def _try(self, api: SliceApi) -> None:
@@ -176,7 +176,7 @@ class _Seen(KubeObject):
 
     @property
     def spec(self) -> SliceSpec | None:
-        """None where it is none that this agent writes."""
+        """The spec, None where it is none that this agent writes."""
         return decoded_or(_SPEC, self.raw_spec, lambda: None)
 
 

@@ -48,7 +48,7 @@ class StaleClaims:
         self._users: dict[str, set[PodUid]] = {}
 
     async def run(self, api: ClaimApi) -> NoReturn:
-        """Until cancelled."""
+        """Polls every PERIOD_S until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             await self.poll(api)

@@ -79,7 +79,7 @@ class PodWaker(Struct, kw_only=True, eq=False):
             self._has_waiting.set()
 
     async def run(self, api: WakeApi) -> NoReturn:
-        """Until cancelled."""
+        """Wakes the pods that are due, until cancelled."""
         while True:
             if not self._waiting:
                 self._has_waiting.clear()

@@ -153,7 +153,7 @@ class DevicePlugin(Struct, eq=False):
             self.on_streams_changed()
 
     async def _send_lists(self, stream: Stream[Any, Any], table: DeviceTable) -> None:
-        """Until another table is in its place."""
+        """Sends the table's lists until another table is in its place."""
         seen = await table.wait_change(-1)
         # A reload puts another table in its place; the stream, and with it the kubelet's registration, stays.
         while table is self.table:

@@ -72,7 +72,7 @@ class DeviceTable:
         return tuple(self._rows.values())
 
     def withdrawn_left_s(self) -> float | None:
-        """Until `set_devices` is due for what was withdrawn, None where nothing was."""
+        """Seconds until `set_devices` is due for what was withdrawn, None where nothing was."""
         return max(0.0, min(self._withdrawn.values()) - self._clock()) if self._withdrawn else None
 
     def take_over(self, previous: DeviceTable) -> None:

@@ -46,7 +46,7 @@ _NODE = Decoder(_Node)
 
 
 def kubelet_version(raw_node: Raw) -> str:
-    """As the Node has it, empty where it has none."""
+    """The kubelet's version as the Node has it, empty where it has none."""
     return decoded_or(_NODE, raw_node, _Node).status.node_info.kubelet_version
 
 
@@ -72,7 +72,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
 
     @property
     def version(self) -> str:
-        """As in the Node object, empty while unknown."""
+        """The version as in the Node object, empty while unknown."""
         return self._text
 
     def take_over(self, previous: KubeletFacts) -> None:
@@ -109,7 +109,8 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
         return self._version is None or self._version >= OLDEST
 
     async def run(self, api: ReadsNodes) -> NoReturn:
-        """Until cancelled. Raises StartupError on a kubelet that is too old, unless the settings allow it."""
+        """Reads the Node at the start and after each restart of the kubelet, until cancelled. Raises StartupError on a
+        kubelet that is too old, unless the settings allow it."""
         while True:
             try:
                 async with asyncio.timeout(10):
@@ -124,7 +125,7 @@ class KubeletFacts(Struct, kw_only=True, eq=False):
             self._is_outdated.clear()
 
     async def _pause(self) -> None:
-        """Until the next read of the Node; shorter where an admission waits for it."""
+        """Waits until the next read of the Node; shorter where an admission waits for it."""
         # Always at least this long: an admission that waits must not make the agent ask the API server in a tight loop.
         await asyncio.sleep(min(ADMISSION_RETRY_S, self.retry_s))
         if not self._waiting:

@@ -207,7 +207,7 @@ class QueuedCalls:
         self._idle.set()
 
     def open(self, handler: AdmissionHandler, pre_start: PreStart) -> None:
-        """Those that wait go on, with these."""
+        """Lets the calls that wait go on, with these."""
         # A close that was waiting for the end of an admission is void: another handler answers now.
         self._served, self._is_between = _Served(handler, pre_start), None
         self._notify()
@@ -226,7 +226,7 @@ class QueuedCalls:
             await self._changed.wait()
 
     async def wait_idle(self) -> None:
-        """Until no call is under way."""
+        """Waits until no call is under way."""
         await self._idle.wait()
 
     async def preferred(

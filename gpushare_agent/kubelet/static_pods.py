@@ -149,7 +149,7 @@ class StaticPods:
 
 
 async def _static_pods(content: bytearray, url: str) -> Sequence[Raw]:
-    """Those of a PodList. Raises Corrupt."""
+    """The static pods of a PodList. Raises Corrupt."""
     listed = decoded(_PODS, content, f"cannot read {url}: the answer")
     found, slice_began = [], time.monotonic()
     for raw in listed.items or ():

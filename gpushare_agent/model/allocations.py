@@ -38,7 +38,7 @@ class ShareSize(Struct, frozen=True, kw_only=True):
     memory: int
 
     def at_least(self, other: ShareSize) -> ShareSize:
-        """Of each the greater number."""
+        """The greater number of each."""
         return ShareSize(cores=max(self.cores, other.cores), memory=max(self.memory, other.memory))
 
 
@@ -51,7 +51,7 @@ class ClaimRef(NamedTuple):
 
 
 class ClaimShare(Struct, frozen=True, kw_only=True):
-    """Of which request of which claim an allocation is (`request` without the alternative that was chosen), and what the
+    """The request and the claim that an allocation is of (`request` without the alternative that was chosen), and what the
     claim asked for beside the size: its isolation, and the elastic ceiling, 0 without one. `shown_as` is the claim's name in
     its pod, or its own where no template made it. `view` names the one of the claim's allocations under whose key the
     isolation keeps its files for all that a container uses together."""
@@ -91,7 +91,8 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     @property
     def container_name(self) -> str:
-        """For people: of a claim's result `claim:<claim>/<result>`, after the names in a pod's allocatedResourcesStatus."""
+        """The name for people: of a claim's result `claim:<claim>/<result>`, after the names in a pod's
+        allocatedResourcesStatus."""
         return self.key.container if self.claim is None else f"claim:{self.claim.shown_as}/{self.key.container}"
 
     def __post_init__(self) -> None:
@@ -124,12 +125,12 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> dict[GpuUuid, Fraction]:
-        """Of replicas, how much of each GPU."""
+        """How much of each GPU its replicas are; empty for others."""
         return parts_of(self.unit_ids)
 
     @property
     def sharing(self) -> Sharing | None:
-        """Of replicas, what limits them; else None."""
+        """What limits its replicas; None for others."""
         if self.is_whole or not self.unit_ids:
             return None
         return terms_of(min(self.unit_ids)).sharing
@@ -151,7 +152,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     @property
     def allocated_size(self) -> ShareSize:
-        """By the kubelet's device IDs."""
+        """The size by the kubelet's device IDs."""
         return ShareSize(cores=len(self.ids_of(ResourceKind.VCORE)), memory=len(self.ids_of(self.memory_kind)))
 
     @property
@@ -241,7 +242,7 @@ class Charge(NamedTuple):
         return self.wholes > 0
 
     def count(self, kind: ResourceKind) -> int:
-        """Of the resource's units; of parts of GPUs there is no count."""
+        """The number of the resource's units; of parts of GPUs there is none."""
         counts = {Measure.CORES: self.cores, Measure.BLOCKS: self.blocks, Measure.UNITS: self.units}
         return counts.get(kind.measure, 0)
 
@@ -257,7 +258,7 @@ class Charge(NamedTuple):
         )
 
     def grown(self) -> Charge:
-        """Without the counts below 0."""
+        """The charge without the counts below 0."""
         return Charge(cores=max(0, self.cores), blocks=max(0, self.blocks), units=max(0, self.units))
 
 
@@ -265,7 +266,7 @@ NO_CHARGE = Charge()
 
 
 def add_charges(sums: dict[K, Charge], charges: Mapping[K, Charge], times: int = 1) -> None:
-    """Into `sums`, which keeps no entry of nothing."""
+    """Adds `charges` to `sums`, which has no entry of nothing."""
     for key, charge in charges.items():
         charged = sums.get(key, NO_CHARGE).plus(charge, times)
         # Sums of nothing go, so that two ledgers with the same allocations are equal.

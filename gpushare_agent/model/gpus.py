@@ -127,7 +127,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """For people, and NVIDIA's tools: the index, of an instance `0:1`."""
+        """The name for people and NVIDIA's tools: the index, of an instance `0:1`."""
         return str(self.index) if self.mig is None else f"{self.mig.parent_index}:{self.mig.number}"
 
     @property
@@ -200,12 +200,12 @@ class GpuReport(Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """As `Gpu.label`."""
+        """The same as `Gpu.label`."""
         return str(self.index) if self.mig is None else self.mig.label
 
     @property
     def cores(self) -> int:
-        """None of an instance that takes no shares."""
+        """The cores that can be allocated; 0 of an instance that takes no shares."""
         return CORES_PER_GPU if self.mig is None or self.mig.takes_shares else 0
 
     @property
@@ -234,5 +234,5 @@ class GpuInventory(Struct, frozen=True, kw_only=True):
 
     @property
     def mig_profiles(self) -> frozenset[str]:
-        """Of all its instances."""
+        """The profiles of all its instances."""
         return frozenset(gpu.mig.profile for gpu in self.gpus if gpu.mig is not None)

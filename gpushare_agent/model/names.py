@@ -88,7 +88,7 @@ LIMIT_PATHS = (VDEVICE_DIRECTORY, PRELOAD_PATH, GPUSHARE_DIRECTORY, HAMI_CORE_DI
 
 
 def clean_path(path: str) -> str:
-    """As the runtime mounts it: absolute, without `.`, `..` and double slashes."""
+    """The path as the runtime mounts it: absolute, without `.`, `..` and double slashes."""
     parts: list[str] = []
     for part in path.split("/"):
         if part == "..":

@@ -58,7 +58,7 @@ class UnitTerms(NamedTuple):
 
     @property
     def part(self) -> Fraction:
-        """Of the GPU's memory and compute."""
+        """The part of the GPU's memory and compute."""
         return Fraction(1, self.of)
 
 
@@ -82,7 +82,7 @@ class UnitLayout(Struct, frozen=True, kw_only=True):
     is_packed: bool = False
 
     def served(self, gpu: Gpu) -> ServedUnits | None:
-        """None where the GPU serves none of these resources."""
+        """What the GPU serves, None where it serves none of these resources."""
         return None
 
     def unlike(self, gpus: Iterable[Gpu]) -> str:
@@ -115,7 +115,7 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
         return ServedUnits(name + SHARED_SUFFIX if is_renamed else name, UnitTerms(count, self.sharing))
 
     def unlike(self, gpus: Iterable[Gpu]) -> str:
-        """With MIG strategy single, why no unit is given, with the remedy; empty where all GPUs that serve these resources
+        """Why, with MIG strategy single, no unit is given, with the remedy; empty where all GPUs that serve these resources
         are alike. A pod could not tell what it gets: NVIDIA's plugin does not start there (internal/rm/device_map.go of
         v0.20.0)."""
         if self.mig_strategy != "single":
@@ -147,7 +147,7 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
                 return self.mig_resource(gpu.mig.profile)
 
     def mig_resource(self, profile: str) -> str:
-        """Of the instances of a profile with strategy mixed, `1g.10gb+me` as nvidia.com/mig-1g.10gb.me."""
+        """The resource of a profile's instances with strategy mixed, `1g.10gb+me` as nvidia.com/mig-1g.10gb.me."""
         named = (name for pattern, name in self.mig_names if fnmatchcase(profile, pattern))
         return next(named, NVIDIA_MIG_PREFIX + profile.replace("+", "."))
 
@@ -194,7 +194,7 @@ def _terms(suffix: str) -> UnitTerms:
 
 
 def terms_of(device: str) -> UnitTerms:
-    """Of a unit's device ID. One whose text does not have them counts as the whole GPU."""
+    """The terms in a unit's device ID. One whose text does not have them counts as the whole GPU."""
     return _terms(unit_suffix(device))
 
 
@@ -270,7 +270,7 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
 
     @property
     def kinds(self) -> tuple[ResourceKind, ...]:
-        """Of the resources that the node offers."""
+        """The kinds that the node offers."""
         return tuple(kind for kind in self.table if kind.names(self))
 
     @property
@@ -279,11 +279,11 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
 
     @property
     def binding_names(self) -> tuple[str, ...]:
-        """Of the resources whose IDs say which GPU a container is on."""
+        """The names of the resources whose IDs say which GPU a container is on."""
         return tuple(name for kind in self.table if kind.binds_gpu for name in kind.names(self))
 
     def name(self, kind: ResourceKind) -> str:
-        """Of several the first; empty where the node does not offer it."""
+        """The kind's name, of several the first; empty where the node does not offer it."""
         return next(iter(kind.names(self)), "")
 
     def name_in(self, container: ContainerSpec, kind: ResourceKind) -> str:
@@ -295,7 +295,7 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
         return next((kind for kind in self.table if name in kind.names(self)), None)
 
     def kind_of(self, resource: str) -> ResourceKind:
-        """Of a resource that a device plugin of this node serves."""
+        """The kind of a resource that a device plugin of this node serves."""
         kind = self.kind(resource)
         if kind is None:
             raise AssertionError(f"a plugin serves {resource!r}, which is no resource of the settings")
@@ -340,7 +340,7 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
         return CORES_PER_GPU if kind.measure is Measure.CORES else gpu.memory_mib // self.unit_mib(kind)
 
     def unit_mib(self, kind: ResourceKind) -> int:
-        """Of a unit of memory."""
+        """The size of a unit of memory."""
         return self.gpu_mem_unit_mib if kind.measure is Measure.UNITS else self.memory_block_mib
 
     def memory_mib(self, container: ContainerSpec) -> int:

@@ -118,7 +118,7 @@ class TypicalPods:
         return known
 
     def cost(self, node: FreeNode, kind: PodKind) -> Cost:
-        """Of placing such a pod on the node, which it fits; of equals the GPU that is fullest."""
+        """The cost of placing such a pod on the node, which it fits; of equals the GPU that is fullest."""
         before = self.fragmentation(node)
         fit_gpu, fit_cpu = (_FIT_GPU_OF_SHARES, _FIT_CPU_OF_SHARES) if kind.is_share else (_FIT_GPU, _FIT_CPU)
         # The same for every choice of this node, but it decides between nodes.

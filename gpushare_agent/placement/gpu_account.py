@@ -67,7 +67,7 @@ class GpuAccount(Struct, kw_only=True):
 
     @property
     def label(self) -> str:
-        """For people, as Gpu has it."""
+        """The name for people, as Gpu has it."""
         return self.instance or str(self.index)
 
     @property
@@ -103,12 +103,12 @@ class GpuAccount(Struct, kw_only=True):
 
     @property
     def allocated_cores(self) -> int:
-        """By whichever resource; as everybody is shown them."""
+        """The cores that are allocated by whichever resource; as everybody is shown them."""
         return min(self.used_cores + self.cores_of_part, CORES_PER_GPU)
 
     @property
     def allocated_mib(self) -> int:
-        """By whichever resource; all of a GPU that is allocated as a whole."""
+        """The memory that is allocated by whichever resource; all of a GPU that is allocated as a whole."""
         # A whole GPU comes with all its memory, though the kubelet has no ID for it.
         if self.is_whole:
             return self.memory_mib
@@ -275,7 +275,7 @@ def _take(used: int, reusable: int, requested: int, *, is_reusable: bool) -> tup
 
 
 def capacity_of(gpus: Sequence[GpuAccount]) -> Capacity:
-    """Of GPUs of one node."""
+    """The capacity of GPUs of one node."""
     free, whole, physical, all_blocks, all_units = [], [], [], [], []
     healthy = full = used_cores = used_mib = memory_mib = 0
     block_mib, unit_mib, max_shares = MEMORY_BLOCK_MIB, 1, None

@@ -18,7 +18,7 @@ from gpushare_agent.model.resources import Request, ResourceNames
 
 
 class Cause(IntEnum):
-    """In the order in which they are looked for: those that the end of other pods does not remedy come first."""
+    """The causes in the order in which they are looked for: those that the end of other pods does not remedy come first."""
 
     NO_GPU = auto()
     UNHEALTHY = auto()
@@ -105,7 +105,7 @@ class Lack(NamedTuple):
 
     @property
     def reason(self) -> RefusalReason:
-        """As the pod's owner sees it. Fragmented: all GPUs together have enough."""
+        """The reason as the pod's owner sees it. Fragmented: all GPUs together have enough."""
         match self.cause:
             case Cause.NO_GPU | Cause.UNHEALTHY:
                 return RefusalReason.NO_HEALTHY_GPU
@@ -217,12 +217,12 @@ class Lack(NamedTuple):
                 return f"the {have} {self._memory(self.largest)} in all"
 
     def of_gpu_in_detail(self) -> str:
-        """As `of_gpu`, with what the GPU has free."""
+        """The text of `of_gpu` with what the GPU has free."""
         free = f", with {self._amounts(self.cores, self.memory)} free" if self.cause is Cause.SHORT else ""
         return self.of_gpu() + free
 
     def of_node_in_detail(self) -> str:
-        """As `of_node`, with what is free on all GPUs together, and which of them are full."""
+        """The text of `of_node` with what is free on all GPUs together, and which of them are full."""
         state = self.of_node()
         if self.gpus > 1 and self.cause in (Cause.IN_USE, Cause.SHORT):
             free = self._amounts(sum(gpu[0] for gpu in self.capacity.free), sum(self._memory_of_each))
@@ -254,7 +254,7 @@ class Lack(NamedTuple):
         return self.request.units or self.request.blocks
 
     def _amounts(self, cores: int, memory: int) -> str:
-        """Of what is asked for."""
+        """The amounts of what is asked for."""
         return " and ".join(
             ([f"{cores} cores"] if self.request.cores else []) + ([self._memory(memory)] if self._asked_memory else [])
         )

@@ -375,7 +375,7 @@ def _place_whole(request: Request, gpus: Sequence[GpuAccount], topology: Topolog
 
 
 def _refused(request: Request, gpus: Sequence[GpuAccount], names: ResourceNames) -> Refused:
-    """For the pod's owner: what was asked, what is free, what to do."""
+    """The refusal for the pod's owner: what was asked, what is free, what to do."""
     asked, lack = describe_request(request, names), capacity_of(gpus).lack(request)
     must = {uuid: next((gpu for gpu in gpus if gpu.uuid == uuid), None) for uuid in sorted(set(request.must_gpus))}
     one = WHOLE_GPU if request.whole_gpus else request
@@ -415,7 +415,7 @@ def _must_text(uuid: GpuUuid, gpu: GpuAccount | None, request: Request) -> str:
 
 
 def broken_first(root: Branch, gpus: Sequence[GpuAccount], free: Sequence[GpuAccount]) -> list[GpuAccount]:
-    """Those in the branches that are broken up most come first; `gpus` is a part of `free`.
+    """The `gpus`, those in the branches that are broken up most first; they are a part of `free`.
 
     Descending from the root, at each level the child with the fewest free GPUs; of equals the smaller one (the larger can
     become whole again), then the one with the lowest index.
@@ -492,7 +492,7 @@ def _compare_shares(gpu: GpuAccount, chosen: GpuAccount, request: Request) -> st
 
 
 def _compare_branches(root: Branch, free: Collection[int], gpu: int, chosen: int) -> str:
-    """Where `broken_first` left the GPU's branch aside."""
+    """The level at which `broken_first` left the GPU's branch aside."""
     branch = root
     while branch.children:
         own, its = (next(child for child in branch.children if index in child.gpus) for index in (gpu, chosen))
@@ -511,7 +511,7 @@ def _compare_branches(root: Branch, free: Collection[int], gpu: int, chosen: int
 def _compare_links(
     gpu: GpuAccount, chosen: Sequence[GpuAccount], request: Request, gpus: Sequence[GpuAccount], topology: Topology
 ) -> str:
-    """By the cheapest set with the GPU: it may share no other GPU with the chosen set."""
+    """A comparison with the cheapest set that has the GPU: it may share no other GPU with the chosen set."""
     free = [one for one in gpus if one.is_free]
     if len(free) > EXACT_GPUS:  # one search for each GPU: 5 ms in all for 16, and no truth beyond
         return "but not in the cheapest set that was tried"

@@ -223,7 +223,7 @@ def _pcie_kind(shown: LinkKind, reached: LinkKind | None, numa_a: int | None, nu
 
 
 def _cheapest_worst_links(links: Sequence[Sequence[Link]]) -> list[list[LinkKind | None]]:
-    """For each pair, the worst link of the best path over pairs whose PCIe kind is known; None where there is none."""
+    """The worst link of the best path between each pair, over pairs whose PCIe kind is known; None where there is none."""
     size = range(len(links))
     reach: list[list[LinkKind | None]] = [
         [None if link.kind is LinkKind.NVLINK else link.kind for link in row] for row in links

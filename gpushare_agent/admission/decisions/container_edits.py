@@ -118,7 +118,7 @@ def units_asked(container: ContainerSpec, ids: Sequence[str], names: ResourceNam
 
 
 def isolation_of(annotations: Mapping[str, str], units: GpuUnits | None, policy: EditPolicy) -> str | Refused:
-    """Of replicas by MPS it is MPS, whatever the node's is."""
+    """The isolation of the container: MPS for replicas by MPS, whatever the node's is."""
     name = choose_isolation(annotations, policy.isolation, policy.allowed)
     return Sharing.MPS.isolation if units is not None and units.sharing is Sharing.MPS else name
 
@@ -168,5 +168,5 @@ def _pod_memory_mib(pod: Pod, names: ResourceNames) -> int:
 
 
 def _unique(pod: Pod, container: ContainerSpec) -> str:
-    """At most 45 characters: a label's name has at most 63."""
+    """A name of the container for CDI, at most 45 characters: a label's name has at most 63."""
     return f"{pod.uid}_{hashlib.sha256(container.name.encode()).hexdigest()[:8]}"

@@ -132,7 +132,7 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
 
 
 def lacks(pod: Pod, container: ContainerSpec, resource: str, kind: ResourceKind, known: Known) -> bool:
-    """By the allocation cache, the container requests the resource and has none of it yet."""
+    """Whether the container requests the resource and has none of it yet by the allocation cache."""
     if not container.requests.get(resource):
         return False
     allocation = known.allocations.get(ContainerKey(pod.uid, container.name))
@@ -174,7 +174,7 @@ def initial_ids(pod: Pod, kind: ResourceKind, allocations: Mapping[ContainerKey,
 
 
 def initial_allocations(pod: Pod, allocations: Mapping[ContainerKey, Allocation]) -> list[Allocation]:
-    """Those of the pod's ordinary init containers."""
+    """The allocations of the pod's ordinary init containers."""
     return [
         allocation
         for container in pod.containers
@@ -208,8 +208,8 @@ def _is_out(pod: Pod, known: Known) -> bool:
 
 
 def _is_doubtful(pod: Pod, target: Target | None, call: Call, known: Known) -> bool:
-    """By pod store or cache the kubelet should list the pod with devices. Either it lost them, or the name is a new pod's
-    that the watch has not delivered yet: then this UID and this allocation are the old one's."""
+    """Whether the kubelet should list the pod with devices by pod store or cache. Either it lost them, or the name is a new
+    pod's that the watch has not delivered yet: then this UID and this allocation are the old one's."""
     return (
         pod.has_started
         or pod.is_deleting

@@ -154,7 +154,7 @@ def _handed_on(target: Target, ledger: Ledger) -> dict[GpuUuid, Charge]:
 
 
 def _gpus_of(devices: Collection[DeviceId]) -> list[GpuUuid]:
-    """Of thousands in each call: no function is called for one, hence cast."""
+    """The GPU of each ID. A call has thousands: no function is called for one, hence cast."""
     return [cast(GpuUuid, device.partition("::")[0]) for device in devices]
 
 

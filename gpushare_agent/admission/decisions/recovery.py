@@ -171,8 +171,8 @@ def _from_checkpoint(
 
 
 def _kind(resource: str, ids: frozenset[DeviceId], names: ResourceNames) -> ResourceKind | None:
-    """Of a resource that the node offers, or of units under a name that it no longer does: their containers still have
-    their GPUs. Texts of NVIDIA's plugin count only where this agent takes its place."""
+    """The kind of a resource that the node offers, or of units under a name that it no longer does: their containers still
+    have their GPUs. Texts of NVIDIA's plugin count only where this agent takes its place."""
     kind = names.kind(resource)
     if kind is not None or not ids:
         return kind
@@ -209,8 +209,8 @@ def _uid(
     pods: Sequence[Pod] | None,
     written: Mapping[ContainerKey, Mapping[ResourceKind, frozenset[DeviceId]]],
 ) -> PodUid:
-    """Of the checkpoint's entry with the same container and IDs, for a name may be used again; else by name from the pod
-    store, the live pod first; else provisional."""
+    """The UID of the checkpoint's entry with the same container and IDs, for a name may be used again; else by name from
+    the pod store, the live pod first; else provisional."""
     for key, ids in written.items():
         if key.container in by_container and ids == by_container[key.container]:
             return key.pod_uid
@@ -296,7 +296,7 @@ class Reconciliation(Struct, frozen=True, kw_only=True):
 
 
 class _Verdict(Enum):
-    """On a container that the cache has and the kubelet's records do not show."""
+    """What becomes of a container that the cache has and the kubelet's records do not show."""
 
     UNCHANGED = auto()
     DELETED = auto()

@@ -283,7 +283,7 @@ def status_text(
 
 
 def bounded_status(entries: list[str]) -> str | None:
-    """As many whole entries as the agent reads of an annotation; None without any."""
+    """The status with as many whole entries as the agent reads of an annotation; None without any."""
     # Whole entries: half a one would be read as another size.
     while len(";".join(entries)) >= MAX_CHARS:
         entries.pop()

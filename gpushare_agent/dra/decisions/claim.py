@@ -139,7 +139,7 @@ def _shown_as(annotations: Mapping[str, str], ref: ClaimRef) -> str:
 
 
 def _owner(meta: ObjectMeta) -> PodUid | None:
-    """As Kubernetes has it: the controller, of kind Pod."""
+    """The owner as Kubernetes has it: the controller, of kind Pod."""
     pods = (one for one in meta.owners if one.controller and one.api_version == "v1" and one.kind == "Pod" and one.uid)
     return next((PodUid(one.uid or "") for one in pods), None)
 

@@ -141,9 +141,9 @@ def _value(reason: str) -> str:
 
 
 def link_groups(topology: Topology) -> dict[str, dict[int, str]]:
-    """By attribute, the group of each GPU by index: GPUs joined by NVLink (directly or through others), and by PCIe switches
-    alone. A GPU that is alone has no such attribute, so matchAttribute does not take it. Of two GPUs with an NVLink the
-    driver does not report the PCIe path, so they are in no common group by it unless through a third GPU."""
+    """The group of each GPU, by attribute and by index: GPUs joined by NVLink (directly or through others), and by PCIe
+    switches alone. A GPU that is alone has no such attribute, so matchAttribute does not take it. Of two GPUs with an
+    NVLink the driver does not report the PCIe path, so they are in no common group by it unless through a third GPU."""
     return {
         "nvlinkGroup": _connected(topology, "nvlink", {LinkKind.NVLINK}),
         "pcieSwitchGroup": _connected(topology, "pcie", {LinkKind.PIX, LinkKind.PXB}),

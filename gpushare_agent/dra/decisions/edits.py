@@ -296,7 +296,7 @@ class _View:
 
     @property
     def _key(self) -> ContainerKey:
-        """Of the files that the isolation keeps for the view: its first share's, for what is not limited has none."""
+        """The key of the files that the isolation has for the view: its first share's, for what is not limited has none."""
         shares = [one for one, gpu in self.results if _is_share(one, gpu, self._block_mib)]
         return self._keys[shares[0] if shares else self.results[0][0]]
 
@@ -340,8 +340,8 @@ def _isolation(claim: AllocatedClaim, policy: EditPolicy) -> str | Refused:
 
 
 def _views(claim: AllocatedClaim, pods: Iterable[Pod]) -> list[frozenset[str]] | Refused:
-    """By the containers that use the claim. Requests that none of them names are one view, all of them together; of a claim
-    that the scheduler made for an extended resource each is its own, for no container names it."""
+    """The sets of requests that containers use together. Requests that none of them names are one view, all of them
+    together; of a claim that the scheduler made for an extended resource each is its own, for no container names it."""
     every = frozenset(_main(result.request) for result in claim.results)
     found: dict[frozenset[str], str] = {}
     is_named = False
