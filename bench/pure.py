@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.results import Row, row
 from gpushare_agent.kit.protobuf import Fields, scan_pod_bodies, scan_pod_entry
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.kubelet.pod_resources import decode_pod_entry
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import Topology

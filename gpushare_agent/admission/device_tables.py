@@ -23,8 +23,7 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
 from gpushare_agent.admission.decisions.recovery import gpus_of
 from gpushare_agent.kit.supervision import ReportOnce, wait_for
-from gpushare_agent.kubelet.device_ids import DeviceIds
-from gpushare_agent.kubelet.device_table import DeviceTable, device_rows
+from gpushare_agent.kubelet.device_table import DeviceIds, DeviceTable, device_rows
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import (

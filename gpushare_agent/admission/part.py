@@ -27,9 +27,8 @@ from gpushare_agent.isolation.device_nodes import ControlNodes, read_extra_devic
 from gpushare_agent.isolation.driver_volume.values import DriverVolume, VolumeName
 from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.kit.supervision import Tasks, wait_for
-from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_plugin import DevicePlugin
-from gpushare_agent.kubelet.facts import KubeletFacts
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.kubelet.handover import (
     LOCK_POLL_S,
     TAKE,
@@ -41,7 +40,7 @@ from gpushare_agent.kubelet.handover import (
     ask_for_handover,
     instance_socket_name,
 )
-from gpushare_agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
+from gpushare_agent.kubelet.pod_resources import KubeletFacts, PodResourcesClient, PodResourcesGate
 from gpushare_agent.kubelet.records import KubeletCheckpoint
 from gpushare_agent.kubelet.registration import PluginEndpoint, Registrar, register
 from gpushare_agent.model.errors import Unavailable

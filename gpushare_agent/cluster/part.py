@@ -24,7 +24,7 @@ from gpushare_agent.cluster.pod_store import NodePods, PodStore
 from gpushare_agent.cluster.rejected_pods import RejectedPods
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.supervision import Tasks, start_tasks
-from gpushare_agent.kubelet.facts import KubeletFacts
+from gpushare_agent.kubelet.pod_resources import KubeletFacts
 from gpushare_agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.kubelet.static_pods import StaticPods
 from gpushare_agent.model.errors import Unavailable

@@ -41,7 +41,7 @@ from gpushare_agent.model.names import MIB, DeviceId, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceKind, ResourceNames
 from gpushare_agent.node import Metrics, Pods
-from gpushare_agent.placement.lack import describe_request
+from gpushare_agent.placement.gpu_account import describe_request
 
 FIRST_UNIT = 100_000
 """Claims' units of a GPU are numbered from here, so that they never equal the device plugins'."""

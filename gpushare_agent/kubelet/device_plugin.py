@@ -31,8 +31,7 @@ from gpushare_agent.kit.protobuf import (
     integer_field,
     string_list,
 )
-from gpushare_agent.kubelet.device_ids import DeviceIds
-from gpushare_agent.kubelet.device_table import DeviceTable
+from gpushare_agent.kubelet.device_table import DeviceIds, DeviceTable
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import TRANSIENT_REASONS, RefusalReason, Refused
 from gpushare_agent.model.names import DeviceId, split_device_id

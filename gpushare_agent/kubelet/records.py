@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.kit.daemon_thread import DaemonThread
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.model.errors import Corrupt, Unavailable
 from gpushare_agent.model.names import PodUid
 

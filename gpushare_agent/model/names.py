@@ -14,7 +14,7 @@ GpuUuid = NewType("GpuUuid", str)
 DeviceId = NewType("DeviceId", str)
 """A device of the device-plugin API inside the agent: `<GPU UUID>::<n>`, of a unit under NVIDIA's names
 `<GPU UUID>::<n>/<terms>` (model/resources.py), and where the kubelet knows it by another text than the present one,
-`<GPU UUID>::<n>~<text>`. Its texts are kubelet/device_ids.py's."""
+`<GPU UUID>::<n>~<text>`. Its texts are kubelet/device_table.py's."""
 
 VCORE_RESOURCE = "tencent.com/vcuda-core"
 VMEMORY_RESOURCE = "tencent.com/vcuda-memory"

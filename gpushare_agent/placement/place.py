@@ -22,8 +22,7 @@ from gpushare_agent.model.gpus import Branch, Link, LinkKind, Topology
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceNames, request_of
-from gpushare_agent.placement.gpu_account import GpuAccount, capacity_of
-from gpushare_agent.placement.lack import Cause, describe_request, memory_text
+from gpushare_agent.placement.gpu_account import Cause, GpuAccount, capacity_of, describe_request, memory_text
 
 EXACT_GPUS = 16
 BOUNDED_STEPS = 1_000

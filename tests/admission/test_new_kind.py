@@ -13,7 +13,7 @@ from gpushare_agent.admission.device_tables import DeviceTables
 from gpushare_agent.cluster.node_annotations import allocations_by_pod
 from gpushare_agent.isolation.shares import ShareLimits, share_limits
 from gpushare_agent.kit.supervision import forever, stop_task
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.kubelet.records import ListedContainer, ListedPod
 from gpushare_agent.model.allocations import Allocation, Charge, ContainerEdits
 from gpushare_agent.model.errors import RefusalReason, Refused

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpushare_agent.isolation.vdevice.format import decode_config
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.model.resources import terms_of
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse

@@ -29,9 +29,8 @@ from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
-from gpushare_agent.kubelet.device_table import DeviceTable
+from gpushare_agent.kubelet.device_table import DeviceIds, DeviceTable
 from gpushare_agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
 from gpushare_agent.kubelet.records import KubeletCheckpoint
 from gpushare_agent.model.allocations import Allocation

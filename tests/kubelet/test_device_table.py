@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.admission.device_tables import offered_ids
-from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_table import (
     MAX_LIST_BYTES,
     WITHDRAWN_S,
+    DeviceIds,
     DeviceRow,
     DeviceTable,
     check_lists,

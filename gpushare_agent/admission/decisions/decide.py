@@ -66,8 +66,7 @@ from gpushare_agent.model.resources import (
     terms_of,
 )
 from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
-from gpushare_agent.placement.gpu_account import capacity_of
-from gpushare_agent.placement.lack import Cause, Lack, describe_request
+from gpushare_agent.placement.gpu_account import Cause, Lack, capacity_of, describe_request
 from gpushare_agent.placement.place import effective_request, why_not_chosen
 
 _ABOUT_CAPACITY = frozenset(

@@ -29,7 +29,7 @@ from gpushare_agent.model.names import CORES_PER_GPU, RESIZE_ANNOTATION
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import NOTHING, Measure, Request, ResourceKind, ResourceNames
 from gpushare_agent.placement import GpuAccount
-from gpushare_agent.placement.lack import describe_request
+from gpushare_agent.placement.gpu_account import describe_request
 
 MAX_CHARS = 1024
 MAX_ENTRIES = 32

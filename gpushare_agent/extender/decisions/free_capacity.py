@@ -11,7 +11,7 @@ from __future__ import annotations
 from gpushare_agent.model.names import CORES_PER_GPU
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import NOTHING, Request, ResourceNames, request_of
-from gpushare_agent.placement.lack import Capacity, describe_request
+from gpushare_agent.placement.gpu_account import Capacity, describe_request
 from gpushare_agent.placement.place import SharePolicy
 
 MAX_SCORE = 10
