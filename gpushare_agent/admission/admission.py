@@ -78,7 +78,9 @@ class PendingAdmissions:
     def take_exact(self, resource: str, ids: Sequence[str]) -> Decision | None:
         """The newest plan for exactly these IDs. It is pending no more."""
         requested = set(ids)
-        return self._take([p for p in self._plans if p.resource == resource and _planned_ids(p) == requested])
+        # A refused plan has no IDs: the kubelet chose by itself, and `take_of_size` finds it.
+        planned = [p for p in self._plans if p.resource == resource and p.refused is None]
+        return self._take([p for p in planned if set(p.ids) == requested])
 
     def take_of_size(self, resource: str, size: int) -> Decision | None:
         """The newest plan for so many IDs, for a kubelet that chose others. It is pending no more.
@@ -124,10 +126,6 @@ class PendingAdmissions:
             return None
         self._plans.remove(matches[-1])
         return matches[-1]
-
-
-def _planned_ids(plan: Decision) -> set[str] | None:
-    return set(plan.ids) if plan.refused is None else None
 
 
 def _key(plan: Decision) -> ContainerKey | None:

@@ -174,13 +174,12 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         """Releases deleted pods when their event comes, and reconciles every period, until cancelled."""
         async with asyncio.TaskGroup() as group:
             # Two tasks: an admission may wait for a release, and a reconcile waits for admissions to pause.
-            release = partial(self._releases.run, self.release_deleted, self._retry_s)
+            release = partial(
+                self._releases.run, self.release_deleted, lambda: DELETED_RETRY_S if self._deleted else None
+            )
             reconcile = partial(self._reconciler.run, self.reconcile, lambda: self.period_s)
             start_tasks(group, {"release deleted pods": release, "reconcile": reconcile})
         raise AssertionError("unreachable: neither task ends")
-
-    def _retry_s(self) -> float | None:
-        return DELETED_RETRY_S if self._deleted else None
 
     async def release_deleted(self) -> None:
         """Release the deleted pods, unless their processes still run."""

@@ -1,5 +1,5 @@
-"""The kubelet's PodResources API v1 over its unix socket, the one gate through which every List of it goes, and the kubelet's
-version, on which it depends whether a List may be sent at all.
+"""The kubelet's PodResources API v1 over its unix socket, the one gate through which every List of it goes, and the version
+of the kubelet, on which it depends whether a List may be sent at all.
 
 Only `PodResourcesGate` may call `list_entries`: a List while an Allocate is open makes the kubelet forget the device IDs in
 flight and offer them to the next pod (measured on every version). `get_pod` is free of this; kubelets have it from 1.34 on.

@@ -355,7 +355,8 @@ def _place_whole(request: Request, gpus: Sequence[GpuAccount], topology: Topolog
         return None
     hinted = _hinted(request, free, request.whole_gpus)
     # A hint may be older than the node's state, or forged: it counts where it is feasible, else placement decides.
-    if hinted and must <= {gpu.index for gpu in hinted} and _have_memory(hinted, request):
+    has_memory = sum(gpu.total_blocks for gpu in hinted) >= request.blocks
+    if hinted and has_memory and must <= {gpu.index for gpu in hinted}:
         return _placed(hinted, "hint", "the scheduler chose this")
     # One GPU has no links to compare: what counts is which branches stay whole for others.
     if request.whole_gpus == 1 and not must:
@@ -437,10 +438,6 @@ def _hinted(request: Request, usable: Sequence[GpuAccount], count: int) -> list[
         return []
     named = [gpu for gpu in usable if gpu.index in request.hint]
     return named if len(named) == count else []
-
-
-def _have_memory(gpus: Sequence[GpuAccount], request: Request) -> bool:
-    return sum(gpu.total_blocks for gpu in gpus) >= request.blocks
 
 
 def _explain_link(found: LinkSet, free: int, must: frozenset[int]) -> str:

@@ -106,7 +106,8 @@ def _attributes(
         "uuid": gpu.uuid,
         "productName": gpu.name,
         "architecture": _architecture(capability),
-        "resource.kubernetes.io/pciBusID": _bus_id(gpu.bus_id),
+        # NVML writes eight digits of domain, Kubernetes' attribute has four, in small letters.
+        "resource.kubernetes.io/pciBusID": gpu.bus_id.lower()[-12:],
         "resource.kubernetes.io/pcieRoot": gpu.pcie_root,
         "isolation": policy.isolation,
         "memoryLimitedBy": policy.memory_by,
@@ -170,11 +171,6 @@ def _architecture(capability: tuple[int, int] | None) -> str:
     if capability is None:
         return ""
     return _ARCHITECTURES_BY_MINOR.get(capability, _ARCHITECTURES.get(capability[0], ""))
-
-
-def _bus_id(text: str) -> str:
-    """NVML writes eight digits of domain, Kubernetes' attribute has four, in small letters."""
-    return text.lower()[-12:]
 
 
 def _version(text: str) -> str:
