@@ -22,7 +22,7 @@ from gpushare_agent.model.names import (
     device_id,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import KINDS, ResourceKind, ResourceNames, terms_of
+from gpushare_agent.model.resources import KINDS, ResourceKind, ResourceNames, replica_layout
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of
 from gpushare_agent.placement.topology import build_topology
@@ -128,7 +128,7 @@ class Node:
                 ids={**(old.ids if old is not None else {}), kind: frozenset(chosen)},  # type: ignore[arg-type]
                 is_whole=self.policy.names.requested(target.container, ResourceKind.VCORE) >= CORES_PER_GPU
                 if kind is not ResourceKind.GPU
-                else all(terms_of(device).is_whole for device in chosen),
+                else all(replica_layout(device).is_whole for device in chosen),
                 gpu_resource=self.policy.names.name_in(target.container, kind),
             )
         )

@@ -32,7 +32,7 @@ from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames, request_of, terms_of
+from gpushare_agent.model.resources import ResourceKind, ResourceNames, replica_layout, request_of
 from gpushare_agent.node import Pods
 
 log = structlog.get_logger(__name__)
@@ -338,7 +338,7 @@ class Admission(Struct, kw_only=True, eq=False):
             kind=target.container.kind,
             gpus=gpus,
             ids={**(old.ids if old is not None else {}), kind: frozenset(DeviceId(device) for device in ids)},
-            is_whole=all(terms_of(device).is_whole for device in ids)
+            is_whole=all(replica_layout(device).is_whole for device in ids)
             if kind.is_part
             else request_of(target.container, self.policy.names).whole_gpus > 0,
             allocated_at=self.clock(),

@@ -34,7 +34,7 @@ from gpushare_agent.model.names import (
     has_kubelet_text,
     split_device_id,
 )
-from gpushare_agent.model.resources import Measure, ResourceKind, ResourceNames, UnitLayout, terms_of
+from gpushare_agent.model.resources import Measure, ResourceKind, ResourceNames, UnitLayout, replica_layout
 from gpushare_agent.placement import GpuAccount
 
 Holders = Mapping[ResourceKind, Mapping[DeviceId, frozenset[ContainerKey]]]
@@ -67,8 +67,8 @@ def offered_ids(
 def unit_ids(
     gpus: Sequence[Gpu], resource: str, layout: UnitLayout, in_use: Collection[DeviceId]
 ) -> dict[GpuUuid, list[DeviceId]]:
-    """The units under one of NVIDIA's names: of every GPU those that it serves, by number, and those that containers hold on
-    other terms or under NVIDIA's own texts, until they end. `in_use` are this resource's that containers have."""
+    """The units under one of NVIDIA's names: of every GPU those that it serves, by number, and those that containers hold by
+    another replica layout or under NVIDIA's own texts, until they end. `in_use` are this resource's that containers have."""
     by_gpu: dict[GpuUuid, list[DeviceId]] = {}
     for device in in_use:
         by_gpu.setdefault(gpu_of(device), []).append(device)
@@ -100,8 +100,8 @@ def withheld_units(
         free = [device for device in ids[gpu.uuid] if device not in holders]
         if free:
             # Free units are all of the present layout: those of another one are listed only while a container has them.
-            terms = terms_of(free[0])
-            room = 0 if no_units or (no_replicas and not terms.is_whole) else gpu.free_units_of(terms.of)
+            replicas = replica_layout(free[0])
+            room = 0 if no_units or (no_replicas and not replicas.is_whole) else gpu.free_units_of(replicas.of)
             # The highest numbers: preferences begin with the lowest.
             found.update(free[room:])
     return frozenset(found)
@@ -206,7 +206,7 @@ class DeviceTables(Struct, kw_only=True, eq=False):
         known = self.inventory()
         if self.names.gpu:  # the kubelet may have texts of NVIDIA's plugin
             served = {gpu.uuid: self.names.nvidia.served(gpu) for gpu in known.gpus}
-            self.ids.expect_units({uuid: found.terms for uuid, found in served.items() if found is not None})
+            self.ids.expect_units({uuid: found.replicas for uuid, found in served.items() if found is not None})
         # Texts that named no known GPU when they were read may name this one now.
         if self.ids.add_gpus(gpu.uuid for gpu in known.gpus):
             self._read_again(known)

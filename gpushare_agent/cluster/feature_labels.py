@@ -58,7 +58,7 @@ def feature_labels(
     whole = [gpu for gpu in gpus if not gpu.mig_mode]
     gpu = min(whole or gpus, key=lambda gpu: (-counts[gpu.name], gpu.name, gpu.index))
     units = served(gpu) if whole else None
-    is_mps = units is not None and units.terms.of > 1 and units.terms.sharing is Sharing.MPS
+    is_mps = units is not None and units.replicas.of > 1 and units.replicas.sharing is Sharing.MPS
     return {
         **_resource(_GPU, [gpu.name], counts[gpu.name], units),
         **({} if whole else {f"{_GPU}.replicas": "0"}),
@@ -78,15 +78,15 @@ def feature_labels(
 
 def _resource(name: str, parts: Sequence[str], count: int, units: ServedUnits | None) -> dict[str, str]:
     """`parts` make the product's name. The suffix -SHARED stays where the name is cut."""
-    shared = units if units is not None and units.terms.of > 1 else None
+    shared = units if units is not None and units.replicas.of > 1 else None
     suffix = "-SHARED" if shared is not None and not shared.resource.endswith(SHARED_SUFFIX) else ""
     model, *others = (sanitised(part) for part in parts)
     end = "".join(f"-{part}" for part in others) + suffix
     return {
         f"{name}.product": model[: _MAX_CHARS - len(end)] + end,
         f"{name}.count": str(count),
-        f"{name}.replicas": str(shared.terms.of if shared is not None else 1),
-        f"{name}.sharing-strategy": shared.terms.sharing.value if shared is not None else "none",
+        f"{name}.replicas": str(shared.replicas.of if shared is not None else 1),
+        f"{name}.sharing-strategy": shared.replicas.sharing.value if shared is not None else "none",
     }
 
 

@@ -17,9 +17,9 @@ PodResources and into their checkpoint, so an ID is as short as it can be:
   does not inherit its IDs. (One in 500 million does, for each of eight GPUs, by beginning alike.)
 - A GPU that the driver shows later, or again, is known by the IDs that its containers hold (`add_gpus`).
 
-A unit under NVIDIA's names has its terms behind a slash, `8f3e2b1c-2/4s` (model/resources.py). NVIDIA's own plugin writes
-`<GPU UUID>` and `<GPU UUID>::<n>` (internal/rm/devices.go of k8s-device-plugin v0.20.0): containers hold these where this
-agent takes its place.
+A unit under NVIDIA's names has its replica layout behind a slash, `8f3e2b1c-2/4s` (model/resources.py). NVIDIA's own plugin
+writes `<GPU UUID>` and `<GPU UUID>::<n>` (internal/rm/devices.go of k8s-device-plugin v0.20.0): containers hold these where
+this agent takes its place.
 
 Agents from before the release of 2.0.0a1 wrote `<GPU UUID>::<n>`. The kubelet counts by ID, so one that a container holds is
 listed as the container holds it until it ends, and the others in the present form. Two texts are two devices to the kubelet,
@@ -52,7 +52,7 @@ from gpushare_agent.model.names import (
     unit_id,
     unit_suffix,
 )
-from gpushare_agent.model.resources import Measure, ResourceKind, ResourceNames, UnitTerms
+from gpushare_agent.model.resources import Measure, ReplicaLayout, ResourceKind, ResourceNames
 
 KEY_CHARS = 8
 _TEXT = re.compile(r"([^-~:/]+)-(0|[1-9][0-9]{0,5})(?:/([1-9][0-9]{0,3}[ms]?))?", re.ASCII)
@@ -68,7 +68,7 @@ class DeviceIds:
         self._keys: dict[GpuUuid, str] = {}
         self._gpus: dict[str, GpuUuid] = {}
         self._announced: dict[str, DeviceId] = {}
-        self._units: dict[GpuUuid, UnitTerms] = {}
+        self._units: dict[GpuUuid, ReplicaLayout] = {}
         self.add_gpus(gpus)
 
     @property
@@ -76,8 +76,8 @@ class DeviceIds:
         """How many GPUs have a key; IDs that were read when there were fewer may name others now."""
         return len(self._keys)
 
-    def expect_units(self, units: Mapping[GpuUuid, UnitTerms]) -> None:
-        """The terms that `<GPU UUID>::<n>` of NVIDIA's plugin is read with: its text does not have them."""
+    def expect_units(self, units: Mapping[GpuUuid, ReplicaLayout]) -> None:
+        """The replica layouts by which `<GPU UUID>::<n>` of NVIDIA's plugin is read: its text does not have them."""
         self._units = dict(units)
 
     def add_gpus(self, gpus: Iterable[GpuUuid]) -> bool:
@@ -106,8 +106,8 @@ class DeviceIds:
         if split is None or split[0] not in self._keys:
             return device
         text = f"{self._keys[split[0]]}-{split[1]}"
-        if terms := unit_suffix(device):
-            text += f"/{terms}"
+        if replicas := unit_suffix(device):
+            text += f"/{replicas}"
         # `read` then finds it without parsing: the kubelet offers thousands of these texts in each call.
         self._announced[text] = DeviceId(device)
         return text
@@ -118,26 +118,28 @@ class DeviceIds:
         match = _TEXT.fullmatch(text)
         if match is None:
             return DeviceId(text)
-        key, number, terms = match[1], int(match[2]), match[3]
+        key, number, replicas = match[1], int(match[2]), match[3]
         gpu = self._gpus.get(key) or self._begins_with(key)
         device = (
-            device_id(gpu or GpuUuid(key), number) if terms is None else unit_id(gpu or GpuUuid(key), number, terms)
+            device_id(gpu or GpuUuid(key), number)
+            if replicas is None
+            else unit_id(gpu or GpuUuid(key), number, replicas)
         )
         # A shorter or longer key than the present one: another agent wrote it, and a container may still hold the text.
         return device if gpu is not None and self._keys[gpu] == key else known_as(device, text)
 
     def _read_long(self, text: str) -> DeviceId:
         """NVIDIA's, and of agents from before 2.0.0a1: `<GPU UUID>::<n>` may be either, by the resource. Only
-        NVIDIA's resources read the terms."""
+        NVIDIA's resources read the layout."""
         if text in self._keys:
             return known_as(unit_id(GpuUuid(text), 0, "1"), text)
         split = split_device_id(text)
         if split is None:
             return DeviceId(text)
-        terms = self._units.get(split[0])
-        if terms is None or terms.is_whole or split[1] >= terms.of:
+        replicas = self._units.get(split[0])
+        if replicas is None or replicas.is_whole or split[1] >= replicas.of:
             return known_as(device_id(*split), text)
-        return known_as(unit_id(*split, str(terms.of)), text)
+        return known_as(unit_id(*split, str(replicas.of)), text)
 
     def _begins_with(self, key: str) -> GpuUuid | None:
         found = [gpu for gpu, digits in self._digits.items() if digits.startswith(key)] if len(key) >= KEY_CHARS else []

@@ -18,7 +18,7 @@ from msgspec.structs import force_setattr, replace
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, gpu_of
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.model.resources import Measure, ResourceKind, parts_of, terms_of
+from gpushare_agent.model.resources import Measure, ResourceKind, parts_of, replica_layout
 
 NO_IDS: frozenset[DeviceId] = frozenset()
 
@@ -133,7 +133,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
         """What limits its replicas; None for others."""
         if self.is_whole or not self.unit_ids:
             return None
-        return terms_of(min(self.unit_ids)).sharing
+        return replica_layout(min(self.unit_ids)).sharing
 
     @property
     def is_limited(self) -> bool:

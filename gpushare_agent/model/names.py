@@ -13,7 +13,7 @@ PodUid = NewType("PodUid", str)
 GpuUuid = NewType("GpuUuid", str)
 DeviceId = NewType("DeviceId", str)
 """A device of the device-plugin API inside the agent: `<GPU UUID>::<n>`, of a unit under NVIDIA's names
-`<GPU UUID>::<n>/<terms>` (model/resources.py), and where the kubelet knows it by another text than the present one,
+`<GPU UUID>::<n>/<layout>` (model/resources.py), and where the kubelet knows it by another text than the present one,
 `<GPU UUID>::<n>~<text>`. Its texts are kubelet/device_table.py's."""
 
 VCORE_RESOURCE = "tencent.com/vcuda-core"
@@ -123,13 +123,14 @@ def known_as(device: DeviceId, text: str) -> DeviceId:
     return DeviceId(f"{device}~{text}")
 
 
-def unit_id(uuid: GpuUuid, number: int, terms: str) -> DeviceId:
-    """Unit `number` of a GPU on these terms."""
-    return DeviceId(f"{uuid}::{number}/{terms}")
+def unit_id(uuid: GpuUuid, number: int, layout: str) -> DeviceId:
+    """Unit `number` of a GPU by this replica layout (model/resources.py)."""
+    return DeviceId(f"{uuid}::{number}/{layout}")
 
 
 def unit_suffix(device: str) -> str:
-    """The terms of `unit_id`, empty where it has none. Drivers before R470 name a MIG instance `MIG-GPU-…/1/0`."""
+    """The replica layout of `unit_id` as text, empty where it has none. Drivers before R470 name a MIG instance
+    `MIG-GPU-…/1/0`."""
     return device.partition("~")[0].partition("::")[2].partition("/")[2]
 
 

@@ -6,9 +6,9 @@ fills, its socket, and what of a GPU one device is, its `Measure`. A kind whose 
 too, its `UnitLayout`: which GPU serves how many. Device lists, planning, the ledger, recovery, garbage
 collection and the annotations follow from the row; tests/admission/test_new_kind.py adds one.
 
-A unit under NVIDIA's names is a whole GPU (or MIG instance), or one of its replicas. Its terms are in its device ID,
-`<GPU UUID>::2/4s` inside the agent: replica 2 of 4, limited by the node's isolation. A container keeps the terms under which
-it was admitted.
+A unit under NVIDIA's names is a whole GPU (or MIG instance), or one of its replicas. Its replica layout is in its device ID,
+`<GPU UUID>::2/4s` inside the agent: replica 2 of 4, limited by the node's isolation. A container keeps the layout under
+which it was admitted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LETTERS = {Sharing.TIME_SLICING: "", Sharing.MPS: "m", Sharing.SHARES: "s"}
 _BY_LETTER = {letter: sharing for sharing, letter in _LETTERS.items()}
 
 
-class UnitTerms(NamedTuple):
+class ReplicaLayout(NamedTuple):
     """One of so many units of a GPU, and what limits its containers to their part."""
 
     of: int
@@ -63,14 +63,14 @@ class UnitTerms(NamedTuple):
 
 
 class ServedUnits(NamedTuple):
-    """What a GPU serves: of which resource, on which terms."""
+    """What a GPU serves: of which resource, and by which replica layout."""
 
     resource: str
-    terms: UnitTerms
+    replicas: ReplicaLayout
 
     def ids(self, gpu: GpuUuid) -> list[DeviceId]:
-        suffix = f"{self.terms.of}{_LETTERS[self.terms.sharing]}"
-        return [unit_id(gpu, number, suffix) for number in range(self.terms.of)]
+        suffix = f"{self.replicas.of}{_LETTERS[self.replicas.sharing]}"
+        return [unit_id(gpu, number, suffix) for number in range(self.replicas.of)]
 
 
 class UnitLayout(Struct, frozen=True, kw_only=True):
@@ -109,10 +109,10 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
         selectors = (name, "*")
         count = next((n for s, n in self.replicas if s in selectors or gpu.is_selected((s,))), 1)
         if count == 1 or (gpu.mig is not None and self.sharing is not Sharing.TIME_SLICING):  # no isolation limits one
-            return ServedUnits(name, UnitTerms(1))
+            return ServedUnits(name, ReplicaLayout(1))
         # A name that the settings end in .shared already is not given the suffix twice.
         is_renamed = self.is_renamed and not name.endswith(SHARED_SUFFIX)
-        return ServedUnits(name + SHARED_SUFFIX if is_renamed else name, UnitTerms(count, self.sharing))
+        return ServedUnits(name + SHARED_SUFFIX if is_renamed else name, ReplicaLayout(count, self.sharing))
 
     def unlike(self, gpus: Iterable[Gpu]) -> str:
         """Why, with MIG strategy single, no unit is given, with the remedy; empty where all GPUs that serve these resources
@@ -182,20 +182,20 @@ class GpuUnits(NamedTuple):
 
 def units_of(devices: Collection[DeviceId]) -> GpuUnits:
     # A container may hold units of two layouts where the settings changed during its pod's admission.
-    terms = {terms_of(device) for device in devices}
-    sharing = next((one.sharing for one in sorted(terms, reverse=True) if not one.is_whole), None)
+    layouts = {replica_layout(device) for device in devices}
+    sharing = next((one.sharing for one in sorted(layouts, reverse=True) if not one.is_whole), None)
     return GpuUnits(tuple(sorted(parts_of(devices).items())), sharing)
 
 
 @lru_cache(maxsize=256)
-def _terms(suffix: str) -> UnitTerms:
+def _replica_layout(suffix: str) -> ReplicaLayout:
     digits = suffix.rstrip("ms")
-    return UnitTerms(int(digits), _BY_LETTER[suffix[len(digits) :]]) if digits else UnitTerms(1)
+    return ReplicaLayout(int(digits), _BY_LETTER[suffix[len(digits) :]]) if digits else ReplicaLayout(1)
 
 
-def terms_of(device: str) -> UnitTerms:
-    """The terms in a unit's device ID. One whose text does not have them counts as the whole GPU."""
-    return _terms(unit_suffix(device))
+def replica_layout(device: str) -> ReplicaLayout:
+    """The replica layout in a unit's device ID. One whose text does not have it counts as the whole GPU."""
+    return _replica_layout(unit_suffix(device))
 
 
 def parts_of(units: Iterable[DeviceId]) -> dict[GpuUuid, Fraction]:
@@ -203,7 +203,7 @@ def parts_of(units: Iterable[DeviceId]) -> dict[GpuUuid, Fraction]:
     parts: dict[GpuUuid, Fraction] = {}
     for (gpu, suffix), count in Counter((gpu_of(device), unit_suffix(device)) for device in units).items():
         # Fractions: three thirds are exactly a GPU, of floating-point numbers they need not be.
-        parts[gpu] = parts.get(gpu, Fraction(0)) + count * _terms(suffix).part
+        parts[gpu] = parts.get(gpu, Fraction(0)) + count * _replica_layout(suffix).part
     return parts
 
 
@@ -333,7 +333,7 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
         """Whole units of a GPU; of a resource with several names of the one that it serves."""
         if kind.is_part:
             served = kind.layout(self).served(gpu) if kind.names(self) else None
-            return served.terms.of if served is not None else 0
+            return served.replicas.of if served is not None else 0
         # The isolation cannot limit a process inside an instance: a share of it would be no share.
         if gpu.mig is not None and not self.shares_in_mig:
             return 0

@@ -24,11 +24,11 @@ from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import (
     KINDS,
     Measure,
+    ReplicaLayout,
     ResourceKind,
     ResourceNames,
     ServedUnits,
     UnitLayout,
-    UnitTerms,
 )
 from tests.admission.test_admission import Scripted
 from tests.support_agent import poll_until
@@ -43,7 +43,7 @@ class Eighths(UnitLayout, frozen=True, kw_only=True):
     """The rule: every GPU serves eight."""
 
     def served(self, gpu: Gpu) -> ServedUnits | None:
-        return ServedUnits(RESOURCE, UnitTerms(8, self.sharing))
+        return ServedUnits(RESOURCE, ReplicaLayout(8, self.sharing))
 
 
 SLICE = ResourceKind(

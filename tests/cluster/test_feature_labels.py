@@ -25,7 +25,7 @@ from gpushare_agent.cluster.node_facts import (
 )
 from gpushare_agent.model.gpus import Gpu, GpuInventory, MigAttributes, MigPlace
 from gpushare_agent.model.isolation import Sharing
-from gpushare_agent.model.resources import ServedUnits, UnitTerms
+from gpushare_agent.model.resources import ReplicaLayout, ServedUnits
 from gpushare_agent.placement.topology import build_topology
 from gpushare_agent.runtime.machine import machine_name, pci_class, pci_configuration
 from tests.support_gpus import uuid_of
@@ -51,7 +51,7 @@ def labels(
     divided: tuple[Gpu, ...] = (),
     pci_configurations: tuple[bytes, ...] = (),
 ) -> dict[str, str]:
-    terms = UnitTerms(count, Sharing(strategy))
+    terms = ReplicaLayout(count, Sharing(strategy))
     return feature_labels(
         replace(inventory(*gpus), mig_partitioned=divided),
         served=lambda _: ServedUnits("nvidia.com/gpu.shared" if is_renamed else "nvidia.com/gpu", terms),

@@ -62,8 +62,8 @@ from gpushare_agent.model.resources import (
     ServedUnits,
     UnitLayout,
     parts_of,
+    replica_layout,
     request_of,
-    terms_of,
 )
 from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
 from gpushare_agent.placement.gpu_account import Cause, Lack, capacity_of, describe_request
@@ -467,7 +467,7 @@ def plan_units(
     by_gpu = _by_number(free, usable, without=must)
     has_instances = any(gpu.mig is not None and gpu.uuid in served for gpu in ledger.inventory.gpus)
     # Instances have no links of their own, and replicas of one GPU are alike: only whole GPUs are placed by links.
-    if by_gpu and not has_instances and all(found.terms.is_whole for found in served.values()):
+    if by_gpu and not has_instances and all(found.replicas.is_whole for found in served.values()):
         return _plan_whole(offer, by_gpu, ledger, policy, gpus, must_gpus(target, offer, ledger, policy.names), must)
     room = {uuid: account.free_part for uuid, account in usable.items() if not account.is_full}
     for uuid, part in parts_of(must).items():
@@ -475,9 +475,9 @@ def plan_units(
         room[uuid] = room.get(uuid, Fraction(0)) - part
     # heapq gives the least first: packed, the GPU with the most allocated units has to be the least.
     chosen, sign = list(must), -1 if layout.is_packed else 1
-    fitting = {uuid: ids[: max(0, int(room.get(uuid, 0) * terms_of(ids[0]).of))] for uuid, ids in by_gpu.items()}
+    fitting = {uuid: ids[: max(0, int(room.get(uuid, 0) * replica_layout(ids[0]).of))] for uuid, ids in by_gpu.items()}
     queue = [
-        (sign * (served[uuid].terms.of - len(by_gpu[uuid])), usable[uuid].index, ids[::-1])
+        (sign * (served[uuid].replicas.of - len(by_gpu[uuid])), usable[uuid].index, ids[::-1])
         for uuid, ids in fitting.items()
         if ids
     ]
@@ -543,16 +543,16 @@ def check_units(
 def unknown_unit(
     target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, names: ResourceNames
 ) -> str | None:
-    """The first that is no unit of a GPU that serves the resource, be it on the terms of before: the kubelet may have begun
-    the admission before it had the new list. What a container of the pod has is one."""
+    """The first that is no unit of a GPU that serves the resource, be it by the replica layout of before: the kubelet may
+    have begun the admission before it had the new list. What a container of the pod has is one."""
     served = served_units(target, kind, ledger, names)
     present, holders = ledger.inventory.by_uuid(), ledger.holders[kind]
     for device in ids:
         split = split_device_id(device)
         if split is None or split[0] not in present:
             return device
-        # By its own terms, not by the present ones: the kubelet may have offered it before it had the new list.
-        if split[0] in served and split[1] < terms_of(device).of:
+        # By its own replica layout, not by the present one: the kubelet may have offered it before it had the new list.
+        if split[0] in served and split[1] < replica_layout(device).of:
             continue
         # A unit of a former layout that this pod's init container has is passed on by the kubelet.
         if all(key.pod_uid != target.pod.uid for key in holders.get(DeviceId(device), ())):
@@ -577,7 +577,7 @@ def _unlike(layout: UnitLayout, ledger: Ledger) -> Refused | None:
 
 def _several(layout: UnitLayout, devices: Collection[DeviceId], size: int) -> Refused | None:
     """NVIDIA's failRequestsGreaterThanOne."""
-    if size < 2 or not layout.refuses_several or all(terms_of(device).is_whole for device in devices):
+    if size < 2 or not layout.refuses_several or all(replica_layout(device).is_whole for device in devices):
         return None
     return Refused(
         reason=RefusalReason.INVALID_REQUEST,
@@ -605,7 +605,7 @@ def _no_room(size: int, found: int, served: Mapping[GpuUuid, ServedUnits], gpus:
             detail="no GPU of this node serves the resource any more. The pod can run on another node.",
         )
     free = ", ".join(
-        f"GPU {gpu.label} {gpu.free_units_of(served[gpu.uuid].terms.of)} of {served[gpu.uuid].terms.of}"
+        f"GPU {gpu.label} {gpu.free_units_of(served[gpu.uuid].replicas.of)} of {served[gpu.uuid].replicas.of}"
         for gpu in gpus
         if gpu.uuid in served and gpu.is_healthy
     )
@@ -680,7 +680,7 @@ def _verdicts(
     reasons = {gpu.uuid: gpu.unhealthy_reason for gpu in ledger.inventory.gpus}
     found = {}
     for gpu in gpus:
-        lack = gpu.lack(Request(part=served[gpu.uuid].terms.part) if gpu.uuid in served else request)
+        lack = gpu.lack(Request(part=served[gpu.uuid].replicas.part) if gpu.uuid in served else request)
         if gpu.uuid in decision.gpus:
             verdict = CHOSEN
         elif kind is not None and gpu.is_healthy and gpu.uuid not in served:

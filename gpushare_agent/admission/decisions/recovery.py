@@ -32,7 +32,7 @@ from gpushare_agent.model.names import (
     unit_suffix,
 )
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames, terms_of
+from gpushare_agent.model.resources import ResourceKind, ResourceNames, replica_layout
 
 UNNAMED = "unnamed:"
 """Prefix of the provisional UID of a pod that PodResources lists and whose UID is not known yet."""
@@ -244,7 +244,7 @@ def _allocation(
         found,
         gpus=gpus_of(found.bound_ids, inventory),
         gpu_resource=resources[min(units)] if units else "",
-        is_whole=all(terms_of(device).is_whole for device in units)
+        is_whole=all(replica_layout(device).is_whole for device in units)
         if units
         else cores > 0 and cores % CORES_PER_GPU == 0,
     )
