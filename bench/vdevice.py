@@ -29,7 +29,7 @@ from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.wire.vcuda import VDeviceRequest
 

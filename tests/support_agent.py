@@ -17,7 +17,7 @@ from gpushare_agent.agent.auto_isolation import resolve_isolation
 from gpushare_agent.agent.composition import NodeAgent, build
 from gpushare_agent.gpus.part import open_driver
 from gpushare_agent.gpus.simulated.driver import simulated_uuid
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.model.resources import ResourceKind
 from gpushare_agent.sandbox.kubelet.calls import PluginCall
 from gpushare_agent.sandbox.node import EmbeddedNode

@@ -15,8 +15,7 @@ from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.dra.claim_files import ClaimFiles
-from gpushare_agent.dra.claims import Claims
-from gpushare_agent.dra.outcomes import ClaimOutcomes
+from gpushare_agent.dra.claims import ClaimOutcomes, Claims
 from gpushare_agent.model.allocations import ClaimRef, ContainerKey
 from gpushare_agent.model.errors import NotFound, Refused
 from gpushare_agent.model.gpus import GpuInventory

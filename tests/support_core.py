@@ -13,12 +13,11 @@ from gpushare_agent.admission.decisions.identity import Known
 from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.kubelet.records import CheckpointEntry, ListedContainer, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
-from gpushare_agent.model.gpus import Gpu, GpuInventory, MigPlace
+from gpushare_agent.model.gpus import Gpu, GpuInventory, Link, LinkKind, MigPlace
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.topology import Link, LinkKind
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology
 from gpushare_agent.settings.isolation import DriverLimitsSettings, VirtualManagerSettings
 from gpushare_agent.settings.settings import Settings
 from gpushare_agent.settings.values import Section

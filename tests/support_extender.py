@@ -38,6 +38,7 @@ from gpushare_agent.extender.pod_writes import PodWrites
 from gpushare_agent.extender.quota_state import QuotaState
 from gpushare_agent.extender.values import ClusterPolicy
 from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import Topology
 from gpushare_agent.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
@@ -46,7 +47,6 @@ from gpushare_agent.model.names import (
     PodUid,
 )
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.settings.extender import ExtenderSettings
 from gpushare_agent.settings.settings import Settings

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from gpushare_agent.model.gpus import Link, Topology
 from gpushare_agent.model.names import CORES_PER_GPU, MEMORY_BLOCK_MIB, GpuUuid
-from gpushare_agent.model.topology import Link, Topology
 from gpushare_agent.placement import GpuAccount
-from gpushare_agent.placement.link import link_cost
-from gpushare_agent.placement.topology_text import parse_topology
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.place import link_cost
+from gpushare_agent.placement.topology import build_topology, parse_topology
 
 TOPOLOGY_DIRECTORY = Path(__file__).parent / "data" / "topology"
 TOPOLOGY_NAMES = tuple(sorted(path.stem for path in TOPOLOGY_DIRECTORY.glob("*.txt")))

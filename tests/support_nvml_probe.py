@@ -24,9 +24,9 @@ from structlog.testing import LogCapture
 from gpushare_agent.gpus.nvml.driver import NvmlDriver
 from gpushare_agent.kit import daemon_thread
 from gpushare_agent.model.errors import Rejected, Unavailable
-from gpushare_agent.model.memory_limits import MemoryLimit
+from gpushare_agent.model.isolation import MemoryLimit
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.placement.topology_tree import render_tree
+from gpushare_agent.placement.topology import render_tree
 
 
 async def answer(driver: NvmlDriver, log: LogCapture, command: str) -> object:
@@ -59,7 +59,7 @@ async def read(driver: NvmlDriver) -> dict[str, Any]:
     inventory = await driver.read()
     return {
         "gpus": [to_builtins(gpu) for gpu in inventory.gpus],
-        "divided": [gpu.uuid for gpu in inventory.divided],
+        "divided": [gpu.uuid for gpu in inventory.mig_partitioned],
         "links": [[f"{link.kind.name}{link.nvlinks or ''}" for link in row] for row in inventory.topology.links],
         "tree": render_tree(inventory.topology),
         "driver_version": inventory.driver_version,

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.decide import Decision, check, plan
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, offer_accounts
-from gpushare_agent.admission.decisions.plan import Decision, check, plan
 from gpushare_agent.admission.device_tables import unit_ids
 from gpushare_agent.model.allocations import NO_CHARGE, Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import GpuInventory, Health
+from gpushare_agent.model.gpus import GpuInventory, Health, Link, LinkKind
 from gpushare_agent.model.names import (
     CORES_PER_GPU,
     DeviceId,
@@ -22,11 +22,10 @@ from gpushare_agent.model.names import (
     device_id,
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import KINDS, ResourceKind, ResourceNames, terms_of
-from gpushare_agent.model.topology import Link, LinkKind
+from gpushare_agent.model.resources import KINDS, ResourceKind, ResourceNames, replica_layout
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology
 from tests.support_core import NAMES, container, inventory, mig_instance, pod
 
 
@@ -56,7 +55,7 @@ class Node:
         reusable: dict[ResourceKind, set[str]] = {}
         for one in owner.containers:
             target = Target(pod=owner, container=one)
-            kinds = [kind for kind in self.policy.names.kinds if self.policy.names.wanted(one, kind)]
+            kinds = [kind for kind in self.policy.names.kinds if self.policy.names.requested(one, kind)]
             self._random.shuffle(kinds)
             for kind in kinds:
                 refused = self._allocate(target, kind, reusable.get(kind, set()))
@@ -90,7 +89,7 @@ class Node:
         return [device for ids in by_gpu.values() for device in ids]
 
     def _allocate(self, target: Target, kind: ResourceKind, reusable: set[str]) -> Refused | None:
-        count = self.policy.names.wanted(target.container, kind)
+        count = self.policy.names.requested(target.container, kind)
         chosen = self._random.sample(sorted(reusable), min(count, len(reusable)))
         planned: tuple[GpuUuid, ...] = ()
         ledger = self.cache.ledger(self.found, without=target.key)
@@ -127,9 +126,9 @@ class Node:
                 kind=target.container.kind,
                 gpus=gpus,
                 ids={**(old.ids if old is not None else {}), kind: frozenset(chosen)},  # type: ignore[arg-type]
-                is_whole=self.policy.names.wanted(target.container, ResourceKind.VCORE) >= CORES_PER_GPU
+                is_whole=self.policy.names.requested(target.container, ResourceKind.VCORE) >= CORES_PER_GPU
                 if kind is not ResourceKind.GPU
-                else all(terms_of(device).is_whole for device in chosen),
+                else all(replica_layout(device).is_whole for device in chosen),
                 gpu_resource=self.policy.names.name_in(target.container, kind),
             )
         )
@@ -201,7 +200,7 @@ def leaves_blocks_without_cores(owner: Pod) -> bool:
     has_share_before = False
     has_whole_between = False
     for one in owner.containers:
-        cores, blocks = (NAMES.wanted(one, kind) for kind in (ResourceKind.VCORE, ResourceKind.VMEMORY))
+        cores, blocks = (NAMES.requested(one, kind) for kind in (ResourceKind.VCORE, ResourceKind.VMEMORY))
         if cores and (has_whole_between or (blocks_left and not cores_left)):
             return True
         if one.kind is ContainerKind.INIT and 0 < cores < CORES_PER_GPU:

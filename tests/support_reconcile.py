@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gpushare_agent.admission.garbage_collection import GarbageCollection
-from gpushare_agent.admission.pod_processes import PodProcesses
-from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.admission.garbage_collection import GarbageCollection, PodProcesses
+from gpushare_agent.kubelet.device_table import DeviceIds
+from gpushare_agent.kubelet.records import KubeletCheckpoint
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import InnerAgent
 

@@ -17,7 +17,7 @@ from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
 from gpushare_agent.model.usage import DriverSample, GpuSample, ProcessSample, UsageRound
 from gpushare_agent.observability.node_snapshot import AgentFacts, ContainerFacts, NodeSnapshot
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 
 GPU_MIB = 24576

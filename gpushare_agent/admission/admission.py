@@ -20,20 +20,19 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.admission.decisions.decide import decide, edits_for_ids
+from gpushare_agent.admission.decisions.decide import Decision, check, decide, edits_for_ids
 from gpushare_agent.admission.decisions.identity import Call, Target
 from gpushare_agent.admission.decisions.ledger import Offer, Policy
-from gpushare_agent.admission.decisions.plan import Decision, check
 from gpushare_agent.admission.decisions.recovery import adopt
 from gpushare_agent.admission.identification import Identification, InsideLister
 from gpushare_agent.admission.outcomes import OutcomeReporter
-from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
+from gpushare_agent.kubelet.records import KubeletCheckpoint
 from gpushare_agent.model.allocations import Allocation, ContainerEdits, ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames, request_of, terms_of
+from gpushare_agent.model.resources import ResourceKind, ResourceNames, replica_layout, request_of
 from gpushare_agent.node import Pods
 
 log = structlog.get_logger(__name__)
@@ -42,7 +41,7 @@ RELEASE_WAIT_S = 0.5
 """How long a GetPreferredAllocation waits in all for allocations of pods that are ending."""
 PLAN_LIFETIME_S = 15.0
 """An Allocate follows its GetPreferredAllocation within milliseconds; an older plan is of a kubelet that stopped."""
-_CURED_BY_A_RELEASE = frozenset(
+_REMEDIED_BY_A_RELEASE = frozenset(
     {
         RefusalReason.DEVICE_IN_USE,
         RefusalReason.FRAGMENTED,
@@ -68,7 +67,8 @@ class PendingAdmissions:
         self._allocated: list[ContainerKey] = []
 
     def add(self, plan: Decision) -> None:
-        """In place of an earlier plan for the same container and resource; plans whose Allocate never came are dropped."""
+        """Adds a plan in place of an older one for the same container and resource; plans whose Allocate never came are
+        dropped."""
         oldest_at = plan.at - PLAN_LIFETIME_S
         self._plans = [
             p for p in self._plans if p.at > oldest_at and (p.resource, _key(p)) != (plan.resource, _key(plan))
@@ -77,8 +77,10 @@ class PendingAdmissions:
 
     def take_exact(self, resource: str, ids: Sequence[str]) -> Decision | None:
         """The newest plan for exactly these IDs. It is pending no more."""
-        wanted = set(ids)
-        return self._take([p for p in self._plans if p.resource == resource and _planned_ids(p) == wanted])
+        requested = set(ids)
+        # A refused plan has no IDs: the kubelet chose by itself, and `take_of_size` finds it.
+        planned = [p for p in self._plans if p.resource == resource and p.refused is None]
+        return self._take([p for p in planned if set(p.ids) == requested])
 
     def take_of_size(self, resource: str, size: int) -> Decision | None:
         """The newest plan for so many IDs, for a kubelet that chose others. It is pending no more.
@@ -126,10 +128,6 @@ class PendingAdmissions:
         return matches[-1]
 
 
-def _planned_ids(plan: Decision) -> set[str] | None:
-    return set(plan.ids) if plan.refused is None else None
-
-
 def _key(plan: Decision) -> ContainerKey | None:
     return plan.target.key if plan.target is not None else None
 
@@ -150,16 +148,16 @@ class RefusedPods:
         self._uids.add(uid)
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
-        """For PodStore.subscribe."""
+        """Forgets a pod that is gone. For PodStore.subscribe."""
         if new is None and old is not None:
             self._uids.discard(old.uid)
 
     def clear(self) -> None:
         self._uids.clear()
 
-    def take_over(self, earlier: RefusedPods) -> None:
-        """What an earlier life of the agent refused."""
-        self._uids |= earlier._uids
+    def take_over(self, previous: RefusedPods) -> None:
+        """What was refused before a reload."""
+        self._uids |= previous._uids
 
 
 class Admission(Struct, kw_only=True, eq=False):
@@ -183,7 +181,8 @@ class Admission(Struct, kw_only=True, eq=False):
     async def preferred(
         self, resource: str, available: Sequence[str], must_include: Sequence[str], size: int
     ) -> Sequence[str]:
-        """The IDs to prefer. Advice only: a refusal is kept for the Allocate, whose error the kubelet shows to the user.
+        """The IDs to prefer. Advice only: a refusal is held back for the Allocate, whose error the kubelet shows to the
+        user.
 
         1. The container cannot be identified: its refusal is pending, no advice.
         2. It is decided about (`_decide`), and the decision is pending.
@@ -202,7 +201,7 @@ class Admission(Struct, kw_only=True, eq=False):
             started_at = self.clock()
             while (
                 decision.refused is not None
-                and decision.refused.reason in _CURED_BY_A_RELEASE
+                and decision.refused.reason in _REMEDIED_BY_A_RELEASE
                 and self.clock() - started_at < RELEASE_WAIT_S
                 and await self.wait_for_release()  # one was released; several pods may be ending at once
             ):
@@ -222,14 +221,16 @@ class Admission(Struct, kw_only=True, eq=False):
         """
         kind = self.policy.names.kind_of(resource)
         with self.gate.allocating():
+            # The plan first: its container was identified by asking the kubelet, which is better than anything
+            # concluded from IDs.
             pending = self._pending.take_exact(resource, ids)
             if pending is None:
-                successor = self.identification.successor(resource, ids)
-                if successor is not None:
-                    passed_on = Decision(target=successor, resource=resource)
-                    pod_has = self.cache.of_pod(successor.pod.uid)
+                next_container = self.identification.next_container(resource, ids)
+                if next_container is not None:
+                    passed_on = Decision(target=next_container, resource=resource)
+                    pod_has = self.cache.of_pod(next_container.pod.uid)
                     planned = next((a.gpus for a in pod_has if a.kind is ContainerKind.INIT and a.gpus), ())
-                    return self._allocate(successor, passed_on, kind, ids, planned)
+                    return self._allocate(next_container, passed_on, kind, ids, planned)
                 pending = self._pending.take_of_size(resource, len(set(ids)))
             if pending is not None:
                 # Without a target GetPreferredAllocation could not say whose call it was: the refusal says why, and nothing
@@ -250,6 +251,7 @@ class Admission(Struct, kw_only=True, eq=False):
         pod = self.pods.get(uid) if uid is not None else None
         if self._pending.is_due(self.clock()):
             return False
+        # A pod that is gone or was refused gets no more calls, whatever it still lacks.
         return pod is None or pod.uid in self.refused_pods or not self._is_lacking(pod)
 
     def _is_lacking(self, pod: Pod) -> bool:
@@ -267,6 +269,7 @@ class Admission(Struct, kw_only=True, eq=False):
 
     def _decide(self, target: Target, resource: str, offer: Offer) -> Decision:
         """Choose GPU, IDs and edits, and keep the decision for the Allocate."""
+        # The kubelet admits one pod at a time: a call for another pod ends the admission of the one before.
         self._pending.begin(target.pod.uid)
         ledger = self.cache.ledger(self.inventory(), without=target.key)
         decision = decide(target, offer, ledger, self.policy, self.edits(), self.isolation_unavailable_reason)
@@ -294,6 +297,7 @@ class Admission(Struct, kw_only=True, eq=False):
         """
         _bind_to_log(target)
         pod = self.pods.get(target.pod.uid)
+        # No await between here and the commit: two Allocates cannot both see the same IDs free.
         if pod is None or pod.is_terminal:
             deleted = Refused(
                 reason=RefusalReason.POD_UNKNOWN,
@@ -314,9 +318,12 @@ class Admission(Struct, kw_only=True, eq=False):
             decision = Decision(target=target, resource=decision.resource)
         allocation = self._allocation(target, kind, ids, gpus)
         self.cache.put(allocation)
+        # If a later container of the pod is refused, the kubelet frees this one's IDs without a call.
         self._pending.add_allocated(target.key)
+        # Begun now, awaited in PreStartContainer: the answer need not wait for files on the host.
         self.prepare_ahead(target.key)
         self.observer.allocated(decision, allocation)
+        # The kubelet asks for both resources of a container: what it gets is in one of the two answers.
         return edits if kind.binds_gpu else ContainerEdits()
 
     def _allocation(
@@ -331,7 +338,7 @@ class Admission(Struct, kw_only=True, eq=False):
             kind=target.container.kind,
             gpus=gpus,
             ids={**(old.ids if old is not None else {}), kind: frozenset(DeviceId(device) for device in ids)},
-            is_whole=all(terms_of(device).is_whole for device in ids)
+            is_whole=all(replica_layout(device).is_whole for device in ids)
             if kind.is_part
             else request_of(target.container, self.policy.names).whole_gpus > 0,
             allocated_at=self.clock(),
@@ -352,10 +359,10 @@ class Admission(Struct, kw_only=True, eq=False):
 
     def _answer_again(self, kind: ResourceKind, ids: Sequence[str]) -> ContainerEdits | Refused | None:
         """The same answer as before for the IDs of exactly one container; nothing changes."""
-        wanted = frozenset(DeviceId(device) for device in ids)
-        keys = self.cache.holders(kind).get(next(iter(wanted)), frozenset()) if wanted else frozenset()
+        requested = frozenset(DeviceId(device) for device in ids)
+        keys = self.cache.holders(kind).get(next(iter(requested)), frozenset()) if requested else frozenset()
         allocation = self.cache.get(next(iter(keys))) if len(keys) == 1 else None
-        if allocation is None or allocation.ids_of(kind) != wanted:
+        if allocation is None or allocation.ids_of(kind) != requested:
             return None
         pod = self.pods.get(allocation.key.pod_uid)
         container = pod.container(allocation.key.container) if pod is not None else None
@@ -403,23 +410,24 @@ class ContainerStarts(Struct, kw_only=True, eq=False):
         """Check that the container about to start holds these IDs, and prepare its isolation. An allocation that the cache
         has lost is read from the kubelet's checkpoint."""
         kind = self.names.kind_of(resource)
-        wanted = frozenset(DeviceId(device) for device in ids)
-        refused = await self._adopt(kind, wanted) if not self._containers_with(kind, wanted) else None
+        requested = frozenset(DeviceId(device) for device in ids)
+        # A restarted agent may have rebuilt its ledger before the kubelet wrote this container's entry.
+        refused = await self._adopt(kind, requested) if not self._containers_with(kind, requested) else None
         if refused is None:
-            refused = await self.prepare(self._containers_with(kind, wanted))
+            refused = await self.prepare(self._containers_with(kind, requested))
         if refused is not None:
-            self.observer.start_refused(self._last_target(self._containers_with(kind, wanted)), resource, refused)
+            self.observer.start_refused(self._last_target(self._containers_with(kind, requested)), resource, refused)
         return refused
 
-    async def _adopt(self, kind: ResourceKind, wanted: frozenset[DeviceId]) -> Refused | None:
+    async def _adopt(self, kind: ResourceKind, requested: frozenset[DeviceId]) -> Refused | None:
         try:
             entries = await self.records.read()
         except AgentError as e:
             log.warning("kubelet_checkpoint_unreadable", error=str(e))
             entries = ()
-        if self._containers_with(kind, wanted):
+        if self._containers_with(kind, requested):
             return None  # allocated during the read
-        adopted = adopt(entries, kind, wanted, self.cache.view(), self.names, self.inventory(), self.clock())
+        adopted = adopt(entries, kind, requested, self.cache.view(), self.names, self.inventory(), self.clock())
         if isinstance(adopted, Refused):
             log.warning("pre_start_refused", reason=adopted.reason.value, detail=adopted.detail)
             return adopted
@@ -429,7 +437,7 @@ class ContainerStarts(Struct, kw_only=True, eq=False):
         return None
 
     def _containers_with(self, kind: ResourceKind, ids: frozenset[DeviceId]) -> list[ContainerKey]:
-        """Those that have exactly these IDs: several where an init container's IDs were passed on."""
+        """The containers that have exactly these IDs: several where an init container's IDs were passed on."""
         if not ids:
             return []
         keys = self.cache.holders(kind).get(next(iter(ids)), frozenset())

@@ -3,14 +3,14 @@
 State owned: `_allocations` by container, and for each resource the holders of each device ID. An ID may have several
 holders, all of one pod: the kubelet passes an init container's IDs on to the containers after it without any release
 (measured, docs/explanation/architecture.md), so a pod is charged for distinct IDs. The charges of each pod and their sums by
-GPU are kept too, because every admission call reads them and a node has thousands of IDs.
+GPU are held too, because every admission call reads them and a node has thousands of IDs.
 
 The kubelet's records are the truth; this cache is rebuilt from them at start and reconciled with them afterwards. It
 exists because the kubelet may offer an ID that it has forgotten to be taken.
 
 `_resized` has the shares whose size was changed while they run (admission/resizing.py decides and calls). The kubelet's IDs
-stay what they are, so a GPU has two counts: what is booked, which only growth may fill up, and what is used, which new
-containers see: the greater of what is booked and of the IDs that the kubelet has handed out.
+stay what they are, so a GPU has two counts: what is charged, up to which only growth may fill it, and what is used, which
+new containers see: the greater of what is charged and of the IDs that the kubelet has handed out.
 """
 
 from __future__ import annotations
@@ -74,21 +74,25 @@ class AllocationCache:
 
     @property
     def resized(self) -> Mapping[ContainerKey, ResizedShare]:
-        """By container, also of containers that the kubelet's records do not show (yet); valid until the next change."""
+        """The resized shares by container, also those that the kubelet's records do not show (yet); valid until the next
+        change."""
         return self._resized
 
     def put(self, allocation: Allocation) -> None:
         """Record a container's allocation in place of the one it had. A resized share stays so on the same GPU."""
-        resized, granted = self._resized.get(allocation.key), None
+        resized, resized_to = self._resized.get(allocation.key), None
+        # Another allocation under the same key: a container that was admitted anew, perhaps on another GPU.
         if resized is not None and not _is_of(resized, allocation):
             del self._resized[allocation.key]
         elif resized is not None:
             known = self._allocations.get(allocation.key)
-            granted = known.granted if known is not None else resized.target
-        allocation = replace(allocation, granted=granted)
+            resized_to = known.resized_to if known is not None else resized.target
+        allocation = replace(allocation, resized_to=resized_to)
+        # Dropped whole and entered anew: the IDs that it no longer has must lose it as their holder.
         old = self._drop(allocation.key)
         self._allocations[allocation.key] = allocation
         self._pods.setdefault(allocation.key.pod_uid, {})[allocation.key] = None
+        # One set for all its IDs, which are thousands: most have no other holder.
         own = frozenset({allocation.key})
         for kind, ids in allocation.ids.items():
             holders = self._holders[kind]
@@ -100,6 +104,7 @@ class AllocationCache:
 
     def release(self, key: ContainerKey) -> Allocation | None:
         """Forget a container; returns its allocation, None where it had none."""
+        # Also without an allocation: a restored size may wait for records that never come.
         self._resized.pop(key, None)
         old = self._drop(key)
         if old is not None:
@@ -117,14 +122,14 @@ class AllocationCache:
         for allocation in allocations:
             self.put(allocation)
 
-    def book(self, share: ResizedShare) -> None:
-        """Charge a share's GPU for `share.booked` from now on. What is enforced changes with `grant` alone."""
+    def charge(self, share: ResizedShare) -> None:
+        """Charge a share's GPU for `share.charged` from now on. What is enforced changes with `resize` alone."""
         self._resized[share.key] = share
         self._resized_changed(share.key)
 
-    def grant(self, key: ContainerKey) -> None:
-        """The isolation is to enforce the share's target from now on: its growth is booked, also on the disk."""
-        self._resized_changed(key, is_granted=True)
+    def resize(self, key: ContainerKey) -> None:
+        """The isolation is to enforce the share's target from now on: its growth is charged, also on the disk."""
+        self._resized_changed(key, is_resized=True)
 
     def forget_resized(self, key: ContainerKey) -> None:
         """The share has the size that the kubelet allocated, or the container is gone."""
@@ -132,40 +137,42 @@ class AllocationCache:
             self._resized_changed(key)
 
     def restore_resized(self, shares: Iterable[ResizedShare]) -> None:
-        """What an earlier agent had granted, on top of the kubelet's records. Those that contradict them are left out."""
+        """Adds what was resized before a restart to the kubelet's records. Those that contradict them are left out."""
         for share in shares:
             allocation = self._allocations.get(share.key)
+            # Without one it counts too: the kubelet's records may not show the container yet, and its capacity is in
+            # use.
             if allocation is None or _is_of(share, allocation):
                 self._resized[share.key] = share
-                self._resized_changed(share.key, is_granted=True)
+                self._resized_changed(share.key, is_resized=True)
 
     def charges(self, *, without: ContainerKey | None = None) -> dict[GpuUuid, Charge]:
-        """What no new container can have of each GPU: what is allocated, and what is lent beyond it to shares that have
-        grown; less what only `without` has."""
+        """What no new container can have of each GPU: what is allocated, and what shares that have grown
+        borrow beyond it; less what only `without` has."""
         found = self._allocated(without)
         add_charges(found, {gpu: net.grown() for gpu, net in self._net(without).items()})
         return found
 
-    def booked_charges(self) -> dict[GpuUuid, Charge]:
-        """As `charges`, by what is booked: the part of a GPU that shares have given back counts as free. For growth only:
-        the kubelet still counts its IDs as taken."""
+    def charges_for_growth(self) -> dict[GpuUuid, Charge]:
+        """The same as `charges`, but the part of a GPU that shares have given back counts as free. For growth only: the
+        kubelet still counts its IDs as taken."""
         found = self._allocated(None)
         add_charges(found, self._net(None))
         return found
 
-    def booked_alone(self, key: ContainerKey) -> Charge:
-        """What is booked of its GPU for a share and for no other container: by so much less would be used without it."""
+    def charged_alone(self, key: ContainerKey) -> Charge:
+        """What is charged of its GPU for a share and for no other container: by so much less would be used without it."""
         gpu, share = self._allocations[key].gpus[0], self._resized.get(key)
         own = self._of_pod[key.pod_uid].get(gpu, NO_CHARGE)
         alone = own.plus(self._charges_of_pod(key.pod_uid, without=key).get(gpu, NO_CHARGE), -1)
         return alone if share is None else alone.plus(self._extra(share))
 
-    def lent(self) -> dict[GpuUuid, Charge]:
-        """What is booked of each GPU beyond its allocated IDs: no free ID stands for it."""
-        return {gpu: lent for gpu, net in self._net(None).items() if (lent := net.grown()) != NO_CHARGE}
+    def borrowed(self) -> dict[GpuUuid, Charge]:
+        """What is charged of each GPU beyond its allocated IDs: no free ID stands for it."""
+        return {gpu: borrowed for gpu, net in self._net(None).items() if (borrowed := net.grown()) != NO_CHARGE}
 
-    def extras(self) -> dict[ContainerKey, Charge]:
-        """By container, by how much what is booked for it differs from its allocated IDs."""
+    def charge_differences(self) -> dict[ContainerKey, Charge]:
+        """The difference between what is charged for each container and its allocated IDs, where there is one."""
         return {key: extra for key, share in self._resized.items() if (extra := self._extra(share)) != NO_CHARGE}
 
     def ledger(self, inventory: GpuInventory, *, without: ContainerKey | None = None) -> Ledger:
@@ -188,13 +195,14 @@ class AllocationCache:
         return charges_of(self._allocations[key] for key in self._pods.get(uid, ()) if key != without)
 
     def _charge_anew(self, uid: PodUid) -> None:
+        # Taken out and put in by pod: distinct IDs are counted in a pod, so a container alone has no charge to add.
         add_charges(self._charges, self._of_pod.pop(uid, {}), -1)
         if uid in self._pods:
             charges = self._of_pod[uid] = self._charges_of_pod(uid)
             add_charges(self._charges, charges)
 
     def _net(self, without: ContainerKey | None) -> dict[GpuUuid, Charge]:
-        """By how much what is booked on each GPU differs from its allocated IDs."""
+        """The difference between what is charged on each GPU and its allocated IDs."""
         net: dict[GpuUuid, Charge] = {}
         for key, share in self._resized.items():
             if key != without:
@@ -202,7 +210,7 @@ class AllocationCache:
         return net
 
     def _extra(self, share: ResizedShare) -> Charge:
-        """Of one share. Two cases in which less is given back than its size says:
+        """The difference of one share. Two cases in which less is given back than its size says:
 
         - The kubelet's records do not show the container: another, without a UID yet, has its IDs, and has them whole.
         - An init container of its pod has the same IDs: it runs again, with its whole share, when the pod's sandbox is made
@@ -210,27 +218,27 @@ class AllocationCache:
         """
         allocation = self._allocations.get(share.key)
 
-        def extra(kind: ResourceKind, booked: int, allocated: int) -> int:
+        def extra(kind: ResourceKind, charged: int, allocated: int) -> int:
             if allocation is None:
-                return max(0, booked - allocated)
+                return max(0, charged - allocated)
             own = allocation.ids_of(kind)
-            if booked < len(own):
-                booked = max(booked, sum(len(self._holders[kind][device]) > 1 for device in own))
-            return booked - len(own)
+            if charged < len(own):
+                charged = max(charged, sum(len(self._holders[kind][device]) > 1 for device in own))
+            return charged - len(own)
 
-        cores = extra(ResourceKind.VCORE, share.booked.cores, share.allocated.cores)
-        memory = extra(share.kind, share.booked.memory, share.allocated.memory)
+        cores = extra(ResourceKind.VCORE, share.charged.cores, share.allocated.cores)
+        memory = extra(share.kind, share.charged.memory, share.allocated.memory)
         if share.kind.measure is Measure.UNITS:
             return Charge(cores=cores, units=memory)
         return Charge(cores=cores, blocks=memory)
 
-    def _resized_changed(self, key: ContainerKey, *, is_granted: bool = False) -> None:
+    def _resized_changed(self, key: ContainerKey, *, is_resized: bool = False) -> None:
         """Subscribers hear of it as of a change of the allocation, also where no record shows the container."""
         allocation, share = self._allocations.get(key), self._resized.get(key)
         new = allocation
         if allocation is not None:
-            granted = None if share is None else share.target if is_granted else allocation.granted
-            new = self._allocations[key] = replace(allocation, granted=granted)
+            resized_to = None if share is None else share.target if is_resized else allocation.resized_to
+            new = self._allocations[key] = replace(allocation, resized_to=resized_to)
         self._changed(allocation, new)
 
     def _drop(self, key: ContainerKey) -> Allocation | None:

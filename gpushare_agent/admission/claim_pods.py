@@ -1,18 +1,167 @@
 """The pods of this node and, beside them, the claims that are prepared on it, each as a pod, for services that know pods.
 
+Which containers use a claim, and how a claim looks as a pod, are plain functions; `ClaimPods` has their results. Pure: the
+module is in pyproject.toml's list.
+
 State owned: the claims' pods as they were shown last, made anew where an allocation or a pod has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.claim_users import by_view, claim_as_pod, claim_users, parts_of_views
+from gpushare_agent.admission.decisions.resize import ResizeRefused, parse_resize, unknown_containers
 from gpushare_agent.cluster.pod_store import PodStore
-from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.pods import ContainerSpec, Pod
+from gpushare_agent.model.allocations import Allocation, ClaimRef, ContainerKey, ShareSize
+from gpushare_agent.model.names import (
+    CORE_LIMIT_ANNOTATION,
+    ISOLATION_ANNOTATION,
+    RESIZE_ANNOTATION,
+    RESIZE_STATUS_ANNOTATION,
+    PodUid,
+)
+from gpushare_agent.model.pods import ContainerSpec, Pod, PodPhase
+
+
+def claim_users(
+    allocations: Iterable[Allocation], pods: Iterable[Pod]
+) -> dict[ContainerKey, list[tuple[Pod, ContainerSpec]]]:
+    """The containers that use each claim's allocation, by its key, in the order of the pods."""
+    of_claims: dict[tuple[str, str], list[Allocation]] = {}
+    for allocation in allocations:
+        if allocation.claim is not None:
+            of_claims.setdefault((allocation.claim.ref.namespace, allocation.claim.ref.name), []).append(allocation)
+    found: dict[ContainerKey, list[tuple[Pod, ContainerSpec]]] = {}
+    if not of_claims:
+        return found
+    for pod in pods:
+        for container, key in _uses(pod, of_claims):
+            found.setdefault(key, []).append((pod, container))
+    return found
+
+
+def _uses(
+    pod: Pod, of_claims: Mapping[tuple[str, str], Sequence[Allocation]]
+) -> Iterator[tuple[ContainerSpec, ContainerKey]]:
+    if not pod.claims:
+        return
+    for container in pod.containers:
+        for name, request in container.claims:
+            for allocation in of_claims.get((pod.namespace, pod.claims.get(name, "")), ()):
+                if allocation.claim is not None and request in ("", allocation.claim.request):
+                    yield container, allocation.key
+
+
+def parts_of_views(allocations: Iterable[Allocation]) -> dict[ContainerKey, list[Allocation]]:
+    """The claims' allocations that a container uses together, by their view's key; its own is the first."""
+    found: dict[ContainerKey, list[Allocation]] = {}
+    for one in allocations:
+        if one.claim is not None:
+            key = ContainerKey(one.key.pod_uid, one.claim.view or one.key.container)
+            parts = found.setdefault(key, [])
+            parts.insert(0 if one.key == key else len(parts), one)
+    return {key: parts for key, parts in found.items() if parts[0].key == key}
+
+
+def by_view(
+    allocations: Mapping[ContainerKey, Allocation], parts_of: Mapping[ContainerKey, Sequence[Allocation]]
+) -> Mapping[ContainerKey, Allocation]:
+    """The allocations as a container sees them: the claims' allocations that one uses together are one, under their view's
+    key."""
+    found = {key: one for key, one in allocations.items() if one.claim is None or one.claim.view in ("", key.container)}
+    return found | {key: _joined(parts) for key, parts in parts_of.items() if len(parts) > 1}
+
+
+def _joined(parts: Sequence[Allocation]) -> Allocation:
+    sizes = [one.size for one in parts]
+    claims = [one.claim for one in parts if one.claim is not None]
+    kinds = dict.fromkeys(kind for one in parts for kind in one.ids)
+    return replace(
+        parts[0],
+        claim=replace(claims[0], core_limit=max(claim.core_limit for claim in claims)),
+        gpus=tuple(dict.fromkeys(gpu for one in parts for gpu in one.gpus)),
+        ids={kind: frozenset().union(*(one.ids_of(kind) for one in parts)) for kind in kinds},
+        is_whole=all(one.is_whole for one in parts),
+        resized_to=ShareSize(cores=sum(size.cores for size in sizes), memory=sum(size.memory for size in sizes)),
+    )
+
+
+def claim_as_pod(ref: ClaimRef, allocations: Sequence[Allocation], users: Sequence[tuple[Pod, ContainerSpec]]) -> Pod:
+    """A pod whose containers are the claim's results: its UID names their directories, and what the claim asked for stands
+    in the annotations that ask for it in a pod. It runs while one of the claim's pods does."""
+    share = allocations[0].claim
+    if share is None:
+        raise AssertionError("an allocation of no claim is shown as one")
+    annotations = {ISOLATION_ANNOTATION: share.isolation, **_resize_of(allocations, users)}
+    if limit := max(one.claim.core_limit for one in allocations if one.claim is not None):
+        annotations[CORE_LIMIT_ANNOTATION] = str(limit)
+    pods = [pod for pod, _ in users]
+    is_running = any(container.name in pod.running for pod, container in users)
+    keys = [one.key for one in allocations]
+    return Pod(
+        uid=PodUid(ref.uid),
+        namespace=ref.namespace,
+        name=pods[0].name if pods else allocations[0].pod_name,
+        phase=PodPhase.RUNNING if is_running else PodPhase.PENDING,
+        containers=tuple(
+            ContainerSpec(name=key.container, kind=allocations[0].kind, position=n) for n, key in enumerate(keys)
+        ),
+        annotations=annotations,
+        is_deleting=bool(pods) and all(pod.is_deleting for pod in pods),
+        has_started=any(pod.has_started for pod in pods),
+        running=frozenset(key.container for key in keys) if is_running else frozenset(),
+        container_ids=_only_ids(allocations, users),
+    )
+
+
+def _only_ids(allocations: Sequence[Allocation], users: Sequence[tuple[Pod, ContainerSpec]]) -> dict[str, str]:
+    """The runtime's ID where a claim of one result has one user: what several containers run as has no ID."""
+    if len(allocations) != 1 or len(users) != 1:
+        return {}
+    (pod, container), key = users[0], allocations[0].key
+    return {key.container: known} if (known := pod.container_ids.get(container.name)) else {}
+
+
+def _resize_of(allocations: Sequence[Allocation], users: Sequence[tuple[Pod, ContainerSpec]]) -> dict[str, str]:
+    """What the pods' annotation asks for the claim, by the names of its allocations; of several pods that have one the
+    first by name counts. One that cannot be read, or names what is neither container nor claim, is handed on: that is
+    reported where it is read."""
+    pods = sorted({pod.uid: pod for pod, _ in users}.values(), key=lambda pod: (pod.name, pod.uid))
+    statuses = [text for pod in pods if (text := pod.annotations.get(RESIZE_STATUS_ANNOTATION))]
+    found = {RESIZE_STATUS_ANNOTATION: statuses[0]} if statuses else {}
+    for pod in pods:
+        if (text := pod.annotations.get(RESIZE_ANNOTATION)) is None:
+            continue
+        if (own := _of_claim(text, pod, allocations)) is not None:
+            return {**found, RESIZE_ANNOTATION: own}
+    return found
+
+
+def _of_claim(text: str, pod: Pod, allocations: Sequence[Allocation]) -> str | None:
+    parsed = parse_resize(text)
+    if isinstance(parsed, ResizeRefused):
+        return text
+    ref = allocations[0].claim.ref if allocations[0].claim is not None else None
+    names = {name for name, claim_name in pod.claims.items() if ref is not None and claim_name == ref.name}
+    entries = text.split(";")
+    results = {one.key.container for one in allocations}
+    unknown = [entry for entry in entries if entry.partition(":")[0] in unknown_containers(pod, parsed)]
+    # A container that the pod does not have is no result of the claim, though one has its name.
+    found = [f"pod/{entry}" if entry.partition(":")[0] in results else entry for entry in unknown]
+    for entry in entries:
+        name, _, amounts = entry.partition(":")
+        claim_name, _, request = name.partition("/")
+        if claim_name in names:
+            found += [
+                f"{one.key.container}:{amounts}"
+                for one in allocations
+                if one.claim is not None and request in ("", one.claim.request)
+            ]
+    return ";".join(found) or None
+
 
 Users = Mapping[ContainerKey, Sequence[tuple[Pod, ContainerSpec]]]
 
@@ -33,12 +182,12 @@ class ClaimPods:
 
     @property
     def users(self) -> Users:
-        """Of each claim's allocation, the containers that use it; valid until the next change."""
+        """The containers that use each claim's allocation; valid until the next change."""
         self._refresh()
         return self._users
 
     def claims_of_containers(self) -> dict[ContainerKey, tuple[ContainerKey, ...]]:
-        """By container, the keys of the claims' allocations that it uses."""
+        """The keys of the claims' allocations that each container uses."""
         found: dict[ContainerKey, tuple[ContainerKey, ...]] = {}
         for key, pairs in self.users.items():
             for pod, container in pairs:
@@ -51,7 +200,7 @@ class ClaimPods:
         return [(pod.container_ids.get(container.name), pod.uid) for pod, container in self.users.get(key, ())]
 
     def running(self) -> dict[ContainerKey, str]:
-        """Of each claim's allocation that one container runs with: the runtime's ID of it."""
+        """The runtime's ID of the container that runs with a claim's allocation, where one alone does."""
         found = {key: {one for one, _ in self.containers_of(key) if one is not None} for key in self.users}
         return {key: next(iter(ids)) for key, ids in found.items() if len(ids) == 1}
 

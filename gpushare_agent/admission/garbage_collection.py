@@ -8,27 +8,38 @@ the pods whose allocations changed since the present one began, and the pods tha
 The kubelet is asked by Get where it has it (1.34 and later); else by List, through the gate, between admissions. A List of
 anyone can give a device ID of another plugin away twice, a Get cannot. The records of a pod that has started change no
 more until it ends or the kubelet restarts, so one that agreed with them is asked about again rarely.
+
+A force-deleted pod's devices are allocated anew by the kubelet while its processes still run (measured): `PodProcesses` says
+whether they do. The pod's cgroup directory has its UID in its name whatever the driver, version, QoS class or nesting, and
+exists until the kubelet has cleaned up; what counts is whether a process is in it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from pathlib import Path
 from typing import NoReturn, Protocol
 
 import structlog
 from msgspec import Struct, field
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.garbage import CorrectionKind, Evidence, Reconciliation, reconcile
-from gpushare_agent.admission.decisions.recovery import Records, rebuild
-from gpushare_agent.admission.pod_processes import PodProcesses
+from gpushare_agent.admission.decisions.recovery import (
+    CorrectionKind,
+    Evidence,
+    Reconciliation,
+    Records,
+    rebuild,
+    reconcile,
+)
+from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import Reconciler, ReportOnce, start_tasks, wait_for
-from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
-from gpushare_agent.kubelet.records import CheckpointEntry, ListedPod
+from gpushare_agent.kubelet.records import CheckpointEntry, KubeletCheckpoint, ListedPod
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import AgentError, NotFound, Rejected, Unavailable
 from gpushare_agent.model.gpus import GpuInventory
@@ -36,6 +47,8 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.node import Pods
+from gpushare_agent.runtime.cgroup_paths import pod_uid_of
+from gpushare_agent.runtime.cgroups import CgroupWalk
 
 log = structlog.get_logger(__name__)
 
@@ -114,15 +127,18 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     """As they were; the longest unasked first."""
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
-        """For PodStore.subscribe: releases an ended pod's allocations at once."""
+        """Releases an ended pod's allocations at once. For PodStore.subscribe."""
         if new is not None and new.is_terminal:
             self._release(new.uid, "terminal")
+        # Not released at once: a pod that was deleted by force is gone from the API server while its processes still
+        # run.
         elif new is None and old is not None and self.cache.of_pod(old.uid):
             self._deleted.add(old.uid)
             self._releases.request()
 
     def allocation_changed(self, old: Allocation | None, new: Allocation | None) -> None:
-        """For AllocationCache.subscribe."""
+        """Notes the pod for a comparison that is under way, and wakes who waits for a release. For
+        AllocationCache.subscribe."""
         if self._is_getting:
             self._changed_pods.update(a.key.pod_uid for a in (old, new) if a is not None)
         if new is None:
@@ -133,7 +149,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         self._agreed.clear()
 
     def request_reconcile(self) -> None:
-        """As soon as possible, not at the next period: the pod store has listed."""
+        """Reconciles as soon as possible, not at the next period: the pod store has listed."""
         self._reconciler.request()
 
     async def recover(self) -> int:
@@ -150,28 +166,30 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         except AgentError as e:
             log.warning("pod_resources_unavailable", purpose="recovery", error=str(e))
         records = Records(listed=listed, checkpoint=checkpoint, pods=self._known_pods())
+        # _LONG_AGO: what was recovered is not fresh, so the first reconcile may correct it.
         self.cache.replace_all(rebuild(records, self.names, self.inventory(), _LONG_AGO))
         return len(self.cache)
 
     async def run(self) -> NoReturn:
-        """Until cancelled: release deleted pods when their event comes, reconcile every period."""
+        """Releases deleted pods when their event comes, and reconciles every period, until cancelled."""
         async with asyncio.TaskGroup() as group:
             # Two tasks: an admission may wait for a release, and a reconcile waits for admissions to pause.
-            release = partial(self._releases.run, self.release_deleted, self._retry_s)
+            release = partial(
+                self._releases.run, self.release_deleted, lambda: DELETED_RETRY_S if self._deleted else None
+            )
             reconcile = partial(self._reconciler.run, self.reconcile, lambda: self.period_s)
             start_tasks(group, {"release deleted pods": release, "reconcile": reconcile})
         raise AssertionError("unreachable: neither task ends")
 
-    def _retry_s(self) -> float | None:
-        return DELETED_RETRY_S if self._deleted else None
-
     async def release_deleted(self) -> None:
         """Release the deleted pods, unless their processes still run."""
         for uid in sorted(self._deleted):
+            # The pod may be back: a watch that began anew can deliver a pod's deletion and the pod again.
             if self.pods.get(uid) is None and await self._may_have_processes(uid):
                 continue
             self._deleted.discard(uid)
             self._still_running.is_over(uid)
+            # Asked again after the await.
             if self.pods.get(uid) is None:
                 self._release(uid, "deleted")
 
@@ -192,16 +210,19 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         is_ending = any((pod := self.pods.get(a.key.pod_uid)) is None or pod.is_deleting for a in self.cache)
         if not is_ending and not self._deleted:
             return False
+        # Cleared before the request: a release that it causes must not be lost.
         self._has_released.clear()
         self._releases.request()
         return await wait_for(self._has_released, RELEASE_WAIT_S)
 
     async def reconcile(self) -> None:
         """Compare the cache with the kubelet and correct it. A kubelet that cannot be asked changes nothing."""
+        # Before the checkpoint and the List: what they show is compared with pods that are at least as old.
         if self.pods.is_synced and self._may_lack_static_pods():
             await self.static_pods.refresh_static(timeout_s=STATIC_PODS_S)
         checkpoint = await self._read_checkpoint()
         try:
+            # None counts as having it: trying is how it becomes known.
             if self.pod_resources.has_get is False or not await self._reconcile_by_get(checkpoint):
                 async with self.gate.quiet_list("reconcile", wait_s=QUIET_WAIT_S) as entries:
                     self._apply(self._decide([entry.decoded() for entry in entries], checkpoint, None))
@@ -209,8 +230,8 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
             log.warning("reconcile_failed", error=str(e))
 
     def _may_lack_static_pods(self) -> bool:
-        """Of a static pod without a mirror pod no event comes, neither its end nor, after the agent's start, that it is
-        there."""
+        """Whether a static pod may be missed: of one without a mirror pod no event comes, neither its end nor, after the
+        agent's start, that it is there."""
         return any(pod.object_uid is None for pod in self.pods.pods()) or any(
             self.pods.get(allocation.key.pod_uid) is None for allocation in self.cache
         )
@@ -232,12 +253,15 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         for number, pod in enumerate(asked, start=1):
             try:
                 listed.append((await self.pod_resources.get_pod(pod.namespace, pod.name, timeout_s=2.0)).decoded())
+            # That is an answer: the kubelet has no such pod, so nothing is listed of it.
             except NotFound:
                 pass
             except Rejected:
                 return False
+            # The kubelet allows 100 calls a second to all its clients together, and an admission's List is one of them.
             if number % GETS_AT_ONCE == 0:
                 await asyncio.sleep(GET_PAUSE_S)
+        # From here on no await: what is compared is of one moment.
         if not self.gate.is_idle:
             return True  # an admission is under way: cache and kubelet may differ for a moment
         deleted = {a.key.pod_uid for a in self.cache if self.pods.get(a.key.pod_uid) is None}
@@ -249,15 +273,17 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         return True
 
     def _pods_to_ask(self) -> Sequence[Pod]:
-        """Those that may differ from the kubelet's records, and some of those that agreed with them."""
+        """The pods that may differ from the kubelet's records, and some of those that agreed with them."""
         pods = [p for p in self.pods.pods() if self.names.wants_any(p) or self.cache.of_pod(p.uid)]
         agree = {p.uid for p in pods if self._agreed.get(p.uid) == (p, self.cache.of_pod(p.uid))}
         self._agreed = {uid: agreed for uid, agreed in self._agreed.items() if uid in agree}
+        # A dict keeps the order of insertion: the first are those that were not asked about for longest.
         left = agree - set(list(self._agreed)[:RECHECKED_PODS])
         return [pod for pod in pods if pod.uid not in left]
 
     def _note_agreed(self, scope: set[PodUid], result: Reconciliation) -> None:
-        """Not of a kubelet that has just started, not before the pod has, and not while the records may lag."""
+        """Notes the pods that agreed: not with a kubelet that has just started, not before the pod has, not while the
+        records may lag."""
         differ = {c.key.pod_uid for c in result.corrections} | {key.pod_uid for key in result.missing}
         age_s = self.kubelet_age_s()
         is_trusted = age_s is not None and age_s >= TRUST_AFTER_S
@@ -274,6 +300,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
     ) -> Reconciliation:
         pods = self._known_pods()
         age_s = self.kubelet_age_s()
+        # The checkpoint has all pods: those that were not asked about would look as if they were not listed.
         entries = [e for e in checkpoint if scope is None or e.pod_uid in scope]
         records = Records(listed=listed, checkpoint=entries, pods=pods)
         evidence = Evidence(
@@ -304,6 +331,7 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
                 self.cache.put(correction.allocation)
             else:
                 self.cache.release(correction.key)
+        # Whole, also where it is empty: only two polls in turn count.
         self._missing = result.missing
         self._deleted |= result.deleted
         if result.deleted:
@@ -333,3 +361,47 @@ class GarbageCollection(Struct, kw_only=True, eq=False):
         except AgentError as e:
             log.debug("kubelet_checkpoint_unreadable", error=str(e))
             return ()
+
+
+READ_TIMEOUT_S = 2.0
+
+
+class PodProcesses:
+    """`root` is where the cgroup hierarchies are mounted."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._thread = DaemonThread("pod-cgroups", advice="Check the file system; it is read again.")
+
+    async def are_running(self, uid: PodUid) -> bool | None:
+        """True while a process is in one of the pod's cgroups, None where this host does not show it.
+
+        Raises:
+            Unavailable: the file system does not answer now; try again.
+        """
+        what = f"reading the processes of pod {uid} below {self._root}"
+        return await self._thread.call(partial(_are_running, self._root, uid), what, READ_TIMEOUT_S)
+
+
+def _are_running(root: Path, uid: str) -> bool | None:
+    # No directory's name could have such a UID: nothing can be said of its processes.
+    if pod_uid_of(f"pod{uid}") != uid or not root.is_dir():
+        return None
+    walk = CgroupWalk(root)
+    if any(place.pod_uid == uid and _has_process(place.path) for place in walk.places()):
+        return True
+    # A directory that could not be read may be the one with the process.
+    return False if walk.is_complete else None
+
+
+def _has_process(path: str) -> bool:
+    for directory, _, files in os.walk(path):
+        if "cgroup.procs" in files:
+            try:
+                with Path(directory, "cgroup.procs").open("rb") as procs:
+                    # The file's size is 0 always: reading is the only way to know whether it lists a process.
+                    if procs.read(1):
+                        return True
+            except OSError:
+                continue
+    return False

@@ -21,8 +21,8 @@ from gpushare_agent.admission.decisions.identity import (
     Target,
     Unresolved,
     identify,
-    is_explained,
-    successor_of,
+    is_accounted_for,
+    next_container_of,
 )
 from gpushare_agent.cluster.pod_store import PodStore, liveliness
 from gpushare_agent.model.allocations import Allocation, ContainerKey
@@ -56,7 +56,8 @@ class InsideLister(Protocol):
 
 class PodFetcher(Protocol):
     async def fetch(self, namespace: str, name: str, *, timeout_s: float) -> Pod | None:
-        """None, NotFound: there is none now; NotFound where it may be a static pod, and why that cannot be known."""
+        """Fetches the pod into the store. None, NotFound: there is none now; NotFound where it may be a static pod, and why
+        that cannot be known."""
 
 
 class KubeletFacts(Protocol):
@@ -85,7 +86,7 @@ class _Lookup(Struct, kw_only=True):
     is_first_poll: bool = True
 
 
-class _Explained(Struct, frozen=True):
+class _AccountedFor(Struct, frozen=True):
     """A listed pod that had everything of a resource, and what that was seen from: none of these values ever changes."""
 
     entry: ListedDevices
@@ -105,11 +106,11 @@ class Identification(Struct, kw_only=True, eq=False):
     clock: Callable[[], float] = time.monotonic
     timeouts: Timeouts
     on_identified: Callable[[str], None] = lambda method: None
-    _explained: dict[str, dict[PodUid, _Explained]] = field(default_factory=dict)
+    _accounted_for: dict[str, dict[PodUid, _AccountedFor]] = field(default_factory=dict)
 
-    def successor(self, resource: str, ids: Sequence[str]) -> Target | None:
+    def next_container(self, resource: str, ids: Sequence[str]) -> Target | None:
         """The container of an Allocate without a GetPreferredAllocation: its IDs are an init container's."""
-        return successor_of(ids, resource, self.pods.get, self._known())
+        return next_container_of(ids, resource, self.pods.get, self._known())
 
     async def identify(self, call: Call, inside: InsideLister) -> Target | Refused:
         """The container of the call, or a refusal with the reason. Never raises for outside faults."""
@@ -139,10 +140,12 @@ class Identification(Struct, kw_only=True, eq=False):
             listed = await self._list(inside, self._left_s(lookup))
             result = await self._decide(call, listed, lookup)
             if isinstance(result, Refused):
+                # Refused a little early: an answer must reach the kubelet within the bound that the node waits.
                 if self.clock() - lookup.started_at + RETRY_S >= self.timeouts.lookup_s:
                     return result
                 await asyncio.sleep(RETRY_S)
                 continue
+            # Not at the first poll: one answer without the pod may be of an API server that lags behind the kubelet.
             if isinstance(result, Unresolved) and not lookup.is_first_poll:
                 result = _without_deleted(result, lookup.verified)
             if isinstance(result, Target):
@@ -152,6 +155,7 @@ class Identification(Struct, kw_only=True, eq=False):
                 doubt = "several" if result.candidates else "none"
                 log.warning("pod_not_identified", doubt=doubt, candidates=_texts(result))
                 return _refusal(result, call, lookup.unverifiable)
+            # What was fetched before the next List may be older than that List.
             lookup.verified.clear()
             lookup.is_first_poll = False
             await self._pause()
@@ -162,11 +166,15 @@ class Identification(Struct, kw_only=True, eq=False):
     ) -> Target | Unresolved | Refused:
         """Decide on one List, fetching the pods that the decision needs from the API server until it needs none."""
         known = self._known(lookup.verified, lookup.unverifiable)
-        listed = self._not_explained(call, listed, known)
+        # Most of a node's pods: without this each admission would compare all of them again.
+        listed = self._not_accounted_for(call, listed, known)
         result = identify(call, listed, known)
         while (
             isinstance(result, Unresolved)
+            # Tenants can create pods faster than they can be fetched: the whole node waits for this call.
             and lookup.fetches < MAX_FETCHES_IN_ALL
+            # The first fetch always: a kubelet that took all the time for its List must not make the API server's
+            # answer impossible.
             and (not lookup.fetches or self.clock() - lookup.started_at < self.timeouts.lookup_s)
             and (names := _to_fetch(result, lookup.verified))
         ):
@@ -196,18 +204,20 @@ class Identification(Struct, kw_only=True, eq=False):
             verified=verified,
         )
 
-    def _not_explained(self, call: Call, listed: Sequence[ListedDevices], known: Known) -> list[ListedDevices]:
-        """Less the pods that are known to have everything of the resource, most of a node: nothing of them has changed since
-        they were found to be such. Static pods stay, for their files may have changed."""
-        before, now = self._explained.get(call.resource, {}), dict[PodUid, _Explained]()
-        self._explained[call.resource] = now
+    def _not_accounted_for(self, call: Call, listed: Sequence[ListedDevices], known: Known) -> list[ListedDevices]:
+        """The listed pods less those that are known to have everything of the resource, most of a node: nothing of them has
+        changed since they were found to be such. Static pods stay, for their files may have changed."""
+        before, now = self._accounted_for.get(call.resource, {}), dict[PodUid, _AccountedFor]()
+        self._accounted_for[call.resource] = now
         resource, allocations, left = call.resource, known.allocations, []
         for entry in listed:
             pod = known.pods.get((entry.namespace, entry.name))
+            # A static pod's file can change without an event: it is looked at each time.
             if pod is None or pod.is_static:
                 left.append(entry)
                 continue
             seen = before.get(pod.uid)
+            # `is` suffices: entries and pods are replaced when they change, never changed.
             if seen is not None and seen.entry is entry and seen.pod is pod:
                 for key, allocation in seen.allocations:
                     if allocations.get(key) is not allocation:
@@ -215,15 +225,17 @@ class Identification(Struct, kw_only=True, eq=False):
                 else:
                     now[pod.uid] = seen
                     continue
-            if is_explained(pod, entry, resource, call, known):
+            if is_accounted_for(pod, entry, resource, call, known):
                 keys = [ContainerKey(pod.uid, container.name) for container in pod.containers]
-                now[pod.uid] = _Explained(entry, pod, tuple((key, allocations.get(key)) for key in keys))
+                now[pod.uid] = _AccountedFor(entry, pod, tuple((key, allocations.get(key)) for key in keys))
             else:
                 left.append(entry)
         return left
 
     async def _list(self, inside: InsideLister, timeout_s: float) -> Sequence[ListedDevices]:
         """What the kubelet lists; for a kubelet in which a List could cause a panic, the pending pods of the pod store."""
+        # Raises while the version is unknown: a List in a 1.29 kubelet could end it, and with it the whole node's
+        # admissions.
         if await self.kubelet.wait_lists_inside(timeout_s=timeout_s):
             return await inside.list_entries()
         known = self._known()
@@ -239,6 +251,7 @@ class Identification(Struct, kw_only=True, eq=False):
                 lookup.unverifiable.pop((namespace, name), None)
             except NotFound as e:
                 lookup.unverifiable[namespace, name] = str(e)
+            # Either is no answer about the pod: refusing it now is better than guessing.
             except (Unavailable, Rejected) as e:
                 failures.append(f"pod {namespace}/{name}: {e}")
             except AgentError as e:
@@ -258,6 +271,7 @@ class Identification(Struct, kw_only=True, eq=False):
 
     async def _refresh(self, result: Unresolved, lookup: _Lookup) -> None:
         """Fetch the candidates again: one of them may have ended."""
+        # Of several candidates all but one were perhaps refused or deleted since: only the API server knows.
         names = sorted({(s.pod.namespace, s.pod.name) for s in result.candidates})[:MAX_FETCHES]
         if names:
             await self._fetch(names, lookup)
@@ -306,8 +320,8 @@ def _method(listed: Sequence[ListedDevices], lookup: _Lookup) -> str:
 
 
 def _to_fetch(result: Unresolved, verified: set[tuple[str, str]]) -> list[tuple[str, str]]:
-    wanted = [name for name in (*result.unknown, *result.suspects) if name not in verified]
-    return wanted[:MAX_FETCHES]
+    requested = [name for name in (*result.unknown, *result.to_recheck) if name not in verified]
+    return requested[:MAX_FETCHES]
 
 
 def _without_deleted(result: Unresolved, verified: set[tuple[str, str]]) -> Target | Unresolved:

@@ -2,24 +2,23 @@
 the ledger (cluster/pod_annotations.py).
 
 The observer of admission/admission.py. Never blocks, decides nothing. State owned: the last decisions (`DecisionLog`), which
-dra/outcomes.py writes too; readers copy.
+dra/claims.py writes too; readers copy.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.decide import in_short, with_gpus
+from gpushare_agent.admission.decisions.decide import Decision
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.cluster.events import MAX_MESSAGE_CHARS, PodEvents
 from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.decision_records import DecisionRecord, Outcome
+from gpushare_agent.model.decision_records import Candidate, DecisionRecord, Outcome
 from gpushare_agent.model.errors import Refused
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.names import GpuUuid
@@ -39,7 +38,7 @@ class OutcomeReporter(Struct, kw_only=True, eq=False):
     wall_clock_ns: Callable[[], int] = time.time_ns
 
     def allocated(self, decision: Decision, allocation: Allocation) -> None:
-        """By a decision without a place nothing was decided now: an init container's IDs are passed on, or a further
+        """A decision without a place decided nothing now: an init container's IDs are passed on, or a further
         resource of a container is added to those that it has."""
         self.metrics.admission(decision.resource, "allocated", "")
         if decision.placed is not None:
@@ -91,33 +90,64 @@ def _with_verdicts(refused: Refused, decision: Decision) -> Refused:
     return replace(refused, detail=f"{refused.detail}{_GPU_BY_GPU}{verdicts}.") if verdicts else refused
 
 
+def with_gpus(decision: Decision, gpus: Collection[GpuUuid]) -> Decision:
+    """The same where the container got other GPUs than planned, which the kubelet's IDs then name, or none after all."""
+    if {c.uuid for c in decision.candidates if c.is_chosen} == set(gpus):
+        return decision
+    candidates = tuple(
+        replace(
+            candidate,
+            is_chosen=candidate.uuid in gpus,
+            verdict="chosen: the kubelet allocated its IDs"
+            if candidate.uuid in gpus
+            else ("planned, but the kubelet allocated other IDs" if gpus else "it was planned here")
+            if candidate.is_chosen
+            else candidate.verdict,
+        )
+        for candidate in decision.candidates
+    )
+    return replace(decision, candidates=candidates)
+
+
+def in_short(candidates: Sequence[Candidate], most_chars: int) -> str:
+    """`GPU 0: 20 cores short; GPU 1: …`, for an Event. Empty where not one GPU fits into `most_chars`."""
+    text = ""
+    for candidate in candidates:
+        more = f"{'; ' if text else ''}GPU {candidate.label}: {candidate.verdict}"
+        if len(text) + len(more) > most_chars:
+            return f"{text}; …" if text else ""
+        text += more
+    return text
+
+
 class DecisionLog:
-    """Keeps the last `kept` records, newest last. In memory only: those from before a restart are in the agent's log and the
+    """The last `limit` records, newest last. In memory only: those from before a restart are in the agent's log and the
     Events. After new settings (SIGHUP) the records and their numbers continue."""
 
-    def __init__(self, kept: int) -> None:
-        self._records: deque[DecisionRecord] = deque(maxlen=kept)
+    def __init__(self, limit: int) -> None:
+        self._records: deque[DecisionRecord] = deque(maxlen=limit)
         self._number = 0
 
     @property
     def number(self) -> int:
-        """Of the newest record, 0 before the first."""
+        """The number of the newest record, 0 before the first."""
         return self._number
 
     def add(self, record: DecisionRecord) -> DecisionRecord:
-        """Numbers the record and keeps it."""
+        """Numbers the record and adds it."""
         self._number += 1
         numbered = replace(record, number=self._number)
         self._records.append(numbered)
         return numbered
 
-    def take_over(self, earlier: DecisionLog) -> None:
+    def take_over(self, previous: DecisionLog) -> None:
         """Continue the log of the agent before it read its settings again; call it before the first `add`."""
-        self._number = earlier._number
-        self._records.extend(earlier._records)
+        self._number = previous._number
+        self._records.extend(previous._records)
 
     def newest(self, limit: int, *, namespace: str = "", pod: str = "", after: int = 0) -> tuple[DecisionRecord, ...]:
-        """At most `limit`, newest first: of one pod where it is named, and only those numbered above `after`."""
+        """The newest records, `limit` at most, newest first: of one pod where it is named, and only those numbered above
+        `after`."""
         found = (
             record
             for record in reversed(self._records)

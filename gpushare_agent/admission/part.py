@@ -16,12 +16,10 @@ from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.ledger import Policy
 from gpushare_agent.admission.decisions.resize import ResizePolicy
 from gpushare_agent.admission.device_tables import DeviceTables
-from gpushare_agent.admission.garbage_collection import GarbageCollection
+from gpushare_agent.admission.garbage_collection import GarbageCollection, PodProcesses
 from gpushare_agent.admission.identification import Identification, Timeouts
 from gpushare_agent.admission.outcomes import DecisionLog, OutcomeReporter
-from gpushare_agent.admission.pod_processes import PodProcesses
-from gpushare_agent.admission.resize_file import ResizeFile
-from gpushare_agent.admission.resizing import ResizeReporter, ResizeReports, ShareResizing
+from gpushare_agent.admission.resizing import ResizeFile, ResizeReporter, ResizeReports, ShareResizing
 from gpushare_agent.cluster.part import ClusterPart
 from gpushare_agent.isolation import IsolationConfig
 from gpushare_agent.isolation.device_lists import CONTROL_NODES, NodeDevices
@@ -29,10 +27,8 @@ from gpushare_agent.isolation.device_nodes import ControlNodes, read_extra_devic
 from gpushare_agent.isolation.driver_volume.plan import DriverVolume, VolumeName
 from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.kit.supervision import Tasks, wait_for
-from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
-from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_plugin import DevicePlugin
-from gpushare_agent.kubelet.facts import KubeletFacts
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.kubelet.handover import (
     LOCK_POLL_S,
     TAKE,
@@ -44,9 +40,9 @@ from gpushare_agent.kubelet.handover import (
     ask_for_handover,
     instance_socket_name,
 )
-from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
-from gpushare_agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
-from gpushare_agent.kubelet.registration import Registrar, register
+from gpushare_agent.kubelet.pod_resources import KubeletFacts, PodResourcesClient, PodResourcesGate
+from gpushare_agent.kubelet.records import KubeletCheckpoint
+from gpushare_agent.kubelet.registration import PluginEndpoint, Registrar, register
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.pods import Pod
@@ -90,47 +86,49 @@ class AdmissionPart(Struct, kw_only=True):
     stands_by: bool = False
     """Another agent serves, and this one waits until it leaves: nothing is wrong with it."""
     has_recovered: bool = False
-    """This life answers the kubelet, or did."""
-    is_next_life: bool = False
-    """It goes on with what another life serves to the kubelet."""
+    """This generation answers the kubelet, or did."""
+    is_reloaded: bool = False
+    """It goes on with what the generation before the reload serves to the kubelet."""
 
-    def go_on_from(self, earlier: AdmissionPart) -> None:
-        """Go on with what an earlier life kept: with its lock, its sockets, and the kubelet's calls that wait there."""
-        self.registrar.take_over(earlier.registrar)
-        self.registrar.is_kept = True  # until this life answers: one that fails before leaves them to the next
-        if self.node.settings.kubelet.device_plugin_path == earlier.node.settings.kubelet.device_plugin_path:
-            self.lock = earlier.lock
+    def go_on_from(self, previous: AdmissionPart) -> None:
+        """Go on with what the generation before the reload left: its lock, its sockets, and the kubelet's calls that
+        wait."""
+        self.registrar.take_over(previous.registrar)
+        # Until this generation answers: where its settings fail before that, the sockets must outlive it for the next one.
+        self.registrar.stays_registered = True
+        if self.node.settings.kubelet.device_plugin_path == previous.node.settings.kubelet.device_plugin_path:
+            self.lock = previous.lock
         else:
-            earlier.lock.release()
-        self.facts.take_over(earlier.facts)
-        self.refused_pods.take_over(earlier.refused_pods)
-        self.is_next_life = True
+            previous.lock.release()
+        self.facts.take_over(previous.facts)
+        self.refused_pods.take_over(previous.refused_pods)
+        self.is_reloaded = True
 
     async def recover(self) -> None:
-        """The ledger, from the kubelet's records. From then on this life answers the kubelet."""
+        """The ledger, from the kubelet's records. From then on this generation answers the kubelet."""
         resized = await self.resizing.load()
         containers = await self.garbage.recover()
         self.resizing.restore(resized)
         self.tables.refresh()
         self.registrar.renew()
         self.calls.open(self.admission, self.starts.pre_start)
-        self.registrar.is_kept, self.has_recovered = False, True
+        self.registrar.stays_registered, self.has_recovered = False, True
         for resource in filter(self.registrar.is_registered, self.node.names.names):
             self.first_registration.registered(resource)
         log.info("allocations_recovered", containers=containers)
 
     async def end(self) -> None:
-        """Ends the service to the kubelet. Of a life whose sockets another one has taken over none is left."""
+        """Ends the service to the kubelet. Nothing is left of it where another generation has taken over the sockets."""
         await self.registrar.close()
         self.lock.release()
 
-    async def follow(self, *, is_newcomer: bool) -> bool:
+    async def follow(self, *, is_incoming: bool) -> bool:
         """One attempt to become the agent that serves: asks the one that does, if it is alive. True: register now, then
         `take_over`. This agent may have the lock already."""
         with suppress(Unavailable):
             await self.registrar.serve()
         directory = self.node.settings.kubelet.device_plugin_path
-        if await ask_for_handover(directory, TAKE if is_newcomer else WAIT, timeout_s=ASK_S):
+        if await ask_for_handover(directory, TAKE if is_incoming else WAIT, timeout_s=ASK_S):
             return True
         if self.lock.try_acquire():
             return True
@@ -157,20 +155,20 @@ class AdmissionPart(Struct, kw_only=True):
             ) from e
 
     async def leave(self) -> None:
-        """Where a successor waits: ends the service to the kubelet in a moment between two admissions, and answers the
-        successor, which registers then."""
-        self.registrar.is_kept = False
-        if not self.handover.successors:
+        """Ends, where another agent waits, the service to the kubelet in a moment between two admissions, and answers that
+        agent, which registers then."""
+        self.registrar.stays_registered = False
+        if not self.handover.waiting:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(HANDOVER_WAIT_S):
                 await self._wait_quiet()
-        await self.registrar.leave(lambda: self.handover.successors)
+        await self.registrar.leave(lambda: self.handover.waiting)
         await self.handover.answer()
 
     async def _wait_quiet(self) -> None:
-        """Until no call is open, none was just now, and no pod of the node waits for its admission: a slow API server or
-        node makes pauses in a burst that are no end of it."""
+        """Waits until no call is open, none was just now, and no pod of the node waits for its admission: a slow API server
+        or node makes pauses in a burst that are no end of it."""
         while True:
             await self.calls.wait_idle()
             async with self.gate.quiet():
@@ -194,13 +192,13 @@ class AdmissionPart(Struct, kw_only=True):
         }
 
     async def wait_registered(self) -> None:
-        """Not longer than REGISTER_FIRST_S."""
+        """Waits until every resource was registered once, REGISTER_FIRST_S at most."""
         if not await wait_for(self.first_registration.done, REGISTER_FIRST_S):
             log.warning("kubelet_not_there_yet", directory=str(self.node.settings.kubelet.device_plugin_path))
 
     async def pause(self) -> None:
-        """From a moment between two admissions on the kubelet's calls wait for the next life of the agent, to which all that
-        this one serves to the kubelet is left. What it answered is then in the kubelet's records."""
+        """Lets the kubelet's calls wait, from a moment between two admissions on, for the next generation, to which all
+        that this one serves to the kubelet is left. What it answered is then in the kubelet's records."""
         try:
             async with asyncio.timeout(PAUSE_WAIT_S):
                 await self.calls.close_between(self.admission.is_between_admissions)
@@ -209,7 +207,7 @@ class AdmissionPart(Struct, kw_only=True):
         except TimeoutError:
             log.warning("admissions_not_paused", waited_s=PAUSE_WAIT_S, then="the settings change during an admission")
         self.calls.close()
-        self.registrar.is_kept = True
+        self.registrar.stays_registered = True
 
     def not_ready(self) -> list[str]:
         if self.stands_by:
@@ -240,9 +238,9 @@ def build(
     decisions: DecisionLog,
     cluster: ClusterPart,
     isolation: Isolations,
-    earlier: AdmissionPart | None = None,
+    previous: AdmissionPart | None = None,
 ) -> AdmissionPart:
-    """Joined, not started. The sockets of new resources have the handover and the queue of the `earlier` life."""
+    """Joined, not started. The sockets of new resources have the handover and the queue of the `previous` generation."""
     kubelet, refused_pods, ids = node.settings.kubelet, RefusedPods(), DeviceIds()
     pod_resources = PodResourcesClient(kubelet.pod_resources_socket, ids)
     gate = PodResourcesGate(pod_resources, on_list=node.metrics.pod_resources_listed)
@@ -252,7 +250,7 @@ def build(
     )
     garbage = _build_garbage_collection(node, cache, cluster, gate, pod_resources, checkpoint)
     tables = _build_tables(node, cache, isolation, ids)
-    handover, calls = (earlier.handover, earlier.calls) if earlier is not None else (Handover(), QueuedCalls())
+    handover, calls = (previous.handover, previous.calls) if previous is not None else (Handover(), QueuedCalls())
     return AdmissionPart(
         node=node,
         cache=cache,

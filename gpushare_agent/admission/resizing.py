@@ -3,50 +3,61 @@
 Level, not edge: each round compares every share with its annotation; a change of a pod, an allocation or a GPU only
 starts one. In a round, in this order:
 
-1. Decide, and book what grows (`AllocationCache.book`), without an await between.
-2. Save what is booked. What cannot be saved is not granted.
-3. Grant: the isolation sees the new size (`Allocation.granted`).
+1. Decide, and charge what grows (`AllocationCache.charge`), without an await between.
+2. Save what is charged. What cannot be saved is not applied.
+3. Apply: the isolation sees the new size (`Allocation.resized_to`).
 4. Let the isolations enforce it, again in each new container: it begins with what Allocate answered.
-5. Book less where what was given back is neither in use nor can be used. Then once more from 1: others may grow into it.
+5. Charge less where what was given back is neither in use nor can be used. Then once more from 1: others may grow into it.
 
 State owned: what is in the file, and what is enforced since when; what the pods' Events and the annotation with the status
 say of it (`ResizeReports`). The sizes themselves belong to the allocation cache. The annotation's grammar and every
 decision: decisions/resize.py. Who may write it: docs/explanation/resize.md.
+
+The file, the setting resize.state_file, has the shares whose size was changed while they run, over a restart of the agent:
+
+    {"version": 1, "shares": [{"pod_uid": "…", "container": "main", "gpu": "GPU-…", "resource": "vmemory",
+                               "allocated": "30,8", "target": "50,24", "booked": "50,24", "instance": "…"}]}
+
+Sizes are cores and memory units; the fields are those of `ResizedShare`. It is written before a share grows, so that no
+restart gives the same capacity away twice. A file that is not this format is set aside as `<name>.corrupt`, and every share
+then has what the kubelet allocated, in the ledger and by its isolation.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
 
 import structlog
 from msgspec import Struct, field
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.resize import (
+    DesiredSize,
     ResizePolicy,
     ResizeReason,
     ResizeRefused,
-    WantedSize,
     bounded_status,
     claim_refusal,
     decide_resize,
     describe,
     enforced,
     is_resizable,
-    kept_size,
     mode_refusal,
     parse_resize,
     shown_name,
     status_text,
     target_of,
+    unchanged_size,
     unknown_containers,
 )
-from gpushare_agent.admission.resize_file import MAX_SHARES, ResizeFile
 from gpushare_agent.cluster.events import PodEvents
 from gpushare_agent.cluster.pod_annotations import PodAnnotations
 from gpushare_agent.isolation import Isolation
+from gpushare_agent.kit.state_file import StateFile
 from gpushare_agent.kit.supervision import Reconciler, ReportOnce
 from gpushare_agent.model.allocations import (
     NO_CHARGE,
@@ -57,16 +68,112 @@ from gpushare_agent.model.allocations import (
     ShareSize,
     add_charges,
 )
-from gpushare_agent.model.errors import AgentError
+from gpushare_agent.model.errors import AgentError, Corrupt
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import RESIZE_ANNOTATION, RESIZE_STATUS_ANNOTATION, GpuUuid, PodUid
+from gpushare_agent.model.names import (
+    CORES_PER_GPU,
+    RESIZE_ANNOTATION,
+    RESIZE_STATUS_ANNOTATION,
+    GpuUuid,
+    PodUid,
+    is_container_id,
+)
 from gpushare_agent.model.pods import Pod
-from gpushare_agent.model.resources import ResourceNames
+from gpushare_agent.model.resources import KINDS, Measure, ResourceNames
 from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.placement import GpuAccount
 from gpushare_agent.placement.gpu_account import account_of
 
 log = structlog.get_logger(__name__)
+
+VERSION = 1
+MAX_SHARES = 1024
+"""Such a file is below the megabyte that is read. Further shares are not resized."""
+_NAME = re.compile(r"[0-9A-Za-z:._-]{1,128}")
+_MEMORY_KINDS = tuple(kind for kind in KINDS if kind.measure in (Measure.BLOCKS, Measure.UNITS))
+_SIZE = re.compile(r"([0-9]{1,7}),([0-9]{1,7})")
+
+
+class ResizeFile:
+    def __init__(self, path: Path) -> None:
+        self._file = StateFile(path, "the resized shares", on_corrupt=_report_corrupt)
+
+    async def load(self) -> tuple[ResizedShare, ...]:
+        """What was saved; nothing where there is no file, or one that had to be set aside. Raises Unavailable."""
+        return await self._file.load(_parsed, tuple)
+
+    async def save(self, shares: Iterable[ResizedShare]) -> None:
+        """Replaces the file, whole and on the disk when this returns. Raises Unavailable."""
+        ordered = sorted(shares, key=lambda share: share.key)
+        await self._file.save(lambda: {"version": VERSION, "shares": [_document(share) for share in ordered]})
+
+
+def _report_corrupt(why: str, kept_as: Path) -> None:
+    log.error(
+        "resize_state_corrupt",
+        why=why,
+        kept_as=str(kept_as),
+        then="every share gets what the kubelet allocated; those whose pods ask for another size are resized anew",
+    )
+
+
+def _document(share: ResizedShare) -> dict[str, str]:
+    sizes = {"allocated": share.allocated, "target": share.target, "booked": share.charged}
+    return {
+        "pod_uid": share.key.pod_uid,
+        "container": share.key.container,
+        "gpu": share.gpu,
+        "resource": share.kind.value,
+        **{name: f"{size.cores},{size.memory}" for name, size in sizes.items()},
+        "instance": share.instance,
+    }
+
+
+def _parsed(raw: Any) -> tuple[ResizedShare, ...]:
+    """Raises Corrupt."""
+    raw_shares = raw.get("shares") if isinstance(raw, dict) else None
+    if not isinstance(raw_shares, list) or len(raw_shares) > MAX_SHARES or raw.get("version") != VERSION:
+        raise Corrupt(f"it is no object of version {VERSION} with a list of at most {MAX_SHARES} shares")
+    found = {share.key: share for share in map(_share, raw_shares)}
+    if len(found) < len(raw_shares):
+        raise Corrupt("a container is in it twice")
+    return tuple(found.values())
+
+
+def _share(raw: Any) -> ResizedShare:
+    fields = raw if isinstance(raw, dict) else {}
+    instance = fields.get("instance")
+    kind = next((kind for kind in _MEMORY_KINDS if kind.value == fields.get("resource")), None)
+    target, charged, allocated = (_size(fields.get(name)) for name in ("target", "booked", "allocated"))
+    if kind is None:
+        raise Corrupt("a share in it has no memory")
+    if not (isinstance(instance, str) and (not instance or is_container_id(instance))):
+        raise Corrupt("the container ID of a share in it is none")
+    if charged.at_least(target) != charged or not target.memory:
+        raise Corrupt("a share in it has more than is charged, or nothing")
+    return ResizedShare(
+        key=ContainerKey(PodUid(_name(fields.get("pod_uid"))), _name(fields.get("container"))),
+        gpu=GpuUuid(_name(fields.get("gpu"))),
+        kind=kind,
+        allocated=allocated,
+        target=target,
+        charged=charged,
+        instance=instance,
+    )
+
+
+def _name(raw: Any) -> str:
+    if not isinstance(raw, str) or not _NAME.fullmatch(raw):
+        raise Corrupt("a name in it is none")
+    return raw
+
+
+def _size(raw: Any) -> ShareSize:
+    match = _SIZE.fullmatch(raw) if isinstance(raw, str) else None
+    if match is None or int(match[1]) >= CORES_PER_GPU:
+        raise Corrupt("a size in it is none of a share")
+    return ShareSize(cores=int(match[1]), memory=int(match[2]))
+
 
 PERIOD_S = 1.0
 """Between two rounds while a share is resized: a container that was restarted has its former limits for so long."""
@@ -112,34 +219,34 @@ class ResizeRound(Struct):
     unenforced: dict[ContainerKey, str] = field(default_factory=dict)
 
 
-class BookedAccounts:
-    """Each GPU as it is booked, during one round of decisions, in which nothing but `book` changes the cache. Counted at the
-    first need and kept from then on: to count all again for each share of hundreds would hold up the event loop."""
+class GrowthAccounts:
+    """Each GPU as it is charged, during one round of decisions, in which nothing but `charge` changes the cache. Counted at
+    the first need only: to count all again for each share of hundreds would hold up the event loop."""
 
     def __init__(self, cache: AllocationCache, inventory: Callable[[], GpuInventory], names: ResourceNames) -> None:
         self._cache = cache
         self._inventory = inventory
         self._names = names
-        self._booked: dict[GpuUuid, Charge] | None = None
+        self._charges: dict[GpuUuid, Charge] | None = None
 
     def without(self, allocation: Allocation) -> GpuAccount | None:
-        """The account of the share's GPU as booked for all others; None where that GPU is not there."""
-        if self._booked is None:
-            self._booked = self._cache.booked_charges()
+        """The account of the share's GPU as charged for all others; None where that GPU is not there."""
+        if self._charges is None:
+            self._charges = self._cache.charges_for_growth()
         gpu = self._inventory().by_uuid().get(allocation.gpus[0])
         if gpu is None:
             return None
-        booked = self._booked.get(gpu.uuid, NO_CHARGE)
-        return account_of(gpu, self._names, booked.plus(self._cache.booked_alone(allocation.key), -1))
+        charged = self._charges.get(gpu.uuid, NO_CHARGE)
+        return account_of(gpu, self._names, charged.plus(self._cache.charged_alone(allocation.key), -1))
 
-    def book(self, share: ResizedShare) -> None:
-        """As `AllocationCache.book`, of a share whose account was asked for."""
-        if self._booked is None:
-            raise AssertionError(f"{share.key} is booked without a look at its GPU's account")
-        before = self._cache.booked_alone(share.key)
-        self._cache.book(share)
-        more = self._cache.booked_alone(share.key).plus(before, -1)
-        add_charges(self._booked, {share.gpu: more})
+    def charge(self, share: ResizedShare) -> None:
+        """Calls `AllocationCache.charge` for a share whose account was asked for, and counts it in."""
+        if self._charges is None:
+            raise AssertionError(f"{share.key} is charged without a look at its GPU's account")
+        before = self._cache.charged_alone(share.key)
+        self._cache.charge(share)
+        more = self._cache.charged_alone(share.key).plus(before, -1)
+        add_charges(self._charges, {share.gpu: more})
 
 
 class ShareResizing(Struct, kw_only=True, eq=False):
@@ -163,7 +270,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     _save_failure: ReportOnce = field(default_factory=ReportOnce)
 
     def usage_sampled(self, usage: UsageRound | None) -> None:
-        """For UsageSampling.subscribe."""
+        """Takes the newest sample. For UsageSampling.subscribe."""
         self._usage = usage
 
     def request_usage_by(self, request: Callable[[], None]) -> None:
@@ -175,7 +282,8 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         self._reconciler.request()
 
     async def load(self) -> tuple[ResizedShare, ...]:
-        """What an earlier agent granted, for `restore`."""
+        """What was resized before a restart, for `restore`."""
+        # Without a file the sizes end with this agent, as the setting says.
         if self.file is None:
             return ()
         try:
@@ -184,7 +292,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             log.error(
                 "resize_state_not_read",
                 error=str(e),
-                then="every share gets what the kubelet allocated; what was lent may be allocated again",
+                then="every share gets what the kubelet allocated; what was borrowed may be allocated again",
             )
             return ()
 
@@ -196,7 +304,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             log.info("resized_shares_restored", count=len(self.cache.resized))
 
     async def run(self) -> NoReturn:
-        """Until cancelled."""
+        """Reconciles when something has changed, and every period while a share is resized, until cancelled."""
 
         def due_s() -> float | None:
             return PERIOD_S if self.cache.resized or self._saved or self._has_refused else None
@@ -207,12 +315,14 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         """One round. A share that cannot be enforced does not stop the others."""
         self._forget_gone()
         found = ResizeRound()
+        # Twice at most: what shrank in the first pass makes room for growth in the second; more waits for the next
+        # round.
         for _ in range(2):
             found = self._decide()
-            await self._save_and_grant()
+            await self._save_and_apply()
             if not await self._enforce(found):
                 break
-        await self._save_and_grant()
+        await self._save_and_apply()
         self._has_refused = bool(found.refused or found.unknown)
         if self.pods.is_synced:
             self.reports.report(found)
@@ -220,7 +330,7 @@ class ShareResizing(Struct, kw_only=True, eq=False):
     # --- 1: decide ---
 
     def _forget_gone(self) -> None:
-        """Of pods that have ended while the agent was away: no allocation of theirs will be released."""
+        """Forgets sizes of pods that ended while the agent was away: no allocation of theirs will be released."""
         if not self.pods.is_synced:
             return
         for key in self._enforced.keys() - self.cache.resized.keys():
@@ -231,12 +341,13 @@ class ShareResizing(Struct, kw_only=True, eq=False):
                 self.cache.forget_resized(key)
 
     def _decide(self) -> ResizeRound:
-        """Books every change that may be; why the others may not. Shares that shrink come first, others may grow then."""
+        """Charges every change that may be; why the others may not. Shares that shrink come first, others may grow then."""
         found = ResizeRound()
-        accounts = BookedAccounts(self.cache, self.inventory, self.policy.names)
-        candidates: list[tuple[Allocation, Pod, WantedSize]] = []
+        accounts = GrowthAccounts(self.cache, self.inventory, self.policy.names)
+        candidates: list[tuple[Allocation, Pod, DesiredSize]] = []
         for allocation in self.cache:
             pod = self.pods.get(allocation.key.pod_uid)
+            # It ends: what it has is freed as a whole, and a smaller size would be for nothing.
             if pod is None or pod.is_deleting or pod.is_terminal:
                 continue
             if (text := pod.annotations.get(RESIZE_ANNOTATION)) is None and allocation.key not in self.cache.resized:
@@ -247,47 +358,50 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             parsed = parse_resize(text) if text is not None else {}
             if isinstance(parsed, ResizeRefused):
                 found.refused[allocation.key] = parsed
-                wanted = kept_size(allocation, self.cache.resized.get(allocation.key), self.policy)
+                desired = unchanged_size(allocation, self.cache.resized.get(allocation.key), self.policy)
             else:
-                wanted = parsed.get(allocation.key.container, WantedSize())
+                desired = parsed.get(allocation.key.container, DesiredSize())
                 if unknown := unknown_containers(pod, parsed):
                     found.unknown[pod.uid] = unknown[0]
-            candidates.append((allocation, pod, wanted))
-        for allocation, pod, wanted in sorted(candidates, key=_grows):
-            if (reason := self._decide_one(allocation, pod, wanted, accounts)) is not None:
+            candidates.append((allocation, pod, desired))
+        # False sorts before True: shares that shrink, whose capacity those that grow may use in the same round.
+        for allocation, pod, desired in sorted(candidates, key=_grows):
+            if (reason := self._decide_one(allocation, pod, desired, accounts)) is not None:
                 found.refused[allocation.key] = reason
         return found
 
     def _decide_one(
-        self, allocation: Allocation, pod: Pod, wanted: WantedSize, accounts: BookedAccounts
+        self, allocation: Allocation, pod: Pod, desired: DesiredSize, accounts: GrowthAccounts
     ) -> ResizeRefused | None:
         isolation = self.enforcement.isolation_of(pod)
         if isolation is None:
             return None
         key, known = allocation.key, self.cache.resized.get(allocation.key)
         siblings = self.cache.of_pod(key.pod_uid) if allocation.claim is not None else ()
-        refused = mode_refusal(allocation, wanted, self.policy)
-        refused = refused or claim_refusal(allocation, wanted, siblings, self.policy)
+        refused = mode_refusal(allocation, desired, self.policy)
+        refused = refused or claim_refusal(allocation, desired, siblings, self.policy)
         if refused is not None:
-            wanted = kept_size(allocation, known, self.policy)
-        if target_of(allocation, wanted) == (known.target if known is not None else allocation.allocated_size):
+            desired = unchanged_size(allocation, known, self.policy)
+        if target_of(allocation, desired) == (known.target if known is not None else allocation.allocated_size):
             return refused  # in every round the case of most
         if (account := accounts.without(allocation)) is None:
             return refused
-        outcome = decide_resize(allocation, wanted, known, account, isolation, self.policy)
+        outcome = decide_resize(allocation, desired, known, account, isolation, self.policy)
+        # As many as the file holds: one that is not saved would be given away again after a restart.
         if isinstance(outcome, ResizedShare) and known is None and len(self.cache.resized) >= MAX_SHARES:
             outcome = ResizeRefused(
                 reason=ResizeReason.TOO_MANY, detail=f"{MAX_SHARES} shares of this node are resized: no more can be."
             )
         if isinstance(outcome, ResizedShare):
-            accounts.book(outcome)
+            accounts.charge(outcome)
             return refused
         return refused or outcome
 
-    # --- 2 and 3: save and grant ---
+    # --- 2 and 3: save and apply ---
 
-    async def _save_and_grant(self) -> None:
+    async def _save_and_apply(self) -> None:
         shares = dict(self.cache.resized)
+        # Written before the isolation sees a larger size: a crash between the two must not lose what was given.
         if shares != self._saved:
             try:
                 if self.file is not None:
@@ -301,26 +415,30 @@ class ShareResizing(Struct, kw_only=True, eq=False):
                 log.info("resize_state_saved_again")
         for key, share in shares.items():
             allocation = self.cache.get(key)
-            if allocation is not None and self.cache.resized.get(key) == share and allocation.granted != share.target:
-                self.cache.grant(key)
+            if (
+                allocation is not None
+                and self.cache.resized.get(key) == share
+                and allocation.resized_to != share.target
+            ):
+                self.cache.resize(key)
 
-    # --- 4 and 5: enforce, and book less ---
+    # --- 4 and 5: enforce, and charge less ---
 
     async def _enforce(self, found: ResizeRound) -> bool:
-        """Whether less is booked than before. What is enforced in the container that runs now, and booked as it is, is left
-        alone."""
+        """Whether less is charged than before. What is enforced in the container that runs now, and charged as it is, is
+        left alone."""
         is_less = False
         for key in sorted(self.cache.resized):
             allocation, pod = self.cache.get(key), self.pods.get(key.pod_uid)
             share = self.cache.resized.get(key)
-            if allocation is None or pod is None or share is None or allocation.granted != share.target:
+            if allocation is None or pod is None or share is None or allocation.resized_to != share.target:
                 continue
             isolation = self.enforcement.isolation_of(pod)
             if isolation is None:
                 continue
             instance, known = pod.container_ids.get(key.container, ""), self._enforced.get(key)
             is_enforced = known is not None and (known.target, known.instance) == (share.target, instance)
-            if is_enforced and instance and share.booked == share.target:
+            if is_enforced and instance and share.charged == share.target:
                 continue
             try:
                 why_not = await self.enforcement.enforce(allocation, pod)
@@ -333,23 +451,28 @@ class ShareResizing(Struct, kw_only=True, eq=False):
             if not is_enforced:
                 now = self.wall_clock()
                 self._enforced[key] = _Enforced(target=share.target, instance=instance, since=now)
+            # The await may have let an Allocate or a pod's end change it: then the next round decides.
             if self.cache.resized.get(key) is share:
-                is_less |= self._book_less(share, isolation, instance)
+                is_less |= self._charge_less(share, isolation, instance)
         return is_less
 
-    def _book_less(self, share: ResizedShare, isolation: Isolation, instance: str) -> bool:
+    def _charge_less(self, share: ResizedShare, isolation: Isolation, instance: str) -> bool:
         new = enforced(share, isolation, instance, uses_no_more=bool(instance) and self._uses_no_more(share))
         if new.is_over:
             self.cache.forget_resized(share.key)
         elif new != share:
-            self.cache.book(new)
-        return new.booked != share.booked
+            self.cache.charge(new)
+        return new.charged != share.charged
 
     def _uses_no_more(self, share: ResizedShare) -> bool:
-        """By the driver, and by a sample taken after the target was enforced: not by what a container says of itself."""
-        if share.booked.memory > share.target.memory:
+        """Whether the share's processes have no more than the target: by the driver, in a sample taken after the target was
+        enforced, and not by what a container says of itself."""
+        if share.charged.memory > share.target.memory:
+            # Memory that was allocated stays with its processes whatever the limit: only the driver can say that it is
+            # less.
             self._request_usage()
         usage, known = self._usage, self._enforced.get(share.key)
+        # A sample of before says nothing: a process may have allocated up to the old limit since.
         if usage is None or known is None or usage.sampled_at < known.since + SETTLED_S:
             return False
         gpu = usage.gpus.get(share.gpu)
@@ -359,9 +482,9 @@ class ShareResizing(Struct, kw_only=True, eq=False):
         return use.memory_bytes <= (share.target.memory * self.policy.names.unit_mib(share.kind)) << 20
 
 
-def _grows(candidate: tuple[Allocation, Pod, WantedSize]) -> tuple[bool, ContainerKey]:
-    allocation, _, wanted = candidate
-    return target_of(allocation, wanted).at_least(allocation.size) != allocation.size, allocation.key
+def _grows(candidate: tuple[Allocation, Pod, DesiredSize]) -> tuple[bool, ContainerKey]:
+    allocation, _, desired = candidate
+    return target_of(allocation, desired).at_least(allocation.size) != allocation.size, allocation.key
 
 
 # --- what the pods are told ---
@@ -374,8 +497,8 @@ class Observer(Protocol):
 
 
 class ResizeReporter(Struct, eq=False):
-    """To the pod's Events and annotations; of a claim, which comes as a pod, to those of the pods that use it. State owned:
-    of each pod its own status and its claims'."""
+    """Writes to the pod's Events and annotations; of a claim, which comes as a pod, to those of the pods that use it. State
+    owned: of each pod its own status and its claims'."""
 
     annotations: PodAnnotations
     events: PodEvents

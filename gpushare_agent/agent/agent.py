@@ -32,9 +32,8 @@ from gpushare_agent.kit.grpc_codec import bound_closed_streams, omit_data_texts
 from gpushare_agent.kit.logs import setup_logging
 from gpushare_agent.kit.process import raise_open_files_limit, sd_notify
 from gpushare_agent.kit.supervision import forever, start_tasks
-from gpushare_agent.model.errors import AgentError
+from gpushare_agent.model.errors import AgentError, NodeEventReason
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.node_events import NodeEventReason
 from gpushare_agent.settings.node_configuration import NamedConfiguration
 from gpushare_agent.settings.settings import Settings, SettingsError
 
@@ -166,7 +165,7 @@ async def _run_lives(this: _Next, configuration: NodeConfiguration, signals: _Si
                     raise
                 configuration.refused(e)
                 log.error("settings_not_applied", error=str(e), then="those before are in force")
-                earlier = agent if agent is not None and agent.kubelet.registrar.is_kept else None
+                earlier = agent if agent is not None and agent.kubelet.registrar.stays_registered else None
                 upcoming = replace(this, settings=this.fallback, earlier=earlier, fallback=None)
             if upcoming is None:
                 return
@@ -233,7 +232,7 @@ async def _obey(agent: NodeAgent, current: NodeSettings, configuration: NodeConf
         end = await signals.wait()
         if end is _End.STOP:
             sd_notify("STOPPING=1", os.environ)
-            log.info("stopping", successors=agent.kubelet.handover.successors)
+            log.info("stopping", successors=agent.kubelet.handover.waiting)
             await agent.leave()
             raise _Ended(None)
         if end is _End.HAND_OVER:
@@ -277,7 +276,7 @@ async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
             is_first = is_newcomer and kubelet.lock.try_acquire()
             if is_first and agent.dra is not None:
                 agent.dra.acquire()
-            is_next_life = is_first and kubelet.is_next_life
+            is_next_life = is_first and kubelet.is_reloaded
             if is_next_life:
                 start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
                 await agent.gpus.offer(await agent.gpus.read())
@@ -304,7 +303,7 @@ async def live(agent: NodeAgent, *, is_newcomer: bool = True) -> None:
     finally:
         if agent.dra is not None:
             agent.dra.end()
-        if not kubelet.registrar.is_kept:
+        if not kubelet.registrar.stays_registered:
             await kubelet.end()
         web.close()
         agent.kubelet.pod_resources.close()
@@ -327,7 +326,7 @@ async def _succeed(agent: NodeAgent, group: asyncio.TaskGroup, *, is_newcomer: b
         async with asyncio.timeout(SYNC_WAIT_S):
             await agent.cluster.wait_synced()
     found = await agent.gpus.read()
-    while not await kubelet.follow(is_newcomer=is_newcomer):
+    while not await kubelet.follow(is_incoming=is_newcomer):
         found = await agent.gpus.read()
     await agent.gpus.offer(found)
     start_tasks(group, kubelet.registration())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Raw
 
-from gpushare_agent.kubelet.facts import kubelet_version
+from gpushare_agent.kubelet.pod_resources import kubelet_version
 from gpushare_agent.model.errors import AgentError, NotFound
 from gpushare_agent.model.finding import Finding, error, ok, warning
 from gpushare_agent.settings.settings import Settings

@@ -15,8 +15,8 @@ from gpushare_agent.cli.command_line import Form
 from gpushare_agent.cli.inspect import gpu_of_document
 from gpushare_agent.cli.render_text import gib, gpu_label, health_line, is_cordoned, plain, print_as
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.topology import Branch, LinkKind, Topology
-from gpushare_agent.placement.topology_tree import render_tree
+from gpushare_agent.model.gpus import Branch, LinkKind, Topology
+from gpushare_agent.placement.topology import render_tree
 from gpushare_agent.settings.settings import Settings
 
 SCHEMA = 2

@@ -22,8 +22,7 @@ from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.cluster.kube.objects import Event, EventMeta, EventSource, ObjectReference
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.fair_queue import FairQueue
-from gpushare_agent.model.errors import AgentError, Refused, Unavailable
-from gpushare_agent.model.node_events import NodeEventReason
+from gpushare_agent.model.errors import AgentError, NodeEventReason, Refused, Unavailable
 from gpushare_agent.model.pods import Pod
 
 log = structlog.get_logger(__name__)

@@ -51,7 +51,7 @@ def feature_labels(
     the driver names no GPU. `served` has what a GPU or MIG instance serves, `machine` is what DMI has, `pci_classes` and
     `pci_configurations` are those of the GPUs that have one, `written_at` is in seconds since the epoch."""
     # GPUs in MIG mode beside the others, without their instances: these labels are about physical GPUs.
-    known = (gpu for gpu in (*inventory.gpus, *inventory.divided) if gpu.mig is None)
+    known = (gpu for gpu in (*inventory.gpus, *inventory.mig_partitioned) if gpu.mig is None)
     gpus = sorted((gpu for gpu in known if gpu.name and gpu.memory_mib > 0), key=lambda gpu: gpu.index)
     if not gpus:
         return {}
@@ -61,7 +61,7 @@ def feature_labels(
     gpu = min(whole or gpus, key=lambda gpu: (-counts[gpu.name], gpu.name, gpu.index))
     # A GPU in MIG mode is offered as its instances, whose labels follow below.
     units = served(gpu) if whole else None
-    is_mps = units is not None and units.terms.of > 1 and units.terms.sharing is Sharing.MPS
+    is_mps = units is not None and units.replicas.of > 1 and units.replicas.sharing is Sharing.MPS
     return {
         **_resource(_GPU, [gpu.name], counts[gpu.name], units),
         # Nothing is served under the whole GPU's name, as NVIDIA's program has it.
@@ -83,7 +83,7 @@ def feature_labels(
 
 def _resource(name: str, parts: Sequence[str], count: int, units: ServedUnits | None) -> dict[str, str]:
     """`parts` make the product's name. The suffix -SHARED stays where the name is cut."""
-    shared = units if units is not None and units.terms.of > 1 else None
+    shared = units if units is not None and units.replicas.of > 1 else None
     # Renamed replicas have the word in the resource's name already.
     suffix = "-SHARED" if shared is not None and not shared.resource.endswith(SHARED_SUFFIX) else ""
     model, *others = (sanitised(part) for part in parts)
@@ -91,8 +91,8 @@ def _resource(name: str, parts: Sequence[str], count: int, units: ServedUnits | 
     return {
         f"{name}.product": model[: _MAX_CHARS - len(end)] + end,
         f"{name}.count": str(count),
-        f"{name}.replicas": str(shared.terms.of if shared is not None else 1),
-        f"{name}.sharing-strategy": shared.terms.sharing.value if shared is not None else "none",
+        f"{name}.replicas": str(shared.replicas.of if shared is not None else 1),
+        f"{name}.sharing-strategy": shared.replicas.sharing.value if shared is not None else "none",
     }
 
 

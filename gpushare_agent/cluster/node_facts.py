@@ -18,9 +18,8 @@ from gpushare_agent.cluster.feature_labels import PREFIX as FEATURES_PREFIX
 from gpushare_agent.cluster.feature_labels import TIMESTAMP_LABEL
 from gpushare_agent.cluster.kube.objects import read_node_json
 from gpushare_agent.cluster.node_annotations import ALLOCATIONS_ANNOTATION, GPUS_ANNOTATION, GPUS_SCHEMA, OWN_PREFIX
-from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.gpus import Gpu, GpuInventory, LinkKind, Topology
 from gpushare_agent.model.names import GPU_MODEL_LABEL, GpuUuid
-from gpushare_agent.model.topology import LinkKind, Topology
 
 MAX_LABEL_CHARS = 63
 

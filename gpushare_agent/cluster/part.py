@@ -24,7 +24,7 @@ from gpushare_agent.cluster.pod_store import NodePods, PodStore
 from gpushare_agent.cluster.rejected_pods import RejectedPods
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.supervision import Tasks, start_tasks
-from gpushare_agent.kubelet.facts import KubeletFacts
+from gpushare_agent.kubelet.pod_resources import KubeletFacts
 from gpushare_agent.kubelet.registration import KUBELET_SOCKET
 from gpushare_agent.kubelet.static_pods import StaticPods
 from gpushare_agent.model.errors import Unavailable
@@ -200,7 +200,7 @@ def _features(node: Node) -> Mapping[str, str]:
     if not nvidia.labels:
         return {}
     # PCI devices: an instance has none of its own.
-    physical = [gpu for gpu in (*inventory.gpus, *inventory.divided) if gpu.mig is None]
+    physical = [gpu for gpu in (*inventory.gpus, *inventory.mig_partitioned) if gpu.mig is None]
     return feature_labels(
         inventory,
         served=node.names.nvidia.served if nvidia.enabled else lambda _: None,
@@ -220,4 +220,6 @@ def _desired_allocations(node: Node) -> str | None:
         return None
     # What claims have is in the claims, where kube-scheduler counts it.
     by_plugins = [allocation for allocation in node.cache if allocation.claim is None]
-    return allocations_annotation(allocations_by_pod(by_plugins, gpus, node.pods.get, node.names, node.cache.extras()))
+    return allocations_annotation(
+        allocations_by_pod(by_plugins, gpus, node.pods.get, node.names, node.cache.charge_differences())
+    )

@@ -95,7 +95,7 @@ def is_rejected_over(pod: Pod, resources: Collection[str]) -> bool:
     return (
         pod.phase is PodPhase.FAILED
         and pod.reason == ADMISSION_REASON
-        and any(pod.wants(resource) for resource in resources)
+        and any(pod.requests_any(resource) for resource in resources)
         # `rpc error: code = …` is how the kubelet quotes what a device plugin refused.
         and ("rpc" in pod.message or any(resource in pod.message for resource in resources))
     )

@@ -3,7 +3,7 @@
     <dra.record_directory>/<claim UID>.json                    the agent's own record
     <dra.cdi_directory>/gpushare-agent-claim-<claim UID>.json   the CDI spec; gone after a reboot where it is on a tmpfs
 
-A record is versioned JSON; unknown fields are passed over, so that a newer agent's record is still read. One that cannot be
+A record is versioned JSON; unknown fields are ignored, so that a newer agent's record is still read. One that cannot be
 read stays where it is and is reported: the claim is then prepared anew. Every function blocks. State owned: the files.
 """
 
@@ -54,11 +54,12 @@ class ClaimFiles:
         self._write(self._records, f"{claim.ref.uid}.json", json.encode(_record_of(claim)) + b"\n", is_synced=True)
 
     def write_spec(self, claim: PreparedClaim) -> None:
-        """Where it is not there already. Raises Unavailable."""
+        """Writes the CDI spec where it is not there already. Raises Unavailable."""
         self._write(self._specs, f"{_SPEC_PREFIX}{claim.ref.uid}.json", encode_spec(claim.spec))
 
     def remove(self, uid: str) -> None:
         """Spec and record, in this order. Raises Unavailable."""
+        # The record last: cut off between the two, the claim is still known and removed again.
         for path in (self._specs / f"{_SPEC_PREFIX}{uid}.json", self._records / f"{uid}.json"):
             _remove(path)
 
@@ -68,6 +69,7 @@ class ClaimFiles:
         removed = []
         for path in sorted(self._specs.glob(f"{_SPEC_PREFIX}*.json")):
             uid = path.stem.removeprefix(_SPEC_PREFIX)
+            # Another program may have files beside ours: only names that this agent gives are touched.
             if is_claim_uid(uid) and uid not in known:
                 _remove(path)
                 removed.append(uid)
@@ -90,6 +92,7 @@ class ClaimFiles:
         except (OSError, Corrupt) as e:
             log.error("claim_record_unreadable", path=str(path), error=str(e), then="its claim is prepared anew")
             return None
+        # The file's name is what `remove` goes by: a record under another name would never end.
         return claim if claim.ref.uid == uid else None
 
 
@@ -165,6 +168,7 @@ def _record_of(claim: PreparedClaim) -> _Record:
 
 def _claim_of(record: _Record) -> PreparedClaim:
     """Raises Corrupt."""
+    # Of a newer agent, or a build without it: what it keeps on the host nobody here knows.
     if record.isolation not in ISOLATIONS:
         raise Corrupt(f"isolation {record.isolation[:80]!r} is none of this agent's")
     # In an earlier build's record two results may have one key, under which the files are: `view` names it as before.

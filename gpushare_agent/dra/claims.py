@@ -2,7 +2,8 @@
 
 An error costs the pod 60 to 90 s, for the kubelet tries again only then: what will come soon is waited for inside the call,
 `wait_s` at most. The record is written last and before the answer, so whatever is recorded is whole, and a call that is
-repeated for it changes nothing. Ending works from the record alone: the claim may be gone from the API server.
+repeated for it changes nothing. Ending works from the record alone: the claim may be gone from the API server. Each outcome
+is counted and recorded (`ClaimOutcomes`); the pod's Event is the kubelet's own.
 
 State owned: `_prepared` by UID, the last refusal of others that the kubelet has not unprepared yet, and its part of the
 allocation cache.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -26,20 +27,21 @@ from msgspec.structs import replace
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
 from gpushare_agent.admission.decisions.ledger import Ledger, Policy, gpu_accounts
+from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.dra.claim_files import ClaimFiles
 from gpushare_agent.dra.decisions.claim import AllocatedClaim, read_claim
 from gpushare_agent.dra.decisions.edits import PreparedClaim, PreparedResult, conflict, prepare_claim
-from gpushare_agent.dra.outcomes import ClaimOutcomes
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.allocations import Allocation, ClaimRef, ClaimShare, ContainerKey
+from gpushare_agent.model.decision_records import CLAIMS_RESOURCE, Asked, DecisionRecord, Outcome
 from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.names import DeviceId, GpuUuid, PodUid, device_id
+from gpushare_agent.model.names import MIB, DeviceId, GpuUuid, PodUid, device_id
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import WHOLE_GPU, Request, ResourceKind, ResourceNames
-from gpushare_agent.node import Pods
-from gpushare_agent.placement.lack import describe_request
+from gpushare_agent.node import Metrics, Pods
+from gpushare_agent.placement.gpu_account import describe_request
 
 FIRST_UNIT = 100_000
 """Claims' units of a GPU are numbered from here, so that they never equal the device plugins'."""
@@ -53,6 +55,7 @@ def allocations_of(claim: PreparedClaim, ledger: Ledger, names: ResourceNames, a
         blocks = 0 if one.is_whole else one.memory_mib // names.memory_block_mib
         cores_ids = _free(one, one.cores, ledger.holders[ResourceKind.VCORE], taken)
         block_ids = _free(one, blocks, ledger.holders[ResourceKind.VMEMORY], taken)
+        # Two results of the claim may be on one GPU, and the ledger has neither of them yet.
         taken |= cores_ids | block_ids
         made.append(
             Allocation(
@@ -101,6 +104,7 @@ def shortage(claim: PreparedClaim, ledger: Ledger, names: ResourceNames) -> str:
                 f"GPU {account.label} cannot serve {describe_request(request, names)}: {lack.of_gpu_in_detail()}. It is"
                 f" still used by {users}; the claim gets its part when their containers have ended"
             )
+        # The next result of this claim finds what this one takes.
         accounts[account.uuid] = account.allocate(request)
     return ""
 
@@ -169,14 +173,15 @@ class Claims(Struct, kw_only=True, eq=False):
 
     @property
     def prepared(self) -> Mapping[str, PreparedClaim]:
-        """By UID; valid until the next change."""
+        """The prepared claims by UID; valid until the next change."""
         return self._prepared
 
     async def restore(self) -> None:
         """Enters in the ledger what an earlier agent has recorded, and puts back specs that a reboot has removed. Raises
         Unavailable: the records cannot be read."""
+        # Charged without a look for room: their containers run with these GPUs.
         for claim in await self._in_thread(self.files.load, "reading the claims' records"):
-            self._book(claim)
+            self._charge(claim)
             try:
                 await self._in_thread(partial(self.files.write_spec, claim), f"the CDI spec of {claim.ref.name}")
             except AgentError as e:  # its running containers need it no more, and Prepare writes it again
@@ -187,9 +192,11 @@ class Claims(Struct, kw_only=True, eq=False):
         log.info("claims_restored", claims=len(self._prepared))
 
     async def prepare(self, ref: ClaimRef) -> PreparedClaim | Refused:
-        """Idempotent by UID. Cancelled, nothing is booked, except where the claim was being recorded already: then it is
-        booked until the kubelet asks again, or unprepares it."""
+        """Idempotent by UID. Cancelled, nothing is charged, except where the claim was being recorded already: then it is
+        charged until the kubelet asks again, or unprepares it."""
         async with self._lock(ref.uid):
+            # Under a lock for each claim: the kubelet repeats a call whose answer it did not get, also while the first
+            # still runs.
             known = self._prepared.get(ref.uid)
             if known is not None:  # its record too: the call before may have been cut off
                 await self._in_thread(partial(self.files.save, known), f"recording claim {ref.name}")
@@ -205,7 +212,7 @@ class Claims(Struct, kw_only=True, eq=False):
             return made
 
     async def unprepare(self, ref: ClaimRef) -> None:
-        """Ends a claim; an unknown one has ended. Raises Unavailable: a file cannot be removed; the claim stays booked."""
+        """Ends a claim; an unknown one has ended. Raises Unavailable: a file cannot be removed; the claim stays charged."""
         async with self._lock(ref.uid):
             # Also of an unknown one: a Prepare that was cut off may have left files.
             await self._in_thread(partial(self.files.remove, ref.uid), f"removing the files of claim {ref.name}")
@@ -215,6 +222,7 @@ class Claims(Struct, kw_only=True, eq=False):
 
     async def _prepare(self, ref: ClaimRef, ends_at: float) -> PreparedClaim | Refused:
         while True:
+            # Cleared before it is tried: what changes during the try wakes the wait.
             self._has_changed.clear()
             outcome = await self._try(ref)
             if isinstance(outcome, PreparedClaim) or outcome.reason is RefusalReason.INVALID_REQUEST:
@@ -232,9 +240,10 @@ class Claims(Struct, kw_only=True, eq=False):
         pods = await self._pods_of(claim)
         if isinstance(pods, Refused):
             return pods
-        made = self._decide_and_book(claim, pods)
+        made = self._decide_and_charge(claim, pods)
         if isinstance(made, Refused):
             return made
+        # Charged already: the awaits that follow must not let another claim or pod take the same part.
         keys, is_saving = [one.key for one in made.charged], False
         try:
             refused = await self.prepare_host(keys, made.isolation)
@@ -242,7 +251,7 @@ class Claims(Struct, kw_only=True, eq=False):
                 is_saving = True
                 await self._in_thread(partial(self.files.save, made), f"recording claim {ref.name}")
         except BaseException as e:
-            # Cut off while saving, the record is written all the same and the next agent reads it: so it stays booked.
+            # Cut off while saving, the record is written all the same and the next agent reads it: so it stays charged.
             if not is_saving or not isinstance(e, asyncio.CancelledError):
                 self._release(ref.uid)
             if isinstance(e, AgentError):
@@ -266,13 +275,14 @@ class Claims(Struct, kw_only=True, eq=False):
             return _invalid(str(e))
         except AgentError as e:
             return _not_ready(str(e))
+        # The API server is asked by name: it may have a newer claim than the one of this call.
         if claim.ref.uid != ref.uid:
             return _invalid("another claim has its name now")
         return claim
 
     async def _pods_of(self, claim: AllocatedClaim) -> list[Pod] | Refused:
-        """For which it is reserved: which of its requests a container gets is in the pods alone. One may never get here, so
-        after a while those that are known will do, as for a pod that joins the claim later."""
+        """The pods for which the claim is reserved: which of its requests a container gets is in the pods alone. One may
+        never get here, so after a while those that are known will do, as for a pod that joins the claim later."""
         pods: list[Pod] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(self.pods_timeout_s):
@@ -280,12 +290,14 @@ class Claims(Struct, kw_only=True, eq=False):
                     version = self.pods.version
                     found = [pod for _, uid in claim.users if (pod := self.pods.get(uid)) is not None]
                     pods = [pod for pod in found if claim.ref.name in pod.claims.values()]
+                    # All of them, or the time is over: one reserved for a pod that never gets here would hold up the
+                    # others.
                     if len(pods) == len(claim.users):
                         return pods
                     await self.pods.wait_change(version)
         return pods or _not_ready("the agent does not know the claim's pod yet")
 
-    def _decide_and_book(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> PreparedClaim | Refused:
+    def _decide_and_charge(self, claim: AllocatedClaim, pods: Sequence[Pod]) -> PreparedClaim | Refused:
         """No await in here: two claims cannot be given the same share."""
         inventory = self.inventory()
         gpus = {gpu.index: gpu for gpu in inventory.gpus}
@@ -294,6 +306,7 @@ class Claims(Struct, kw_only=True, eq=False):
             gpu = gpus.get(result.index)
             if gpu is None:
                 return _not_ready(f"{result.device} is not in the inventory of node {self.pool}")
+            # The slice is changed a moment after the setting: the scheduler may still have chosen by the old one.
             if gpu.uuid not in mine:
                 return _not_ready(
                     f"{result.device} is not offered to claims on node {self.pool} now (setting dra.gpus)"
@@ -301,16 +314,17 @@ class Claims(Struct, kw_only=True, eq=False):
         made = prepare_claim(claim, gpus, pods, self.policy(), self.names.memory_block_mib)
         if isinstance(made, Refused):
             return made
+        # Before the capacity: no waiting changes that two claims set the same variable.
         if why := conflict(made, self._prepared.values(), pods):
             return _invalid(why)
         if made.charged and (why := self.unavailable_reason(made.isolation)):
             return _not_ready(f"isolation {made.isolation}: {why}")
         if why := shortage(made, self.cache.ledger(inventory), self.names):
             return _not_ready(why)
-        self._book(made)
+        self._charge(made)
         return made
 
-    def _book(self, claim: PreparedClaim) -> None:
+    def _charge(self, claim: PreparedClaim) -> None:
         self._prepared[claim.ref.uid] = claim
         ledger = self.cache.ledger(self.inventory())
         for allocation in allocations_of(claim, ledger, self.names, self.clock()):
@@ -324,6 +338,7 @@ class Claims(Struct, kw_only=True, eq=False):
         return True
 
     def _lock(self, uid: str) -> asyncio.Lock:
+        # Held weakly: it goes with the last call for the claim, so that claims which were never prepared leave nothing.
         lock = self._locks.get(uid)
         if lock is None:
             lock = self._locks[uid] = asyncio.Lock()
@@ -339,3 +354,67 @@ def _not_ready(why: str) -> Refused:
 
 def _invalid(why: str) -> Refused:
     return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{why}.")
+
+
+class ClaimOutcomes(Struct, kw_only=True, eq=False):
+    """`pods` are those of the node; the one that uses the claim is named in the record."""
+
+    metrics: Metrics
+    decisions: DecisionLog
+    inventory: Callable[[], GpuInventory]
+    pods: Callable[[], Iterable[Pod]]
+
+    def prepared(self, claim: PreparedClaim) -> None:
+        self.metrics.admission(CLAIMS_RESOURCE, "allocated", "")
+        by_uuid = self.inventory().by_uuid()
+        gpus = sorted({gpu.index for one in claim.results if (gpu := by_uuid.get(GpuUuid(one.gpu))) is not None})
+        asked = Asked(
+            cores=sum(one.cores for one in claim.results),
+            memory_bytes=sum(one.memory_mib for one in claim.results) * MIB,
+        )
+        why = f"the scheduler chose {', '.join(one.device for one in claim.results)} for claim {claim.ref.name}"
+        self._record(claim.ref, claim.pod, gpus=tuple(gpus), asked=asked, why=why)
+
+    def refused(self, ref: ClaimRef, refused: Refused) -> None:
+        self.metrics.admission(CLAIMS_RESOURCE, "refused", refused.reason.value)
+        self._record(ref, "", reason=refused.reason.value, why=refused.detail)
+
+    def _record(
+        self,
+        ref: ClaimRef,
+        pod_name: str,
+        *,
+        why: str,
+        reason: str = "",
+        gpus: tuple[int, ...] = (),
+        asked: Asked | None = None,
+    ) -> None:
+        pod, shown_as = next(
+            (
+                (pod, name)
+                for pod in self.pods()
+                if pod.namespace == ref.namespace
+                for name, claim in pod.claims.items()
+                if claim == ref.name
+            ),
+            (None, ref.name),
+        )
+        self.decisions.add(
+            DecisionRecord(
+                number=0,
+                at=time.time(),
+                namespace=ref.namespace,
+                pod=pod.name if pod is not None else pod_name,
+                pod_uid=pod.uid if pod is not None else "",
+                container=f"claim:{shown_as}",
+                resource=CLAIMS_RESOURCE,
+                outcome=Outcome.REFUSED if reason else Outcome.ALLOCATED,
+                reason=reason,
+                explanation=why,
+                policy="" if reason else "scheduler",
+                gpus=gpus,
+                labels=tuple(map(str, gpus)),  # never a MIG instance
+                asked=asked,
+                candidates=(),
+            )
+        )

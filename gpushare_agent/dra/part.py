@@ -13,19 +13,17 @@ import structlog
 from msgspec import Struct
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.admission.part import edit_policy
-from gpushare_agent.admission.pod_processes import PodProcesses
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.claims import Device
 from gpushare_agent.cluster.kube.client import KubeApi, slices_of_node
 from gpushare_agent.dra.claim_files import ClaimFiles
-from gpushare_agent.dra.claims import Claims
+from gpushare_agent.dra.claims import ClaimOutcomes, Claims
 from gpushare_agent.dra.decisions.claim import DRIVER
 from gpushare_agent.dra.decisions.devices import DevicePolicy, slice_devices
-from gpushare_agent.dra.outcomes import ClaimOutcomes
-from gpushare_agent.dra.plugin import DeviceHealth, DraPlugin
-from gpushare_agent.dra.registration import SOCKET_NAMES, DraRegistration
+from gpushare_agent.dra.plugin import SOCKET_NAMES, DeviceHealth, DraPlugin, DraRegistration
 from gpushare_agent.dra.slices import SlicePublisher
 from gpushare_agent.dra.stale_claims import StaleClaims
 from gpushare_agent.dra.wake_pods import PodWaker
@@ -92,7 +90,7 @@ class DraPart(Struct, frozen=True, kw_only=True):
         }
 
     def end(self) -> None:
-        """Before the lock of the device plugins is free, for which the successor waits."""
+        """Ends the driver before the lock of the device plugins is free, for which the incoming instance waits."""
         for lock in self.locks.values():
             lock.release()
 
@@ -125,14 +123,14 @@ class DraPart(Struct, frozen=True, kw_only=True):
 
 
 class _MyGpus:
-    """Those that claims may have. MIG instances are left out, which the log has once."""
+    """The GPUs that claims may have. MIG instances are left out, which the log has once."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._left_out = ReportOnce()
 
     def now(self) -> list[Gpu]:
-        claimable, gpus = self._node.front_ends.claimable, self._node.gpus().gpus
+        claimable, gpus = self._node.gpu_split.claimable, self._node.gpus().gpus
         chosen = self._node.settings.dra.gpus
         instances = [gpu.uuid for gpu in gpus if gpu.mig is not None and gpu.is_selected(chosen)]
         if instances and self._left_out.is_new("left out"):
@@ -157,7 +155,7 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
         pool=pool,
         cache=cache,
         inventory=node.gpus,
-        claimable=lambda: node.front_ends.claimable,
+        claimable=lambda: node.gpu_split.claimable,
         pods=node.pods,
         policy=edit_policy(settings, node.names, isolation.volumes, isolation.kernel_module),
         names=node.names,
@@ -174,7 +172,7 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
     publisher = SlicePublisher(
         driver=DRIVER,
         node_name=pool,
-        wanted=lambda: _devices(node, cache, isolation, mine.now()) if ready.is_set() else None,
+        desired=lambda: _devices(node, cache, isolation, mine.now()) if ready.is_set() else None,
     )
     return DraPart(
         settings=settings,
@@ -203,7 +201,7 @@ def build(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation:
 
 
 def _devices(node: Node, cache: AllocationCache, isolation: Isolations, gpus: list[Gpu]) -> list[Device] | None:
-    """None until the driver was read once."""
+    """The devices of the slice, None until the driver was read once."""
     if not node.inventory.is_read:
         return None
     settings = node.settings

@@ -42,14 +42,14 @@ class SliceApi(Protocol):
 
 
 class SlicePublisher(Handler):
-    """The handler of an informer of the node's own slices; `run` once it has listed. `wanted` are the devices, None while
+    """The handler of an informer of the node's own slices; `run` once it has listed. `desired` are the devices, None while
     they are not known: nothing is published then, and nothing taken back."""
 
-    def __init__(self, *, driver: str, node_name: str, wanted: Callable[[], list[Device] | None]) -> None:
+    def __init__(self, *, driver: str, node_name: str, desired: Callable[[], list[Device] | None]) -> None:
         self.name = f"{node_name[: MAX_NODE_NAME - len(driver) - 1]}-{driver}"
         self._driver = driver
         self._node_name = node_name
-        self._wanted = wanted
+        self._desired = desired
         self._seen: dict[str, _Seen] = {}
         self._is_listed = False
         self._generation = 0
@@ -72,6 +72,7 @@ class SlicePublisher(Handler):
 
     def _see(self, one: _Seen) -> None:
         self._seen[one.meta.name or ""] = one
+        # Never lower than any that was seen, also of an older agent: the scheduler takes the slice with the highest.
         self._generation = max(self._generation, decoded_or(_POOLED, one.raw_spec, _Pooled).pool.generation)
         self._reconciler.request()
 
@@ -87,7 +88,7 @@ class SlicePublisher(Handler):
         self._reconciler.request()
 
     async def run(self, api: SliceApi) -> NoReturn:
-        """Until cancelled."""
+        """Publishes the slice when something has changed, until cancelled."""
         await self._reconciler.run(partial(self._try, api), lambda: self._due_s)
 
     async def _try(self, api: SliceApi) -> None:
@@ -104,32 +105,36 @@ class SlicePublisher(Handler):
 
     async def _reconcile(self, api: SliceApi) -> float:
         """One comparison, and what it takes; after how many seconds the next is due."""
+        # One slice has the whole pool: others of this driver and node are an older agent's, under another name.
         for name in sorted(self._seen.keys() - {self.name}):
             await self._delete(api, name)
-        devices = self._wanted()
+        devices = self._desired()
         if devices is None:
             return PERIOD_S
+        # No GPU for claims: without the slice the scheduler has no device here to try.
         if not devices:
             if self.name in self._seen:
                 await self._delete(api, self.name)
             return PERIOD_S
         seen = self._seen.get(self.name)
-        if seen is not None and self._is_as_wanted(seen, devices):
+        if seen is not None and self._is_as_desired(seen, devices):
             return PERIOD_S
         if seen is not None and self._written is not None and _is_same_but_order(self._written[0], devices):
             left_s = self._written_at + ORDER_PERIOD_S - time.monotonic()
+            # Only while the slice is as it was written: one that somebody changed is put right at once.
             if left_s > 0 and seen.spec == self._written[1]:
                 return left_s
         await self._write(api, seen, devices)
         return PERIOD_S
 
-    def _is_as_wanted(self, seen: _Seen, devices: list[Device]) -> bool:
+    def _is_as_desired(self, seen: _Seen, devices: list[Device]) -> bool:
         """The API server may write a value in another form, so what it answered to a write counts as written."""
         if self._written is not None and self._written[0] == devices:
             return seen.spec == self._written[1]
         return seen.spec is not None and (seen.spec.devices, seen.spec.node_name) == (devices, self._node_name)
 
     async def _write(self, api: SliceApi, seen: _Seen | None, devices: list[Device]) -> None:
+        # A replace writes the whole object, so the owners are written again as they are.
         owner = seen.meta.raw_owners if seen is not None else await self._owner(api)
         version = seen.meta.version if seen is not None else ""
         made = self._made(SliceMeta(name=self.name, resource_version=version, owner_references=owner), devices)
@@ -171,7 +176,7 @@ class _Seen(KubeObject):
 
     @property
     def spec(self) -> SliceSpec | None:
-        """None where it is none that this agent writes."""
+        """The spec, None where it is none that this agent writes."""
         return decoded_or(_SPEC, self.raw_spec, lambda: None)
 
 

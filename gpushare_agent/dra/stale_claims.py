@@ -48,13 +48,14 @@ class StaleClaims:
         self._users: dict[str, set[PodUid]] = {}
 
     async def run(self, api: ClaimApi) -> NoReturn:
-        """Until cancelled."""
+        """Polls every PERIOD_S until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             await self.poll(api)
 
     async def poll(self, api: ClaimApi) -> None:
         """Each claim once. What cannot be read now is read at the next poll."""
+        # Without the list every claim would look as if no pod used it.
         if not self._pods.is_synced:
             return
         missing = set()
@@ -65,6 +66,7 @@ class StaleClaims:
                 if not await self._is_missing(api, claim):
                     continue
                 missing.add(uid)
+                # At the second poll in turn: a claim may be prepared a moment before the watch delivers its pod.
                 if uid in self._missing:
                     await self._claims.unprepare(claim.ref)
                     log.warning(
@@ -84,8 +86,10 @@ class StaleClaims:
             return False
         try:
             raw = await api.get_claim(ref.namespace, ref.name, timeout_s=GET_TIMEOUT_S)
+            # Another UID is another claim of the same name: ours is gone.
             if claim_ref(raw).uid == ref.uid:
                 return False
         except NotFound:
             pass
+        # Without a known user nothing says whose processes to look for, so the claim stays. None is no answer either.
         return bool(users) and all([await self._processes.are_running(user) is False for user in users])

@@ -73,12 +73,13 @@ class PodWaker(Struct, kw_only=True, eq=False):
             return
         if new is None or not _may_wait(new):
             self._waiting.pop(pod.uid, None)
+        # Its own annotation changes the pod: it must not put off when it is due again.
         elif new.uid not in self._waiting:
             self._waiting[new.uid] = _Waiting(self.clock() + FIRST_S)
             self._has_waiting.set()
 
     async def run(self, api: WakeApi) -> NoReturn:
-        """Until cancelled."""
+        """Wakes the pods that are due, until cancelled."""
         while True:
             if not self._waiting:
                 self._has_waiting.clear()
@@ -92,13 +93,16 @@ class PodWaker(Struct, kw_only=True, eq=False):
         if pod is None or one is None:
             self._waiting.pop(uid, None)
             return
+        # Moved on before the calls: one that fails waits longer too.
         one.pause_s = min(MOST_S, one.pause_s * GROWTH)
         one.due_at = self.clock() + one.pause_s
         try:
             if await self._needs_call(api, pod):
                 await api.patch_pod_annotations(pod.namespace, pod.name, pod.uid, {ANNOTATION: str(time.time_ns())})
                 log.debug("pod_woken", namespace=pod.namespace, pod=pod.name)
+                # Each wake is a write to the API server, of which a burst of pods makes many.
                 await asyncio.sleep(1 / PER_SECOND)
+        # The pod is gone, or another one has its name: there is nobody to wake.
         except (NotFound, Conflict):
             self._waiting.pop(uid, None)
         except AgentError as e:

@@ -26,7 +26,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import NOTHING, request_of
 from gpushare_agent.placement import GpuAccount, validate_request
-from gpushare_agent.placement.lack import describe_request
+from gpushare_agent.placement.gpu_account import describe_request
 
 MAX_ASKING = 16
 """Containers of one pod that ask for GPUs. Each is planned on every node: without a limit a pod with a thousand of them

@@ -28,7 +28,7 @@ from gpushare_agent.cluster.node_annotations import (
 )
 from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.errors import Corrupt
-from gpushare_agent.model.gpus import GpuReport
+from gpushare_agent.model.gpus import GpuReport, Link, LinkKind, Topology
 from gpushare_agent.model.names import (
     PREDICATE_GPU_INDEX_PREFIX,
     PREDICATE_NODE_ANNOTATION,
@@ -36,9 +36,7 @@ from gpushare_agent.model.names import (
 )
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.topology import Link, LinkKind, Topology
-from gpushare_agent.placement.topology_text import link_of_word
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology, link_of_word
 
 MAX_GPUS = 64
 """The most GPUs of a node, and the highest index plus one: the tree over their links takes the cube of it in steps."""

@@ -12,11 +12,10 @@ from enum import StrEnum
 from msgspec import Struct
 
 from gpushare_agent.model.allocations import Charge
-from gpushare_agent.model.gpus import GpuReport
+from gpushare_agent.model.gpus import GpuReport, Topology
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import Request, ResourceNames
-from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement.place import SharePolicy
 
 

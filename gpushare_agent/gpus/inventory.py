@@ -38,7 +38,7 @@ from gpushare_agent.gpus.health import (
 )
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology
 
 NOT_SHOWN = "the driver does not show this GPU any more"
 
@@ -195,7 +195,7 @@ class GpuInventoryState:
 
     def _with_missing(self, found: GpuInventory) -> GpuInventory:
         known = found.by_uuid()
-        divided = {gpu.uuid for gpu in found.divided}
+        divided = {gpu.uuid for gpu in found.mig_partitioned}
         gone = {gpu.uuid for gpu in self._seen.gpus if gpu.mig is not None or gpu.uuid in divided} - known.keys()
         self._healths = {u: health for u, health in self._healths.items() if u not in gone or health.cordon is not None}
         if all(gpu.uuid in known for gpu in self._seen.gpus if gpu.uuid not in gone):

@@ -11,9 +11,9 @@ from typing import Protocol
 import structlog
 
 from gpushare_agent.gpus.inventory import GpuInventoryState
+from gpushare_agent.model.errors import NodeEventReason
 from gpushare_agent.model.gpus import Gpu, GpuInventory
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.node_events import NodeEventReason
 from gpushare_agent.node import Metrics
 
 log = structlog.get_logger(__name__)

@@ -18,7 +18,7 @@ from gpushare_agent.kit.supervision import Tasks
 from gpushare_agent.kubelet.device_table import check_lists
 from gpushare_agent.model.errors import AgentError, Corrupt, StartupError
 from gpushare_agent.model.gpus import Gpu, GpuInventory
-from gpushare_agent.model.memory_limits import MemoryLimiter
+from gpushare_agent.model.isolation import MemoryLimiter
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import SamplesBusy
 from gpushare_agent.node import Node

@@ -13,8 +13,7 @@ from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.finding import Finding, error, ok, warning
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.isolation import isolation_parts
-from gpushare_agent.model.memory_limits import MemoryLimiter
+from gpushare_agent.model.isolation import MemoryLimiter, isolation_parts
 from gpushare_agent.model.usage import DriverSample
 from gpushare_agent.settings.settings import Settings
 

@@ -31,11 +31,10 @@ from gpushare_agent.isolation.request import Follows
 from gpushare_agent.isolation.vdevice.virtual_manager import VirtualManager, build_virtual_manager
 from gpushare_agent.kit.supervision import Runs, Tasks, bodies
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.errors import NodeEventReason, Refused
 from gpushare_agent.model.gpus import KernelModule
 from gpushare_agent.model.isolation import DeviceListStrategy, Sharing, isolation_parts
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.node_events import NodeEventReason
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.usage import UsageRound
 from gpushare_agent.node import Node

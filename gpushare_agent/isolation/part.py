@@ -25,12 +25,10 @@ from gpushare_agent.isolation.kept import Circumstances, ProbeResult
 from gpushare_agent.isolation.vdevice.virtual_manager import VirtualManager
 from gpushare_agent.kit.supervision import Runs
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import AgentError, Refused
+from gpushare_agent.model.errors import AgentError, NodeEventReason, Refused
 from gpushare_agent.model.gpus import KernelModule
-from gpushare_agent.model.isolation import isolation_parts
-from gpushare_agent.model.memory_limits import MemoryLimiter
+from gpushare_agent.model.isolation import MemoryLimiter, isolation_parts
 from gpushare_agent.model.names import PodUid
-from gpushare_agent.model.node_events import NodeEventReason
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.usage import SamplesBusy, UsageRound
 from gpushare_agent.node import Node

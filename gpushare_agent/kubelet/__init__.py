@@ -6,6 +6,5 @@ socket), `KubeletFacts` (the kubelet's version), `StaticPods` (the last answer),
 agents serves). What a call is answered is decided in admission, the handler of `device_plugin`. Every PodResources List
 passes `PodResourcesGate` in pod_resources.py, which decides when one may be sent: open it first.
 
-Others import: checkpoint, device_ids, device_plugin, device_table, facts, handover, plugin_endpoint, pod_resources,
-records, registration, static_pods.
+Others import: device_plugin, device_table, handover, pod_resources, records, registration, static_pods.
 """

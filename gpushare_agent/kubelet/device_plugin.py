@@ -1,6 +1,6 @@
 """The device-plugin service of one resource: the kubelet's five methods, mapped to an admission handler.
 
-The handler decides; kubelet/plugin_endpoint.py has the socket and kubelet/registration.py registers it. Requests are
+The handler decides; kubelet/registration.py has the socket and registers it. Requests are
 decoded by kit/protobuf.py and large answers are encoded by hand, because every admission of the node waits here.
 
 State owned: the open ListAndWatch streams.
@@ -31,8 +31,7 @@ from gpushare_agent.kit.protobuf import (
     integer_field,
     string_list,
 )
-from gpushare_agent.kubelet.device_ids import DeviceIds
-from gpushare_agent.kubelet.device_table import DeviceTable
+from gpushare_agent.kubelet.device_table import DeviceIds, DeviceTable
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.errors import TRANSIENT_REASONS, RefusalReason, Refused
 from gpushare_agent.model.names import DeviceId, split_device_id
@@ -106,12 +105,14 @@ class DevicePlugin(Struct, eq=False):
         self.table.take_over(table)
         self.handler, self.pre_start = other.handler, other.pre_start
         self.metrics, self.ids = other.metrics, other.ids
+        # Only now: a stream that wakes compares its table with the plugin's, and goes on with the new one.
         table.wake()
 
     def end_streams(self) -> None:
         """Ends every open ListAndWatch stream with status OK. Later streams are not affected."""
         now = asyncio.get_running_loop().time()
         for wait in self._waits.values():
+            # Rescheduling a timeout that has expired raises, and that stream ends already.
             if not wait.expired():
                 wait.reschedule(now)
 
@@ -137,6 +138,8 @@ class DevicePlugin(Struct, eq=False):
     async def _serve_list(self, stream: Stream[Any, Any]) -> None:
         await _request(stream)
         try:
+            # The streams have no end of their own: `end_streams` moves this timeout to now, which ends them with status
+            # OK.
             async with asyncio.timeout(None) as wait:
                 self._waits[stream] = wait
                 self.on_streams_changed()
@@ -149,8 +152,9 @@ class DevicePlugin(Struct, eq=False):
             self.on_streams_changed()
 
     async def _send_lists(self, stream: Stream[Any, Any], table: DeviceTable) -> None:
-        """Until another table is in its place."""
+        """Sends the table's lists until another table is in its place."""
         seen = await table.wait_change(-1)
+        # A reload puts another table in its place; the stream, and with it the kubelet's registration, stays.
         while table is self.table:
             await stream.send_message(table.encode())
             log.debug("device_list_sent", resource=self.resource, version=seen)
@@ -162,6 +166,7 @@ class DevicePlugin(Struct, eq=False):
         deadline = asyncio.get_running_loop().time() + self.call_timeout_s
         answers = []
         code = Status.OK.name
+        # Kubelets put one container into a call (measured, 385 of 385); the API allows several.
         for container in containers:
             ids, code = await self._prefer(container, deadline)
             answers.append(bytes_field(1, string_list(1, ids)))
@@ -189,6 +194,7 @@ class DevicePlugin(Struct, eq=False):
 
     async def _serve_allocate(self, stream: Stream[Any, Any]) -> None:
         texts: list[list[str]] = await _request(stream)
+        # The whole agent names devices by the GPU's UUID: texts are translated at this edge alone.
         containers = [self.ids.read(ids) for ids in texts]
         async with self._answering("Allocate", containers, self.call_timeout_s):
             answers = [await self._allocate(ids) for ids in containers]
@@ -215,6 +221,7 @@ class DevicePlugin(Struct, eq=False):
     ) -> AsyncIterator[None]:
         """Bounds one call, writes its log line and metric, and renames its faults for the pod's owner."""
         started = time.perf_counter()
+        # What stands if neither an answer nor an error is reached: the kubelet restarted, and its call is cancelled.
         code, detail = Status.CANCELLED, "the caller went away"
         try:
             with _renamed_faults(method, self.resource, timeout_s):
@@ -284,11 +291,14 @@ def _error_of(refused: Refused) -> GRPCError:
 
 
 def _status_of(reason: RefusalReason) -> Status:
+    # The kubelet itself never tries an Allocate again: the code is for people and for the controllers that read the
+    # Event.
     if reason in TRANSIENT_REASONS:
         return Status.UNAVAILABLE
     match reason:
         case RefusalReason.INVALID_REQUEST | RefusalReason.UNKNOWN_DEVICE | RefusalReason.WRONG_GPUS:
             return Status.INVALID_ARGUMENT
+        # Not the pod's fault and not the load's: the node's settings would have to change first.
         case RefusalReason.SHARING_DISABLED:
             return Status.FAILED_PRECONDITION
         case _:

@@ -1,27 +1,161 @@
-"""What ListAndWatch sends for one resource: every device ID with its health and NUMA node.
+"""What ListAndWatch sends for one resource, every device ID with its health and NUMA node; and how the kubelet names the
+devices.
 
-One frame per device is kept encoded: protobuf messages that hold only repeated fields
-merge when they are put one after another, so a change of one device encodes one device.
+One frame per device is kept encoded: protobuf messages that hold only repeated fields merge when they are put one after
+another, so a change of one device encodes one device.
 
-State owned: the devices of one resource, their frames, and a version that grows with every change.
+The kubelet names this node's devices: `<key>-<n>`, such as `8f3e2b1c-17`. The agent itself names them by the GPU's
+whole UUID (`model.names.DeviceId`); `DeviceIds` translates at the kubelet's sockets and records.
+
+Kubelets write every device ID of a container into its pod's status (from 1.36, or with ResourceHealthStatus), into
+PodResources and into their checkpoint, so an ID is as short as it can be:
+
+- The key is the first eight hexadecimal digits of the GPU's UUID, more where another GPU of the node begins with the same.
+  It does not depend on indexes, nor on other GPUs as long as none begins alike. n is a decimal number.
+- An ID is read as that of the one GPU whose UUID begins with the key, however long that is. Where none or several do, it
+  names a GPU that the node does not have, and stays allocated until its container ends: a GPU put in the place of another
+  does not inherit its IDs. (One in 500 million does, for each of eight GPUs, by beginning alike.)
+- A GPU that the driver shows later, or again, is known by the IDs that its containers hold (`add_gpus`).
+
+A unit under NVIDIA's names has its replica layout behind a slash, `8f3e2b1c-2/4s` (model/resources.py). NVIDIA's own plugin
+writes `<GPU UUID>` and `<GPU UUID>::<n>` (internal/rm/devices.go of k8s-device-plugin v0.20.0): containers hold these where
+this agent takes its place.
+
+Agents from before the release of 2.0.0a1 wrote `<GPU UUID>::<n>`. The kubelet counts by ID, so one that a container holds is
+listed as the container holds it until it ends, and the others in the present form. Two texts are two devices to the kubelet,
+and here.
+
+State owned: the devices of one resource, their frames, and a version that grows with every change; the keys of the GPUs.
 Format: ListAndWatchResponse of protos/deviceplugin.proto.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.kit.protobuf import bytes_field, integer_field
-from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.model.errors import StartupError
 from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
-from gpushare_agent.model.names import DeviceId, GpuUuid, device_id
-from gpushare_agent.model.resources import Measure, ResourceKind, ResourceNames
+from gpushare_agent.model.names import (
+    DeviceId,
+    GpuUuid,
+    device_id,
+    known_as,
+    kubelet_text,
+    split_device_id,
+    unit_id,
+    unit_suffix,
+)
+from gpushare_agent.model.resources import Measure, ReplicaLayout, ResourceKind, ResourceNames
+
+KEY_CHARS = 8
+_TEXT = re.compile(r"([^-~:/]+)-(0|[1-9][0-9]{0,5})(?:/([1-9][0-9]{0,3}[ms]?))?", re.ASCII)
+_PREFIXES = re.compile(r"(?:[A-Z]+-)+")
+
+
+class DeviceIds:
+    """The texts of one node's device IDs, for all resources. State owned: the keys of its GPUs, which do not change, and
+    the texts that were announced, for speed."""
+
+    def __init__(self, gpus: Iterable[GpuUuid] = ()) -> None:
+        self._digits: dict[GpuUuid, str] = {}
+        self._keys: dict[GpuUuid, str] = {}
+        self._gpus: dict[str, GpuUuid] = {}
+        self._announced: dict[str, DeviceId] = {}
+        self._units: dict[GpuUuid, ReplicaLayout] = {}
+        self.add_gpus(gpus)
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs have a key; IDs that were read when there were fewer may name others now."""
+        return len(self._keys)
+
+    def expect_units(self, units: Mapping[GpuUuid, ReplicaLayout]) -> None:
+        """The replica layouts by which `<GPU UUID>::<n>` of NVIDIA's plugin is read: its text does not have them."""
+        self._units = dict(units)
+
+    def add_gpus(self, gpus: Iterable[GpuUuid]) -> bool:
+        """Give those a key that have none; True where there are such."""
+        new = [gpu for gpu in gpus if gpu not in self._keys]
+        self._digits |= {gpu: _digits(gpu) for gpu in new}
+        for gpu in new:
+            self._keys[gpu] = key = self._key(gpu)
+            self._gpus[key] = gpu
+        return bool(new)
+
+    def read(self, texts: Collection[str]) -> list[DeviceId]:
+        """The devices of these texts, in their order. What is no device ID of ours comes back as it is."""
+        try:  # thousands of them are offered in every admission
+            return list(map(self._announced.__getitem__, texts))
+        except KeyError:
+            return [self._announced.get(text) or self._read(text) for text in texts]
+
+    def write(self, device: str) -> str:
+        """The text of a device that the kubelet knows or is to know. The inverse of `read`."""
+        # A container holds it under an older text: the kubelet counts by text, so it must be listed as it knows it.
+        if (text := kubelet_text(device)) is not None:
+            return text
+        split = split_device_id(device)
+        # Of a GPU that the node no longer has: the text is already what the kubelet knows.
+        if split is None or split[0] not in self._keys:
+            return device
+        text = f"{self._keys[split[0]]}-{split[1]}"
+        if replicas := unit_suffix(device):
+            text += f"/{replicas}"
+        # `read` then finds it without parsing: the kubelet offers thousands of these texts in each call.
+        self._announced[text] = DeviceId(device)
+        return text
+
+    def _read(self, text: str) -> DeviceId:
+        if "::" in text or text in self._keys:
+            return self._read_long(text)
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            return DeviceId(text)
+        key, number, replicas = match[1], int(match[2]), match[3]
+        gpu = self._gpus.get(key) or self._begins_with(key)
+        device = (
+            device_id(gpu or GpuUuid(key), number)
+            if replicas is None
+            else unit_id(gpu or GpuUuid(key), number, replicas)
+        )
+        # A shorter or longer key than the present one: another agent wrote it, and a container may still hold the text.
+        return device if gpu is not None and self._keys[gpu] == key else known_as(device, text)
+
+    def _read_long(self, text: str) -> DeviceId:
+        """NVIDIA's, and of agents from before 2.0.0a1: `<GPU UUID>::<n>` may be either, by the resource. Only
+        NVIDIA's resources read the layout."""
+        if text in self._keys:
+            return known_as(unit_id(GpuUuid(text), 0, "1"), text)
+        split = split_device_id(text)
+        if split is None:
+            return DeviceId(text)
+        replicas = self._units.get(split[0])
+        if replicas is None or replicas.is_whole or split[1] >= replicas.of:
+            return known_as(device_id(*split), text)
+        return known_as(unit_id(*split, str(replicas.of)), text)
+
+    def _begins_with(self, key: str) -> GpuUuid | None:
+        found = [gpu for gpu, digits in self._digits.items() if digits.startswith(key)] if len(key) >= KEY_CHARS else []
+        return found[0] if len(found) == 1 else None
+
+    def _key(self, gpu: GpuUuid) -> str:
+        own = self._digits[gpu]
+        others = [digits for other, digits in self._digits.items() if other != gpu]
+        lengths = range(KEY_CHARS, len(own))
+        return next((own[:n] for n in lengths if not any(other.startswith(own[:n]) for other in others)), own)
+
+
+def _digits(gpu: GpuUuid) -> str:
+    """The UUID without the kind before it (`GPU-`, `MIG-`) and without dashes."""
+    return _PREFIXES.sub("", gpu, count=1).replace("-", "")
+
 
 MIB_OF_GIB = 1024
 WITHDRAWN_S = 60.0
@@ -72,27 +206,32 @@ class DeviceTable:
         return tuple(self._rows.values())
 
     def withdrawn_left_s(self) -> float | None:
-        """Until `set_devices` is due for what was withdrawn, None where nothing was."""
+        """Seconds until `set_devices` is due for what was withdrawn, None where nothing was."""
         return max(0.0, min(self._withdrawn.values()) - self._clock()) if self._withdrawn else None
 
-    def take_over(self, earlier: DeviceTable) -> None:
-        """This list follows that of `earlier`, which the kubelet has."""
+    def take_over(self, previous: DeviceTable) -> None:
+        """This list follows that of `previous`, which the kubelet has."""
         own = tuple(row for row in self._rows.values() if row.id not in self._withdrawn)
-        self._rows = {**earlier._rows, **self._rows}
-        self._withdrawn = {**earlier._withdrawn, **self._withdrawn}
-        self._frames = {**earlier._frames, **self._frames}
-        self._is_sent |= earlier._is_sent
+        self._rows = {**previous._rows, **self._rows}
+        self._withdrawn = {**previous._withdrawn, **self._withdrawn}
+        self._frames = {**previous._frames, **self._frames}
+        self._is_sent |= previous._is_sent
         self.set_devices(own)
 
     def set_devices(self, devices: Sequence[DeviceRow]) -> bool:
         """Replaces the list; true if anything differs from before, order included. Then every waiter wakes."""
         rows = {row.id: row for row in devices}
+        # The withdrawn rows come last, so that the list of what is offered keeps its order.
         rows |= self._withdraw(rows)
+        # dict equality ignores order, and the order is a part of what is sent.
         if rows == self._rows and list(rows) == list(self._rows):
             return False
+        # Of thousands of rows those of one GPU change at a time: only these are encoded again.
         frames = {
             row.id: self._frames[row.id] if self._rows.get(row.id) == row else _frame(row) for row in rows.values()
         }
+        # What is too long for the kubelet it takes not at all: the withdrawn rows go, whose admission is over by then
+        # as a rule.
         if self._withdrawn and sum(map(len, frames.values())) > MAX_LIST_BYTES:
             self._rows, self._withdrawn = {row.id: row for row in devices if row.id in self._rows}, {}
             return self.set_devices(devices)
@@ -104,6 +243,7 @@ class DeviceTable:
     def _withdraw(self, offered: Collection[str]) -> dict[str, DeviceRow]:
         """The rows that are not offered any more and stay for a while."""
         now = self._clock()
+        # Before the first ListAndWatch no kubelet has an ID of this list that it could look up.
         known = self._rows if self._is_sent else ()
         until = {id_: self._withdrawn.get(id_, now + WITHDRAWN_S) for id_ in known if id_ not in offered}
         self._withdrawn = {id_: at for id_, at in until.items() if at > now}
@@ -117,6 +257,7 @@ class DeviceTable:
     def wake(self) -> None:
         """Wakes every waiter, of a table in whose place another one is served now."""
         self._version += 1
+        # Those who wait hold the old event: setting and replacing it wakes each once, whichever version they have seen.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -152,7 +293,7 @@ def check_lists(inventory: GpuInventory, names: ResourceNames, *, limit_bytes: i
         if size <= limit_bytes:
             continue
         works = smallest_block_mib(inventory.gpus, limit_bytes=limit_bytes)
-        cure = "GiB" if works <= MIB_OF_GIB else "GiB on a node with fewer GPUs: here GiB does not fit either"
+        remedy = "GiB" if works <= MIB_OF_GIB else "GiB on a node with fewer GPUs: here GiB does not fit either"
         raise StartupError(
             f"cannot announce {names.name(kind)}: {sum(gpu.memory_mib // unit_mib for gpu in inventory.gpus)} "
             f"{'blocks' if is_blocks else 'units'} of {unit_mib} MiB make a ListAndWatch message of {size} bytes, and the "
@@ -160,7 +301,7 @@ def check_lists(inventory: GpuInventory, names: ResourceNames, *, limit_bytes: i
             + (
                 f"the memory block size (resources.memory_block_mib) to {works} MiB or more"
                 if is_blocks
-                else f"gpushare.unit to {cure}"
+                else f"gpushare.unit to {remedy}"
             )
         )
 
@@ -213,6 +354,8 @@ def _frame(row: DeviceRow) -> bytes:
     health = Health.HEALTHY if row.healthy else Health.UNHEALTHY
     device = bytes_field(1, row.id.encode()) + bytes_field(2, health.encode())
     if row.numa is not None:
+        # Without a NUMANode the kubelet's topology manager takes any node to do, so node 0 must be there though it is
+        # empty.
         node = integer_field(1, row.numa) if row.numa else b""
         device += bytes_field(3, bytes_field(1, node))
     return bytes_field(1, device)

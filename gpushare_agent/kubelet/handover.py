@@ -4,14 +4,14 @@ The one that holds the lock of the device-plugin directory (flock: the kernel fr
 other has prepared everything and waits. An incoming instance asks the one that serves to hand over (`Take`); one that has
 handed over waits until the other leaves or dies (`Wait`). Both are gRPC methods beside the device plugin's, on its sockets.
 
-| step | the agent that serves | its successor |
+| step | the agent that serves | the agent that waits |
 |---|---|---|
 | 1 | waits for a moment between two admissions | serves its sockets, which no kubelet knows yet |
 | 2 | ends its ListAndWatch streams, waits until the kubelet has disconnected | waits for the answer |
 | 3 | answers | registers; queues the kubelet's calls |
 | 4 | ends everything else that it does on the node, frees the lock | takes the lock, rebuilds the ledger, answers |
 
-Between 2 and 3 the kubelet knows no plugin and rejects pods: some milliseconds. Were the successor to register before 2,
+Between 2 and 3 the kubelet knows no plugin and rejects pods: some milliseconds. Were the other to register before 2,
 the kubelet would disconnect it as soon as the older stream ends (measured), so the time would be as long.
 
 State owned: the lock; who waits for the handover; the calls that are queued.
@@ -50,7 +50,7 @@ TAKE = "/gpushare.Handover/Take"
 WAIT = "/gpushare.Handover/Wait"
 LOCK_POLL_S = 0.02
 ANSWER_S = 0.5
-"""For the answer to a successor to leave."""
+"""Time for the answer to the agent that waits to leave this process."""
 _SOCKET = re.compile(r"[a-z]+-[0-9a-f]{8}\.sock")
 STALE_AGE_S = 10.0
 """A socket that refuses connections may be about to listen; after this time its agent is dead."""
@@ -81,6 +81,8 @@ class StaleSockets(Struct, frozen=True):
     def remove(self) -> None:
         for path in _instance_sockets(self.directory, self.names):
             identity = file_identity(path)
+            # Connecting is the only way to know: a killed agent leaves its socket file, and the kernel refuses
+            # connections to it.
             if identity is None or time.time() - identity[2] / 1e9 < self.age_s or _accepts(path):
                 continue
             with suppress(OSError):
@@ -101,6 +103,7 @@ class ServingLock:
         if self._descriptor is not None:
             return True
         try:
+            # O_CLOEXEC: a program that the agent starts would inherit the lock and hold it beyond the agent's end.
             descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             return True
@@ -110,6 +113,7 @@ class ServingLock:
             os.close(descriptor)
             return False
         except OSError as e:
+            # A file system without flock: one agent must still work, so it serves without the protection.
             log.warning("directory_not_locked", directory=str(self.directory), error=str(e))
         self._descriptor = descriptor
         return True
@@ -131,16 +135,16 @@ class Handover:
     def __init__(self) -> None:
         self.is_serving = False
         self._on_requested: Callable[[], None] = lambda: None
-        self._successors: list[tuple[bool, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[bool, asyncio.Future[None]]] = []
 
     def subscribe(self, on_requested: Callable[[], None]) -> None:
         """Called when an incoming instance asks; must not block."""
         self._on_requested = on_requested
 
     @property
-    def successors(self) -> int:
+    def waiting(self) -> int:
         """The agents that wait now."""
-        return len(self._successors)
+        return len(self._waiting)
 
     def __mapping__(self) -> dict[str, Handler]:
         return {
@@ -149,36 +153,38 @@ class Handover:
         }
 
     async def answer(self) -> None:
-        """Answers one successor, once the kubelet has disconnected: an incoming instance before one that only waits. The
-        others ask the successor, once this agent's sockets are closed."""
-        if not self._successors:
+        """Answers one agent that waits, once the kubelet has disconnected: an incoming instance before one that has handed
+        over itself. The others ask that one, once this agent's sockets are closed."""
+        if not self._waiting:
             return
-        successor = max(self._successors, key=lambda one: one[0])
-        successor[1].set_result(None)
+        # (True, …) is an incoming instance: the upgrade goes on before a standby gets its turn.
+        next_one = max(self._waiting, key=lambda one: one[0])
+        next_one[1].set_result(None)
         with suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_S):
-                while successor in self._successors:  # noqa: ASYNC110 - a turn or two of the loop
+                while next_one in self._waiting:  # noqa: ASYNC110 - a turn or two of the loop
                     await asyncio.sleep(0)
 
     async def _take(self, stream: Any) -> None:
-        await self._answer_later(stream, is_newcomer=True)
+        await self._answer_later(stream, is_incoming=True)
 
     async def _wait(self, stream: Any) -> None:
-        await self._answer_later(stream, is_newcomer=False)
+        await self._answer_later(stream, is_incoming=False)
 
-    async def _answer_later(self, stream: Any, *, is_newcomer: bool) -> None:
+    async def _answer_later(self, stream: Any, *, is_incoming: bool) -> None:
         await stream.recv_message()
         if not self.is_serving:
             raise GRPCError(Status.FAILED_PRECONDITION, "this agent does not serve")
-        successor = is_newcomer, asyncio.get_running_loop().create_future()
-        self._successors.append(successor)
-        if is_newcomer:
+        waiting = is_incoming, asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        # An agent that waits after its own handover must not make this one leave: the two would swap for ever.
+        if is_incoming:
             self._on_requested()
         try:
-            await successor[1]
+            await waiting[1]
             await stream.send_message(b"")
         finally:
-            self._successors.remove(successor)
+            self._waiting.remove(waiting)
 
 
 class _Served(Struct, frozen=True):
@@ -188,7 +194,7 @@ class _Served(Struct, frozen=True):
 
 class QueuedCalls:
     """An admission handler before another one: the kubelet's calls wait until `open`, and again once it is closed, for the
-    ledger of an agent that has just taken over, or of its next life, is not there yet. Each waits within its own bound.
+    ledger of an agent that has just taken over, or was just reloaded, is not there yet. Each waits within its own bound.
 
     State owned: who is asked, None while calls wait; how many calls there are and how many of them are under way."""
 
@@ -201,7 +207,8 @@ class QueuedCalls:
         self._idle.set()
 
     def open(self, handler: AdmissionHandler, pre_start: PreStart) -> None:
-        """Those that wait go on, with these."""
+        """Lets the calls that wait go on, with these."""
+        # A close that was waiting for the end of an admission is void: another handler answers now.
         self._served, self._is_between = _Served(handler, pre_start), None
         self._notify()
 
@@ -219,7 +226,7 @@ class QueuedCalls:
             await self._changed.wait()
 
     async def wait_idle(self) -> None:
-        """Until no call is under way."""
+        """Waits until no call is under way."""
         await self._idle.wait()
 
     async def preferred(
@@ -241,8 +248,10 @@ class QueuedCalls:
         self._calls += 1
         self._idle.clear()
         try:
+            # A PreStartContainer belongs to no admission: let through, it would keep a burst from ever having an end.
             while (served := self._served) is None or (is_start and self._is_between is not None):
                 await self._changed.wait()
+            # Those that wait for the handler are not under way: `close_between` would wait for itself.
             self._under_way += 1
             try:
                 yield served
@@ -266,6 +275,7 @@ class QueuedCalls:
 async def ask_for_handover(directory: Path, method: str, *, timeout_s: float) -> bool:
     """Asks the agent that serves at one of the sockets in `directory`: True once the kubelet follows it no more, False where
     none is there, or it did not within the time."""
+    # One bound for all sockets: stale ones answer at once, and one that serves may take as long as a burst of pods.
     deadline = asyncio.get_running_loop().time() + timeout_s
     for path in _instance_sockets(directory):
         channel = UnixChannel(path)

@@ -1,28 +1,35 @@
-"""The kubelet's PodResources API v1, over its unix socket, and the one gate through which every List of it goes.
+"""The kubelet's PodResources API v1 over its unix socket, the one gate through which every List of it goes, and the version
+of the kubelet, on which it depends whether a List may be sent at all.
 
 Only `PodResourcesGate` may call `list_entries`: a List while an Allocate is open makes the kubelet forget the device IDs in
 flight and offer them to the next pod (measured on every version). `get_pod` is free of this; kubelets have it from 1.34 on.
+On 1.29 and older a List inside GetPreferredAllocation can panic the kubelet (measured), so the version must be known before
+the first one; until then admissions wait, within their bound (`KubeletFacts`).
 
 A List answer has about 95 bytes per device ID and is read inside admissions, so it is kept as bytes and only what a
 decision needs is decoded (`PodListing`), once for as long as a pod's bytes stay the same. State owned: the connections, and
 the pods of the last List; of the gate how many GetPreferredAllocations, Allocates and Lists are open, whether a List runs
-outside, and when the last call ended.
+outside, and when the last call ended; the version last read.
 Format: protos/podresources.proto, read by kit/protobuf.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
+import structlog
 from grpclib import Status
-from msgspec import Struct, field
+from msgspec import Raw, Struct, field
+from msgspec.json import Decoder
 
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
+from gpushare_agent.kit.json_schema import decoded_or
 from gpushare_agent.kit.protobuf import (
     Fields,
     MalformedMessageError,
@@ -33,10 +40,141 @@ from gpushare_agent.kit.protobuf import (
     scan_single_pod,
 )
 from gpushare_agent.kit.supervision import wait_for
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.kubelet.records import ListedContainer, ListedPod
-from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
+from gpushare_agent.model.errors import AgentError, Corrupt, NotFound, Rejected, StartupError, Unavailable
 from gpushare_agent.wire.v1 import GetPodResourcesRequest
+
+log = structlog.get_logger(__name__)
+
+OLDEST = (1, 30)
+RETRY_S = 2.0
+ADMISSION_RETRY_S = 0.1
+"""Between two reads of the Node while an admission waits for the version."""
+_VERSION = re.compile(r"v?(\d{1,3})\.(\d{1,4})")
+
+
+class _NodeInfo(Struct, frozen=True, rename="camel"):
+    kubelet_version: str = ""
+
+
+class _NodeStatus(Struct, frozen=True, rename="camel"):
+    node_info: _NodeInfo = _NodeInfo()
+
+
+class _Node(Struct, frozen=True):
+    status: _NodeStatus = _NodeStatus()
+
+
+_NODE = Decoder(_Node)
+
+
+def kubelet_version(raw_node: Raw) -> str:
+    """The kubelet's version as the Node has it, empty where it has none."""
+    return decoded_or(_NODE, raw_node, _Node).status.node_info.kubelet_version
+
+
+class ReadsNodes(Protocol):
+    async def get_node(self, name: str) -> Raw: ...
+
+
+class KubeletFacts(Struct, kw_only=True, eq=False):
+    """Ask `wait_lists_inside` before a List; run `run` once an API connection may come."""
+
+    node_name: str
+    kubelet_socket: Path
+    allow_unsupported: bool
+    retry_s: float = RETRY_S
+    wall_clock: Callable[[], float] = time.time
+    _version: tuple[int, int] | None = None
+    _text: str = ""
+    _is_known: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_outdated: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_waiter: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiting: int = 0
+    _unavailable_reason: str = "it has not been read yet"
+
+    @property
+    def version(self) -> str:
+        """The version as in the Node object, empty while unknown."""
+        return self._text
+
+    def take_over(self, previous: KubeletFacts) -> None:
+        """What was read before a reload: admissions need not wait until it is read again."""
+        if previous._is_known.is_set():
+            self._version, self._text = previous._version, previous._text
+            self._is_known.set()
+
+    def age_s(self) -> float | None:
+        """Seconds since the kubelet created its socket, None where there is none."""
+        try:
+            # A file's times are of the wall clock, which may have been set back since: never negative.
+            return max(0.0, self.wall_clock() - self.kubelet_socket.stat().st_ctime)
+        except OSError:
+            return None
+
+    def kubelet_restarted(self) -> None:
+        """It may have another version now: the Node is read again. The last version counts until then."""
+        self._is_outdated.set()
+
+    async def wait_lists_inside(self, *, timeout_s: float) -> bool:
+        """Whether a List inside GetPreferredAllocation is safe. Raises Unavailable while the version is unknown."""
+        self._waiting += 1
+        self._has_waiter.set()
+        try:
+            if not await wait_for(self._is_known, timeout_s):
+                raise Unavailable(
+                    f"the kubelet's version is not known yet, because node {self.node_name} could not be read: "
+                    f"{self._unavailable_reason}"
+                )
+        finally:
+            self._waiting -= 1
+        # None: it cannot be read, which `_read_version` has logged. Refusing every pod for a spelling would be worse.
+        return self._version is None or self._version >= OLDEST
+
+    async def run(self, api: ReadsNodes) -> NoReturn:
+        """Reads the Node at the start and after each restart of the kubelet, until cancelled. Raises StartupError on a
+        kubelet that is too old, unless the settings allow it."""
+        while True:
+            try:
+                async with asyncio.timeout(10):
+                    node = await api.get_node(self.node_name)
+            except (AgentError, TimeoutError) as e:
+                self._unavailable_reason = str(e) or "no answer within 10 s"
+                log.warning("kubelet_version_unknown", node=self.node_name, error=self._unavailable_reason)
+                await self._pause()
+                continue
+            self._read_version(kubelet_version(node))
+            await self._is_outdated.wait()
+            self._is_outdated.clear()
+
+    async def _pause(self) -> None:
+        """Waits until the next read of the Node; shorter where an admission waits for it."""
+        # Always at least this long: an admission that waits must not make the agent ask the API server in a tight loop.
+        await asyncio.sleep(min(ADMISSION_RETRY_S, self.retry_s))
+        if not self._waiting:
+            self._has_waiter.clear()
+            await wait_for(self._has_waiter, self.retry_s)
+
+    def _read_version(self, text: str) -> None:
+        match = _VERSION.match(text)
+        version = (int(match[1]), int(match[2])) if match else None
+        if version is None:
+            log.warning("kubelet_version_unreadable", node=self.node_name, version=text[:64], assumed="supported")
+        elif version < OLDEST:
+            if not self.allow_unsupported:
+                raise StartupError(
+                    f"kubelet {text} on node {self.node_name} is older than {OLDEST[0]}.{OLDEST[1]}: a PodResources "
+                    "List during an admission can crash it. Upgrade the kubelet, or set --kubelet.allow-unsupported=true "
+                    "(pods are then identified by the API server alone, and refused where two match)."
+                )
+            log.warning("kubelet_unsupported", version=text, identified_by="pod store alone")
+        # Read again after each restart of the kubelet; the log says only what is new.
+        if text != self._text:
+            log.info("kubelet_version", version=text)
+        self._version, self._text = version, text
+        self._is_known.set()
+
 
 SERVICE = "/v1.PodResourcesLister"
 RATE_LIMIT_PAUSE_S = 0.015
@@ -79,6 +217,7 @@ class PodListing:
         """The number of ContainerDevices entries of the resource: measured kubelets make one for each ID."""
         count = self._counts.get(resource)
         if count is None:
+            # The bytes of field 1 with that name, searched and not decoded: a full node's answer has half a megabyte.
             count = self._counts[resource] = self.body.count(b"\n" + bytes((len(resource),)) + resource.encode())
         return count
 
@@ -129,6 +268,7 @@ class PodResourcesClient:
         try:
             data = await self._call("Get", request, timeout_s)
         except Rejected:
+            # Only the answer that says so: a stalled or missing socket says nothing about what the kubelet can do.
             self._has_get = False
             raise
         self._has_get = True
@@ -151,6 +291,7 @@ class PodResourcesClient:
 
     def _listings(self, data: bytes) -> list[PodListing]:
         """A pod whose bytes are those of the last List is not read again: between two admissions few change."""
+        # Replaced whole: pods that are listed no more must not be held for ever.
         before, self._listed = self._listed, {}
         found, fields, of_containers = [], Fields(), Fields()
         for body in scan_pod_bodies(data, fields):
@@ -174,10 +315,12 @@ class PodResourcesClient:
                     try:
                         return await self._unary(method, request)
                     except RpcFailed as e:
+                        # A connection that failed is not used again; an error status leaves it usable.
                         if not e.is_answer:
                             self._drop(method)
                         if not e.is_answer or e.status is not Status.RESOURCE_EXHAUSTED:
                             raise _renamed(e, method, self._path) from e
+                    # The time that the caller allows bounds the loop.
                     await asyncio.sleep(RATE_LIMIT_PAUSE_S)
         except TimeoutError as e:
             self._drop(method)
@@ -249,6 +392,7 @@ class PodResourcesGate(Struct, eq=False):
         """The time of one GetPreferredAllocation; gives the right to List inside it."""
         self._preferring += 1
         try:
+            # Counted as preferring first: another outside List then finds the gate busy, and admissions come before it.
             while self._is_outside:
                 await self._wait()
             yield InsideList(self._list_inside)
@@ -260,6 +404,8 @@ class PodResourcesGate(Struct, eq=False):
     def allocating(self) -> Iterator[None]:
         """The time of one Allocate."""
         self._allocating += 1
+        # Counted and not refused: the kubelet has already opened the Allocate. An ID that goes out twice is refused in
+        # `check`.
         if self._listing:
             self.on_list("overlapped")
         try:
@@ -279,6 +425,7 @@ class PodResourcesGate(Struct, eq=False):
                     await self._wait(self.quiet_s)
         except TimeoutError as e:
             raise Unavailable(f"admissions did not pause for {self.quiet_s:g} s within {wait_s:g} s") from e
+        # No await since `_is_quiet`: an admission that begins from now on waits at `preferring`.
         self._is_outside = True
         try:
             yield await self._list(purpose, self.list_timeout_s)
@@ -297,6 +444,7 @@ class PodResourcesGate(Struct, eq=False):
         return self.is_idle and not self._is_outside and self.clock() - self._last_call_at >= self.quiet_s
 
     async def _list_inside(self) -> Sequence[PodListing]:
+        # Waiting for the Allocate counts too: the whole node's admissions stand still meanwhile.
         until = self.clock() + self.list_timeout_s
         try:
             async with asyncio.timeout(self.list_timeout_s):

@@ -5,10 +5,11 @@ now has accepted the registration, and it follows ListAndWatch. Events of the di
 only wake the loop. A kubelet that starts removes every socket without notice and rejects pods for good about a second
 later, so a lost socket is served and registered again within milliseconds.
 
-The agent's next life (SIGHUP) takes servers and registrations over: `take_over`.
+After a reload (SIGHUP) the new parts take servers and registrations over: `take_over`.
 
-State owned: the kubelet's socket as last seen, and per resource the kubelet with which it is registered. device_plugin.py
-answers the kubelet's calls afterwards. Format: protos/deviceplugin.proto, service Registration.
+State owned: the kubelet's socket as last seen; per resource the server, the identity of its socket file, and the kubelet
+with which it is registered. device_plugin.py answers the kubelet's calls afterwards.
+Format: protos/deviceplugin.proto, service Registration.
 """
 
 from __future__ import annotations
@@ -17,20 +18,108 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import structlog
 from grpclib import Status
 
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.grpc_client import RpcFailed, UnixChannel
+from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.protobuf import MalformedMessageError
-from gpushare_agent.kit.sockets import FileIdentity, file_identity
+from gpushare_agent.kit.sockets import FileIdentity, bind_unix_socket, file_identity, remove_socket
 from gpushare_agent.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.kit.watch_path import open_directory_watch
-from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
+from gpushare_agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
+from gpushare_agent.kubelet.handover import Handover
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.wire import v1beta1
+
+if TYPE_CHECKING:
+    from grpclib._typing import IServable
+
+log = structlog.get_logger(__name__)
+
+_SOCKET_MODE = 0o600
+"""The kubelet runs as root, or as the agent's own user in a sandbox."""
+_STREAMS_END_S = 0.05
+"""Between ending the streams and closing: time for their last frames to leave."""
+
+
+class PluginEndpoint:
+    """Serves `plugin`, and `handover` beside it, at `device_plugin_path`/`socket_name`. One caller at a time."""
+
+    def __init__(
+        self, *, device_plugin_path: Path, socket_name: str, plugin: DevicePlugin, handover: Handover | None = None
+    ) -> None:
+        self.socket_name = socket_name
+        self.plugin = plugin
+        self._handlers: Sequence[IServable] = [plugin] if handover is None else [plugin, handover]
+        self.path = device_plugin_path / socket_name
+        self._server: GrpcServer | None = None
+        self._identity: FileIdentity | None = None
+
+    @property
+    def resource(self) -> str:
+        return self.plugin.resource
+
+    @property
+    def is_serving(self) -> bool:
+        """The server runs, and the socket at the path is its own."""
+        return self._server is not None and self._identity == file_identity(self.path)
+
+    @property
+    def connections(self) -> int:
+        """The kubelet's, and those of agents that ask for the handover."""
+        return self._server.connections if self._server is not None else 0
+
+    @property
+    def is_replaced(self) -> bool:
+        """The server runs, but another file is at its path."""
+        return self._server is not None and file_identity(self.path) not in (None, self._identity)
+
+    async def serve(self) -> None:
+        """Serves at the path, anew if need be; a socket that is there is replaced.
+
+        Raises Unavailable: the directory is missing or not writable, or a file that is no socket is at the path.
+        """
+        # Called anew after the kubelet has removed the socket: the server of before would go on at a file that nobody
+        # finds.
+        await self.stop()
+        try:
+            sock = bind_unix_socket(self.path, mode=_SOCKET_MODE)
+        except OSError as e:
+            raise Unavailable(
+                f"serving {self.resource} at {self.path} failed: {e}; it is tried again. Check that the kubelet's "
+                f"device-plugin directory (kubelet.device_plugin_path) exists and can be written to"
+            ) from e
+        # Before anything else can go wrong: only the file with this identity is ever removed.
+        self._identity = file_identity(self.path)
+        self._server = GrpcServer(self._handlers, decoders=FAST_DECODERS)
+        try:
+            await self._server.serve(sock)
+        # Also where it is cancelled: the socket file would stay, and the kubelet would find nobody behind it.
+        except BaseException:
+            remove_socket(self.path, self._identity)
+            self._server = None
+            raise
+        log.info("device_plugin_serving", resource=self.resource, socket=str(self.path))
+
+    async def stop(self) -> None:
+        """Ends the streams, closes the connections, and removes the socket if it still is ours. Takes at most 0.6 s."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        try:
+            if self.plugin.open_streams:
+                self.plugin.end_streams()
+                await asyncio.sleep(_STREAMS_END_S)
+        finally:  # also when cancelled: an open socket must not outlive its endpoint
+            try:
+                await server.stop()
+            finally:
+                remove_socket(self.path, self._identity)
+
 
 API_VERSION = "v1beta1"
 
@@ -56,6 +145,7 @@ async def register(
     except RpcFailed as e:
         if e.status is Status.DEADLINE_EXCEEDED:
             raise Unavailable(f"{attempt} got no answer within {timeout_s:g} s; it is tried again") from e
+        # A kubelet that starts or ends answers so, or not at all; any other answer it gives again.
         if not e.is_answer or e.status in _TRANSIENT:
             advice = "" if e.is_answer else ". Is the kubelet running?"
             raise Unavailable(f"{attempt} failed: {e}; it is tried again{advice}") from e
@@ -67,8 +157,6 @@ async def register(
     finally:
         channel.close()
 
-
-log = structlog.get_logger(__name__)
 
 KUBELET_SOCKET = "kubelet.sock"
 REGISTER_TIMEOUT_S = 15.0
@@ -125,7 +213,7 @@ class Registrar:
             )
             for endpoint in endpoints
         ]
-        self.is_kept = False
+        self.stays_registered = False
         """The servers outlive `run`, for another registrar to take over."""
         self._renewed: list[tuple[ResourceRegistrar, PluginEndpoint]] = []
         self._removed: list[ResourceRegistrar] = []
@@ -139,21 +227,23 @@ class Registrar:
         """The kubelet that runs now has accepted this resource and follows its ListAndWatch."""
         return any(one.endpoint.resource == resource and one.is_registered for one in self._resources)
 
-    def take_over(self, earlier: Registrar) -> None:
-        """Goes on with the servers and registrations of `earlier`, whose `run` has ended and which has none from now on.
+    def take_over(self, previous: Registrar) -> None:
+        """Goes on with the servers and registrations of `previous`, whose `run` has ended and which has none from now on.
         Of a resource that both have, with the same options, the kubelet notices nothing; it is served as before until
         `renew`. Those of which this registrar has none end once it runs."""
-        kept = {one.endpoint.resource: one for one in earlier._resources}
-        is_same_directory = self._directory == earlier._directory
+        taken_over = {one.endpoint.resource: one for one in previous._resources}
+        is_same_directory = self._directory == previous._directory
         for position, one in enumerate(self._resources):
-            old = kept.get(one.endpoint.resource)
+            old = taken_over.get(one.endpoint.resource)
+            # The kubelet reads the options once, when a plugin registers: with others it has to register anew.
             if is_same_directory and old is not None and old.endpoint.plugin.options == one.endpoint.plugin.options:
                 self._resources[position] = old.reporting_to(self._registered)
                 self._renewed.append((old, one.endpoint))
-        left = [one for one in earlier._resources if one not in self._resources]
-        self._removed = [*earlier._removed, *left]
-        self._registered_kubelet = earlier._registered_kubelet if is_same_directory else None
-        earlier._resources, earlier._removed, earlier._renewed = [], [], []
+        left = [one for one in previous._resources if one not in self._resources]
+        self._removed = [*previous._removed, *left]
+        # Otherwise a kubelet that restarts during the reload would not be noticed as another one.
+        self._registered_kubelet = previous._registered_kubelet if is_same_directory else None
+        previous._resources, previous._removed, previous._renewed = [], [], []
 
     def renew(self) -> None:
         """The resources that were taken over are served by this registrar's own plugins from now on."""
@@ -164,21 +254,23 @@ class Registrar:
     async def serve(self) -> None:
         """Serves the sockets before `run` registers them. Raises Unavailable."""
         for one in self._resources:
+            # What was taken over serves already.
             if not one.endpoint.is_serving:
                 await one.endpoint.serve()
 
-    async def leave(self, successors: Callable[[], int]) -> None:
+    async def leave(self, waiting: Callable[[], int]) -> None:
         """Ends the streams for good, and waits until the kubelet has disconnected: before that it would disconnect whoever
-        registers next. `successors` is how many of the connections are not the kubelet's."""
+        registers next. `waiting` is how many of the connections are not the kubelet's."""
         for one in self._all:
             one.leave()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
-                while sum(one.endpoint.connections for one in self._all) > successors():  # noqa: ASYNC110 - some ms
+                while sum(one.endpoint.connections for one in self._all) > waiting():  # noqa: ASYNC110 - some ms
                     await asyncio.sleep(0.001)
 
     async def run(self) -> NoReturn:
-        """Runs until it is cancelled; then, if not `is_kept`, ends the streams and removes the sockets, within 2 s."""
+        """Runs until it is cancelled; then ends the streams and removes the sockets, within 2 s, unless
+        `stays_registered`."""
         self._poll()
         try:
             await _close(self._removed)
@@ -188,12 +280,12 @@ class Registrar:
                     tasks.create_task(one.run(), name=f"register-{one.endpoint.resource}")
                 tasks.create_task(self._watch(), name="watch-device-plugin-directory")
         finally:
-            if not self.is_kept:
+            if not self.stays_registered:
                 await self.close()
         raise AssertionError("a registrar's tasks do not return")
 
     async def close(self) -> None:
-        """What `serve` began, where `run` did not follow, and what was kept."""
+        """Ends what `serve` began where `run` did not follow, and what stayed registered for another registrar."""
         await _close(self._all)
 
     @property
@@ -209,8 +301,11 @@ class Registrar:
     def _poll(self) -> None:
         kubelet = file_identity(self._socket)
         directory = file_identity(self._directory)
+        # None: no resource was registered yet, so there is nothing that a restart could have changed.
         is_restart = kubelet is not None and self._registered_kubelet not in (None, kubelet)
         for one in self._resources:
+            # Before the callback below: registering again is urgent, for the kubelet rejects pods about a second after
+            # its start.
             one.refresh(kubelet, has_directory=directory is not None)
         if is_restart:
             self._registered_kubelet = None
@@ -292,11 +387,13 @@ class ResourceRegistrar:
 
     async def run(self) -> NoReturn:
         while True:
+            # Cleared before the step: an event during it wakes the loop again at once.
             self._wake.clear()
             await wait_for(self._wake, await self._step())
 
     def leave(self) -> None:
         """Ends the stream, and registers no more."""
+        # Before the streams end: their end wakes the loop, which would register again.
         self._is_leaving = True
         self.registered_with = None
         self.endpoint.plugin.end_streams()
@@ -317,6 +414,7 @@ class ResourceRegistrar:
                 await self._register(self._kubelet)
         except (Unavailable, Rejected) as e:
             return self._failed(e)
+        # Without a kubelet's socket there is nobody to register with: the watch of the directory wakes the loop.
         if self.registered_with is None or self.endpoint.plugin.open_streams:
             return None
         return max(self._stream_due_at - _now(), 0.0)
@@ -326,6 +424,7 @@ class ResourceRegistrar:
         if self.endpoint.is_replaced:
             await self._yield_to_other()
         await self.endpoint.serve()
+        # Our own new file is no event: without this the next look at the directory would wake the loop for it.
         self._own_file = file_identity(self.endpoint.path)
 
     async def _yield_to_other(self) -> None:
@@ -349,6 +448,7 @@ class ResourceRegistrar:
                 self._attempt = attempt = group.create_task(self._try_call(), name=f"call-{self.endpoint.resource}")
         finally:
             self._attempt = None
+        # `_interrupt` did it: the kubelet or our socket is another one, so what it was about to answer does not count.
         if attempt.cancelled():
             raise Unavailable(
                 f"registering {self.endpoint.resource} was broken off, for the kubelet or our socket changed meanwhile; "
@@ -392,6 +492,7 @@ class ResourceRegistrar:
         return pause_s
 
     def _next_pause_s(self) -> float:
+        # A registration that lasted was a good one: its end is a new fault, and not the next of a row.
         if self._registered_at and _now() - self._registered_at > _STABLE_S:
             self._failures = 0
         self._failures += 1
@@ -399,6 +500,8 @@ class ResourceRegistrar:
 
     def _streams_changed(self) -> None:
         if not self.endpoint.plugin.open_streams:
+            # A stream that ends at once may be the old one's, whose end the kubelet handles after the new registration
+            # (measured).
             has_lasted = _now() - self._registered_at > _LASTING_S
             self._stream_due_at = _now() + (0.0 if has_lasted else _NEXT_STREAM_S)
         self._wake.set()

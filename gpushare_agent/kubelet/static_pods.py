@@ -36,7 +36,7 @@ SLICE_S = 0.005
 """So long the parser keeps the event loop."""
 _OF_ANOTHER_HOST = (62, 64)
 """OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
-CURE = "see docs/how-to/static-pods.md"
+REMEDY = "see docs/how-to/static-pods.md"
 
 
 class StaticPods:
@@ -72,18 +72,19 @@ class StaticPods:
         called_at = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s), self._lock:
+                # An answer that was asked for before this call may be older than what the caller has just seen.
                 if self._last[0] < called_at:
                     began_at = time.monotonic()
                     self._last = (began_at, await self._read())
                 return self._last[1]
         except TimeoutError as e:
-            raise Unavailable(f"cannot read {self._url}: no answer within {timeout_s:g} s; {CURE}") from e
+            raise Unavailable(f"cannot read {self._url}: no answer within {timeout_s:g} s; {REMEDY}") from e
 
     async def _read(self) -> Sequence[Raw]:
         try:
             context, token = await asyncio.to_thread(self._credentials)
         except (OSError, ValueError) as e:
-            raise Unavailable(f"cannot read {self._url}: {self._ca_file}, {self._token_file}: {e}; {CURE}") from e
+            raise Unavailable(f"cannot read {self._url}: {self._ca_file}, {self._token_file}: {e}; {REMEDY}") from e
         content = await self._get(context, token)
         return await _static_pods(content, self._url)
 
@@ -104,6 +105,8 @@ class StaticPods:
                     async with session.get(self._url, headers=headers, allow_redirects=False) as response:
                         return await self._content(response)
                 except ClientConnectorCertificateError as e:
+                    # A kubelet's serving certificate names the node and not always its address: the chain must hold,
+                    # the name may be the node's.
                     if getattr(e.certificate_error, "verify_code", None) not in _OF_ANOTHER_HOST:
                         raise
                 async with session.get(
@@ -117,12 +120,13 @@ class StaticPods:
             why = "the agent's service account needs get of nodes/pods"
             if response.status == 401:
                 why = "it does not accept the agent's token, which it has the API server verify"
-            raise Rejected(f"cannot read {self._url}: the kubelet answered {response.status}: {text}; {why}, {CURE}")
+            raise Rejected(f"cannot read {self._url}: the kubelet answered {response.status}: {text}; {why}, {REMEDY}")
         if response.status != 200:
             raise Unavailable(f"cannot read {self._url}: the kubelet answered {response.status}")
         content = bytearray()
         async for part in response.content.iter_any():
             content += part
+            # Checked while it comes: Content-Length is the sender's word, and chunked answers have none.
             if len(content) > self._max_bytes:
                 raise Corrupt(f"cannot read {self._url}: the answer is longer than {self._max_bytes} bytes")
         return content
@@ -138,19 +142,20 @@ class StaticPods:
         except ClientConnectorCertificateError as e:
             raise Unavailable(
                 f"cannot read {self._url}: the kubelet's certificate is not verified by {self._ca_file}: "
-                f"{e.certificate_error}; name its CA in kubelet.api_ca, {CURE}"
+                f"{e.certificate_error}; name its CA in kubelet.api_ca, {REMEDY}"
             ) from e
         except (ClientError, OSError, ValueError) as e:
-            raise Unavailable(f"cannot read {self._url}: {e or type(e).__name__}; {CURE}") from e
+            raise Unavailable(f"cannot read {self._url}: {e or type(e).__name__}; {REMEDY}") from e
 
 
 async def _static_pods(content: bytearray, url: str) -> Sequence[Raw]:
-    """Those of a PodList. Raises Corrupt."""
+    """The static pods of a PodList. Raises Corrupt."""
     listed = decoded(_PODS, content, f"cannot read {url}: the answer")
     found, slice_began = [], time.monotonic()
     for raw in listed.items or ():
         if _is_static(raw):
             found.append(raw)
+        # A node has hundreds of pods, and admissions must not wait for their decoding.
         if time.monotonic() - slice_began >= SLICE_S:
             await asyncio.sleep(0)
             slice_began = time.monotonic()

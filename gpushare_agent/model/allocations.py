@@ -18,7 +18,7 @@ from msgspec.structs import force_setattr, replace
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, DeviceId, GpuUuid, PodUid, gpu_of
 from gpushare_agent.model.pods import ContainerKind
-from gpushare_agent.model.resources import Measure, ResourceKind, parts_of, terms_of
+from gpushare_agent.model.resources import Measure, ResourceKind, parts_of, replica_layout
 
 NO_IDS: frozenset[DeviceId] = frozenset()
 
@@ -38,7 +38,7 @@ class ShareSize(Struct, frozen=True, kw_only=True):
     memory: int
 
     def at_least(self, other: ShareSize) -> ShareSize:
-        """Of each the greater number."""
+        """The greater number of each."""
         return ShareSize(cores=max(self.cores, other.cores), memory=max(self.memory, other.memory))
 
 
@@ -51,7 +51,7 @@ class ClaimRef(NamedTuple):
 
 
 class ClaimShare(Struct, frozen=True, kw_only=True):
-    """Of which request of which claim an allocation is (`request` without the alternative that was chosen), and what the
+    """The request and the claim that an allocation is of (`request` without the alternative that was chosen), and what the
     claim asked for beside the size: its isolation, and the elastic ceiling, 0 without one. `shown_as` is the claim's name in
     its pod, or its own where no template made it. `view` names the one of the claim's allocations under whose key the
     isolation keeps its files for all that a container uses together."""
@@ -70,8 +70,8 @@ class Allocation(Struct, frozen=True, kw_only=True):
     `ids` has a resource once the kubelet has allocated it; of NVIDIA's names `gpu_resource` is the one. `gpus` are the GPUs
     that the IDs of the resource name that binds them, else the planned ones, in order of index; the memory is charged to
     them. `is_whole` means whole GPUs: their whole memory is the container's. `allocated_at`
-    is seconds on the monotonic clock. `granted` is the size to which a running share was changed, None where it has what the
-    kubelet allocated.
+    is seconds on the monotonic clock. `resized_to` is the size to which a running share was changed, None where it has what
+    the kubelet allocated.
 
     Of a claim the key has the claim's UID in the place of the pod's and the result's name in that of the container, and the
     IDs are the agent's own: the kubelet knows none of them. `pod_name` is that of the pod for which it was prepared first.
@@ -86,12 +86,13 @@ class Allocation(Struct, frozen=True, kw_only=True):
     gpu_resource: str = ""
     is_whole: bool = False
     allocated_at: float = 0.0
-    granted: ShareSize | None = None
+    resized_to: ShareSize | None = None
     claim: ClaimShare | None = None
 
     @property
     def container_name(self) -> str:
-        """For people: of a claim's result `claim:<claim>/<result>`, after the names in a pod's allocatedResourcesStatus."""
+        """The name for people: of a claim's result `claim:<claim>/<result>`, after the names in a pod's
+        allocatedResourcesStatus."""
         return self.key.container if self.claim is None else f"claim:{self.claim.shown_as}/{self.key.container}"
 
     def __post_init__(self) -> None:
@@ -106,7 +107,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     @property
     def bound_ids(self) -> frozenset[DeviceId]:
-        """Of the resource that binds its GPUs."""
+        """The IDs of the resource that binds its GPUs."""
         return next((ids for kind, ids in self.ids.items() if kind.binds_gpu), NO_IDS)
 
     @property
@@ -124,15 +125,15 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> dict[GpuUuid, Fraction]:
-        """Of replicas, how much of each GPU."""
+        """How much of each GPU its replicas are; empty for others."""
         return parts_of(self.unit_ids)
 
     @property
     def sharing(self) -> Sharing | None:
-        """Of replicas, what limits them; else None."""
+        """What limits its replicas; None for others."""
         if self.is_whole or not self.unit_ids:
             return None
-        return terms_of(min(self.unit_ids)).sharing
+        return replica_layout(min(self.unit_ids)).sharing
 
     @property
     def is_limited(self) -> bool:
@@ -151,21 +152,21 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     @property
     def allocated_size(self) -> ShareSize:
-        """By the kubelet's device IDs."""
+        """The size by the kubelet's device IDs."""
         return ShareSize(cores=len(self.ids_of(ResourceKind.VCORE)), memory=len(self.ids_of(self.memory_kind)))
 
     @property
     def size(self) -> ShareSize:
         """What the isolation is to enforce."""
-        return self.granted or self.allocated_size
+        return self.resized_to or self.allocated_size
 
 
 class ResizedShare(Struct, frozen=True, kw_only=True):
-    """A share whose size is, or still is booked as, another than the kubelet allocated (`allocated`).
+    """A share whose size is, or still is charged as, another than the kubelet allocated (`allocated`).
 
-    `target` is what it is to be. `booked` is what its GPU is charged: at least `target`, and whatever more its processes may
-    still use. `kind` is the resource that its memory counts. `instance` is the runtime's ID of the container that ran when
-    `target` was first enforced, empty where that has not happened.
+    `target` is what it is to be. `charged` is what its GPU is charged: at least `target`, and whatever more its processes
+    may still use. `kind` is the resource that its memory counts. `instance` is the runtime's ID of the container that ran
+    when `target` was first enforced, empty where that has not happened.
     """
 
     key: ContainerKey
@@ -173,13 +174,13 @@ class ResizedShare(Struct, frozen=True, kw_only=True):
     kind: ResourceKind
     allocated: ShareSize
     target: ShareSize
-    booked: ShareSize
+    charged: ShareSize
     instance: str = ""
 
     @property
     def is_over(self) -> bool:
         """It is what the kubelet allocated, also in the ledger."""
-        return self.allocated == self.target == self.booked
+        return self.allocated == self.target == self.charged
 
 
 class ContainerMount(Struct, frozen=True, kw_only=True):
@@ -241,7 +242,7 @@ class Charge(NamedTuple):
         return self.wholes > 0
 
     def count(self, kind: ResourceKind) -> int:
-        """Of the resource's units; of parts of GPUs there is no count."""
+        """The number of the resource's units; of parts of GPUs there is none."""
         counts = {Measure.CORES: self.cores, Measure.BLOCKS: self.blocks, Measure.UNITS: self.units}
         return counts.get(kind.measure, 0)
 
@@ -252,11 +253,12 @@ class Charge(NamedTuple):
             self.units + times * more.units,
             self.wholes + times * more.wholes,
             self.shares + times * more.shares,
+            # Adding fractions takes ten times as long as comparing with 0, and most charges have none.
             self.part + times * more.part if more.part else self.part,
         )
 
     def grown(self) -> Charge:
-        """Without the counts below 0."""
+        """The charge without the counts below 0."""
         return Charge(cores=max(0, self.cores), blocks=max(0, self.blocks), units=max(0, self.units))
 
 
@@ -264,9 +266,10 @@ NO_CHARGE = Charge()
 
 
 def add_charges(sums: dict[K, Charge], charges: Mapping[K, Charge], times: int = 1) -> None:
-    """Into `sums`, which keeps no entry of nothing."""
+    """Adds `charges` to `sums`, which has no entry of nothing."""
     for key, charge in charges.items():
         charged = sums.get(key, NO_CHARGE).plus(charge, times)
+        # Sums of nothing go, so that two ledgers with the same allocations are equal.
         if charged == NO_CHARGE:
             sums.pop(key, None)
         else:
@@ -288,13 +291,16 @@ def charges_of(allocations: Iterable[Allocation]) -> dict[GpuUuid, Charge]:
         for kind, ids in one.ids.items():
             if kind.binds_gpu:
                 found[kind.measure] |= ids
+            # The blocks of whole GPUs are IDs that the kubelet counts, and no memory that is anybody else's to have.
             elif not one.is_whole:
+                # A share is on one GPU; the pair, for the same block ID may be of containers on two GPUs of one pod.
                 blocks.update((gpu, device) for gpu in one.gpus[:1] for device in ids)
         if one.is_whole:
             wholes.update(one.gpus)
             continue
         if one.kind is ContainerKind.INIT:
             continue
+        # Replicas by time slicing are limited by nothing, so they take no place among the sharing containers.
         if not one.unit_ids:
             shares += one.gpus[:1]
         elif one.sharing in (Sharing.MPS, Sharing.SHARES):

@@ -1,4 +1,4 @@
-"""Errors, named for the caller's next move. Adapters rename foreign errors into these, once.
+"""Errors, named for the caller's next move, and the reasons that users read. Adapters rename foreign errors, once.
 
 A refusal that a decision reaches is a value (`Refused`), not an exception.
 """
@@ -60,7 +60,7 @@ class RefusalReason(StrEnum):
 TRANSIENT_REASONS = frozenset(
     {RefusalReason.POD_UNKNOWN, RefusalReason.POD_AMBIGUOUS, RefusalReason.NOT_READY, RefusalReason.DEVICE_IN_USE}
 )
-"""Refusals that a retry may cure without any change of the pod (gRPC UNAVAILABLE)."""
+"""Refusals that a retry may remedy without any change of the pod (gRPC UNAVAILABLE)."""
 
 
 class Refused(Struct, frozen=True, kw_only=True):
@@ -68,3 +68,26 @@ class Refused(Struct, frozen=True, kw_only=True):
 
     reason: RefusalReason
     detail: str
+
+
+class NodeEventReason(StrEnum):
+    """Reasons that `kubectl get events` shows: stable, CamelCase."""
+
+    GPU_UNHEALTHY = "CardUnhealthy"
+    GPU_RECOVERED = "CardRecovered"
+    GPU_CORDONED = "CardCordoned"
+    GPU_UNCORDONED = "CardUncordoned"
+    CONFIGURATION_REFUSED = "NodeConfigurationRefused"
+    ISOLATION_PROBE_FAILED = "IsolationProbeFailed"
+
+    @property
+    def type(self) -> str:
+        return "Warning" if self in _WARNINGS else "Normal"
+
+
+# A cordon is an operator's own act, and a recovery good news: neither is a warning.
+_WARNINGS = (
+    NodeEventReason.GPU_UNHEALTHY,
+    NodeEventReason.CONFIGURATION_REFUSED,
+    NodeEventReason.ISOLATION_PROBE_FAILED,
+)

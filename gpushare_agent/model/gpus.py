@@ -1,15 +1,51 @@
-"""GPUs as the driver reports them, and their health."""
+"""GPUs as the driver reports them, how they are linked, and their health."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from fnmatch import fnmatchcase
 
 from msgspec import Struct, field
 
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
-from gpushare_agent.model.topology import Topology
+
+
+class LinkKind(IntEnum):
+    """The worst element on the way between two GPUs, cheapest first (named as in `nvidia-smi topo -m`)."""
+
+    SELF = 0
+    NVLINK = 1
+    PIX = 2
+    PXB = 3
+    PHB = 4
+    NODE = 5
+    SYS = 6
+
+
+class Link(Struct, frozen=True, kw_only=True):
+    """The connection of two GPUs. `nvlinks` counts bonded NVLinks, 0 unless kind is NVLINK."""
+
+    kind: LinkKind
+    nvlinks: int = 0
+
+
+class Branch(Struct, frozen=True, kw_only=True):
+    """A node of the topology tree: the GPUs below it (sorted indexes) and its sub-branches (none: a leaf group)."""
+
+    kind: LinkKind
+    gpus: tuple[int, ...]
+    children: tuple[Branch, ...] = ()
+
+
+class Topology(Struct, frozen=True, kw_only=True):
+    """A symmetric matrix of links, `links[a][b]`, and the tree over GPUs 0..n-1."""
+
+    links: tuple[tuple[Link, ...], ...]
+    root: Branch
+
+    def link(self, a: int, b: int) -> Link:
+        return self.links[a][b]
 
 
 class Health(StrEnum):
@@ -91,12 +127,14 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """For people, and NVIDIA's tools: the index, of an instance `0:1`."""
+        """The name for people and NVIDIA's tools: the index, of an instance `0:1`."""
         return str(self.index) if self.mig is None else f"{self.mig.parent_index}:{self.mig.number}"
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """The device nodes that a container needs for it, besides the control nodes."""
+        # The driver lets a process open an instance only with both capability devices, of GPU instance and compute
+        # instance.
         caps = (self.mig.gi_cap, self.mig.ci_cap) if self.mig is not None else ()
         return (f"/dev/nvidia{self.minor}", *(f"/dev/nvidia-caps/nvidia-cap{cap}" for cap in caps if cap is not None))
 
@@ -109,6 +147,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
         glob pattern. An instance is named by its GPU's index and UUID too."""
         parent = (str(self.mig.parent_index), self.mig.parent) if self.mig is not None else ()
         own = ("all", self.label, self.uuid, *parent)
+        # Patterns are of models alone: an index or a UUID must be given whole, or `1*` would name GPU 10 as well.
         return any(selector in own or fnmatchcase(self.name, selector) for selector in selectors)
 
 
@@ -161,12 +200,12 @@ class GpuReport(Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """As `Gpu.label`."""
+        """The same as `Gpu.label`."""
         return str(self.index) if self.mig is None else self.mig.label
 
     @property
     def cores(self) -> int:
-        """None of an instance that takes no shares."""
+        """The cores that can be allocated; 0 of an instance that takes no shares."""
         return CORES_PER_GPU if self.mig is None or self.mig.takes_shares else 0
 
     @property
@@ -187,7 +226,7 @@ class GpuInventory(Struct, frozen=True, kw_only=True):
     cuda_version: str = ""
     """The newest that the driver supports, such as 12.8; empty where it does not report it."""
     unreadable: tuple[tuple[int, str], ...] = field(default=())
-    divided: tuple[Gpu, ...] = ()
+    mig_partitioned: tuple[Gpu, ...] = ()
     """GPUs that MIG divides. They are not offered; their instances are, in `gpus`. Their indexes are taken."""
 
     def by_uuid(self) -> dict[GpuUuid, Gpu]:
@@ -195,5 +234,5 @@ class GpuInventory(Struct, frozen=True, kw_only=True):
 
     @property
     def mig_profiles(self) -> frozenset[str]:
-        """Of all its instances."""
+        """The profiles of all its instances."""
         return frozenset(gpu.mig.profile for gpu in self.gpus if gpu.mig is not None)

@@ -1,12 +1,22 @@
-"""The names of isolations as settings and annotations spell them, and the device-list strategies.
+"""Values of isolations and device lists that settings, drivers and isolations share: names, CDI names, limits of a cgroup.
 
-What each does is in isolation/<name>/ and isolation/device_lists.py; settings/isolation_names.py has which there are.
+What each isolation does is in isolation/<name>/ and isolation/device_lists.py; settings/isolation_names.py has which there
+are. Sources: the specification of the Container Device Interface and what its reference library accepts, for containers get
+devices through that library in every common runtime (a name is `<kind>=<device>`, a kind `<vendor>/<class>`); for the
+driver's limits nvml.h of CUDA 13.4, `nvmlSetMemoryLimits_v1_t`.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from gpushare_agent.model.names import GpuUuid
 
 AUTO = "auto"
 """A value of the node's setting alone: the agent puts an isolation in its place at its start."""
@@ -50,3 +60,57 @@ class ResizeMode(StrEnum):
     DISABLED = "disabled"
     WITHIN_REQUEST = "within-request"
     FREE_CAPACITY = "free-capacity"
+
+
+OWN_SPEC_NAME = "gpushare-agent.json"
+"""The agent's own file, in the last spec directory; no other program's may have this name there."""
+
+_KIND = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?/[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+_DEVICE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")
+
+
+def is_kind(text: str) -> bool:
+    return _KIND.fullmatch(text) is not None
+
+
+def is_device_name(text: str) -> bool:
+    return _DEVICE.fullmatch(text) is not None
+
+
+class SpecFile(Struct, frozen=True, kw_only=True):
+    """One file of a spec directory. `problem` is why a runtime ignores it (then kind and devices are empty)."""
+
+    path: str
+    directory: str
+    kind: str = ""
+    devices: tuple[str, ...] = ()
+    problem: str = ""
+
+
+class MemoryLimit(Struct, frozen=True, kw_only=True):
+    """What the processes in a cgroup and below may have of one GPU. `cgroup` is its directory, in cgroup v2."""
+
+    gpu: GpuUuid
+    cgroup: Path
+    limit_bytes: int
+
+
+class LimitOutcome(Struct, frozen=True, kw_only=True):
+    """`problem` says why the limit is not in force and what to do, empty where it is. `is_gone`: the cgroup has ended.
+    `has_no_controller`: the kernel's dmem controller is not enabled for this cgroup, so the driver takes no limit for it.
+    `used_bytes` is what its processes have; a limit below it takes nothing from them."""
+
+    problem: str = ""
+    used_bytes: int = 0
+    is_gone: bool = False
+    has_no_controller: bool = False
+
+
+class MemoryLimiter(Protocol):
+    """The GPUs' driver."""
+
+    async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
+        """Raises AgentError with the remedy where limits cannot be had here."""
+
+    async def keep_memory_limits(self, desired: Sequence[MemoryLimit], *, may_set: bool) -> list[LimitOutcome]:
+        """Reads, sets what differs where `may_set`; one outcome for each of `desired`. Raises Unavailable."""

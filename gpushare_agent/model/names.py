@@ -13,8 +13,8 @@ PodUid = NewType("PodUid", str)
 GpuUuid = NewType("GpuUuid", str)
 DeviceId = NewType("DeviceId", str)
 """A device of the device-plugin API inside the agent: `<GPU UUID>::<n>`, of a unit under NVIDIA's names
-`<GPU UUID>::<n>/<terms>` (model/resources.py), and where the kubelet knows it by another text than the present one,
-`<GPU UUID>::<n>~<text>`. Its texts are kubelet/device_ids.py's."""
+`<GPU UUID>::<n>/<layout>` (model/resources.py), and where the kubelet knows it by another text than the present one,
+`<GPU UUID>::<n>~<text>`. Its texts are kubelet/device_table.py's."""
 
 VCORE_RESOURCE = "tencent.com/vcuda-core"
 VMEMORY_RESOURCE = "tencent.com/vcuda-memory"
@@ -88,10 +88,11 @@ LIMIT_PATHS = (VDEVICE_DIRECTORY, PRELOAD_PATH, GPUSHARE_DIRECTORY, HAMI_CORE_DI
 
 
 def clean_path(path: str) -> str:
-    """As the runtime mounts it: absolute, without `.`, `..` and double slashes."""
+    """The path as the runtime mounts it: absolute, without `.`, `..` and double slashes."""
     parts: list[str] = []
     for part in path.split("/"):
         if part == "..":
+            # At the root `..` stays there, as for the kernel: a slice deletes nothing from an empty list.
             del parts[-1:]
         elif part not in ("", "."):
             parts.append(part)
@@ -108,6 +109,7 @@ _CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
 
 def is_container_id(text: str) -> bool:
     """True for a container runtime's ID as containerd, CRI-O and Docker write it."""
+    # fullmatch, here and elsewhere: `$` also matches before a newline at the end, and names become parts of paths.
     return _CONTAINER_ID.fullmatch(text) is not None
 
 
@@ -121,13 +123,14 @@ def known_as(device: DeviceId, text: str) -> DeviceId:
     return DeviceId(f"{device}~{text}")
 
 
-def unit_id(uuid: GpuUuid, number: int, terms: str) -> DeviceId:
-    """Unit `number` of a GPU on these terms."""
-    return DeviceId(f"{uuid}::{number}/{terms}")
+def unit_id(uuid: GpuUuid, number: int, layout: str) -> DeviceId:
+    """Unit `number` of a GPU by this replica layout (model/resources.py)."""
+    return DeviceId(f"{uuid}::{number}/{layout}")
 
 
 def unit_suffix(device: str) -> str:
-    """The terms of `unit_id`, empty where it has none. Drivers before R470 name a MIG instance `MIG-GPU-…/1/0`."""
+    """The replica layout of `unit_id` as text, empty where it has none. Drivers before R470 name a MIG instance
+    `MIG-GPU-…/1/0`."""
     return device.partition("~")[0].partition("::")[2].partition("/")[2]
 
 
@@ -150,6 +153,8 @@ def split_device_id(device: str) -> tuple[GpuUuid, int] | None:
     """The GPU and the number of a device, None where it is not one of this agent."""
     uuid, _, rest = device.partition("::")
     number = rest.partition("~")[0].partition("/")[0]
+    # The kubelet's checkpoint may hold other plugins' IDs; isdigit alone accepts digits of other scripts, which int
+    # reads.
     if not uuid or not number.isascii() or not number.isdigit() or len(number) > 6:
         return None
     return GpuUuid(uuid), int(number)

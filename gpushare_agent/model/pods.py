@@ -87,7 +87,7 @@ class Pod(Struct, frozen=True, kw_only=True):
         """The UID in the API server; None for a static pod without a mirror pod."""
         return PodUid(self.mirror_uid) if self.mirror_uid else None if self.is_static else self.uid
 
-    def wants(self, resource: str) -> bool:
+    def requests_any(self, resource: str) -> bool:
         return any(c.requests.get(resource, 0) > 0 for c in self.containers)
 
     def container(self, name: str) -> ContainerSpec | None:
@@ -96,4 +96,5 @@ class Pod(Struct, frozen=True, kw_only=True):
 
 def version_number(text: str) -> int:
     """A resourceVersion as a number to compare by, 0 where it is none: opaque, or too long for the 64 bits of etcd."""
+    # Kubernetes calls it opaque, and yet equal or newer is what a cache must know; etcd's are numbers that grow.
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else 0

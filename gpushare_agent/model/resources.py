@@ -6,9 +6,9 @@ fills, its socket, and what of a GPU one device is, its `Measure`. A kind whose 
 too, its `UnitLayout`: which GPU serves how many. Device lists, planning, the ledger, recovery, garbage
 collection and the annotations follow from the row; tests/admission/test_new_kind.py adds one.
 
-A unit under NVIDIA's names is a whole GPU (or MIG instance), or one of its replicas. Its terms are in its device ID,
-`<GPU UUID>::2/4s` inside the agent: replica 2 of 4, limited by the node's isolation. A container keeps the terms under which
-it was admitted.
+A unit under NVIDIA's names is a whole GPU (or MIG instance), or one of its replicas. Its replica layout is in its device ID,
+`<GPU UUID>::2/4s` inside the agent: replica 2 of 4, limited by the node's isolation. A container keeps the layout under
+which it was admitted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LETTERS = {Sharing.TIME_SLICING: "", Sharing.MPS: "m", Sharing.SHARES: "s"}
 _BY_LETTER = {letter: sharing for sharing, letter in _LETTERS.items()}
 
 
-class UnitTerms(NamedTuple):
+class ReplicaLayout(NamedTuple):
     """One of so many units of a GPU, and what limits its containers to their part."""
 
     of: int
@@ -58,19 +58,19 @@ class UnitTerms(NamedTuple):
 
     @property
     def part(self) -> Fraction:
-        """Of the GPU's memory and compute."""
+        """The part of the GPU's memory and compute."""
         return Fraction(1, self.of)
 
 
 class ServedUnits(NamedTuple):
-    """What a GPU serves: of which resource, on which terms."""
+    """What a GPU serves: of which resource, and by which replica layout."""
 
     resource: str
-    terms: UnitTerms
+    replicas: ReplicaLayout
 
     def ids(self, gpu: GpuUuid) -> list[DeviceId]:
-        suffix = f"{self.terms.of}{_LETTERS[self.terms.sharing]}"
-        return [unit_id(gpu, number, suffix) for number in range(self.terms.of)]
+        suffix = f"{self.replicas.of}{_LETTERS[self.replicas.sharing]}"
+        return [unit_id(gpu, number, suffix) for number in range(self.replicas.of)]
 
 
 class UnitLayout(Struct, frozen=True, kw_only=True):
@@ -82,11 +82,11 @@ class UnitLayout(Struct, frozen=True, kw_only=True):
     is_packed: bool = False
 
     def served(self, gpu: Gpu) -> ServedUnits | None:
-        """None where the GPU serves none of these resources."""
+        """What the GPU serves, None where it serves none of these resources."""
         return None
 
     def unlike(self, gpus: Iterable[Gpu]) -> str:
-        """Why the node gives no unit at all, with the cure; empty where it does."""
+        """Why the node gives no unit at all, with the remedy; empty where it does."""
         return ""
 
 
@@ -109,18 +109,20 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
         selectors = (name, "*")
         count = next((n for s, n in self.replicas if s in selectors or gpu.is_selected((s,))), 1)
         if count == 1 or (gpu.mig is not None and self.sharing is not Sharing.TIME_SLICING):  # no isolation limits one
-            return ServedUnits(name, UnitTerms(1))
+            return ServedUnits(name, ReplicaLayout(1))
+        # A name that the settings end in .shared already is not given the suffix twice.
         is_renamed = self.is_renamed and not name.endswith(SHARED_SUFFIX)
-        return ServedUnits(name + SHARED_SUFFIX if is_renamed else name, UnitTerms(count, self.sharing))
+        return ServedUnits(name + SHARED_SUFFIX if is_renamed else name, ReplicaLayout(count, self.sharing))
 
     def unlike(self, gpus: Iterable[Gpu]) -> str:
-        """With MIG strategy single, why no unit is given, with the cure; empty where all GPUs that serve these resources are
-        alike. A pod could not tell what it gets: NVIDIA's plugin does not start there (internal/rm/device_map.go of
+        """Why, with MIG strategy single, no unit is given, with the remedy; empty where all GPUs that serve these resources
+        are alike. A pod could not tell what it gets: NVIDIA's plugin does not start there (internal/rm/device_map.go of
         v0.20.0)."""
         if self.mig_strategy != "single":
             return ""
         kinds: dict[str, list[str]] = {}
         for gpu in gpus:
+            # An instance that is gone serves nobody new: it must not stop the others.
             if gpu.is_selected(self.gpus) and not (gpu.mig is not None and gpu.mig.is_gone):
                 without = "GPUs in MIG mode without instances" if gpu.mig_mode else "GPUs that MIG does not divide"
                 kind = without if gpu.mig is None else f"instances of {gpu.mig.profile}"
@@ -145,7 +147,7 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
                 return self.mig_resource(gpu.mig.profile)
 
     def mig_resource(self, profile: str) -> str:
-        """Of the instances of a profile with strategy mixed, `1g.10gb+me` as nvidia.com/mig-1g.10gb.me."""
+        """The resource of a profile's instances with strategy mixed, `1g.10gb+me` as nvidia.com/mig-1g.10gb.me."""
         named = (name for pattern, name in self.mig_names if fnmatchcase(profile, pattern))
         return next(named, NVIDIA_MIG_PREFIX + profile.replace("+", "."))
 
@@ -157,6 +159,7 @@ class NvidiaNames(UnitLayout, frozen=True, kw_only=True):
             counts = [count for selector, count in self.replicas if selector in (name, "*")][:1]
             of_some = [count for selector, count in self.replicas if selector not in (name, "*")]
             is_plain = not self.is_renamed or name.endswith(SHARED_SUFFIX)
+            # Without a rule for it a resource has one unit each; a rule for some GPUs may leave others with one.
             if is_plain or 1 in (counts or [1]) or 1 in of_some:
                 found.append(name)
             if not is_plain and max([*counts, *of_some, 1]) > 1:
@@ -178,27 +181,29 @@ class GpuUnits(NamedTuple):
 
 
 def units_of(devices: Collection[DeviceId]) -> GpuUnits:
-    terms = {terms_of(device) for device in devices}
-    sharing = next((one.sharing for one in sorted(terms, reverse=True) if not one.is_whole), None)
+    # A container may hold units of two layouts where the settings changed during its pod's admission.
+    layouts = {replica_layout(device) for device in devices}
+    sharing = next((one.sharing for one in sorted(layouts, reverse=True) if not one.is_whole), None)
     return GpuUnits(tuple(sorted(parts_of(devices).items())), sharing)
 
 
 @lru_cache(maxsize=256)
-def _terms(suffix: str) -> UnitTerms:
+def _replica_layout(suffix: str) -> ReplicaLayout:
     digits = suffix.rstrip("ms")
-    return UnitTerms(int(digits), _BY_LETTER[suffix[len(digits) :]]) if digits else UnitTerms(1)
+    return ReplicaLayout(int(digits), _BY_LETTER[suffix[len(digits) :]]) if digits else ReplicaLayout(1)
 
 
-def terms_of(device: str) -> UnitTerms:
-    """Of a unit's device ID. One whose text does not have them counts as the whole GPU."""
-    return _terms(unit_suffix(device))
+def replica_layout(device: str) -> ReplicaLayout:
+    """The replica layout in a unit's device ID. One whose text does not have it counts as the whole GPU."""
+    return _replica_layout(unit_suffix(device))
 
 
 def parts_of(units: Iterable[DeviceId]) -> dict[GpuUuid, Fraction]:
     """How much of each GPU these units are."""
     parts: dict[GpuUuid, Fraction] = {}
     for (gpu, suffix), count in Counter((gpu_of(device), unit_suffix(device)) for device in units).items():
-        parts[gpu] = parts.get(gpu, Fraction(0)) + count * _terms(suffix).part
+        # Fractions: three thirds are exactly a GPU, of floating-point numbers they need not be.
+        parts[gpu] = parts.get(gpu, Fraction(0)) + count * _replica_layout(suffix).part
     return parts
 
 
@@ -265,7 +270,7 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
 
     @property
     def kinds(self) -> tuple[ResourceKind, ...]:
-        """Of the resources that the node offers."""
+        """The kinds that the node offers."""
         return tuple(kind for kind in self.table if kind.names(self))
 
     @property
@@ -274,11 +279,11 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
 
     @property
     def binding_names(self) -> tuple[str, ...]:
-        """Of the resources whose IDs say which GPU a container is on."""
+        """The names of the resources whose IDs say which GPU a container is on."""
         return tuple(name for kind in self.table if kind.binds_gpu for name in kind.names(self))
 
     def name(self, kind: ResourceKind) -> str:
-        """Of several the first; empty where the node does not offer it."""
+        """The kind's name, of several the first; empty where the node does not offer it."""
         return next(iter(kind.names(self)), "")
 
     def name_in(self, container: ContainerSpec, kind: ResourceKind) -> str:
@@ -290,7 +295,7 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
         return next((kind for kind in self.table if name in kind.names(self)), None)
 
     def kind_of(self, resource: str) -> ResourceKind:
-        """Of a resource that a device plugin of this node serves."""
+        """The kind of a resource that a device plugin of this node serves."""
         kind = self.kind(resource)
         if kind is None:
             raise AssertionError(f"a plugin serves {resource!r}, which is no resource of the settings")
@@ -301,19 +306,20 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
         kind = self.kind_of(resource)
         return kind.socket.format(kind.names(self).index(resource))
 
-    def wanted(self, container: ContainerSpec, kind: ResourceKind) -> int:
+    def requested(self, container: ContainerSpec, kind: ResourceKind) -> int:
         """Units of the resource that the container asks for."""
+        # No generator: asked several times of every container of the node in every admission.
         count, requests = 0, container.requests
         for name in kind.names(self):
             count += requests.get(name, 0)
         return count
 
     def wants_any(self, pod: Pod) -> bool:
-        return any(pod.wants(name) for name in self.names)
+        return any(pod.requests_any(name) for name in self.names)
 
     def asked(self, container: ContainerSpec) -> dict[ResourceKind, int]:
         """Units of each resource of the node's that the container asks for, in the order of the table."""
-        return {kind: count for kind in self.table if (count := self.wanted(container, kind))}
+        return {kind: count for kind in self.table if (count := self.requested(container, kind))}
 
     def binding(self, container: ContainerSpec) -> ResourceKind:
         """The resource whose IDs bind the container's GPU."""
@@ -327,19 +333,20 @@ class ResourceNames(Struct, frozen=True, kw_only=True):
         """Whole units of a GPU; of a resource with several names of the one that it serves."""
         if kind.is_part:
             served = kind.layout(self).served(gpu) if kind.names(self) else None
-            return served.terms.of if served is not None else 0
+            return served.replicas.of if served is not None else 0
+        # The isolation cannot limit a process inside an instance: a share of it would be no share.
         if gpu.mig is not None and not self.shares_in_mig:
             return 0
         return CORES_PER_GPU if kind.measure is Measure.CORES else gpu.memory_mib // self.unit_mib(kind)
 
     def unit_mib(self, kind: ResourceKind) -> int:
-        """Of a unit of memory."""
+        """The size of a unit of memory."""
         return self.gpu_mem_unit_mib if kind.measure is Measure.UNITS else self.memory_block_mib
 
     def memory_mib(self, container: ContainerSpec) -> int:
         """The memory that the container asks for, by whichever resource."""
-        blocks = self.wanted(container, ResourceKind.VMEMORY) * self.memory_block_mib
-        return blocks + self.wanted(container, ResourceKind.GPU_MEM) * self.gpu_mem_unit_mib
+        blocks = self.requested(container, ResourceKind.VMEMORY) * self.memory_block_mib
+        return blocks + self.requested(container, ResourceKind.GPU_MEM) * self.gpu_mem_unit_mib
 
 
 ResourceKind.VCORE = ResourceKind(
@@ -404,7 +411,7 @@ WHOLE_GPU = Request(cores=CORES_PER_GPU)
 def request_of(container: ContainerSpec, names: ResourceNames) -> Request:
     """What the container's limits ask for; of NVIDIA's names nothing, for their part depends on the GPU."""
     return Request(
-        cores=names.wanted(container, ResourceKind.VCORE),
-        blocks=names.wanted(container, ResourceKind.VMEMORY),
-        units=names.wanted(container, ResourceKind.GPU_MEM),
+        cores=names.requested(container, ResourceKind.VCORE),
+        blocks=names.requested(container, ResourceKind.VMEMORY),
+        units=names.requested(container, ResourceKind.GPU_MEM),
     )

@@ -16,7 +16,7 @@ from gpushare_agent.model.names import GpuUuid
 
 
 class ProcessKind(StrEnum):
-    """In which of the driver's lists a process was found. A client of MPS is listed by its own PID."""
+    """The list of the driver's in which a process was found. A client of MPS is listed by its own PID."""
 
     COMPUTE = "compute"
     GRAPHICS = "graphics"

@@ -40,7 +40,7 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import CORES_PER_GPU, MIB
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.observability.node_snapshot import NO_REASON, NodeSnapshot
-from gpushare_agent.placement.topology_tree import render_tree
+from gpushare_agent.placement.topology import render_tree
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -17,11 +17,10 @@ from msgspec import UNSET, Struct, UnsetType, convert
 
 from gpushare_agent.isolation.kept import NOT_KEPT_TEXTS, IsolationFacts, Kept, ProbeResult
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.gpus import Gpu, GpuInventory, GpuReport
+from gpushare_agent.model.gpus import Branch, Gpu, GpuInventory, GpuReport, Link, LinkKind, Topology
 from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, Pod
 from gpushare_agent.model.resources import ResourceKind, ResourceNames, cores_of_part
-from gpushare_agent.model.topology import Branch, Link, LinkKind, Topology
 from gpushare_agent.model.usage import ContainerUse, GpuUse, UsageRound
 from gpushare_agent.placement.gpu_account import GpuAccount
 

@@ -221,8 +221,8 @@ def _container(
     share = share_limits(allocation, annotations, gpus, node.names)
     allocated = share
     # A live resize changes the limits alone: the kubelet and the scheduler go on to count what was allocated.
-    if allocation.granted is not None:
-        allocated = share_limits(replace(allocation, granted=None), annotations, gpus, node.names)
+    if allocation.resized_to is not None:
+        allocated = share_limits(replace(allocation, resized_to=None), annotations, gpus, node.names)
     chosen = isolation.isolation_of(allocation)
     return ContainerFacts(
         allocation=allocation,

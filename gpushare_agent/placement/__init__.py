@@ -1,11 +1,11 @@
 """Which GPU or GPUs a container gets: share, fragment and link (docs/explanation/placement.md); and why none.
 
 Pure functions over values: no clock, no randomness, no I/O, no state. The result depends neither on the order of the GPUs
-nor on anything that happened before. Called by admission/decisions/plan.py, extender/decisions/pod_plan.py and, through the
-latter, simulation. Open `place.py` first for the choice, `gpu_account.py` for what counts as free, `lack.py` for the texts,
-`fragmentation.py` for policy fgd, which simulation alone has so far.
+nor on anything that happened before. Called by admission/decisions/decide.py, extender/decisions/pod_plan.py and, through
+the latter, simulation. Open `place.py` first for the choice, `gpu_account.py` for what counts as free and why a request
+does not fit, `topology.py` for the tree of links, `fragmentation.py` for policy fgd, which simulation alone has so far.
 
-Others import: fragmentation, front_ends, gpu_account, lack, place, topology_text, topology_tree.
+Others import: fragmentation, gpu_account, place, topology.
 """
 
 from gpushare_agent.placement.gpu_account import GpuAccount

@@ -65,6 +65,7 @@ class FreeNode(NamedTuple):
             gpus = tuple(sorted(free - kind.parts if at >= first else free for at, free in enumerate(self.gpus)))
             return [FreeNode(cpu_milli, memory_mib, gpus, self.model)]
         left = []
+        # GPUs that have as much free give the same node: one of them is enough.
         for free in sorted({free for free in self.gpus if free >= kind.parts}):
             others = list(self.gpus)
             others.remove(free)
@@ -100,6 +101,7 @@ class TypicalPods:
 
     def fragmentation(self, node: FreeNode) -> float:
         """Parts of GPUs that are free and that a typical pod cannot use, expected."""
+        # Of thousands of nodes most are in a few hundred states: worked out once each.
         known = self._known.get(node)
         if known is None:
             free, known = sum(node.gpus), 0.0
@@ -109,12 +111,14 @@ class TypicalPods:
                 fits = fits and gpus <= len(node.gpus) and node.gpus[-gpus] >= parts
                 for cpu_milli, memory_mib, frequency in kinds:
                     has_room = fits and node.cpu_milli >= cpu_milli and node.memory_mib >= memory_mib
+                    # A pod that does not fit the node makes all that is free there useless to it; else only the GPUs
+                    # that are too full.
                     known += frequency * (useless if has_room else free)
             self._known[node] = known
         return known
 
     def cost(self, node: FreeNode, kind: PodKind) -> Cost:
-        """Of placing such a pod on the node, which it fits; of equals the GPU that is fullest."""
+        """The cost of placing such a pod on the node, which it fits; of equals the GPU that is fullest."""
         before = self.fragmentation(node)
         fit_gpu, fit_cpu = (_FIT_GPU_OF_SHARES, _FIT_CPU_OF_SHARES) if kind.is_share else (_FIT_GPU, _FIT_CPU)
         # The same for every choice of this node, but it decides between nodes.

@@ -12,8 +12,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from gpushare_agent.model.cdi import is_kind
-from gpushare_agent.model.isolation import AUTO, CorePolicy
+from gpushare_agent.model.isolation import AUTO, CorePolicy, is_kind
 from gpushare_agent.settings.isolation_names import isolation_names
 from gpushare_agent.settings.values import Count, GivenPath, OneOf, Seconds, Section, comma_list
 

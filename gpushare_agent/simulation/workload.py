@@ -16,12 +16,11 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from gpushare_agent.extender.values import ClusterNode
-from gpushare_agent.model.gpus import GpuReport
+from gpushare_agent.model.gpus import GpuReport, Link, LinkKind, Topology
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod, PodPhase
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.topology import Link, LinkKind, Topology
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology
 
 NAMESPACE = "simulated"
 

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from gpushare_agent.admission.admission import Admission, ContainerStarts, RefusedPods
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
-from gpushare_agent.admission.decisions.identity import Call, Known, Target, successor_of
+from gpushare_agent.admission.decisions.decide import Decision
+from gpushare_agent.admission.decisions.identity import Call, Known, Target, next_container_of
 from gpushare_agent.admission.decisions.ledger import Policy
-from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.admission.identification import InsideLister
 from gpushare_agent.kubelet.pod_resources import PodListing, PodResourcesGate
 from gpushare_agent.kubelet.records import CheckpointEntry
@@ -80,10 +80,10 @@ class Scripted:
         assert self.next is not None
         return self.next
 
-    def successor(self, resource: str, ids: Sequence[str]) -> Target | None:
+    def next_container(self, resource: str, ids: Sequence[str]) -> Target | None:
         pods = known(*self.pods.values()).pods
         facts = Known(pods=pods, allocations=self.cache.view(), refused=self.refused_pods, names=self.names)
-        return successor_of(ids, resource, self.get, facts)
+        return next_container_of(ids, resource, self.get, facts)
 
     async def read(self) -> Sequence[CheckpointEntry]:
         if self.checkpoint is None:

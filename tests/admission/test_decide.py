@@ -5,17 +5,16 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
-from gpushare_agent.admission.decisions.decide import explain, in_short, with_gpus
+from gpushare_agent.admission.decisions.decide import Decision, explain, plan
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Offer, Policy, free_ids, offer_accounts
-from gpushare_agent.admission.decisions.plan import Decision, plan
+from gpushare_agent.admission.outcomes import in_short, with_gpus
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import GpuInventory, Health
+from gpushare_agent.model.gpus import GpuInventory, Health, Link, LinkKind
 from gpushare_agent.model.names import PREDICATE_GPU_INDEX_PREFIX, GpuUuid
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.topology import Link, LinkKind
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology
 from tests.support_core import NAMES, allocation, container, ids, inventory, pod
 
 MIB = 1024 * 1024

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.garbage import Evidence, Reconciliation, reconcile
-from gpushare_agent.admission.decisions.recovery import UNNAMED, Records, rebuild
+from gpushare_agent.admission.decisions.recovery import UNNAMED, Evidence, Reconciliation, Records, rebuild, reconcile
 from gpushare_agent.kubelet.records import ListedContainer, ListedPod
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.names import GpuUuid, unit_id

@@ -6,7 +6,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.identity import Call, Target, Unresolved, identify, successor_of
+from gpushare_agent.admission.decisions.identity import Call, Target, Unresolved, identify, next_container_of
 from gpushare_agent.model.names import VCORE_RESOURCE as CORE
 from gpushare_agent.model.names import VMEMORY_RESOURCE as MEMORY
 from gpushare_agent.model.pods import ContainerKind, PodPhase
@@ -124,7 +124,7 @@ def test_a_stale_pod_of_the_same_name_is_suspected() -> None:
     """A StatefulSet's pod comes back under its name before the watch has delivered it."""
     old = pod("web-0", container(cores=10), phase=PodPhase.FAILED)
     result = identify(VCORE_10, [Listing("web-0", {"main": {}})], known(old))
-    assert isinstance(result, Unresolved) and result.suspects == (("default", "web-0"),)
+    assert isinstance(result, Unresolved) and result.to_recheck == (("default", "web-0"),)
 
 
 def test_memory_and_cores_are_judged_apart() -> None:
@@ -147,10 +147,10 @@ def test_an_allocate_without_preference_is_the_successor_containers() -> None:
     )
     allocated = allocation(chain, "i", ids(0, range(5)), [], ContainerKind.INIT)
     facts = known(chain, allocations=(allocated,))
-    found = successor_of(ids(0, range(5)), CORE, {chain.uid: chain}.get, facts)
+    found = next_container_of(ids(0, range(5)), CORE, {chain.uid: chain}.get, facts)
     assert found is not None and found.container.name == "s"
-    assert successor_of(ids(0, range(5, 10)), CORE, {chain.uid: chain}.get, facts) is None
-    assert successor_of(ids(0, range(4)), CORE, {chain.uid: chain}.get, facts) is None
+    assert next_container_of(ids(0, range(5, 10)), CORE, {chain.uid: chain}.get, facts) is None
+    assert next_container_of(ids(0, range(4)), CORE, {chain.uid: chain}.get, facts) is None
 
 
 def test_a_container_that_runs_is_not_called_for() -> None:

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.decide import Decision, check, plan
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, gpu_accounts, offer_accounts
-from gpushare_agent.admission.decisions.plan import Decision, check, plan
 from gpushare_agent.admission.device_tables import offered_ids, withheld
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -208,7 +208,7 @@ def kept_back(kind: ResourceKind, *held: Allocation, no_shares: bool = False) ->
     ledger = ledger_of(*held)
     gpus = gpu_accounts(None, ledger, POLICY)
     offered = offered_ids({gpu.uuid: NAMES.units(gpu, kind) for gpu in GPUS.gpus}, ledger.holders[kind])
-    found = withheld(kind, gpus, offered, ledger.holders, NAMES, no_shares=no_shares, lent={})
+    found = withheld(kind, gpus, offered, ledger.holders, NAMES, no_shares=no_shares, borrowed={})
     assert no_shares or not any(found & one.ids_of(kind) for one in held)
     counts: dict[str, int] = {}
     for device in found:

@@ -13,7 +13,7 @@ from gpushare_agent.admission.device_tables import DeviceTables
 from gpushare_agent.cluster.node_annotations import allocations_by_pod
 from gpushare_agent.isolation.shares import ShareLimits, share_limits
 from gpushare_agent.kit.supervision import forever, stop_task
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.kubelet.records import ListedContainer, ListedPod
 from gpushare_agent.model.allocations import Allocation, Charge, ContainerEdits
 from gpushare_agent.model.errors import RefusalReason, Refused
@@ -24,11 +24,11 @@ from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import (
     KINDS,
     Measure,
+    ReplicaLayout,
     ResourceKind,
     ResourceNames,
     ServedUnits,
     UnitLayout,
-    UnitTerms,
 )
 from tests.admission.test_admission import Scripted
 from tests.support_agent import poll_until
@@ -43,7 +43,7 @@ class Eighths(UnitLayout, frozen=True, kw_only=True):
     """The rule: every GPU serves eight."""
 
     def served(self, gpu: Gpu) -> ServedUnits | None:
-        return ServedUnits(RESOURCE, UnitTerms(8, self.sharing))
+        return ServedUnits(RESOURCE, ReplicaLayout(8, self.sharing))
 
 
 SLICE = ResourceKind(

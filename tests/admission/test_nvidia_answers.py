@@ -16,15 +16,15 @@ from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.gpus import MigPlace
 from gpushare_agent.model.isolation import DeviceListStrategy, Sharing
 from gpushare_agent.model.names import NVIDIA_GPU_RESOURCE, GpuUuid
-from gpushare_agent.model.resources import NvidiaNames, ResourceNames, ServedUnits, UnitTerms, units_of
+from gpushare_agent.model.resources import NvidiaNames, ReplicaLayout, ResourceNames, ServedUnits, units_of
 from tests.admission.test_golden_edits import CONFIG, GPUS, UID
 from tests.support_core import container, pod, raw_edits
 
 THEIRS: Mapping[str, Any] = json.loads(
     (Path(__file__).parent.parent / "data" / "nvidia" / "answers.json").read_text(encoding="utf-8")
 )
-WHOLE, QUARTER, BY_MPS = UnitTerms(1), UnitTerms(4), UnitTerms(4, Sharing.MPS)
-CASES: Mapping[str, tuple[UnitTerms, list[tuple[int, int]]]] = {
+WHOLE, QUARTER, BY_MPS = ReplicaLayout(1), ReplicaLayout(4), ReplicaLayout(4, Sharing.MPS)
+CASES: Mapping[str, tuple[ReplicaLayout, list[tuple[int, int]]]] = {
     "whole GPU": (WHOLE, [(0, 0)]),
     "two whole GPUs": (WHOLE, [(0, 0), (1, 0)]),
     "one of 4 replicas, time-slicing": (QUARTER, [(0, 1)]),
@@ -121,7 +121,7 @@ def test_every_listed_difference_is_one() -> None:
 
 def test_replicas_that_are_shares_are_limited_to_their_part() -> None:
     """Under hami-core: two of four replicas of GPU 0 are a half, one of GPU 1 a quarter."""
-    terms = UnitTerms(4, Sharing.SHARES)
+    terms = ReplicaLayout(4, Sharing.SHARES)
     served = ServedUnits(NVIDIA_GPU_RESOURCE, terms)
     devices = [*served.ids(GPUS[0].uuid)[:2], served.ids(GPUS[1].uuid)[3]]
     spec = replace(container("cuda"), requests={NVIDIA_GPU_RESOURCE: 3})

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.device_tables import DeviceTables, offered_ids
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.names import (
     VCORE_RESOURCE,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gpushare_agent.admission.decisions.decide import Decision
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.admission.outcomes import DecisionLog, OutcomeReporter
 from gpushare_agent.cluster.events import MAX_MESSAGE_CHARS
 from gpushare_agent.model.decision_records import Asked, Candidate

@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
+from gpushare_agent.admission.decisions.decide import Decision, check, plan
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, offer_accounts
-from gpushare_agent.admission.decisions.plan import Decision, check, plan
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory, Health
@@ -37,7 +37,7 @@ def serve(owner: Pod, name: str = "main") -> Target:
 def planned(
     target: Target, kind: ResourceKind, available: list[str], facts: Ledger, must: tuple[str, ...] = ()
 ) -> Decision | Refused:
-    size = NAMES.wanted(target.container, kind)
+    size = NAMES.requested(target.container, kind)
     offer = Offer(kind=kind, available=available, must_include=must, size=size)
     free = free_ids(target, kind, available, facts)
     gpus = offer_accounts(target, offer, free, facts, POLICY)
@@ -230,7 +230,7 @@ def test_a_gpu_with_as_many_shares_as_one_can_serve_takes_no_more() -> None:
     target = serve(pod("new", container(cores=10, blocks=4)))
 
     def place(facts: Ledger, which: Target = target) -> Decision | Refused:
-        size = NAMES.wanted(which.container, CORES)
+        size = NAMES.requested(which.container, CORES)
         offer = Offer(kind=CORES, available=all_ids(), must_include=(), size=size)
         free = free_ids(which, CORES, all_ids(), facts)
         gpus = offer_accounts(which, offer, free, facts, policy)

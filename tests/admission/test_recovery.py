@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.recovery import UNNAMED, Records, adopt, rebuild
 from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
-from gpushare_agent.kubelet.checkpoint import read_checkpoint
+from gpushare_agent.kubelet.records import read_checkpoint
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import PodUid

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.resize import (
     MAX_CHARS,
+    DesiredSize,
     ResizePolicy,
     ResizeReason,
     ResizeRefused,
-    WantedSize,
     decide_resize,
     enforced,
     is_resizable,
@@ -37,7 +37,7 @@ FREE = ResizePolicy(names=NAMES, mode=ResizeMode.FREE_CAPACITY)
 
 
 def account(**changes: object) -> GpuAccount:
-    """GPU 0 as booked for the other containers: 96 blocks, 40 cores and 16 blocks of others."""
+    """GPU 0 as charged for the other containers: 96 blocks, 40 cores and 16 blocks of others."""
     empty = GpuAccount(index=0, uuid=GpuUuid("GPU-0"), memory_mib=96 * 256, used_cores=40, used_blocks=16)
     return replace(empty, **changes)  # type: ignore[arg-type]
 
@@ -45,7 +45,7 @@ def account(**changes: object) -> GpuAccount:
 def decided(
     cores: int | None = None, memory: int | None = None, known: ResizedShare | None = None, **changes: object
 ) -> ResizedShare | ResizeRefused | None:
-    return decide_resize(MAIN, WantedSize(cores=cores, memory=memory), known, account(**changes), HAMI, FREE)
+    return decide_resize(MAIN, DesiredSize(cores=cores, memory=memory), known, account(**changes), HAMI, FREE)
 
 
 # --- the annotation ---
@@ -54,10 +54,10 @@ def decided(
 def test_the_annotation_names_containers_and_amounts() -> None:
     """What is not named is as allocated."""
     assert parse_resize("main:cores=50,memory=24;side:memory=8") == {
-        "main": WantedSize(cores=50, memory=24),
-        "side": WantedSize(memory=8),
+        "main": DesiredSize(cores=50, memory=24),
+        "side": DesiredSize(memory=8),
     }
-    assert parse_resize("main:memory=24,cores=50") == {"main": WantedSize(cores=50, memory=24)}
+    assert parse_resize("main:memory=24,cores=50") == {"main": DesiredSize(cores=50, memory=24)}
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def test_what_is_written_is_read(sizes: dict[str, tuple[int | None, int | None]]
         for name, size in sizes.items()
     }
     found = parse_resize(";".join(f"{name}:{text}" for name, text in amounts.items()))
-    assert found == {name: WantedSize(cores=cores, memory=memory) for name, (cores, memory) in sizes.items()}
+    assert found == {name: DesiredSize(cores=cores, memory=memory) for name, (cores, memory) in sizes.items()}
 
 
 def test_containers_that_the_pod_does_not_have_are_named() -> None:
     """A slip of the pen would otherwise go unseen."""
-    assert unknown_containers(POD, {"main": WantedSize(cores=1), "mian": WantedSize(cores=1)}) == ("mian",)
+    assert unknown_containers(POD, {"main": DesiredSize(cores=1), "mian": DesiredSize(cores=1)}) == ("mian",)
 
 
 # --- what may be resized ---
@@ -155,7 +155,7 @@ def test_only_whole_allocations_of_shares_are_resizable() -> None:
 )
 def test_the_setting_bounds_the_size(mode: ResizeMode, cores: int | None, memory: int | None, is_allowed: bool) -> None:
     """By default an annotation changes nothing, for whoever writes it would escape the ResourceQuota."""
-    refused = mode_refusal(MAIN, WantedSize(cores=cores, memory=memory), ResizePolicy(names=NAMES, mode=mode))
+    refused = mode_refusal(MAIN, DesiredSize(cores=cores, memory=memory), ResizePolicy(names=NAMES, mode=mode))
     assert (refused is None) is is_allowed
     assert refused is None or (refused.reason is ResizeReason.DISABLED and "resize.mode" in refused.detail)
     assert ResizePolicy(names=NAMES).mode is ResizeMode.DISABLED
@@ -165,7 +165,7 @@ def test_growth_is_booked_whole_and_what_is_given_back_stays_booked() -> None:
     """Before anything is granted."""
     share = decided(cores=50, memory=4)
     assert isinstance(share, ResizedShare)
-    assert share.target == ShareSize(cores=50, memory=4) and share.booked == ShareSize(cores=50, memory=8)
+    assert share.target == ShareSize(cores=50, memory=4) and share.charged == ShareSize(cores=50, memory=8)
     assert share.kind is ResourceKind.VMEMORY and share.allocated == MAIN.allocated_size
 
 
@@ -200,11 +200,11 @@ def test_what_is_booked_already_needs_no_free_capacity() -> None:
         kind=ResourceKind.VMEMORY,
         allocated=MAIN.allocated_size,
         target=ShareSize(cores=5, memory=2),
-        booked=ShareSize(cores=30, memory=2),
+        charged=ShareSize(cores=30, memory=2),
     )
     full = {"used_cores": 100, "used_blocks": 96}
     outcome = decided(cores=25, memory=1, known=known, **full)
-    assert isinstance(outcome, ResizedShare) and outcome.booked == ShareSize(cores=30, memory=2)
+    assert isinstance(outcome, ResizedShare) and outcome.charged == ShareSize(cores=30, memory=2)
     assert isinstance(decided(cores=25, memory=3, known=known, **full), ResizeRefused)
 
 
@@ -217,7 +217,7 @@ def test_an_unhealthy_gpu_lets_shares_shrink_only() -> None:
 
 def test_an_isolation_that_cannot_change_a_running_container_refuses() -> None:
     """MPS reads its limits from the environment of each client, which the container keeps."""
-    refused = decide_resize(MAIN, WantedSize(memory=4), None, account(), MPS, FREE)
+    refused = decide_resize(MAIN, DesiredSize(memory=4), None, account(), MPS, FREE)
     assert isinstance(refused, ResizeRefused) and refused.reason is ResizeReason.UNSUPPORTED
 
 
@@ -233,11 +233,11 @@ def test_the_compute_of_a_memory_share_follows_its_memory() -> None:
         ids={ResourceKind.GPU_MEM: frozenset(ids(0, range(4)))},  # type: ignore[arg-type]
     )
     policy = ResizePolicy(names=names, mode=ResizeMode.FREE_CAPACITY)
-    grown = decide_resize(units, WantedSize(memory=20), None, account(), HAMI, policy)
+    grown = decide_resize(units, DesiredSize(memory=20), None, account(), HAMI, policy)
     assert isinstance(grown, ResizedShare) and grown.kind is ResourceKind.GPU_MEM
     assert grown.target == ShareSize(cores=0, memory=20)
-    assert isinstance(decide_resize(units, WantedSize(memory=21), None, account(), HAMI, policy), ResizeRefused)
-    assert isinstance(decide_resize(units, WantedSize(cores=5), None, account(), HAMI, policy), ResizeRefused)
+    assert isinstance(decide_resize(units, DesiredSize(memory=21), None, account(), HAMI, policy), ResizeRefused)
+    assert isinstance(decide_resize(units, DesiredSize(cores=5), None, account(), HAMI, policy), ResizeRefused)
 
 
 # --- what is given back ---
@@ -248,10 +248,10 @@ def test_hami_core_gives_back_memory_at_once_and_cores_with_the_next_container()
     share = decided(cores=10, memory=4)
     assert isinstance(share, ResizedShare)
     now = enforced(share, HAMI, "a" * 64, uses_no_more=True)
-    assert now.booked == ShareSize(cores=30, memory=4) and now.instance == "a" * 64
+    assert now.charged == ShareSize(cores=30, memory=4) and now.instance == "a" * 64
     assert enforced(now, HAMI, "a" * 64, uses_no_more=True) == now
     assert enforced(now, HAMI, "", uses_no_more=True) == now
-    assert enforced(now, HAMI, "b" * 64, uses_no_more=False).booked == share.target
+    assert enforced(now, HAMI, "b" * 64, uses_no_more=False).charged == share.target
 
 
 def test_memory_in_use_stays_booked() -> None:
@@ -259,8 +259,8 @@ def test_memory_in_use_stays_booked() -> None:
     share = decided(memory=4)
     assert isinstance(share, ResizedShare)
     now = enforced(share, HAMI, "a" * 64, uses_no_more=False)
-    assert now.booked == share.booked
-    assert enforced(now, HAMI, "a" * 64, uses_no_more=True).booked == share.target
+    assert now.charged == share.charged
+    assert enforced(now, HAMI, "a" * 64, uses_no_more=True).charged == share.target
 
 
 def test_vcuda_gives_back_nothing_before_the_next_container() -> None:
@@ -268,8 +268,8 @@ def test_vcuda_gives_back_nothing_before_the_next_container() -> None:
     share = decided(cores=10, memory=4)
     assert isinstance(share, ResizedShare)
     now = enforced(share, VCUDA, "a" * 64, uses_no_more=True)
-    assert now.booked == share.booked
-    assert enforced(now, VCUDA, "b" * 64, uses_no_more=True).booked == share.target
+    assert now.charged == share.charged
+    assert enforced(now, VCUDA, "b" * 64, uses_no_more=True).charged == share.target
 
 
 def test_a_container_that_does_not_run_gives_back_nothing_new() -> None:
@@ -277,7 +277,7 @@ def test_a_container_that_does_not_run_gives_back_nothing_new() -> None:
     share = decided(cores=10)
     assert isinstance(share, ResizedShare)
     assert enforced(share, VCUDA, "", uses_no_more=True) == share
-    assert enforced(share, VCUDA, "a" * 64, uses_no_more=True).booked == share.booked
+    assert enforced(share, VCUDA, "a" * 64, uses_no_more=True).charged == share.charged
 
 
 # --- the status ---
@@ -288,7 +288,7 @@ def test_the_status_says_what_is_in_force() -> None:
     side = allocation(POD, "side", ids(0, range(30, 40)), ids(0, range(8, 12)))
     share = decided(cores=50)
     assert isinstance(share, ResizedShare)
-    granted = replace(MAIN, granted=share.target)
+    granted = replace(MAIN, resized_to=share.target)
     resized = {MAIN.key: share}
     refused = {side.key: ResizeReason.NOT_ENOUGH_MEMORY.value}
     assert (
@@ -297,7 +297,7 @@ def test_the_status_says_what_is_in_force() -> None:
     )
     assert status_text([granted], resized, {}, [MAIN.key]) == "main:cores=50,memory=8,pending"
     assert status_text([MAIN], resized, {}, ()) == "main:cores=30,memory=8,pending"
-    kept = {MAIN.key: replace(share, booked=ShareSize(cores=60, memory=8))}
+    kept = {MAIN.key: replace(share, charged=ShareSize(cores=60, memory=8))}
     assert status_text([granted], kept, {}, ()) == "main:cores=50,memory=8,shrinking"
     assert status_text([MAIN, side], {}, {}, ()) is None
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpushare_agent.admission.resize_file import MAX_SHARES, ResizeFile
+from gpushare_agent.admission.resizing import MAX_SHARES, ResizeFile
 from gpushare_agent.kit.state_file import MAX_BYTES
 from gpushare_agent.model.allocations import ContainerKey, ResizedShare, ShareSize
 from gpushare_agent.model.errors import Unavailable
@@ -22,7 +22,7 @@ SHARE = ResizedShare(
     kind=ResourceKind.VMEMORY,
     allocated=ShareSize(cores=30, memory=8),
     target=ShareSize(cores=20, memory=24),
-    booked=ShareSize(cores=30, memory=24),
+    charged=ShareSize(cores=30, memory=24),
     instance="a" * 64,
 )
 RAW = {
@@ -106,7 +106,7 @@ async def test_the_most_shares_fit_the_bound(tmp_path: Path) -> None:
             kind=SHARE.kind,
             allocated=SHARE.allocated,
             target=SHARE.target,
-            booked=SHARE.booked,
+            charged=SHARE.charged,
             instance=SHARE.instance,
         )
         for n in range(MAX_SHARES)

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
-from gpushare_agent.admission.decisions.resize import ResizePolicy, WantedSize, decide_resize, enforced
+from gpushare_agent.admission.decisions.resize import DesiredSize, ResizePolicy, decide_resize, enforced
 from gpushare_agent.admission.device_tables import offered_ids, withheld
-from gpushare_agent.admission.resizing import BookedAccounts
+from gpushare_agent.admission.resizing import GrowthAccounts
 from gpushare_agent.cluster.node_annotations import allocations_by_pod
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.model.allocations import NO_CHARGE, Allocation, Charge, ContainerKey, ResizedShare, ShareSize
@@ -33,11 +33,11 @@ def accounts(cache: AllocationCache) -> list[GpuAccount]:
     return gpu_accounts(None, cache.ledger(GPUS), Policy(names=NAMES))
 
 
-def booked(cache: AllocationCache) -> BookedAccounts:
-    return BookedAccounts(cache, lambda: GPUS, NAMES)
+def charged(cache: AllocationCache) -> GrowthAccounts:
+    return GrowthAccounts(cache, lambda: GPUS, NAMES)
 
 
-def booked_for_others(cache: AllocationCache, key: ContainerKey) -> tuple[int, int]:
+def charged_for_others(cache: AllocationCache, key: ContainerKey) -> tuple[int, int]:
     """Cores and blocks of the share's GPU, counted in a cache that never had the share."""
     other, gpu = AllocationCache(), next(one.gpus[0] for one in cache if one.key == key)
     for one in cache:
@@ -45,8 +45,8 @@ def booked_for_others(cache: AllocationCache, key: ContainerKey) -> tuple[int, i
             other.put(one)
     for share in cache.resized.values():
         if share.key != key:
-            other.book(share)
-    charge = other.booked_charges().get(gpu, NO_CHARGE)
+            other.charge(share)
+    charge = other.charges_for_growth().get(gpu, NO_CHARGE)
     return charge.cores, charge.blocks
 
 
@@ -68,8 +68,8 @@ class Node(RuleBasedStateMachine):
         """Those that ListAndWatch offers and the kubelet has not handed out."""
         holders = {kind: self.cache.holders(kind) for kind in NAMES.table}
         offered = offered_ids({gpu.uuid: NAMES.units(gpu, kind) for gpu in GPUS.gpus}, holders[kind])
-        lent = {gpu: charge.count(kind) for gpu, charge in self.cache.lent().items()}
-        kept_back = withheld(kind, accounts(self.cache), offered, holders, NAMES, no_shares=False, lent=lent)
+        borrowed = {gpu: charge.count(kind) for gpu, charge in self.cache.borrowed().items()}
+        kept_back = withheld(kind, accounts(self.cache), offered, holders, NAMES, no_shares=False, borrowed=borrowed)
         return [
             device
             for devices in offered.values()
@@ -99,27 +99,27 @@ class Node(RuleBasedStateMachine):
         cores=st.none() | st.integers(1, 110),
         memory=st.none() | st.integers(1, 20),
     )
-    def book(self, keys: list[ContainerKey], cores: int | None, memory: int | None) -> None:
+    def charge(self, keys: list[ContainerKey], cores: int | None, memory: int | None) -> None:
         """As the annotations ask, one share after the other; nothing is granted yet."""
-        decided = booked(self.cache)
+        decided = charged(self.cache)
         for key in keys:
             own, known = self.cache.get(key), self.cache.resized.get(key)
             if own is None:
                 continue
             account = decided.without(own)
             assert account is not None
-            assert (account.used_cores, account.used_blocks) == booked_for_others(self.cache, key)
-            wanted = WantedSize(cores=cores, memory=memory)
+            assert (account.used_cores, account.used_blocks) == charged_for_others(self.cache, key)
+            wanted = DesiredSize(cores=cores, memory=memory)
             outcome = decide_resize(own, wanted, known, account, ISOLATIONS["hami-core"], FREE)
             if isinstance(outcome, ResizedShare):
-                decided.book(outcome)
+                decided.charge(outcome)
 
     @rule()
     def save_and_grant(self) -> None:
         self.saved = dict(self.cache.resized)
         for key in self.saved:
             if self.cache.get(key) is not None:
-                self.cache.grant(key)
+                self.cache.resize(key)
 
     @rule(key=containers, uses_no_more=st.booleans())
     def enforce(self, key: ContainerKey, uses_no_more: bool) -> None:
@@ -131,14 +131,14 @@ class Node(RuleBasedStateMachine):
         before = self.may_use[key]
         memory = own.size.memory if uses_no_more else max(before.memory, own.size.memory)
         self.may_use[key] = ShareSize(cores=max(before.cores, own.size.cores), memory=memory)
-        if share is None or own.granted != share.target:
+        if share is None or own.resized_to != share.target:
             return
         instance = str(self.instances[key])
         new = enforced(share, ISOLATIONS["hami-core"], instance, uses_no_more=uses_no_more)
         if new.is_over:
             self.cache.forget_resized(key)
         else:
-            self.cache.book(new)
+            self.cache.charge(new)
 
     @rule(key=containers)
     def restart_container(self, key: ContainerKey) -> None:
@@ -190,7 +190,7 @@ class Node(RuleBasedStateMachine):
         """What the node's object says of the pods adds up to what new containers see as used."""
         if not self.kubelet or any(self.cache.get(key) is None for key in self.kubelet):
             return
-        pods = allocations_by_pod(self.cache, GPUS.gpus, lambda uid: None, NAMES, self.cache.extras())
+        pods = allocations_by_pod(self.cache, GPUS.gpus, lambda uid: None, NAMES, self.cache.charge_differences())
         for position, used in enumerate((used_cores(self.cache), used_blocks(self.cache))):
             for gpu in GPUS.gpus:
                 shown = sum((*one.gpus.get(gpu.index, ()), 0, 0)[position] for one in pods)
@@ -204,14 +204,14 @@ TestNode.settings = settings(max_examples=100, stateful_step_count=30, deadline=
 # --- single cases ---
 
 
-def share(of: Allocation, target: tuple[int, int], booked: tuple[int, int]) -> ResizedShare:
+def share(of: Allocation, target: tuple[int, int], charged: tuple[int, int]) -> ResizedShare:
     return ResizedShare(
         key=of.key,
         gpu=of.gpus[0],
         kind=ResourceKind.VMEMORY,
         allocated=of.allocated_size,
         target=ShareSize(cores=target[0], memory=target[1]),
-        booked=ShareSize(cores=booked[0], memory=booked[1]),
+        charged=ShareSize(cores=charged[0], memory=charged[1]),
     )
 
 
@@ -226,17 +226,17 @@ def test_what_a_share_gives_back_is_for_growth_alone() -> None:
     cache = AllocationCache()
     cache.put(FIRST)
     cache.put(SECOND)
-    cache.book(share(FIRST, (20, 2), (20, 2)))
+    cache.charge(share(FIRST, (20, 2), (20, 2)))
     assert used_cores(cache) == {GPU: 90} and used_blocks(cache) == {GPU: 12}
-    assert (account := booked(cache).without(SECOND)) is not None and (account.used_cores, account.used_blocks) == (
+    assert (account := charged(cache).without(SECOND)) is not None and (account.used_cores, account.used_blocks) == (
         20,
         2,
     )
-    cache.book(share(SECOND, (75, 12), (75, 12)))
+    cache.charge(share(SECOND, (75, 12), (75, 12)))
     assert used_cores(cache) == {GPU: 95} and used_blocks(cache) == {GPU: 14}
-    assert cache.lent() == {GPU: Charge(cores=5, blocks=2)}
+    assert cache.borrowed() == {GPU: Charge(cores=5, blocks=2)}
     cache.release(FIRST.key)
-    assert used_cores(cache) == {GPU: 75} and cache.lent() == {GPU: Charge(cores=45, blocks=8)}
+    assert used_cores(cache) == {GPU: 75} and cache.borrowed() == {GPU: Charge(cores=45, blocks=8)}
 
 
 def test_an_init_container_keeps_its_ids_booked() -> None:
@@ -244,24 +244,24 @@ def test_an_init_container_keeps_its_ids_booked() -> None:
     cache = AllocationCache()
     cache.put(FIRST)
     cache.put(allocation(ONE, "init", ids(0, range(40)), ids(0, range(8)), ContainerKind.INIT))
-    cache.book(share(FIRST, (20, 2), (20, 2)))
-    assert cache.booked_charges() == {GPU: Charge(cores=40, blocks=8, shares=1)}
-    assert (account := booked(cache).without(FIRST)) is not None
-    assert (account.used_cores, account.used_blocks) == booked_for_others(cache, FIRST.key) == (40, 8)
+    cache.charge(share(FIRST, (20, 2), (20, 2)))
+    assert cache.charges_for_growth() == {GPU: Charge(cores=40, blocks=8, shares=1)}
+    assert (account := charged(cache).without(FIRST)) is not None
+    assert (account.used_cores, account.used_blocks) == charged_for_others(cache, FIRST.key) == (40, 8)
 
 
 def test_a_size_is_lost_with_its_gpu_and_its_container() -> None:
     """The kubelet's records are the truth: what they show on another GPU is another share."""
     cache = AllocationCache()
     cache.put(FIRST)
-    cache.book(share(FIRST, (20, 2), (60, 8)))
-    cache.grant(FIRST.key)
+    cache.charge(share(FIRST, (20, 2), (60, 8)))
+    cache.resize(FIRST.key)
     cache.put(FIRST)
     assert (known := cache.get(FIRST.key)) is not None and known.size == ShareSize(cores=20, memory=2)
     moved = FIRST.with_ids(ResourceKind.VCORE, frozenset(ids(1, range(60))))  # type: ignore[arg-type]
     moved = replace(moved, gpus=(GpuUuid("GPU-1"),))
     cache.put(moved)
-    assert not cache.resized and (known := cache.get(FIRST.key)) is not None and known.granted is None
-    cache.book(replace(share(moved, (20, 2), (60, 8)), gpu=GpuUuid("GPU-1")))
+    assert not cache.resized and (known := cache.get(FIRST.key)) is not None and known.resized_to is None
+    cache.charge(replace(share(moved, (20, 2), (60, 8)), gpu=GpuUuid("GPU-1")))
     cache.release(FIRST.key)
     assert not cache.resized

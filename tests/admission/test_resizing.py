@@ -93,7 +93,7 @@ async def test_a_round_takes_steps_in_proportion_to_the_shares() -> None:
 
 
 async def test_shares_of_one_gpu_that_grow_in_one_round_get_what_is_left() -> None:
-    """The later ones see what the earlier ones were booked: 50 shares of a core leave 50 cores of each GPU."""
+    """The later ones see what the earlier ones were charged: 50 shares of a core leave 50 cores of each GPU."""
     world = World(400, 11)
     await world.resizing.reconcile()
     sizes = [one.size for one in world.cache if one.gpus == ("GPU-3",)]

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpushare_agent.admission.decisions.decide import check
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Policy, gpu_accounts
-from gpushare_agent.admission.decisions.plan import check
 from gpushare_agent.admission.decisions.recovery import Records, rebuild
 from gpushare_agent.admission.device_tables import offered_ids, unit_ids, withheld, withheld_units
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.kubelet.records import CheckpointEntry
 from gpushare_agent.model.allocations import NO_CHARGE
 from gpushare_agent.model.errors import Refused
@@ -23,7 +23,7 @@ from gpushare_agent.model.gpus import GpuInventory, Health, MigPlace
 from gpushare_agent.model.isolation import Sharing
 from gpushare_agent.model.names import CORES_PER_GPU, VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid, PodUid, unit_id
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
-from gpushare_agent.model.resources import NvidiaNames, ResourceKind, ResourceNames, UnitTerms, terms_of
+from gpushare_agent.model.resources import NvidiaNames, ReplicaLayout, ResourceKind, ResourceNames, replica_layout
 from tests.support_core import container, inventory, pod
 from tests.support_placement import Node
 
@@ -89,7 +89,7 @@ def healthy(world: Node, resource: str) -> dict[int, int]:
         kept_back = withheld_units(accounts, ids, holders[kind], no_replicas=False, no_units=bool(unlike))
     else:
         ids = offered_ids({gpu.uuid: world.policy.names.units(gpu, kind) for gpu in world.found.gpus}, holders[kind])
-        kept_back = withheld(kind, accounts, ids, holders, world.policy.names, no_shares=False, lent={})
+        kept_back = withheld(kind, accounts, ids, holders, world.policy.names, no_shares=False, borrowed={})
     return {gpu.index: sum(device not in kept_back for device in ids[gpu.uuid]) for gpu in world.found.gpus}
 
 
@@ -282,22 +282,22 @@ ENTRY = CheckpointEntry(pod_uid=PodUid("u"), container="main", resource=GPU, dev
 @pytest.mark.parametrize(
     ("text", "terms"),
     [
-        ("8f3e2b1c-0/1", UnitTerms(1)),
-        ("8f3e2b1c-2/4", UnitTerms(4)),
-        ("8f3e2b1c-2/4s", UnitTerms(4, Sharing.SHARES)),
-        ("8f3e2b1c-2/4m", UnitTerms(4, Sharing.MPS)),
-        (GPU_0, UnitTerms(1)),
-        (f"{GPU_0}::1", UnitTerms(2)),
-        (f"{GPU_0}::7", UnitTerms(1)),
-        (f"MIG-{GPU_0}/1/0::3", UnitTerms(1)),  # an instance of a driver before R470
+        ("8f3e2b1c-0/1", ReplicaLayout(1)),
+        ("8f3e2b1c-2/4", ReplicaLayout(4)),
+        ("8f3e2b1c-2/4s", ReplicaLayout(4, Sharing.SHARES)),
+        ("8f3e2b1c-2/4m", ReplicaLayout(4, Sharing.MPS)),
+        (GPU_0, ReplicaLayout(1)),
+        (f"{GPU_0}::1", ReplicaLayout(2)),
+        (f"{GPU_0}::7", ReplicaLayout(1)),
+        (f"MIG-{GPU_0}/1/0::3", ReplicaLayout(1)),  # an instance of a driver before R470
     ],
 )
-def test_terms_are_read_from_the_ids_and_the_text_comes_back(text: str, terms: UnitTerms) -> None:
+def test_terms_are_read_from_the_ids_and_the_text_comes_back(text: str, terms: ReplicaLayout) -> None:
     """Those of NVIDIA's plugin have no count: the present one's, and where that cannot be, the whole GPU."""
     ids = DeviceIds([GPU_0])
-    ids.expect_units({GPU_0: UnitTerms(2)})
+    ids.expect_units({GPU_0: ReplicaLayout(2)})
     (device,) = ids.read([text])
-    assert terms_of(device) == terms
+    assert replica_layout(device) == terms
     assert ids.write(device) == text
 
 
@@ -324,7 +324,7 @@ def test_what_a_container_holds_stays_listed_until_it_ends() -> None:
     """On other terms beside the present units; under NVIDIA's text of a present unit in its place."""
     found = replace(inventory(1).gpus[0], uuid=GPU_0)
     ids = DeviceIds([GPU_0])
-    ids.expect_units({GPU_0: UnitTerms(2)})
+    ids.expect_units({GPU_0: ReplicaLayout(2)})
     held = ids.read(["8f3e2b1c-2/4", f"{GPU_0}::1"])
     listed = unit_ids([found], GPU, names(replicas=(("*", 2),)).nvidia, held)[GPU_0]
     assert sorted(map(ids.write, listed)) == sorted(["8f3e2b1c-0/2", "8f3e2b1c-2/4", f"{GPU_0}::1"])

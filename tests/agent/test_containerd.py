@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare_agent.admission.pod_processes import PodProcesses
+from gpushare_agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.model.errors import NotFound, Unavailable
 from gpushare_agent.runtime.cgroup_paths import PeerIdentity
 from gpushare_agent.runtime.cgroups import Cgroups

@@ -13,7 +13,7 @@ import pytest
 from gpushare_agent.isolation.driver.limits import DriverLimits
 from gpushare_agent.isolation.kept import NOBODY
 from gpushare_agent.model.allocations import ContainerKey
-from gpushare_agent.model.memory_limits import MemoryLimit
+from gpushare_agent.model.isolation import MemoryLimit
 from gpushare_agent.model.names import ISOLATION_ANNOTATION, PodUid
 from gpushare_agent.runtime.cgroups import CgroupVersion, cgroup_version
 from gpushare_agent.sandbox.node import EmbeddedNode

@@ -8,7 +8,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from gpushare_agent.kubelet.checkpoint import FILE_NAME
+from gpushare_agent.kubelet.records import FILE_NAME
 from gpushare_agent.sandbox.node import EmbeddedNode
 from tests.support_agent import (
     BLOCKS,

@@ -109,7 +109,7 @@ async def test_an_agent_that_stands_by_is_ready_and_one_that_asks_is_not() -> No
     async with open_test_node() as node, open_agent(node) as old:
         assert not old.parts.kubelet.not_ready()
         async with open_agent(node, wait=False) as new:
-            await poll_until(lambda: old.parts.kubelet.handover.successors > 0, "the newcomer asks")
+            await poll_until(lambda: old.parts.kubelet.handover.waiting > 0, "the newcomer asks")
             assert new.parts.kubelet.not_ready()
             assert not old.parts.kubelet.not_ready()
 
@@ -137,7 +137,7 @@ async def test_a_newcomer_that_could_give_no_share_leaves_the_kubelet_to_the_age
         node.api.create_pod(pod("after", container(cores=60, blocks=40)))
         await wait_running(node, "after")
         assert old.held() and not new.held()
-        assert not old.parts.kubelet.handover.successors
+        assert not old.parts.kubelet.handover.waiting
         assert not old.parts.readiness.not_ready()
         assert len(list(node.paths.device_plugin_path.glob("v*-*.sock"))) == 2
 
@@ -151,7 +151,7 @@ async def test_a_newcomer_takes_over_once_shares_can_be_given(short_dir: Path) -
         new.parts.readiness.period_s = 0.05
         await poll_until(lambda: str(in_the_way) in str(new.parts.readiness.not_ready()), "the newcomer has looked")
         in_the_way.unlink()
-        await poll_until(lambda: old.parts.kubelet.handover.successors, "the newcomer asks")
+        await poll_until(lambda: old.parts.kubelet.handover.waiting, "the newcomer asks")
         assert not new.parts.readiness.not_ready()
 
 

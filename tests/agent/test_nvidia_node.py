@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gpushare_agent.isolation.vdevice.format import decode_config
-from gpushare_agent.kubelet.device_ids import DeviceIds
-from gpushare_agent.model.resources import terms_of
+from gpushare_agent.kubelet.device_table import DeviceIds
+from gpushare_agent.model.resources import replica_layout
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
 from tests.gpus.test_nvml_mig import A100, ONE_G, TWO_G
@@ -69,7 +69,7 @@ async def test_replicas_keep_their_terms_when_the_settings_change() -> None:
             await wait_allocatable(node, GPU, 4)  # a half of one GPU, two halves of the other, and the quarter
             (device,), given = answer(node, "quarter")
             (found,) = DeviceIds([]).read([device])
-            assert terms_of(found).of == 4 and given.envs["NVIDIA_VISIBLE_DEVICES"]
+            assert replica_layout(found).of == 4 and given.envs["NVIDIA_VISIBLE_DEVICES"]
             node.api.delete_pod("default", "quarter", grace_period_s=0)
             await wait_gone(node, "quarter")
             await wait_allocatable(node, GPU, 4)

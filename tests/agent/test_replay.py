@@ -21,19 +21,18 @@ from msgspec.structs import replace
 from gpushare_agent.admission.admission import Admission, ContainerStarts, RefusedPods
 from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.decisions.container_edits import EditPolicy
+from gpushare_agent.admission.decisions.decide import Decision
 from gpushare_agent.admission.decisions.identity import Target
 from gpushare_agent.admission.decisions.ledger import Policy
-from gpushare_agent.admission.decisions.plan import Decision
 from gpushare_agent.admission.identification import Identification, Timeouts
 from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.sockets import bind_unix_socket
-from gpushare_agent.kubelet.checkpoint import KubeletCheckpoint
-from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
-from gpushare_agent.kubelet.device_table import DeviceTable
+from gpushare_agent.kubelet.device_table import DeviceIds, DeviceTable
 from gpushare_agent.kubelet.pod_resources import PodResourcesClient, PodResourcesGate
+from gpushare_agent.kubelet.records import KubeletCheckpoint
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import NotFound, RefusalReason, Refused
 from gpushare_agent.model.gpus import GpuInventory

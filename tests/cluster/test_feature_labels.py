@@ -25,8 +25,8 @@ from gpushare_agent.cluster.node_facts import (
 )
 from gpushare_agent.model.gpus import Gpu, GpuInventory, MigAttributes, MigPlace
 from gpushare_agent.model.isolation import Sharing
-from gpushare_agent.model.resources import ServedUnits, UnitTerms
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.model.resources import ReplicaLayout, ServedUnits
+from gpushare_agent.placement.topology import build_topology
 from gpushare_agent.runtime.machine import machine_name, pci_class, pci_configuration
 from tests.support_gpus import uuid_of
 from tests.support_json import undecoded
@@ -51,9 +51,9 @@ def labels(
     divided: tuple[Gpu, ...] = (),
     pci_configurations: tuple[bytes, ...] = (),
 ) -> dict[str, str]:
-    terms = UnitTerms(count, Sharing(strategy))
+    terms = ReplicaLayout(count, Sharing(strategy))
     return feature_labels(
-        replace(inventory(*gpus), divided=divided),
+        replace(inventory(*gpus), mig_partitioned=divided),
         served=lambda _: ServedUnits("nvidia.com/gpu.shared" if is_renamed else "nvidia.com/gpu", terms),
         mig_strategy=mig_strategy,
         machine="DGX Station (A100)\n",

@@ -204,7 +204,7 @@ MANY = [{"x": 1}] * 5000
 )
 def test_a_pod_is_known_whatever_stands_where_nobody_reads(parts: dict[str, Any]) -> None:
     """Long lists and garbage outside of identity and resources leave a pod with its resources."""
-    assert read(raw_pod(**parts)).wants(VCORE_RESOURCE)
+    assert read(raw_pod(**parts)).requests_any(VCORE_RESOURCE)
 
 
 @pytest.mark.parametrize("env", [MANY, "garbage", [None, 3, {"name": [], "value": {}}]])
@@ -213,7 +213,7 @@ def test_a_pod_is_known_whatever_its_environment(env: Any) -> None:
     raw = raw_pod(cores=None)
     raw["spec"]["containers"][0]["env"] = env
     found = read(raw)
-    assert not found.wants(VCORE_RESOURCE) and [c.name for c in found.containers] == ["main"]
+    assert not found.requests_any(VCORE_RESOURCE) and [c.name for c in found.containers] == ["main"]
 
 
 def test_of_very_many_containers_those_that_ask_are_kept() -> None:

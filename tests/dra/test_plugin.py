@@ -9,8 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from gpushare_agent.dra.plugin import DeviceHealth, DraPlugin
-from gpushare_agent.dra.registration import DraRegistration
+from gpushare_agent.dra.plugin import DeviceHealth, DraPlugin, DraRegistration
 from gpushare_agent.kit.grpc_client import UnixChannel
 from gpushare_agent.model.gpus import Health
 from gpushare_agent.wire import pluginregistration, v1alpha1

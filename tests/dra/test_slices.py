@@ -175,7 +175,7 @@ class Published:
     def __init__(self, wanted: list[Device] | None) -> None:
         self.wanted = wanted
         self.api = FakeSlices()
-        self.publisher = SlicePublisher(driver=DRIVER, node_name=NODE, wanted=lambda: self.wanted)
+        self.publisher = SlicePublisher(driver=DRIVER, node_name=NODE, desired=lambda: self.wanted)
         self.api.publisher = self.publisher
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.model.names import GpuUuid, split_device_id
 from tests.e2e.cluster import CORE, DEADLINE_S, MEMORY, Cluster, KubectlError, Object, Right, read_unix
 

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpushare_agent.admission.decisions.decide import hinted_gpus
 from gpushare_agent.admission.decisions.ledger import Policy
-from gpushare_agent.admission.decisions.plan import hinted_gpus
 from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.cluster.node_annotations import GPUS_ANNOTATION
 from gpushare_agent.extender.cluster_state import REPORT_WAIT_S, ClusterState

@@ -13,11 +13,10 @@ from gpushare_agent.extender.steps import at_once
 from gpushare_agent.extender.values import ClusterNode, ClusterPolicy, Reservation, Stage
 from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import RefusalReason, Refused
-from gpushare_agent.model.gpus import GpuReport
+from gpushare_agent.model.gpus import GpuReport, Link, LinkKind
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid, PodUid
 from gpushare_agent.model.pods import ContainerKind, Pod, PodPhase
-from gpushare_agent.model.topology import Link, LinkKind
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology
 from tests.support_core import NAMES, container, pod
 from tests.support_extender import state_document
 

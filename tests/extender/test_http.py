@@ -39,11 +39,10 @@ from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.extender.verbs import ExtenderVerbs
 from gpushare_agent.kit.http_server import HttpLimits
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import GpuReport
+from gpushare_agent.model.gpus import GpuReport, Link, LinkKind
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import ResourceNames
-from gpushare_agent.model.topology import Link, LinkKind
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology
 from tests.support_http import Peer, loop_time_s
 from tests.support_json import undecoded
 from tests.support_kube import DEADLINE_S, running

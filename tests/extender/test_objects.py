@@ -23,13 +23,11 @@ from gpushare_agent.extender.objects import MAX_GPUS, NodeReading, read_node
 from gpushare_agent.extender.values import ClusterNode
 from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Refused
-from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.gpus import Gpu, GpuInventory, Link, LinkKind
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE, GpuUuid
 from gpushare_agent.model.resources import Request, ResourceNames
-from gpushare_agent.model.topology import Link, LinkKind
 from gpushare_agent.placement import Placed, place
-from gpushare_agent.placement.topology_text import parse_topology
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology, parse_topology
 from tests.support_core import NAMES, allocation, ids, mig_instance, pod
 from tests.support_gpus import TOPOLOGY_NAMES, topology_text
 from tests.support_json import undecoded

@@ -229,7 +229,9 @@ def test_gpus_of_which_none_could_be_named_are_not_read_yet() -> None:
 def with_instances(*numbers: int) -> GpuInventory:
     """GPU-1, and these instances of GPU-0, with the rows of four GPUs."""
     found = inventory(4)
-    return replace(found, gpus=(found.gpus[1], *(mig_instance(2 + n, 0, n) for n in numbers)), divided=(found.gpus[0],))
+    return replace(
+        found, gpus=(found.gpus[1], *(mig_instance(2 + n, 0, n) for n in numbers)), mig_partitioned=(found.gpus[0],)
+    )
 
 
 def test_a_divided_gpu_gives_way_to_its_instances_and_they_to_others() -> None:

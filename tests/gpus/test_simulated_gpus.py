@@ -16,7 +16,7 @@ from gpushare_agent.gpus.simulated.files import Faults, encode_faults, encode_us
 from gpushare_agent.model.errors import Corrupt, StartupError, Unavailable
 from gpushare_agent.model.gpus import GpuInventory, Health
 from gpushare_agent.model.usage import ProcessKind
-from gpushare_agent.placement.topology_tree import render_tree
+from gpushare_agent.placement.topology import render_tree
 from tests.support_gpus import topology_text
 
 

@@ -21,8 +21,8 @@ from gpushare_agent.isolation.cdi.own_spec import (
     naming,
     spec_version,
 )
-from gpushare_agent.model.cdi import SpecFile, is_device_name, is_kind
 from gpushare_agent.model.errors import Rejected
+from gpushare_agent.model.isolation import SpecFile, is_device_name, is_kind
 from gpushare_agent.sandbox.runtime.cdi_resolver import CdiResolver
 from tests.support_cdi import NVIDIA_CTK, schema
 from tests.support_core import inventory, mig_instance

@@ -14,7 +14,7 @@ from gpushare_agent.isolation.driver.limits import DriverLimits
 from gpushare_agent.kit.supervision import forever, stop_task
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Refused, Rejected, Unavailable
-from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
+from gpushare_agent.model.isolation import LimitOutcome, MemoryLimit
 from gpushare_agent.model.names import GIB, GpuUuid, PodUid, unit_id
 from gpushare_agent.model.pods import ContainerKind
 from gpushare_agent.model.resources import ResourceKind, ResourceNames

@@ -29,7 +29,7 @@ MIB = 1024 * 1024
 UID = PodUid("11111111-2222-3333-4444-555555555555")
 POD = pod("share", container(name="cuda", cores=30, blocks=8), uid=UID)
 SHARE = allocation(POD, "cuda", ids(0, range(30)), ids(0, range(8)))
-GROWN = replace(SHARE, granted=ShareSize(cores=50, memory=24))
+GROWN = replace(SHARE, resized_to=ShareSize(cores=50, memory=24))
 
 
 class World:
@@ -98,8 +98,8 @@ async def test_scaling_counts_as_in_the_environment(short_dir: Path) -> None:
 
 
 async def test_a_limit_is_lowered_no_further_than_to_what_is_in_use(world: World) -> None:
-    """Below it the library answers cuMemGetInfo with an error. What is booked is the most, whatever the region says."""
-    shrunk = replace(SHARE, granted=ShareSize(cores=30, memory=4))
+    """Below it the library answers cuMemGetInfo with an error. What is charged is the most, whatever the region says."""
+    shrunk = replace(SHARE, resized_to=ShareSize(cores=30, memory=4))
     allocated = SHARE.allocated_size
     world.resized = {
         SHARE.key: ResizedShare(
@@ -108,7 +108,7 @@ async def test_a_limit_is_lowered_no_further_than_to_what_is_in_use(world: World
             kind=ResourceKind.VMEMORY,
             allocated=allocated,
             target=ShareSize(cores=30, memory=4),
-            booked=allocated,
+            charged=allocated,
         )
     }
     for used_mib, limit_mib in ((1500, 1500), (1 << 20, 8 * 256), (1025, 1025)):

@@ -28,7 +28,7 @@ from gpushare_agent.kit.protobuf import (
     string_list,
     varint,
 )
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.kubelet.pod_resources import decode_pod_entry
 from gpushare_agent.kubelet.records import ListedContainer, ListedPod
 from gpushare_agent.wire import v1, v1beta1

@@ -1,4 +1,4 @@
-"""kubelet/device_ids.py: what the kubelet calls a device, in the present form and in earlier ones."""
+"""What the kubelet calls a device, in the present form and in earlier ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.model.names import GpuUuid, device_id, split_device_id
 
 A = GpuUuid("GPU-8f3e2b1c-72c9-5b9d-9d89-58c142755660")

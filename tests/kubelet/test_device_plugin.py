@@ -13,9 +13,8 @@ import pytest
 from grpclib import GRPCError, Status
 from grpclib.client import Channel
 
-from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_plugin import FAST_DECODERS, DevicePlugin
-from gpushare_agent.kubelet.device_table import DeviceRow, DeviceTable
+from gpushare_agent.kubelet.device_table import DeviceIds, DeviceRow, DeviceTable
 from gpushare_agent.model.allocations import ContainerEdits, ContainerMount, DeviceNode
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.names import GpuUuid

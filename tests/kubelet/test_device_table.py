@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpushare_agent.admission.device_tables import offered_ids
-from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_table import (
     MAX_LIST_BYTES,
     WITHDRAWN_S,
+    DeviceIds,
     DeviceRow,
     DeviceTable,
     check_lists,
@@ -22,10 +22,9 @@ from gpushare_agent.kubelet.device_table import (
     smallest_block_mib,
 )
 from gpushare_agent.model.errors import StartupError
-from gpushare_agent.model.gpus import Gpu, GpuInventory, Health
+from gpushare_agent.model.gpus import Branch, Gpu, GpuInventory, Health, LinkKind, Topology
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.resources import ResourceKind, ResourceNames
-from gpushare_agent.model.topology import Branch, LinkKind, Topology
 from gpushare_agent.wire import v1beta1
 from tests.support_plugin import DEADLINE_S
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec import Raw
 
 from gpushare_agent.kit.supervision import stop_task
-from gpushare_agent.kubelet.facts import KubeletFacts
+from gpushare_agent.kubelet.pod_resources import KubeletFacts
 from gpushare_agent.model.errors import StartupError, Unavailable
 from tests.support_json import undecoded
 from tests.support_plugin import DEADLINE_S

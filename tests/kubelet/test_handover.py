@@ -90,13 +90,13 @@ async def test_a_successor_is_told_when_the_agent_has_left(method: str) -> None:
         async with serving(directory, handover), asyncio.TaskGroup() as tasks:
             asked = tasks.create_task(ask_for_handover(directory, method, timeout_s=DEADLINE_S))
             async with asyncio.timeout(DEADLINE_S):
-                while not handover.successors:
+                while not handover.waiting:
                     await asyncio.sleep(0.001)
             assert requested.events == (["requested"] if method == TAKE else [])
             assert not asked.done()
             await handover.answer()
             assert await asked
-            assert not handover.successors
+            assert not handover.waiting
 
 
 async def test_of_several_successors_one_newcomer_is_told() -> None:
@@ -107,10 +107,10 @@ async def test_of_several_successors_one_newcomer_is_told() -> None:
         async with asyncio.TaskGroup() as tasks:
             async with serving(directory, handover), asyncio.timeout(DEADLINE_S):
                 waiting = tasks.create_task(ask_for_handover(directory, WAIT, timeout_s=DEADLINE_S))
-                while handover.successors < 1:
+                while handover.waiting < 1:
                     await asyncio.sleep(0.001)
                 newcomer = tasks.create_task(ask_for_handover(directory, TAKE, timeout_s=DEADLINE_S))
-                while handover.successors < 2:
+                while handover.waiting < 2:
                     await asyncio.sleep(0.001)
                 await handover.answer()
                 assert await newcomer

@@ -15,7 +15,7 @@ from grpclib.const import Cardinality, Handler
 from grpclib.server import Server, Stream
 
 from gpushare_agent.kit.protobuf import bytes_field, string_list
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.kubelet.pod_resources import PodResourcesClient
 from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, Unavailable
 from gpushare_agent.model.names import VCORE_RESOURCE, VMEMORY_RESOURCE

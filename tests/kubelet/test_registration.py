@@ -17,11 +17,9 @@ import pytest
 from gpushare_agent.kit.backoff import Backoff
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.supervision import stop_task
-from gpushare_agent.kubelet.device_ids import DeviceIds
 from gpushare_agent.kubelet.device_plugin import DevicePlugin
-from gpushare_agent.kubelet.device_table import DeviceRow, DeviceTable
-from gpushare_agent.kubelet.plugin_endpoint import PluginEndpoint
-from gpushare_agent.kubelet.registration import Registrar, register
+from gpushare_agent.kubelet.device_table import DeviceIds, DeviceRow, DeviceTable
+from gpushare_agent.kubelet.registration import PluginEndpoint, Registrar, register
 from gpushare_agent.model.errors import Rejected, Unavailable
 from gpushare_agent.wire import v1beta1
 from tests.support_plugin import DEADLINE_S, FakeAdmission, FakeKubelet, Recorder, RpcLog, fake_kubelet, short_directory

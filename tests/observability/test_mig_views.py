@@ -8,7 +8,7 @@ import pytest
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from gpushare_agent.admission.decisions.decide import in_short
+from gpushare_agent.admission.outcomes import in_short
 from gpushare_agent.cli.agent_documents import DecisionDocument, NodeDocument
 from gpushare_agent.cli.explain import decision_parts
 from gpushare_agent.cli.graph import graph_document, tree_text
@@ -43,7 +43,7 @@ def divided_node(*, shares_in_mig: bool) -> NodeSnapshot:
     instances = (instance(divided, index=2, number=0), instance(divided, index=3, number=1))
     return replace(
         snapshot(),
-        inventory=replace(found, gpus=(found.gpus[0], *instances), divided=(divided,)),
+        inventory=replace(found, gpus=(found.gpus[0], *instances), mig_partitioned=(divided,)),
         names=ResourceNames(shares_in_mig=shares_in_mig),
         cores_allocated={UUIDS[0]: 30, FIRST: 100},
         memory_allocated_bytes={UUIDS[0]: 1024 * MIB, FIRST: divided.memory_mib * MIB},

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare_agent.model.errors import RefusalReason, Refused
+from gpushare_agent.model.gpus import Link, LinkKind, Topology
 from gpushare_agent.model.resources import Request
-from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.placement import GpuAccount, Placed, place
 from gpushare_agent.placement.place import SharePolicy, broken_first
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import build_topology
 from tests.support_gpus import gpu, indexes_of, read_topology, set_cost, uuid_of
 
 POLICIES = st.sampled_from(["binpack", "spread"])

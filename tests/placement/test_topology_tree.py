@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare_agent.model.topology import Branch, Link, LinkKind
-from gpushare_agent.placement.topology_tree import build_topology, infer_pcie_kinds, render_tree
+from gpushare_agent.model.gpus import Branch, Link, LinkKind
+from gpushare_agent.placement.topology import build_topology, infer_pcie_kinds, render_tree
 from tests.support_gpus import TOPOLOGY_NAMES, read_topology
 
 TREES = {

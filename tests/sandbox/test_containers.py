@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpushare_agent.admission.pod_processes import PodProcesses
+from gpushare_agent.admission.garbage_collection import PodProcesses
 from gpushare_agent.model.errors import NotFound, StartupError, Unavailable
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroup_paths import NOBODY, PeerIdentity

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gpushare_agent.dra.registration import DraRegistration
+from gpushare_agent.dra.plugin import DraRegistration
 from gpushare_agent.model.errors import NotFound
 from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED

@@ -19,13 +19,12 @@ from msgspec.structs import replace
 from gpushare_agent.cluster.kube.claims import Device, ResourceSlice
 from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.dra.decisions.devices import DevicePolicy, slice_devices
-from gpushare_agent.dra.plugin import DraPlugin
-from gpushare_agent.dra.registration import DraRegistration
+from gpushare_agent.dra.plugin import DraPlugin, DraRegistration
 from gpushare_agent.dra.slices import SlicePublisher
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.resources import ResourceKind
-from gpushare_agent.placement.front_ends import FrontEnds, front_ends, plugins_devices
+from gpushare_agent.node import GpuSplit, gpu_split, plugins_devices
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode, running_task
 from gpushare_agent.sandbox.pod_manifest import IGNORE_TERM_ANNOTATION, RUN_SECONDS_ANNOTATION
@@ -93,7 +92,7 @@ class World:
         cache = self.driver.cache
         for one in self.plugins.values():
             cache.put(one)
-        publisher = SlicePublisher(driver=DRIVER, node_name=NODE, wanted=self.devices)
+        publisher = SlicePublisher(driver=DRIVER, node_name=NODE, desired=self.devices)
         cache.subscribe(lambda _old, _new: self._changed(publisher))
         await self.driver.claims.restore()
         self.check()
@@ -139,17 +138,17 @@ class World:
                     )
             await api.wait_change(version)
 
-    def front_ends(self) -> FrontEnds:
-        return front_ends(self.chosen, self.driver.inventory.gpus, self.driver.cache)
+    def gpu_split(self) -> GpuSplit:
+        return gpu_split(self.chosen, self.driver.inventory.gpus, self.driver.cache)
 
     def devices(self) -> list[Device]:
-        mine = [gpu for gpu in self.driver.inventory.gpus if gpu.uuid in self.front_ends().claimable]
+        mine = [gpu for gpu in self.driver.inventory.gpus if gpu.uuid in self.gpu_split().claimable]
         return slice_devices(mine, self.driver.inventory, self.driver.cache.charges(), {}, POLICY)
 
     # --- what must always hold ---
 
     def check(self) -> None:
-        cache, found = self.driver.cache, self.front_ends()
+        cache, found = self.driver.cache, self.gpu_split()
         self.booked |= {one.claim.ref.uid for one in cache if one.claim is not None}
         offered = {gpu.uuid for gpu in plugins_devices(self.driver.inventory, found).gpus}
         assert not offered & found.claimable
@@ -209,7 +208,7 @@ class World:
             cache.release(self.plugins.pop(self.rng.choice(sorted(self.plugins))).key)
             return
         cores = self.rng.choice([20, 50, 100])
-        for gpu in plugins_devices(self.driver.inventory, self.front_ends()).gpus:
+        for gpu in plugins_devices(self.driver.inventory, self.gpu_split()).gpus:
             if used_cores(cache).get(gpu.uuid, 0) + cores <= CORES_PER_GPU:
                 name = f"q{next(self.numbers)}"
                 first = used_cores(cache).get(gpu.uuid, 0)
@@ -254,7 +253,7 @@ class _Claimable(set[GpuUuid]):
         self._world = world
 
     def __contains__(self, uuid: object) -> bool:
-        return uuid in self._world.front_ends().claimable
+        return uuid in self._world.gpu_split().claimable
 
 
 def share(name: str, cores: str, memory: str, **more: Any) -> dict[str, Any]:

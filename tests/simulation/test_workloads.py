@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpushare_agent.model.errors import Corrupt, NotFound
-from gpushare_agent.model.topology import LinkKind
+from gpushare_agent.model.gpus import LinkKind
 from gpushare_agent.simulation.generator import (
     MACHINES,
     SHARES,

@@ -61,6 +61,8 @@ def edits_for(
     if isinstance(name, Refused):
         return name
     names = policy.names
+    # Allocated IDs whose GPU the driver no longer shows: an answer without a device would start the container on no
+    # GPU.
     if not gpus:
         return _without_gpus(pod, container)
     isolated = ISOLATIONS[name].edits(_isolation_request(pod, container, gpus, policy, units))
@@ -73,6 +75,7 @@ def edits_for(
         unique=_unique(pod, container),
         by_index=units is not None and policy.is_named_by_index,
     )
+    # The isolation's edits come last, and win: a limit must not be overwritten by a name or a device list.
     parts = [_base(container, gpus, names, units), device_edits(request, policy.strategies)]
     if request_of(container, names).units:
         parts.append(_gpushare(pod, container, gpus[0], names))
@@ -115,7 +118,7 @@ def units_asked(container: ContainerSpec, ids: Sequence[str], names: ResourceNam
 
 
 def isolation_of(annotations: Mapping[str, str], units: GpuUnits | None, policy: EditPolicy) -> str | Refused:
-    """Of replicas by MPS it is MPS, whatever the node's is."""
+    """The isolation of the container: MPS for replicas by MPS, whatever the node's is."""
     name = choose_isolation(annotations, policy.isolation, policy.allowed)
     return Sharing.MPS.isolation if units is not None and units.sharing is Sharing.MPS else name
 
@@ -132,6 +135,7 @@ def _gpushare(pod: Pod, container: ContainerSpec, gpu: Gpu, names: ResourceNames
     """GPUShare's variables: the GPU's index; units requested by the pod and by the container; units of the GPU."""
     unit_mib = names.gpu_mem_unit_mib
     return ContainerEdits(
+        # As GPUShare's plugin sets them; the maximum, for an init container's memory is no part of the pod's sum.
         env=(
             (ENV_GPUSHARE_INDEX, str(gpu.index)),
             (ENV_GPUSHARE_POD, str(max(_pod_memory_mib(pod, names), names.memory_mib(container)) // unit_mib)),
@@ -145,6 +149,7 @@ def _base(
     container: ContainerSpec, gpus: Sequence[Gpu], names: ResourceNames, units: GpuUnits | None
 ) -> ContainerEdits:
     """gpu-manager's annotations, which its tools read."""
+    # gpu-manager has no replicas: its tools would read a number of cores that nobody asked for.
     if units is not None:
         return ContainerEdits()
     asked = request_of(container, names)
@@ -163,5 +168,5 @@ def _pod_memory_mib(pod: Pod, names: ResourceNames) -> int:
 
 
 def _unique(pod: Pod, container: ContainerSpec) -> str:
-    """At most 45 characters: a label's name has at most 63."""
+    """A name of the container for CDI, at most 45 characters: a label's name has at most 63."""
     return f"{pod.uid}_{hashlib.sha256(container.name.encode()).hexdigest()[:8]}"

@@ -1,33 +1,127 @@
 """What a container gets, and why: its GPU and IDs, what is put into it, and every GPU of the node with its verdict. Pure.
 
-The choice is plan.py's, the edits are container_edits.py's. The verdicts are read from the ledger as it was at the decision,
-so that they cannot differ from it. No state.
+`decide` answers a GetPreferredAllocation, `check` examines what the kubelet then allocates. The first call of a container
+places the whole container, cores and memory; the calls that follow carry the plan out. A device ID says which GPU it is on:
+for vcore it binds the GPU. For vmemory the IDs are counters, and the memory is charged to the GPU that the container's vcore
+IDs name.
+
+A decision never fails a GetPreferredAllocation: a refusal is held back and becomes the error of the Allocate that follows,
+where the kubelet shows it to the user.
+
+Of units under NVIDIA's names whole GPUs are placed by their links, as those of 100 cores and more. Replicas, and MIG
+instances, are taken one after the other from the GPU with the fewest or the most allocated ones (setting
+nvidia.replica_policy; greedyAlloc in internal/rm/allocate.go of k8s-device-plugin v0.20.0 counts alike), as far as the GPU's
+other users leave room.
+
+The edits are container_edits.py's. The verdicts are read from the ledger as it was at the decision, so that they cannot
+differ from it. No state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fractions import Fraction
+from heapq import heapify, heappop, heapreplace
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.admission.decisions.container_edits import EditPolicy, edits_for, isolation_of, units_asked
 from gpushare_agent.admission.decisions.identity import Target
-from gpushare_agent.admission.decisions.ledger import Ledger, Offer, Policy, free_ids, must_gpus, offer_accounts
-from gpushare_agent.admission.decisions.plan import Decision, hinted_gpus, plan, plan_request, served_units
+from gpushare_agent.admission.decisions.ledger import (
+    Ledger,
+    Offer,
+    Policy,
+    free_ids,
+    gpu_accounts,
+    must_gpus,
+    offer_accounts,
+)
 from gpushare_agent.model.allocations import ContainerEdits
 from gpushare_agent.model.decision_records import Asked, Candidate
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.isolation import Sharing
-from gpushare_agent.model.names import CORES_PER_GPU, MIB, GpuUuid
-from gpushare_agent.model.resources import Request, ResourceKind, ResourceNames, request_of
-from gpushare_agent.placement import GpuAccount
-from gpushare_agent.placement.gpu_account import capacity_of
-from gpushare_agent.placement.place import why_not_chosen
+from gpushare_agent.model.names import (
+    CORES_PER_GPU,
+    GPUSHARE_INDEX_ANNOTATION,
+    MIB,
+    PREDICATE_GPU_INDEX_PREFIX,
+    PREDICATE_NODE_ANNOTATION,
+    DeviceId,
+    GpuUuid,
+    gpu_of,
+    split_device_id,
+)
+from gpushare_agent.model.pods import ContainerKind, ContainerSpec
+from gpushare_agent.model.resources import (
+    WHOLE_GPU,
+    Request,
+    ResourceKind,
+    ResourceNames,
+    ServedUnits,
+    UnitLayout,
+    parts_of,
+    replica_layout,
+    request_of,
+)
+from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
+from gpushare_agent.placement.gpu_account import Cause, Lack, capacity_of, describe_request
+from gpushare_agent.placement.place import effective_request, why_not_chosen
+
+_ABOUT_CAPACITY = frozenset(
+    {
+        RefusalReason.NO_HEALTHY_GPU,
+        RefusalReason.NOT_ENOUGH_CORES,
+        RefusalReason.NOT_ENOUGH_MEMORY,
+        RefusalReason.FRAGMENTED,
+    }
+)
 
 MAX_REASON_CHARS = 200
 """Of a driver's text in a verdict."""
 CHOSEN = "chosen"
 _NEVER = (RefusalReason.INVALID_REQUEST, RefusalReason.SHARING_DISABLED)
+_GPUS_NAMED = 3
+_REASON_CHARS = 160
+"""Of a driver's text: the kubelet shows the text in the pod's status."""
+MAX_HINTED_GPUS = 64
+MAX_HINT_CHARS = 256
+
+
+class Decision(Struct, frozen=True, kw_only=True):
+    """What a container gets by one GetPreferredAllocation, and why; pending until the Allocate that carries it out.
+
+    `refused` stands in the place of where the container goes (`placed`), the `size` `ids` of `resource` to prefer, and its
+    `edits`. `target` is None where the container could not be identified. `asked` and `candidates`, every GPU with its
+    verdict, are what it was made from. `at` is seconds on the monotonic clock.
+    """
+
+    target: Target | None = None
+    resource: str = ""
+    size: int = 0
+    placed: Placed | None = None
+    ids: tuple[DeviceId, ...] = ()
+    edits: ContainerEdits = ContainerEdits()
+    refused: Refused | None = None
+    asked: Asked | None = None
+    candidates: tuple[Candidate, ...] = ()
+    taken_ids: int = 0
+    """Offered, though other containers have them."""
+    at: float = 0.0
+
+    @property
+    def gpus(self) -> tuple[GpuUuid, ...]:
+        return self.placed.gpus if self.placed is not None else ()
+
+    @property
+    def policy(self) -> str:
+        """Empty for a refusal, as `why`: its own text says it."""
+        return self.placed.policy if self.placed is not None else ""
+
+    @property
+    def why(self) -> str:
+        return self.placed.explanation if self.placed is not None else ""
 
 
 def decide(
@@ -44,6 +138,7 @@ def decide(
     free = free_ids(target, offer.kind, offer.available, ledger)
     gpus = offer_accounts(target, offer, free, ledger, policy)
     outcome = plan(target, offer, free=free, ledger=ledger, policy=policy, gpus=gpus)
+    # The edits now, not at the Allocate: a refusal by the isolation must come before anything is allocated.
     if isinstance(outcome, Decision):
         made = edits_for_ids(target, outcome.gpus, outcome.ids, ledger, edits)
         if not isinstance(made, Refused):
@@ -71,6 +166,7 @@ def _unavailable(
     else:
         is_share = not request_of(target.container, policy.names).whole_gpus
     name = isolation_of(target.pod.annotations, units, edits)
+    # A whole GPU needs no isolation, and a refused name was refused with its own text.
     if not is_share or isinstance(name, Refused) or not (reason := unavailable_reason(name)):
         return None
     return Refused(
@@ -79,6 +175,448 @@ def _unavailable(
         f"under isolation {name}, which cannot be had on this node now: {reason}. Nothing was allocated. Create the "
         "pod again once this is cured.",
     )
+
+
+# --- where it goes ---
+
+
+def plan(
+    target: Target,
+    offer: Offer,
+    *,
+    free: Sequence[DeviceId],
+    ledger: Ledger,
+    policy: Policy,
+    gpus: Sequence[GpuAccount],
+) -> Decision | Refused:
+    """Place the container on one of `gpus` (`offer_accounts`) and choose the IDs of the offered resource from `free`
+    (`free_ids`)."""
+    if (refused := _invalid(target, policy)) is not None:
+        return refused
+    # Units have no cores and memory of their own to place: they are counted on each GPU.
+    if offer.kind.is_part:
+        found = plan_units(target, offer, free, ledger, policy, gpus)
+        if isinstance(found, Refused):
+            return _named(target, _with_unhealthy_gpus(found, ledger), policy.names)
+        placed, ids = found
+        return Decision(placed=placed, ids=ids)
+    request = plan_request(target, offer, ledger, policy)
+    if isinstance(request, Refused):
+        return request
+    outcome = place(request, gpus, ledger.inventory.topology, share_policy=policy.share_policy, names=policy.names)
+    if isinstance(outcome, Refused):
+        return _named(target, _with_unhealthy_gpus(outcome, ledger), policy.names)
+    # There is a place by the ledger; the kubelet may offer fewer IDs of it, where it counts containers that we do not.
+    ids = _choose(offer, free, outcome.gpus)
+    if len(ids) >= offer.size:
+        return Decision(placed=outcome, ids=ids)
+    name = f"{target.pod.namespace}/{target.pod.name} container {target.container.name}"
+    return Refused(
+        reason=RefusalReason.DEVICE_IN_USE,
+        detail=f"{name} asks for {offer.size} {offer.kind} units, but only {len(ids)} of the {len(offer.available)} IDs "
+        "that the kubelet offers are free: containers that still run have the others. Create the pod again once "
+        "they have ended; if it persists, restart the kubelet of this node.",
+    )
+
+
+def _invalid(target: Target, policy: Policy) -> Refused | None:
+    """What is wrong with the container's limits whatever is free."""
+    names = policy.names
+    if problem := unusable_request(target.container, names):
+        return Refused(reason=RefusalReason.INVALID_REQUEST, detail=f"{_who(target)}: {problem}.")
+    # The rules of cores and memory do not apply to units.
+    if names.part_kind(target.container) is not None:
+        return None
+    refused = validate_request(request_of(target.container, names), names, share_mode=policy.share_mode)
+    return _named(target, refused, names) if refused is not None else None
+
+
+def unusable_request(container: ContainerSpec, names: ResourceNames) -> str:
+    """Why no node could serve what the container asks for, with the remedy; empty where no parts of GPUs are asked for, or
+    one resource alone is."""
+    asked = [
+        (kind, name) for kind in names.asked(container) for name in kind.names(names) if container.requests.get(name)
+    ]
+    units, others = ([name for kind, name in asked if kind.is_part is of_parts] for of_parts in (True, False))
+    if not units or len(asked) == 1:
+        return ""
+    together = " and ".join([*units, *others])
+    return f"it asks for {together} together. Ask for one of them: {units[0]} comes with its memory, and is no share"
+
+
+def _with_unhealthy_gpus(refused: Refused, ledger: Ledger) -> Refused:
+    """Adds which GPUs were not counted, and why."""
+    unhealthy = sorted((gpu for gpu in ledger.inventory.gpus if not gpu.is_healthy), key=lambda gpu: gpu.index)
+    # Another reason has nothing to do with GPUs that are out of service.
+    if refused.reason not in _ABOUT_CAPACITY or not unhealthy:
+        return refused
+    named = "; ".join(
+        f"GPU {gpu.label}: {gpu.unhealthy_reason[:_REASON_CHARS].rstrip('.') or 'no reason given'}"
+        for gpu in unhealthy[:_GPUS_NAMED]
+    )
+    more = f"; and {len(unhealthy) - _GPUS_NAMED} more" if len(unhealthy) > _GPUS_NAMED else ""
+    return replace(refused, detail=f"{refused.detail} Out of service, and not counted: {named}{more}.")
+
+
+def _choose(offer: Offer, free: Sequence[DeviceId], gpus: tuple[GpuUuid, ...]) -> tuple[DeviceId, ...]:
+    """The IDs to prefer: those to include first, then the lowest free ones of the GPUs; for vmemory any will do."""
+    chosen = dict.fromkeys(DeviceId(device) for device in offer.must_include)
+    for gpu in gpus:
+        prefix = f"{gpu}::"
+        _fill(chosen, offer.size, [device for device in free if device.startswith(prefix)])
+    # vmemory IDs are counters: those of another GPU's name will do where this one's are used up.
+    if not offer.kind.binds_gpu and len(chosen) < offer.size:
+        _fill(chosen, offer.size, free)
+    return tuple(chosen)
+
+
+def _fill(chosen: dict[DeviceId, None], size: int, ids: Sequence[DeviceId]) -> None:
+    if len(chosen) >= size:
+        return
+    for device in sorted(sorted(ids), key=len):  # by number: the IDs of one GPU differ in nothing else
+        if len(chosen) >= size:
+            return
+        chosen[device] = None
+
+
+def _named(target: Target, refused: Refused, names: ResourceNames) -> Refused:
+    """Placement knows numbers; the user knows the pod and the resources by name."""
+    requested = names.asked(target.container)
+    if names.part_kind(target.container) is None:  # a share is of both, also where one is missing
+        requested = {ResourceKind.VCORE: 0, ResourceKind.VMEMORY: 0, **requested}
+    asked = ", ".join(f"{count} {names.name_in(target.container, kind)}" for kind, count in requested.items())
+    return Refused(reason=refused.reason, detail=f"{_who(target)} (asks for {asked}): {refused.detail}")
+
+
+def _who(target: Target) -> str:
+    return f"pod {target.pod.namespace}/{target.pod.name}, container {target.container.name}"
+
+
+# --- what a plan must have room for ---
+
+
+def plan_request(target: Target, offer: Offer, ledger: Ledger, policy: Policy) -> Request | Refused:
+    """What must be free where the container is placed, which GPUs it cannot avoid, and which an extender chose."""
+    effective = effective_request(target.pod, target.container, policy.names)
+    if isinstance(effective, Refused):
+        return effective
+    hint = hinted_gpus(target.pod.annotations, target.container, policy)
+    return effective._replace(hint=hint, must_gpus=must_gpus(target, offer, ledger, policy.names))
+
+
+def hinted_gpus(annotations: Mapping[str, str], container: ContainerSpec, policy: Policy) -> tuple[int, ...]:
+    """The indexes of the GPUs that an extender chose for the container on this node, empty where none did or it is wrong.
+
+    Any tenant can write these annotations, so they are bounded and checked here, and whether the GPUs exist and fit is for
+    placement to check. gpu-admission names none for init containers and sidecars; our extender counts those within
+    spec.initContainers. Formats: docs/reference/formats.md, predicate annotations of gpu-admission, and GPUShare's.
+    """
+    chosen_node = annotations.get(PREDICATE_NODE_ANNOTATION)
+    if chosen_node in (None, policy.node_name):
+        group = "" if container.kind is ContainerKind.MAIN else "init-"
+        if predicted := _indexes(annotations.get(f"{PREDICATE_GPU_INDEX_PREFIX}{group}{container.position}", "")):
+            return predicted
+    if chosen_node == policy.node_name or not request_of(container, policy.names).units:
+        # GPUShare's one index for a whole pod cannot say what our extender planned for its containers, and may be older
+        # than its choice, or forged: it counts only where no extender has named this node.
+        return ()
+    gpushare = _indexes(annotations.get(GPUSHARE_INDEX_ANNOTATION, ""))
+    # GPUShare's shares are on one GPU: several indexes are no value that its extender writes.
+    return gpushare if len(gpushare) == 1 else ()
+
+
+def _indexes(text: str) -> tuple[int, ...]:
+    """GPU indexes between commas, empty where the text is anything else."""
+    parts = [part.strip() for part in text[: MAX_HINT_CHARS + 1].split(",")]
+    if len(text) > MAX_HINT_CHARS or not all(part.isascii() and part.isdigit() and len(part) <= 3 for part in parts):
+        return ()
+    indexes = tuple(int(part) for part in parts)
+    return indexes if len(indexes) <= MAX_HINTED_GPUS and len(set(indexes)) == len(indexes) else ()
+
+
+# --- the check of what the kubelet allocated ---
+
+
+def check(
+    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy, planned: tuple[GpuUuid, ...]
+) -> tuple[GpuUuid, ...] | Refused:
+    """The GPUs to which the allocated IDs bind the container, or why they cannot be accepted.
+
+    `planned` are the GPUs of the plan, needed where vmemory comes first and its IDs say nothing of the GPU.
+    """
+    refused = _check_ids(target, kind, ids, ledger, policy) or _invalid(target, policy)
+    if refused is not None:
+        return refused
+    if kind.is_part:
+        named = check_units(target, kind, ids, ledger, policy)
+        return _named(target, named, policy.names) if isinstance(named, Refused) else named
+    own = ledger.allocations.get(target.key)
+    if kind.binds_gpu:
+        known = ledger.inventory.by_uuid()
+        gpus = tuple(sorted({GpuUuid(device.partition("::")[0]) for device in ids}, key=lambda uuid: known[uuid].index))
+    # The order of a container's resources is random (the kubelet ranges over a Go map).
+    elif own is not None and own.bound_ids:
+        gpus = own.gpus  # memory after cores: it is charged where those are, whatever was planned
+    else:
+        gpus = planned  # memory first: its IDs are counters and name no GPU
+    return _check_gpus(target, gpus, ledger, policy, has_ids=kind.binds_gpu, ids=ids) or gpus
+
+
+def _check_ids(
+    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy
+) -> Refused | None:
+    requested, resource = policy.names.requested(target.container, kind), policy.names.name_in(target.container, kind)
+    # Trusted nowhere: what is charged is counted by these IDs.
+    if len(set(ids)) != len(ids) or len(ids) != requested:
+        return Refused(
+            reason=RefusalReason.INVALID_REQUEST,
+            detail=f"{_who(target)} asks for {requested} {resource}, but {len(ids)} device IDs were "
+            f"allocated ({len(set(ids))} distinct). Delete the pod and create it again.",
+        )
+    unknown = _unknown_id(target, kind, ids, ledger, policy.names)
+    if unknown is not None:
+        return Refused(
+            reason=RefusalReason.UNKNOWN_DEVICE,
+            detail=f"{_who(target)}: device ID {unknown[:80]!r} of {resource} names no GPU of this "
+            "node. The GPUs may have changed since they were reported to the kubelet; they are reported again now. "
+            "Create the pod again.",
+        )
+    free = free_ids(target, kind, ids, ledger)
+    if len(free) < len(ids):
+        taken = sorted(set(ids) - set(free))
+        return Refused(
+            reason=RefusalReason.DEVICE_IN_USE,
+            detail=f"{_who(target)}: the kubelet allocated {len(taken)} device ID(s) that another container still "
+            f"has (first: {taken[0]}). Nothing was allocated twice. Create the pod again.",
+        )
+    return None
+
+
+def _unknown_id(
+    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, names: ResourceNames
+) -> str | None:
+    if kind.is_part:
+        return unknown_unit(target, kind, ids, ledger, names)
+    counts = {gpu.uuid: names.units(gpu, kind) for gpu in ledger.inventory.gpus}
+    for device in ids:
+        split = split_device_id(device)
+        if split is None or split[1] >= counts.get(split[0], 0):
+            return device
+    return None
+
+
+def _check_gpus(
+    target: Target,
+    gpus: tuple[GpuUuid, ...],
+    ledger: Ledger,
+    policy: Policy,
+    *,
+    has_ids: bool,
+    ids: Sequence[str],
+) -> Refused | None:
+    request = request_of(target.container, policy.names)
+    asks = f"{_who(target)} asks for {describe_request(request, policy.names)}"
+    requested_gpus = max(1, request.whole_gpus)
+    # Without IDs that bind the GPU the plan has as many as it needs.
+    if has_ids and len(gpus) != requested_gpus:
+        counts = Counter(device.partition("::")[0] for device in ids)
+        spread = ", ".join(f"{n} on {uuid}" for uuid, n in sorted(counts.items()))
+        return Refused(
+            reason=RefusalReason.WRONG_GPUS,
+            detail=f"{asks}, which must come from {requested_gpus} GPU(s), but the allocated IDs are on {len(gpus)}: "
+            f"{spread}. The kubelet did not follow the preferred allocation (a reused init container's devices or the "
+            "topology manager can cause this). Give init containers as much as the main container, or nothing.",
+        )
+    accounts = gpu_accounts(target, ledger, policy, only=gpus)
+    # Between preference and Allocate the driver was read again, and a GPU has gone.
+    if not gpus or {account.uuid for account in accounts} != set(gpus):
+        return Refused(
+            reason=RefusalReason.NOT_READY,
+            detail=f"{_who(target)}: the GPUs changed during its admission. Create the pod again.",
+        )
+    for account in accounts:
+        lack = account.lack(WHOLE_GPU if request.whole_gpus else request)
+        if lack is not None and lack.cause is Cause.UNHEALTHY:
+            return Refused(
+                reason=lack.reason,
+                detail=f"{_who(target)}: GPU {account.label} ({account.uuid}) became unhealthy during the admission. Create "
+                "the pod again: it will be placed elsewhere.",
+            )
+        if lack is not None:
+            return _lacking(f"{asks}, which GPU {account.label} cannot serve: {lack.of_gpu_in_detail()}", lack)
+    lack = capacity_of(accounts).lack(request)  # the memory of whole GPUs together
+    return _lacking(f"{asks}: {lack.of_node()}", lack) if lack is not None else None
+
+
+def _lacking(state: str, lack: Lack) -> Refused:
+    return Refused(reason=lack.reason, detail=f"{state}. {lack.remedy}")
+
+
+# --- units under NVIDIA's names ---
+
+
+def plan_units(
+    target: Target, offer: Offer, free: Sequence[DeviceId], ledger: Ledger, policy: Policy, gpus: Sequence[GpuAccount]
+) -> tuple[Placed, tuple[DeviceId, ...]] | Refused:
+    """The GPUs, and the IDs to prefer."""
+    layout, served = offer.kind.layout(policy.names), served_units(target, offer.kind, ledger, policy.names)
+    must = [DeviceId(device) for device in offer.must_include]
+    if (refused := _unlike(layout, ledger) or _several(layout, must + list(free), offer.size)) is not None:
+        return refused
+    usable = {gpu.uuid: gpu for gpu in gpus if gpu.is_healthy and gpu.uuid in served}
+    by_gpu = _by_number(free, usable, without=must)
+    has_instances = any(gpu.mig is not None and gpu.uuid in served for gpu in ledger.inventory.gpus)
+    # Instances have no links of their own, and replicas of one GPU are alike: only whole GPUs are placed by links.
+    if by_gpu and not has_instances and all(found.replicas.is_whole for found in served.values()):
+        return _plan_whole(offer, by_gpu, ledger, policy, gpus, must_gpus(target, offer, ledger, policy.names), must)
+    room = {uuid: account.free_part for uuid, account in usable.items() if not account.is_full}
+    for uuid, part in parts_of(must).items():
+        # What must be included takes room first; below 0 means that nothing more of this GPU is preferred.
+        room[uuid] = room.get(uuid, Fraction(0)) - part
+    # heapq gives the least first: packed, the GPU with the most allocated units has to be the least.
+    chosen, sign = list(must), -1 if layout.is_packed else 1
+    fitting = {uuid: ids[: max(0, int(room.get(uuid, 0) * replica_layout(ids[0]).of))] for uuid, ids in by_gpu.items()}
+    queue = [
+        (sign * (served[uuid].replicas.of - len(by_gpu[uuid])), usable[uuid].index, ids[::-1])
+        for uuid, ids in fitting.items()
+        if ids
+    ]
+    heapify(queue)
+    while len(chosen) < offer.size:
+        if not queue:
+            return _no_room(offer.size, len(chosen), served, gpus)
+        order, index, ids = queue[0]
+        chosen.append(ids.pop())
+        if ids:
+            heapreplace(queue, (order + sign, index, ids))
+        else:
+            heappop(queue)
+    having = {gpu_of(device) for device in chosen}
+    named = sorted((gpu for gpu in gpus if gpu.uuid in having), key=lambda gpu: gpu.index)
+    which = "fullest" if layout.is_packed else "emptiest"
+    why = f"GPU {', '.join(gpu.label for gpu in named)}: replicas go to the {which} GPU with room"
+    return Placed(gpus=tuple(gpu.uuid for gpu in named), policy="replicas", explanation=why), tuple(chosen)
+
+
+def _plan_whole(
+    offer: Offer,
+    by_gpu: Mapping[GpuUuid, Sequence[DeviceId]],
+    ledger: Ledger,
+    policy: Policy,
+    gpus: Sequence[GpuAccount],
+    must: tuple[GpuUuid, ...],
+    chosen: Sequence[DeviceId],
+) -> tuple[Placed, tuple[DeviceId, ...]] | Refused:
+    having = {gpu_of(device) for device in chosen}
+    placed = place(
+        Request(cores=CORES_PER_GPU * offer.size, must_gpus=must),
+        [gpu for gpu in gpus if by_gpu.get(gpu.uuid) or gpu.uuid in having],
+        ledger.inventory.topology,
+        share_policy=policy.share_policy,
+        names=policy.names,
+    )
+    if isinstance(placed, Refused):
+        return placed
+    return placed, (*chosen, *(by_gpu[uuid][0] for uuid in placed.gpus if uuid not in having))
+
+
+def check_units(
+    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, policy: Policy
+) -> tuple[GpuUuid, ...] | Refused:
+    """The GPUs of these IDs, which are the node's and free, by index; refused where they have no room for them."""
+    devices, layout = [DeviceId(device) for device in ids], kind.layout(policy.names)
+    if (refused := _unlike(layout, ledger) or _several(layout, devices, len(devices))) is not None:
+        return refused
+    accounts = {account.uuid: account for account in gpu_accounts(target, ledger, policy)}
+    parts = parts_of(devices)
+    for uuid, part in parts.items():
+        lack = accounts[uuid].lack(Request(part=part))
+        if lack is not None:
+            return Refused(
+                reason=lack.reason,
+                detail=f"GPU {accounts[uuid].label} cannot serve what was allocated of it: {lack.of_gpu()}. Create the pod"
+                " again: what has no room is reported to the kubelet as Unhealthy by now.",
+            )
+    return tuple(sorted(parts, key=lambda uuid: accounts[uuid].index))
+
+
+def unknown_unit(
+    target: Target, kind: ResourceKind, ids: Sequence[str], ledger: Ledger, names: ResourceNames
+) -> str | None:
+    """The first that is no unit of a GPU that serves the resource, be it by the replica layout of before: the kubelet may
+    have begun the admission before it had the new list. What a container of the pod has is one."""
+    served = served_units(target, kind, ledger, names)
+    present, holders = ledger.inventory.by_uuid(), ledger.holders[kind]
+    for device in ids:
+        split = split_device_id(device)
+        if split is None or split[0] not in present:
+            return device
+        # By its own replica layout, not by the present one: the kubelet may have offered it before it had the new list.
+        if split[0] in served and split[1] < replica_layout(device).of:
+            continue
+        # A unit of a former layout that this pod's init container has is passed on by the kubelet.
+        if all(key.pod_uid != target.pod.uid for key in holders.get(DeviceId(device), ())):
+            return device
+    return None
+
+
+def served_units(
+    target: Target, kind: ResourceKind, ledger: Ledger, names: ResourceNames
+) -> dict[GpuUuid, ServedUnits]:
+    """The GPUs that serve the resource by which the container asks for units."""
+    resource, layout = names.name_in(target.container, kind), kind.layout(names)
+    found = ((gpu.uuid, layout.served(gpu)) for gpu in ledger.inventory.gpus)
+    # By name: a GPU serves one of NVIDIA's names, and the container asks for one.
+    return {uuid: served for uuid, served in found if served is not None and served.resource == resource}
+
+
+def _unlike(layout: UnitLayout, ledger: Ledger) -> Refused | None:
+    why = layout.unlike(ledger.inventory.gpus)
+    return Refused(reason=RefusalReason.NO_HEALTHY_GPU, detail=f"{why}.") if why else None
+
+
+def _several(layout: UnitLayout, devices: Collection[DeviceId], size: int) -> Refused | None:
+    """NVIDIA's failRequestsGreaterThanOne."""
+    if size < 2 or not layout.refuses_several or all(replica_layout(device).is_whole for device in devices):
+        return None
+    return Refused(
+        reason=RefusalReason.INVALID_REQUEST,
+        detail=f"it asks for {size} replicas, and this node gives one to a container, for several give no more compute"
+        " (setting nvidia.refuse_several_replicas). Ask for 1.",
+    )
+
+
+def _by_number(
+    free: Sequence[DeviceId], gpus: Collection[GpuUuid], *, without: Collection[DeviceId]
+) -> dict[GpuUuid, list[DeviceId]]:
+    """The free units of these GPUs, each GPU's by number."""
+    found: dict[GpuUuid, list[DeviceId]] = {}
+    taken = set(without)
+    for device in free:
+        if (gpu := gpu_of(device)) in gpus and device not in taken:
+            found.setdefault(gpu, []).append(device)
+    return {gpu: sorted(sorted(ids), key=len) for gpu, ids in found.items()}
+
+
+def _no_room(size: int, found: int, served: Mapping[GpuUuid, ServedUnits], gpus: Sequence[GpuAccount]) -> Refused:
+    if not served:
+        return Refused(
+            reason=RefusalReason.NO_HEALTHY_GPU,
+            detail="no GPU of this node serves the resource any more. The pod can run on another node.",
+        )
+    free = ", ".join(
+        f"GPU {gpu.label} {gpu.free_units_of(served[gpu.uuid].replicas.of)} of {served[gpu.uuid].replicas.of}"
+        for gpu in gpus
+        if gpu.uuid in served and gpu.is_healthy
+    )
+    return Refused(
+        reason=RefusalReason.NOT_ENOUGH_CORES,
+        detail=f"{size} units wanted, {found} have room ({free or 'no GPU is healthy'}): other containers have the rest of"
+        " the GPUs. Wait for pods on this node to end.",
+    )
+
+
+# --- every GPU with its verdict ---
 
 
 def explain(
@@ -94,7 +632,7 @@ def explain(
     decision = Decision(refused=outcome) if isinstance(outcome, Refused) else outcome
     names, kind = policy.names, policy.names.part_kind(target.container)
     asked = Asked(
-        cores=names.wanted(target.container, ResourceKind.VCORE),
+        cores=names.requested(target.container, ResourceKind.VCORE),
         memory_bytes=names.memory_mib(target.container) * MIB,
         hint=hinted_gpus(target.pod.annotations, target.container, policy),
         must_gpus=must_gpus(target, offer, ledger, names),
@@ -103,7 +641,8 @@ def explain(
     if kind is None:
         request = plan_request(target, offer, ledger, policy)
     else:
-        request = Request(cores=CORES_PER_GPU * names.wanted(target.container, kind), must_gpus=asked.must_gpus)
+        request = Request(cores=CORES_PER_GPU * names.requested(target.container, kind), must_gpus=asked.must_gpus)
+    # No GPU could serve such a request: a verdict on each would only repeat the refusal.
     if isinstance(request, Refused) or (isinstance(outcome, Refused) and outcome.reason in _NEVER):
         return replace(decision, asked=asked)
     by_index = sorted(gpus, key=lambda gpu: gpu.index)
@@ -141,13 +680,14 @@ def _verdicts(
     reasons = {gpu.uuid: gpu.unhealthy_reason for gpu in ledger.inventory.gpus}
     found = {}
     for gpu in gpus:
-        lack = gpu.lack(Request(part=served[gpu.uuid].terms.part) if gpu.uuid in served else request)
+        lack = gpu.lack(Request(part=served[gpu.uuid].replicas.part) if gpu.uuid in served else request)
         if gpu.uuid in decision.gpus:
             verdict = CHOSEN
         elif kind is not None and gpu.is_healthy and gpu.uuid not in served:
             verdict = "serves another resource"
         elif lack is not None:
             verdict = lack.of_gpu(_unhealthy(reasons[gpu.uuid]))
+        # Only where a GPU was chosen is there one to compare with.
         elif decision.placed is not None:
             usable = [one for one in gpus if kind is None or one.uuid in served]
             verdict = why_not_chosen(gpu, request, decision.placed, usable, ledger.inventory.topology)
@@ -165,34 +705,5 @@ def _verdicts(
 
 def _unhealthy(reason: str) -> str:
     reported = reason[:MAX_REASON_CHARS] or "no reason given"
+    # A cordon is an operator's decision, and no fault of the GPU.
     return reported if reported.startswith("cordoned") else f"unhealthy: {reported}"
-
-
-def with_gpus(decision: Decision, gpus: Collection[GpuUuid]) -> Decision:
-    """The same where the container got other GPUs than planned, which the kubelet's IDs then name, or none after all."""
-    if {c.uuid for c in decision.candidates if c.is_chosen} == set(gpus):
-        return decision
-    candidates = tuple(
-        replace(
-            candidate,
-            is_chosen=candidate.uuid in gpus,
-            verdict="chosen: the kubelet allocated its IDs"
-            if candidate.uuid in gpus
-            else ("planned, but the kubelet allocated other IDs" if gpus else "it was planned here")
-            if candidate.is_chosen
-            else candidate.verdict,
-        )
-        for candidate in decision.candidates
-    )
-    return replace(decision, candidates=candidates)
-
-
-def in_short(candidates: Sequence[Candidate], most_chars: int) -> str:
-    """`GPU 0: 20 cores short; GPU 1: …`, for an Event. Empty where not one GPU fits into `most_chars`."""
-    text = ""
-    for candidate in candidates:
-        more = f"{'; ' if text else ''}GPU {candidate.label}: {candidate.verdict}"
-        if len(text) + len(more) > most_chars:
-            return f"{text}; …" if text else ""
-        text += more
-    return text

@@ -48,11 +48,11 @@ class Target(Struct, frozen=True, kw_only=True):
 
 
 class Unresolved(Struct, frozen=True, kw_only=True):
-    """No container, or several. `unknown` are listed pods to fetch first; `suspects` those to fetch again."""
+    """No container, or several. `unknown` are listed pods to fetch first, `to_recheck` those to fetch again."""
 
     candidates: tuple[Target, ...] = ()
     unknown: tuple[tuple[str, str], ...] = ()
-    suspects: tuple[tuple[str, str], ...] = ()
+    to_recheck: tuple[tuple[str, str], ...] = ()
 
 
 class Call(Struct, frozen=True, kw_only=True):
@@ -85,57 +85,61 @@ def identify(call: Call, listed: Sequence[ListedDevices], known: Known) -> Targe
     |---|---|
     | 1. not in the pod store, has IDs of the resource | served already, ignored |
     | 2. not in the pod store | unknown, to be fetched |
-    | 3. has everything of the resource that it requests | ignored; a static pod is a suspect: its file may have changed |
-    | 4. ended, or refused by this agent (`_is_out`) | suspect: a new pod may have its name |
+    | 3. has everything of the resource that it requests | ignored; a static pod is rechecked: its file may be another |
+    | 4. ended, or refused by this agent (`_is_out`) | to be rechecked: a new pod may have its name |
     | 5. pod store or cache contradict the List, and the pod was not fetched yet (`_is_doubtful`) | unknown |
-    | 6. lacks nothing of this size (`_lacking`) | suspect |
+    | 6. lacks nothing of this size (`_lacking`) | rechecked |
     | 7. lacks the resource | candidate |
 
     Candidates are then narrowed by the IDs that must be included. One candidate and no unknown pod: that is the target.
     """
     candidates: list[Target] = []
     unknown: list[tuple[str, str]] = []
-    suspects: list[tuple[str, str]] = []
+    to_recheck: list[tuple[str, str]] = []
     resource = call.resource
     for entry in listed:
         pod = known.pods.get((entry.namespace, entry.name))
         if pod is None:
+            # Unknown, and it has IDs already: it was served before the agent knew it. A pod without any may be the one.
             if not entry.count_ids(resource):
                 unknown.append((entry.namespace, entry.name))
             continue
-        if is_explained(pod, entry, resource, call, known):
+        # First, for it is cheap and true of nearly all.
+        if is_accounted_for(pod, entry, resource, call, known):
             if pod.is_static:
-                suspects.append((entry.namespace, entry.name))
+                to_recheck.append((entry.namespace, entry.name))
             continue
         if _is_out(pod, known):
-            suspects.append((entry.namespace, entry.name))
+            to_recheck.append((entry.namespace, entry.name))
             continue
         target = _lacking(pod, entry, call, known)
         if (entry.namespace, entry.name) not in known.verified and _is_doubtful(pod, target, call, known):
             unknown.append((entry.namespace, entry.name))
         elif target is None:
-            suspects.append((entry.namespace, entry.name))
+            to_recheck.append((entry.namespace, entry.name))
         else:
             candidates.append(target)
     candidates = _narrow(candidates, call, known)
+    # With an unknown pod beside it the one candidate is a guess: that pod may ask for the same.
     if len(candidates) == 1 and not unknown:
         return candidates[0]
     return Unresolved(
         candidates=tuple(candidates),
         unknown=tuple(sorted(unknown)),
-        suspects=tuple(sorted(suspects)) if not candidates else (),
+        # Where there are candidates the call is for one of them; fetching the others would only take time.
+        to_recheck=tuple(sorted(to_recheck)) if not candidates else (),
     )
 
 
 def lacks(pod: Pod, container: ContainerSpec, resource: str, kind: ResourceKind, known: Known) -> bool:
-    """By the allocation cache, the container requests the resource and has none of it yet."""
+    """Whether the container requests the resource and has none of it yet by the allocation cache."""
     if not container.requests.get(resource):
         return False
     allocation = known.allocations.get(ContainerKey(pod.uid, container.name))
     return allocation is None or not allocation.ids_of(kind)
 
 
-def successor_of(
+def next_container_of(
     ids: Collection[str], resource: str, pod_of: Callable[[PodUid], Pod | None], known: Known
 ) -> Target | None:
     """The container of an Allocate that had no GetPreferredAllocation.
@@ -143,19 +147,21 @@ def successor_of(
     The kubelet skips it when an init container's IDs cover the whole request; the IDs then identify the pod, and the target
     is its first container that lacks the resource. None where the IDs are not all an init container's of one pod.
     """
-    wanted, kind = set(ids), known.names.kind_of(resource)
+    requested, kind = set(ids), known.names.kind_of(resource)
     owners = {
         key.pod_uid
         for key, allocation in known.allocations.items()
-        if allocation.kind is ContainerKind.INIT and wanted & allocation.ids_of(kind)
+        if allocation.kind is ContainerKind.INIT and requested & allocation.ids_of(kind)
     }
+    # Two pods' init containers hold some of these IDs: no kubelet allocates like that, so nothing is concluded.
     if len(owners) != 1:
         return None
     pod = pod_of(next(iter(owners)))
-    if pod is None or not wanted <= initial_ids(pod, kind, known.allocations):
+    if pod is None or not requested <= initial_ids(pod, kind, known.allocations):
         return None
     container = next((c for c in pod.containers if lacks(pod, c, resource, kind, known)), None)
-    if container is None or container.requests.get(resource) != len(wanted):
+    # The kubelet skips the preference only where the passed-on IDs are the whole request.
+    if container is None or container.requests.get(resource) != len(requested):
         return None
     return Target(pod=pod, container=container)
 
@@ -168,7 +174,7 @@ def initial_ids(pod: Pod, kind: ResourceKind, allocations: Mapping[ContainerKey,
 
 
 def initial_allocations(pod: Pod, allocations: Mapping[ContainerKey, Allocation]) -> list[Allocation]:
-    """Those of the pod's ordinary init containers."""
+    """The allocations of the pod's ordinary init containers."""
     return [
         allocation
         for container in pod.containers
@@ -178,21 +184,22 @@ def initial_allocations(pod: Pod, allocations: Mapping[ContainerKey, Allocation]
     ]
 
 
-def is_explained(pod: Pod, entry: ListedDevices, resource: str, call: Call, known: Known) -> bool:
+def is_accounted_for(pod: Pod, entry: ListedDevices, resource: str, call: Call, known: Known) -> bool:
     """The pod has everything of this resource that it requests. Cheap: most pods of a node end here."""
-    is_wanted = False
+    is_requested = False
     expected = 0
     for container in pod.containers:
         if not container.requests.get(resource):
             continue
-        is_wanted = True
+        is_requested = True
         allocation = known.allocations.get(ContainerKey(pod.uid, container.name))
         count = 0 if allocation is None else len(allocation.ids_of(call.kind))
         if not count:
             return False
+        # Ordinary init containers are not listed, so their IDs are not among those that the entry counts.
         if container.kind is not ContainerKind.INIT:
             expected += count
-    return not is_wanted or (expected > 0 and entry.count_ids(resource) == expected)
+    return not is_requested or (expected > 0 and entry.count_ids(resource) == expected)
 
 
 def _is_out(pod: Pod, known: Known) -> bool:
@@ -201,8 +208,8 @@ def _is_out(pod: Pod, known: Known) -> bool:
 
 
 def _is_doubtful(pod: Pod, target: Target | None, call: Call, known: Known) -> bool:
-    """By pod store or cache the kubelet should list the pod with devices. Either it lost them, or the name is a new pod's
-    that the watch has not delivered yet: then this UID and this allocation are the old one's."""
+    """Whether the kubelet should list the pod with devices by pod store or cache. Either it lost them, or the name is a new
+    pod's that the watch has not delivered yet: then this UID and this allocation are the old one's."""
     return (
         pod.has_started
         or pod.is_deleting
@@ -213,8 +220,8 @@ def _is_doubtful(pod: Pod, target: Target | None, call: Call, known: Known) -> b
 def _lacking(pod: Pod, entry: ListedDevices, call: Call, known: Known) -> Target | None:
     counts = entry.count_by_container(call.resource)
     for container in pod.containers:
-        wanted = container.requests.get(call.resource)
-        if not wanted:
+        requested = container.requests.get(call.resource)
+        if not requested:
             continue
         if container.kind is ContainerKind.INIT:
             # After its start a pod gets calls only when a container restarts; its init containers have ended.
@@ -222,8 +229,9 @@ def _lacking(pod: Pod, entry: ListedDevices, call: Call, known: Known) -> Target
                 continue
         elif counts.get(container.name) or container.name in pod.running:
             continue  # one that was admitted while the resource was unknown runs without it
-        if wanted == call.size:
+        if requested == call.size:
             return Target(pod=pod, container=container)
+        # At its admission containers come in spec order: the first that lacks the resource is the one, or none is.
         if not pod.has_started:
             return None
     return None
@@ -234,4 +242,5 @@ def _narrow(candidates: list[Target], call: Call, known: Known) -> list[Target]:
     if len(candidates) < 2 or not call.must_include:
         return candidates
     owners = [c for c in candidates if call.must_include <= initial_ids(c.pod, call.kind, known.allocations)]
+    # Nobody owns them by our ledger: it may have lost the init container, so nothing is ruled out.
     return owners or candidates

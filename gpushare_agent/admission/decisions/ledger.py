@@ -68,14 +68,14 @@ def gpu_accounts(
     names = policy.names
     per_gpu = Counter(_gpus_of(offered)) if offered is not None else None
     handed_on = _handed_on(target, ledger) if target is not None else {}
-    wants_units = target is not None and names.part_kind(target.container) is not None
+    has_units_requested = target is not None and names.part_kind(target.container) is not None
     is_unlimited = target is not None and _is_unlimited(target.container, names)
     found = []
     for gpu in ledger.inventory.gpus:
         if only is not None and gpu.uuid not in only:
             continue
         charge, reusable = ledger.charges.get(gpu.uuid, NO_CHARGE), handed_on.get(gpu.uuid, NO_CHARGE)
-        if wants_units:  # those that init containers hand on are free for it
+        if has_units_requested:  # those that init containers hand on are free for it
             charge = charge.plus(Charge(part=reusable.part), -1)
         found.append(
             account_of(
@@ -83,6 +83,7 @@ def gpu_accounts(
                 names,
                 charge,
                 reusable,
+                # What asks for no share opens no client of MPS, so its number is no bound for it.
                 max_shares=None if is_unlimited else policy.max_shares_of_gpu,
                 offered_cores=CORES_PER_GPU if per_gpu is None else per_gpu[gpu.uuid],
             )
@@ -95,7 +96,7 @@ def _is_unlimited(container: ContainerSpec, names: ResourceNames) -> bool:
     kind = names.part_kind(container)
     if kind is not None:
         return kind.layout(names).sharing is Sharing.TIME_SLICING
-    return names.wanted(container, ResourceKind.VCORE) >= CORES_PER_GPU
+    return names.requested(container, ResourceKind.VCORE) >= CORES_PER_GPU
 
 
 def offer_accounts(
@@ -112,6 +113,7 @@ def free_ids(target: Target, kind: ResourceKind, available: Sequence[str], ledge
     """
     holders = ledger.holders[kind]
     offered = cast(Sequence[DeviceId], available)
+    # The usual case, in one step of C: thousands of IDs are offered in each call.
     if holders.keys().isdisjoint(offered):
         return list(offered)
     return [d for d in offered if d not in holders or may_take_over(target, holders[d], ledger)]
@@ -126,6 +128,7 @@ def must_gpus(target: Target, offer: Offer, ledger: Ledger, names: ResourceNames
     own = ledger.allocations.get(target.key)
     if own is not None:
         ids |= own.ids_of(kind)
+    # The kubelet passes an init container's IDs on to this container before new ones, though it has not said so yet.
     if not ids and target.container.kind is not ContainerKind.INIT:
         holders = ledger.holders[kind]
         ids |= {
@@ -141,6 +144,7 @@ def must_gpus(target: Target, offer: Offer, ledger: Ledger, names: ResourceNames
 def _handed_on(target: Target, ledger: Ledger) -> dict[GpuUuid, Charge]:
     """What only the pod's init containers have, `target` aside: the kubelet hands it on."""
     inits = {one.key for one in initial_allocations(target.pod, ledger.allocations)} - {target.key}
+    # Most pods have no init container with a GPU: the sums below are needed for those that have.
     if not inits:
         return {}
     others = [one for key, one in ledger.allocations.items() if key.pod_uid == target.pod.uid and key != target.key]
@@ -150,7 +154,7 @@ def _handed_on(target: Target, ledger: Ledger) -> dict[GpuUuid, Charge]:
 
 
 def _gpus_of(devices: Collection[DeviceId]) -> list[GpuUuid]:
-    """Of thousands in each call: no function is called for one, hence cast."""
+    """The GPU of each ID. A call has thousands: no function is called for one, hence cast."""
     return [cast(GpuUuid, device.partition("::")[0]) for device in devices]
 
 

@@ -1,4 +1,4 @@
-"""Rebuilds the allocation cache from the kubelet's records. Pure.
+"""The allocation cache and the kubelet's records: rebuilt from them at the start, compared with them from then on. Pure.
 
 | record | has | lacks |
 |---|---|---|
@@ -6,12 +6,14 @@
 | the kubelet's checkpoint | UIDs, init containers | pod names; it keeps entries of ended pods until the next Allocate |
 | the pod store | pod names, UIDs, phases | everything, until it has listed |
 
-The three are joined here; what cannot be decided yet stays provisional until the next reconcile.
+The three are joined by `rebuild`; what cannot be decided yet stays provisional until the next `reconcile`, which says what
+of the cache is to be added, changed or released.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from enum import Enum, StrEnum, auto
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -30,7 +32,7 @@ from gpushare_agent.model.names import (
     unit_suffix,
 )
 from gpushare_agent.model.pods import ContainerKind, Pod
-from gpushare_agent.model.resources import ResourceKind, ResourceNames, terms_of
+from gpushare_agent.model.resources import ResourceKind, ResourceNames, replica_layout
 
 UNNAMED = "unnamed:"
 """Prefix of the provisional UID of a pod that PodResources lists and whose UID is not known yet."""
@@ -57,7 +59,7 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
     """The allocations that the records show, sorted by container:
 
     1. of every container that PodResources lists with devices, under the UID that `_uid` finds;
-    2. of containers in the checkpoint alone, where `_is_kept` is true;
+    2. of containers in the checkpoint alone, where `_is_retained` is true;
     3. less the pods that are terminal in the pod store: kubelets list devices in an ended or half refused pod for a while.
     """
     written = _from_checkpoint(records.checkpoint, names)
@@ -65,9 +67,11 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
     listed_uids = {key.pod_uid for key in found}
     listed_ids = {kind: {d for one in found.values() for d in one.ids.get(kind, ())} for kind in names.table}
     by_uid = {pod.uid: pod for pod in records.pods or ()}
+    # None is not the empty set: a pod store that has not listed says nothing of any pod.
     live = None if records.pods is None else {uid for uid, pod in by_uid.items() if not pod.is_terminal}
     for key, ids in written.items():
-        if key not in found and _is_kept(key, ids, live, listed_uids, listed_ids):
+        # PodResources comes first: it shows the present, the checkpoint perhaps a pod that has ended.
+        if key not in found and _is_retained(key, ids, live, listed_uids, listed_ids):
             found[key] = _Recorded(ids=ids)
     resources = _unit_resources(records, names)
     ended = {uid for uid, pod in by_uid.items() if pod.is_terminal}
@@ -78,7 +82,7 @@ def rebuild(records: Records, names: ResourceNames, inventory: GpuInventory, now
     ]
 
 
-def _is_kept(
+def _is_retained(
     key: ContainerKey,
     ids: Mapping[ResourceKind, frozenset[DeviceId]],
     live: Collection[PodUid] | None,
@@ -110,6 +114,7 @@ def adopt(
     now: float,
 ) -> list[Allocation] | Refused:
     """The allocations of the containers that have exactly these IDs of one resource in the kubelet's checkpoint."""
+    # The kubelet writes the checkpoint before it starts the container, so this start's entry is there.
     written = _from_checkpoint(entries, names)
     keys = sorted(key for key, recorded in written.items() if recorded.get(kind) == ids)
     if not keys:
@@ -118,6 +123,7 @@ def adopt(
             detail=f"a container is to start with {len(ids)} {kind} units that are in neither this agent's records nor the "
             "kubelet's checkpoint. The kubelet tries again; if it persists, delete the pod.",
         )
+    # Containers of the same pod may share IDs, as an init container's are passed on; others must not.
     others = sorted(
         k for k, a in present.items() if a.ids_of(kind) & ids and k.pod_uid not in {key.pod_uid for key in keys}
     )
@@ -165,8 +171,8 @@ def _from_checkpoint(
 
 
 def _kind(resource: str, ids: frozenset[DeviceId], names: ResourceNames) -> ResourceKind | None:
-    """Of a resource that the node offers, or of units under a name that it no longer does: their containers still have
-    their GPUs. Texts of NVIDIA's plugin count only where this agent takes its place."""
+    """The kind of a resource that the node offers, or of units under a name that it no longer does: their containers still
+    have their GPUs. Texts of NVIDIA's plugin count only where this agent takes its place."""
     kind = names.kind(resource)
     if kind is not None or not ids:
         return kind
@@ -203,12 +209,13 @@ def _uid(
     pods: Sequence[Pod] | None,
     written: Mapping[ContainerKey, Mapping[ResourceKind, frozenset[DeviceId]]],
 ) -> PodUid:
-    """Of the checkpoint's entry with the same container and IDs, for a name may be used again; else by name from the pod
-    store, the live pod first; else provisional."""
+    """The UID of the checkpoint's entry with the same container and IDs, for a name may be used again; else by name from
+    the pod store, the live pod first; else provisional."""
     for key, ids in written.items():
         if key.container in by_container and ids == by_container[key.container]:
             return key.pod_uid
     named = [p for p in pods or () if (p.namespace, p.name) == (listed.namespace, listed.name)]
+    # A StatefulSet gives its pods the same names again: the old one may still be ending.
     named.sort(key=lambda p: (not p.is_terminal, not p.is_deleting))
     return named[-1].uid if named else PodUid(f"{UNNAMED}{listed.namespace}/{listed.name}")
 
@@ -237,7 +244,161 @@ def _allocation(
         found,
         gpus=gpus_of(found.bound_ids, inventory),
         gpu_resource=resources[min(units)] if units else "",
-        is_whole=all(terms_of(device).is_whole for device in units)
+        is_whole=all(replica_layout(device).is_whole for device in units)
         if units
         else cores > 0 and cores % CORES_PER_GPU == 0,
     )
+
+
+class Evidence(Struct, frozen=True, kw_only=True):
+    """One poll of the kubelet.
+
+    `rebuilt` is what its records show (admission/decisions/recovery.py). `pods` is None while the pod store has not listed.
+    `scope` names the pods that were asked about, None for all. `is_trusted` is false for a kubelet that has just started: it
+    lists a pod only after it has admitted it again. `missing_before` are the containers missing at the last poll. `fresh`
+    are containers allocated so lately that the kubelet may not have recorded it yet.
+    """
+
+    listed: Sequence[ListedPod]
+    rebuilt: Sequence[Allocation]
+    pods: Mapping[PodUid, Pod] | None
+    scope: Collection[PodUid] | None
+    is_trusted: bool
+    missing_before: Collection[ContainerKey]
+    fresh: Collection[ContainerKey] = ()
+
+
+class CorrectionKind(StrEnum):
+    """The values are labels of a metric."""
+
+    ADOPTED = "adopted"
+    CHANGED = "changed"
+    ENDED = "ended"
+    UNLISTED = "unlisted"
+    NAMED = "named"
+    """The IDs were right, only the pod's name or the container's kind was unknown."""
+
+
+class Correction(Struct, frozen=True, kw_only=True):
+    """One difference. `allocation` is what the container has by the kubelet, None where it has nothing."""
+
+    kind: CorrectionKind
+    key: ContainerKey
+    allocation: Allocation | None = None
+
+
+class Reconciliation(Struct, frozen=True, kw_only=True):
+    """Corrections in order of container, the containers missing now, and deleted pods whose processes may still run."""
+
+    corrections: tuple[Correction, ...]
+    missing: frozenset[ContainerKey]
+    deleted: frozenset[PodUid]
+
+
+class _Verdict(Enum):
+    """What becomes of a container that the cache has and the kubelet's records do not show."""
+
+    UNCHANGED = auto()
+    DELETED = auto()
+    MISSING = auto()
+    ENDED = auto()
+    UNLISTED = auto()
+
+
+_RELEASED = {_Verdict.ENDED: CorrectionKind.ENDED, _Verdict.UNLISTED: CorrectionKind.UNLISTED}
+
+
+def reconcile(present: Mapping[ContainerKey, Allocation], evidence: Evidence) -> Reconciliation:
+    """What to change so that the cache (`present`) equals the kubelet's records."""
+    corrections = [c for found in evidence.rebuilt if (c := _compare(present, found, evidence)) is not None]
+    shown = {found.key for found in evidence.rebuilt}
+    listed = {(p.namespace, p.name) for p in evidence.listed}
+    missing: set[ContainerKey] = set()
+    deleted: set[PodUid] = set()
+    for key, allocation in sorted(present.items()):
+        if allocation.claim is not None:
+            continue  # the kubelet ends claims by a call of its own
+        # A fresh one is not in the records yet: the kubelet writes them after our answer.
+        if key in shown or key in evidence.fresh or (evidence.scope is not None and key.pod_uid not in evidence.scope):
+            continue
+        verdict = _verdict(key, allocation, listed, evidence)
+        if verdict is _Verdict.DELETED:
+            deleted.add(key.pod_uid)
+        elif verdict is _Verdict.MISSING:
+            missing.add(key)
+        elif verdict in _RELEASED:
+            corrections.append(Correction(kind=_RELEASED[verdict], key=key))
+    return Reconciliation(
+        corrections=tuple(sorted(corrections, key=lambda c: c.key)),
+        missing=frozenset(missing),
+        deleted=frozenset(deleted),
+    )
+
+
+def _compare(present: Mapping[ContainerKey, Allocation], found: Allocation, evidence: Evidence) -> Correction | None:
+    """A container that the kubelet's records show. In this order:
+
+    | cache | container | correction |
+    |---|---|---|
+    | any | allocated a moment ago | none: the records lag |
+    | has it not | init container of a pod that is not live | none: the checkpoint keeps entries of ended pods |
+    | has it not | pod without a UID, another container has the same IDs | none: that is it, under its UID |
+    | has it not | else | adopted |
+    | same IDs | name and kind known | none |
+    | same IDs | else | named |
+    | other IDs | init container | none: its record is the checkpoint's, which lags |
+    | other IDs | else | changed |
+    """
+    if found.key in evidence.fresh:
+        return None
+    known = present.get(found.key)
+    is_init = found.kind is ContainerKind.INIT
+    if known is None:
+        if is_init and not _is_live(found.key.pod_uid, evidence):
+            return None
+        if found.key.pod_uid.startswith(UNNAMED) and any(a.ids == found.ids for a in present.values()):
+            return None
+        return Correction(kind=CorrectionKind.ADOPTED, key=found.key, allocation=found)
+    if known.ids == found.ids:
+        is_named = (known.pod_name or not found.pod_name) and known.kind is found.kind
+        return None if is_named else Correction(kind=CorrectionKind.NAMED, key=found.key, allocation=found)
+    return None if is_init else Correction(kind=CorrectionKind.CHANGED, key=found.key, allocation=found)
+
+
+def _verdict(
+    key: ContainerKey, allocation: Allocation, listed: Collection[tuple[str, str]], evidence: Evidence
+) -> _Verdict:
+    """A container of the cache that the records do not show. In this order:
+
+    1. Its pod has no UID: ended once the pod store has listed, for then the records show it under its UID.
+    2. The pod store has not listed: unchanged.
+    3. The pod is deleted: its processes decide, see Reconciliation.
+    4. The pod is terminal: ended.
+    5. The kubelet has just started: unchanged.
+    6. The pod is listed, this is an init container: unchanged, for these are never listed.
+    7. The pod is listed without the devices: unchanged if it has started, for a kubelet that lost its checkpoint lists
+       running containers like this; else unlisted.
+    8. The whole List is empty: unchanged, for the kubelet may not have admitted any pod again.
+    9. The pod is not listed: missing, and unlisted at the second time in a row.
+    """
+    if key.pod_uid.startswith(UNNAMED):
+        return _Verdict.ENDED if evidence.pods is not None else _Verdict.UNCHANGED
+    if evidence.pods is None:
+        return _Verdict.UNCHANGED
+    pod = evidence.pods.get(key.pod_uid)
+    if pod is None:
+        return _Verdict.DELETED
+    if pod.is_terminal:
+        return _Verdict.ENDED
+    is_listed = (pod.namespace, pod.name) in listed
+    if not evidence.is_trusted or (is_listed and allocation.kind is ContainerKind.INIT):
+        return _Verdict.UNCHANGED
+    if is_listed:
+        return _Verdict.UNCHANGED if pod.has_started else _Verdict.UNLISTED
+    if not evidence.listed and evidence.scope is None:
+        return _Verdict.UNCHANGED
+    return _Verdict.UNLISTED if key in evidence.missing_before else _Verdict.MISSING
+
+
+def _is_live(uid: PodUid, evidence: Evidence) -> bool:
+    return evidence.pods is not None and (pod := evidence.pods.get(uid)) is not None and not pod.is_terminal

@@ -29,7 +29,7 @@ from gpushare_agent.model.names import CORES_PER_GPU, RESIZE_ANNOTATION
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import NOTHING, Measure, Request, ResourceKind, ResourceNames
 from gpushare_agent.placement import GpuAccount
-from gpushare_agent.placement.lack import describe_request
+from gpushare_agent.placement.gpu_account import describe_request
 
 MAX_CHARS = 1024
 MAX_ENTRIES = 32
@@ -59,8 +59,8 @@ class ResizeRefused(Struct, frozen=True, kw_only=True):
     detail: str
 
 
-class WantedSize(Struct, frozen=True, kw_only=True):
-    """Of one container. None: as the kubelet allocated it."""
+class DesiredSize(Struct, frozen=True, kw_only=True):
+    """The size of one container that its pod asks for. None: as the kubelet allocated it."""
 
     cores: int | None = None
     memory: int | None = None
@@ -73,14 +73,15 @@ class ResizePolicy(Struct, frozen=True, kw_only=True):
     mode: ResizeMode = ResizeMode.DISABLED
 
 
-def parse_resize(text: str) -> Mapping[str, WantedSize] | ResizeRefused:
+def parse_resize(text: str) -> Mapping[str, DesiredSize] | ResizeRefused:
     """The annotation's sizes by container."""
+    # Any tenant can write it: bounded before it is split.
     if len(text) > MAX_CHARS:
         return _unreadable(f"it has {len(text)} characters, more than {MAX_CHARS}")
     entries = text.split(";")
     if len(entries) > MAX_ENTRIES:
         return _unreadable(f"it names {len(entries)} containers, more than {MAX_ENTRIES}")
-    found: dict[str, WantedSize] = {}
+    found: dict[str, DesiredSize] = {}
     for entry in entries:
         match = _ENTRY.fullmatch(entry)
         if match is None:
@@ -90,14 +91,14 @@ def parse_resize(text: str) -> Mapping[str, WantedSize] | ResizeRefused:
         amounts = [amount.split("=") for amount in match[2].split(",")]
         if len({name for name, _ in amounts}) < len(amounts):
             return _unreadable(f"{entry[:_SHOWN_CHARS]!r} has the same amount twice")
-        found[match[1]] = WantedSize(**{name: int(number) for name, number in amounts})
+        found[match[1]] = DesiredSize(**{name: int(number) for name, number in amounts})
     return found
 
 
-def unknown_containers(pod: Pod, wanted: Mapping[str, WantedSize]) -> tuple[str, ...]:
+def unknown_containers(pod: Pod, desired: Mapping[str, DesiredSize]) -> tuple[str, ...]:
     """The names in the annotation that are of no container, and of no claim, of the pod."""
     known = {container.name for container in pod.containers}
-    return tuple(sorted(name for name in wanted if name not in known and name.partition("/")[0] not in pod.claims))
+    return tuple(sorted(name for name in desired if name not in known and name.partition("/")[0] not in pod.claims))
 
 
 def is_resizable(allocation: Allocation, container: ContainerSpec, names: ResourceNames) -> bool:
@@ -107,17 +108,19 @@ def is_resizable(allocation: Allocation, container: ContainerSpec, names: Resour
         return False
     if allocation.claim is not None:
         return True
+    # Between the Allocates of its two resources it is not whole yet: what is missing would look like a change.
     return {kind: len(ids) for kind, ids in allocation.ids.items()} == names.asked(container)
 
 
-def target_of(allocation: Allocation, wanted: WantedSize) -> ShareSize:
+def target_of(allocation: Allocation, desired: DesiredSize) -> ShareSize:
     allocated = allocation.allocated_size
-    return ShareSize(cores=wanted.cores or allocated.cores, memory=wanted.memory or allocated.memory)
+    # 0 counts as left out, as None does.
+    return ShareSize(cores=desired.cores or allocated.cores, memory=desired.memory or allocated.memory)
 
 
-def mode_refusal(allocation: Allocation, wanted: WantedSize, policy: ResizePolicy) -> ResizeRefused | None:
+def mode_refusal(allocation: Allocation, desired: DesiredSize, policy: ResizePolicy) -> ResizeRefused | None:
     """Why the node's setting does not allow the size. What the kubelet allocated is allowed always."""
-    allocated, target = allocation.allocated_size, target_of(allocation, wanted)
+    allocated, target = allocation.allocated_size, target_of(allocation, desired)
     if target == allocated or policy.mode is ResizeMode.FREE_CAPACITY:
         return None
     if policy.mode is ResizeMode.DISABLED:
@@ -126,6 +129,7 @@ def mode_refusal(allocation: Allocation, wanted: WantedSize, policy: ResizePolic
             detail="this node does not resize running shares. Leave the annotation out, or have the node's setting"
             " resize.mode changed (docs/explanation/resize.md).",
         )
+    # Smaller in both: that takes nothing from anybody.
     if target.at_least(allocated) == allocated:
         return None
     return ResizeRefused(
@@ -137,12 +141,14 @@ def mode_refusal(allocation: Allocation, wanted: WantedSize, policy: ResizePolic
 
 
 def claim_refusal(
-    allocation: Allocation, wanted: WantedSize, siblings: Iterable[Allocation], policy: ResizePolicy
+    allocation: Allocation, desired: DesiredSize, siblings: Iterable[Allocation], policy: ResizePolicy
 ) -> ResizeRefused | None:
     """Why a claim's share cannot have the size; `siblings` are the claim's allocations."""
-    claim, allocated, target = allocation.claim, allocation.allocated_size, target_of(allocation, wanted)
+    claim, allocated, target = allocation.claim, allocation.allocated_size, target_of(allocation, desired)
     if claim is None or target == allocated:
         return None
+    # An isolation limits what a container has in one number for all devices of a view: one of them cannot be changed
+    # alone.
     if sum(one.claim is not None and one.claim.view == claim.view for one in siblings) > 1:
         why = (
             "its containers use several of the claim's devices together, and only a share that is used alone is resized"
@@ -167,35 +173,35 @@ def shown_name(allocation: Allocation, siblings: Collection[Allocation]) -> str:
     return claim.shown_as if len(siblings) == 1 else f"{claim.shown_as}/{claim.request}"
 
 
-def kept_size(allocation: Allocation, known: ResizedShare | None, policy: ResizePolicy) -> WantedSize:
-    """Of a share whose annotation is refused: as it is now. As the kubelet allocated it where the node's setting, which may
-    have been another when the size was granted, does not allow that."""
+def unchanged_size(allocation: Allocation, known: ResizedShare | None, policy: ResizePolicy) -> DesiredSize:
+    """The size of a share whose annotation is refused: the one that it has. As the kubelet allocated it where the node's
+    setting, which may have been another when the share was resized, does not allow that."""
     if known is None:
-        return WantedSize()
-    kept = WantedSize(cores=known.target.cores or None, memory=known.target.memory)
-    return kept if mode_refusal(allocation, kept, policy) is None else WantedSize()
+        return DesiredSize()
+    unchanged = DesiredSize(cores=known.target.cores or None, memory=known.target.memory)
+    return unchanged if mode_refusal(allocation, unchanged, policy) is None else DesiredSize()
 
 
 def decide_resize(
     allocation: Allocation,
-    wanted: WantedSize,
+    desired: DesiredSize,
     known: ResizedShare | None,
     account: GpuAccount,
     isolation: Isolation,
     policy: ResizePolicy,
 ) -> ResizedShare | ResizeRefused | None:
-    """The share as it is to be booked, before anything is granted; None where nothing is to change.
+    """The share as it is to be charged, before the isolation sees it; None where nothing is to change.
 
-    `account` is its GPU as booked for all others. Growth must fit there. What is given back stays booked, until the
+    `account` is its GPU as charged for all others. Growth must fit there. What is given back stays charged, until the
     isolation has enforced it.
     """
-    allocated, target = allocation.allocated_size, target_of(allocation, wanted)
+    allocated, target = allocation.allocated_size, target_of(allocation, desired)
     before = known.target if known is not None else allocated
     if target == before:
         return None
-    refused = _contradiction(allocation, wanted, target, policy) or _not_possible(before, target, isolation)
-    booked = known.booked if known is not None else allocated
-    refused = refused or _lack(booked, target, allocation, account)
+    refused = _contradiction(allocation, desired, target, policy) or _not_possible(before, target, isolation)
+    charged = known.charged if known is not None else allocated
+    refused = refused or _lack(charged, target, allocation, account)
     if refused is not None:
         return refused
     return ResizedShare(
@@ -204,7 +210,8 @@ def decide_resize(
         kind=allocation.memory_kind,
         allocated=allocated,
         target=target,
-        booked=booked.at_least(target),
+        # What grows counts at once, what shrinks not before it is enforced: capacity is never given away twice.
+        charged=charged.at_least(target),
     )
 
 
@@ -212,21 +219,22 @@ def enforced(share: ResizedShare, isolation: Isolation, instance: str, *, uses_n
     """The share once the isolation enforces its target. `instance` is the container that runs now, empty where that is not
     known; `uses_no_more`: its processes were seen to have no more memory than the target since.
 
-    Less is booked of what running processes follow; of the rest when every process is of a later container. Memory that
-    they have allocated stays theirs, whatever the limit, and so it stays booked.
+    Less is charged of what running processes follow; of the rest when every process is of a later container. Memory that
+    they have allocated stays theirs, whatever the limit, and so it stays charged.
     """
     since = share.instance or instance
+    # Where the runtime's ID is not known nothing is concluded: processes of the old container may still run.
     is_anew = bool(since) and bool(instance) and instance != since
-    cores = share.target.cores if is_anew or isolation.cores_follow.is_live else share.booked.cores
+    cores = share.target.cores if is_anew or isolation.cores_follow.is_live else share.charged.cores
     is_within = isolation.memory_follows.is_live and uses_no_more
-    memory = share.target.memory if is_anew or is_within else share.booked.memory
+    memory = share.target.memory if is_anew or is_within else share.charged.memory
     return ResizedShare(
         key=share.key,
         gpu=share.gpu,
         kind=share.kind,
         allocated=share.allocated,
         target=share.target,
-        booked=ShareSize(cores=cores, memory=memory).at_least(share.target),
+        charged=ShareSize(cores=cores, memory=memory).at_least(share.target),
         instance=since,
     )
 
@@ -253,7 +261,7 @@ def status_text(
     | word | the size |
     |---|---|
     | in-force | is what the isolation enforces |
-    | shrinking | the same, and what running processes have or may use beyond it stays booked |
+    | shrinking | the same, and what running processes have or may use beyond it stays charged |
     | pending | is not enforced yet |
     | refused=<reason> | is what it was: the annotation was refused |
     """
@@ -264,10 +272,10 @@ def status_text(
             continue
         if key in refused:
             state = f"refused={refused[key]}"
-        elif share is None or allocation.granted != share.target or key in unenforced:
+        elif share is None or allocation.resized_to != share.target or key in unenforced:
             state = "pending"
         else:
-            state = "shrinking" if share.booked != share.target else "in-force"
+            state = "shrinking" if share.charged != share.target else "in-force"
         size = allocation.size
         cores = f"cores={size.cores}," if size.cores else ""
         entries.append(f"{shown_name(allocation, allocations)}:{cores}memory={size.memory},{state}")
@@ -275,17 +283,18 @@ def status_text(
 
 
 def bounded_status(entries: list[str]) -> str | None:
-    """As many whole entries as the agent reads of an annotation; None without any."""
+    """The status with as many whole entries as the agent reads of an annotation; None without any."""
+    # Whole entries: half a one would be read as another size.
     while len(";".join(entries)) >= MAX_CHARS:
         entries.pop()
     return ";".join(entries) or None
 
 
 def _contradiction(
-    allocation: Allocation, wanted: WantedSize, target: ShareSize, policy: ResizePolicy
+    allocation: Allocation, desired: DesiredSize, target: ShareSize, policy: ResizePolicy
 ) -> ResizeRefused | None:
     """What no node could do."""
-    if allocation.memory_kind.measure is Measure.UNITS and wanted.cores is not None:
+    if allocation.memory_kind.measure is Measure.UNITS and desired.cores is not None:
         return ResizeRefused(
             reason=ResizeReason.INVALID_REQUEST,
             detail=f"it asked for {policy.names.gpu_mem}, whose compute follows the memory: leave cores out.",
@@ -300,7 +309,7 @@ def _contradiction(
 
 
 def _not_possible(before: ShareSize, target: ShareSize, isolation: Isolation) -> ResizeRefused | None:
-    """By what the isolation can do once the container is created."""
+    """Why the isolation cannot make the change once the container is created."""
     for is_changed, follows, what in (
         (target.cores != before.cores, isolation.cores_follow, "cores"),
         (target.memory != before.memory, isolation.memory_follows, "memory"),
@@ -314,10 +323,10 @@ def _not_possible(before: ShareSize, target: ShareSize, isolation: Isolation) ->
     return None
 
 
-def _lack(booked: ShareSize, target: ShareSize, allocation: Allocation, account: GpuAccount) -> ResizeRefused | None:
-    """What the GPU lacks. What is booked for the share already needs no free capacity."""
-    cores = target.cores if target.cores > booked.cores else 0
-    request = _request(cores, target.memory if target.memory > booked.memory else 0, allocation.memory_kind)
+def _lack(charged: ShareSize, target: ShareSize, allocation: Allocation, account: GpuAccount) -> ResizeRefused | None:
+    """What the GPU lacks. What is charged for the share already needs no free capacity."""
+    cores = target.cores if target.cores > charged.cores else 0
+    request = _request(cores, target.memory if target.memory > charged.memory else 0, allocation.memory_kind)
     if request == NOTHING or (lack := account.lack(request)) is None:
         return None
     reason = {

@@ -94,7 +94,9 @@ def read_claim(raw: Raw, *, driver: str, pool: str) -> AllocatedClaim:
     _check_count(results, "status.allocation.devices.results", MAX_RESULTS)
     _check_count(entries, "status.allocation.devices.config", MAX_CONFIGS)
     _check_count(consumers, "status.reservedFor", MAX_USERS)
+    # A claim may be of several drivers: the others prepare their own devices.
     mine = [one for one in results if one.driver == driver]
+    # The kubelet calls the driver of the pod's node: a device of another pool is not this node's to prepare.
     if any(one.pool != pool for one in mine):
         raise Corrupt(f"it is allocated in the pool {_shown(mine[0].pool)}, and this node's pool is {pool}")
     configs = list(_configs(entries, driver))
@@ -136,7 +138,7 @@ def _shown_as(annotations: Mapping[str, str], ref: ClaimRef) -> str:
 
 
 def _owner(meta: ObjectMeta) -> PodUid | None:
-    """As Kubernetes has it: the controller, of kind Pod."""
+    """The owner as Kubernetes has it: the controller, of kind Pod."""
     pods = (one for one in meta.owners if one.controller and one.api_version == "v1" and one.kind == "Pod" and one.uid)
     return next((PodUid(one.uid or "") for one in pods), None)
 
@@ -174,6 +176,7 @@ def _result(one: DeviceResult, configs: Sequence[tuple[frozenset[str], ShareConf
             is_admin=True,
         )
     consumed = one.consumed_capacity or {}
+    # Without the capacity cores the device is taken whole, as by the default of the slice's request policy.
     cores = whole_number(consumed.get("cores", str(CORES_PER_GPU)), f"request {request}, cores")
     if "memory" not in consumed:
         raise Corrupt(
@@ -208,10 +211,12 @@ def _config_of(request: str, cores: int, configs: Sequence[tuple[frozenset[str],
             f"coreLimit of request {request} is {found.core_limit}, below its {cores} cores: it is a ceiling and must be at"
             " least as high"
         )
+    # A whole GPU's compute has no ceiling above it.
     return found if cores < CORES_PER_GPU else replace(found, core_limit=0)
 
 
 def _configs(entries: Sequence[DeviceConfig], driver: str) -> Iterable[tuple[frozenset[str], ShareConfig]]:
+    # The class first, whatever the order in the status: the claim's own configuration overrides it.
     for source in ("FromClass", "FromClaim"):
         for one in entries:
             if one.source == source and one.opaque is not None and one.opaque.driver == driver:

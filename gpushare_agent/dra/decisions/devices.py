@@ -20,9 +20,8 @@ from gpushare_agent.cluster.kube.claims import (
     ValidRange,
 )
 from gpushare_agent.model.allocations import NO_CHARGE, Charge
-from gpushare_agent.model.gpus import Gpu, GpuInventory
+from gpushare_agent.model.gpus import Gpu, GpuInventory, LinkKind, Topology
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
-from gpushare_agent.model.topology import LinkKind, Topology
 
 UNHEALTHY_TAINT = "gpushare-agent/unhealthy"
 CORDONED_TAINT = "gpushare-agent/cordoned"
@@ -72,6 +71,7 @@ def slice_devices(
     driver reports nothing but its UUID."""
     groups = link_groups(inventory.topology)
     offered = [gpu for gpu in gpus if capacity_mib(gpu, policy.block_mib)]
+    # The scheduler takes the first device that fits: the order of the slice is the placement.
     sign = -1 if policy.order == "binpack" else 1
     offered.sort(key=lambda gpu: (sign * charges.get(gpu.uuid, NO_CHARGE).cores, gpu.index))
     return [_device(gpu, inventory, groups, cordoned, policy) for gpu in offered]
@@ -106,7 +106,8 @@ def _attributes(
         "uuid": gpu.uuid,
         "productName": gpu.name,
         "architecture": _architecture(capability),
-        "resource.kubernetes.io/pciBusID": _bus_id(gpu.bus_id),
+        # NVML writes eight digits of domain, Kubernetes' attribute has four, in small letters.
+        "resource.kubernetes.io/pciBusID": gpu.bus_id.lower()[-12:],
         "resource.kubernetes.io/pcieRoot": gpu.pcie_root,
         "isolation": policy.isolation,
         "memoryLimitedBy": policy.memory_by,
@@ -121,11 +122,13 @@ def _attributes(
     numbers = {"index": gpu.index, "minor": gpu.minor, "numaNode": gpu.numa_node}
     found = {name: Attribute(text=text[:MAX_TEXT_CHARS]) for name, text in texts.items() if text}
     found |= {name: Attribute(version=text) for name, text in versions.items() if text}
+    # -1 stands for what the driver did not report: an attribute that is left out matches no expression.
     found |= {name: Attribute(number=number) for name, number in numbers.items() if number is not None and number >= 0}
     return dict(sorted(found.items()))
 
 
 def _taints(gpu: Gpu, cordoned: Mapping[GpuUuid, str], policy: DevicePolicy) -> Sequence[DeviceTaint]:
+    # Before the health: a cordoned GPU counts as unhealthy too, and a claim may tolerate one taint and not the other.
     if gpu.uuid in cordoned:
         return [DeviceTaint(CORDONED_TAINT, _value(cordoned[gpu.uuid]), policy.taint_effect)]
     if not gpu.is_healthy:
@@ -139,9 +142,9 @@ def _value(reason: str) -> str:
 
 
 def link_groups(topology: Topology) -> dict[str, dict[int, str]]:
-    """By attribute, the group of each GPU by index: GPUs joined by NVLink (directly or through others), and by PCIe switches
-    alone. A GPU that is alone has no such attribute, so matchAttribute does not take it. Of two GPUs with an NVLink the
-    driver does not report the PCIe path, so they are in no common group by it unless through a third GPU."""
+    """The group of each GPU, by attribute and by index: GPUs joined by NVLink (directly or through others), and by PCIe
+    switches alone. A GPU that is alone has no such attribute, so matchAttribute does not take it. Of two GPUs with an
+    NVLink the driver does not report the PCIe path, so they are in no common group by it unless through a third GPU."""
     return {
         "nvlinkGroup": _connected(topology, "nvlink", {LinkKind.NVLINK}),
         "pcieSwitchGroup": _connected(topology, "pcie", {LinkKind.PIX, LinkKind.PXB}),
@@ -168,11 +171,6 @@ def _architecture(capability: tuple[int, int] | None) -> str:
     if capability is None:
         return ""
     return _ARCHITECTURES_BY_MINOR.get(capability, _ARCHITECTURES.get(capability[0], ""))
-
-
-def _bus_id(text: str) -> str:
-    """NVML writes eight digits of domain, Kubernetes' attribute has four, in small letters."""
-    return text.lower()[-12:]
 
 
 def _version(text: str) -> str:

@@ -63,6 +63,7 @@ def _together(claim: AllocatedClaim, pod: Pod) -> list[str]:
         for request in every if "" in named else named & every:
             used.setdefault(request, []).append(container)
     for users in used.values():
+        # Init containers end before the others start, so one of them beside main containers is alone; a sidecar stays.
         has_sidecar = any(one.kind is ContainerKind.SIDECAR for one in users)
         found = [one.name for one in users if has_sidecar or one.kind is not ContainerKind.INIT]
         if len(found) > 1:
@@ -152,6 +153,7 @@ def prepare_claim(
     if isinstance(isolation, Refused):
         return isolation
     shares = tuple(result for result in claim.results if _is_share(result, gpus[result.index], block_mib))
+    # Only what is limited: whole GPUs and admin access need no isolation.
     if shares and (refused := not_shared(replace(claim, results=shares), isolation, pods, policy)):
         return refused
     views = _views(claim, pods)
@@ -168,6 +170,7 @@ def prepare_claim(
             name = cdi_name(result, claim.ref)
             devices.append(CdiDevice(name, cdi_edits(edits)))
             results.append(prepared.result(result, (f"{CDI_KIND}={name}", *edits.cdi_devices)))
+    # The views have grouped the results: here they are in the claim's order again.
     order = {one: place for place, one in enumerate((r.request, r.device) for r in claim.results)}
     return PreparedClaim(
         ref=claim.ref,
@@ -293,7 +296,7 @@ class _View:
 
     @property
     def _key(self) -> ContainerKey:
-        """Of the files that the isolation keeps for the view: its first share's, for what is not limited has none."""
+        """The key of the files that the isolation has for the view: its first share's, for what is not limited has none."""
         shares = [one for one, gpu in self.results if _is_share(one, gpu, self._block_mib)]
         return self._keys[shares[0] if shares else self.results[0][0]]
 
@@ -305,6 +308,7 @@ class _View:
             memory_mib = gpu.memory_mib if result.is_admin else result.memory_mib
             share = GpuShare(
                 gpu=gpu,
+                # A claim for memory alone: compute follows it, as with GPUShare's resource.
                 cores=result.cores or cores_of_part(Fraction(memory_mib, gpu.memory_mib)),
                 memory_mib=memory_mib,
                 is_whole=not _is_share(result, gpu, self._block_mib),
@@ -321,6 +325,7 @@ class _View:
 
 
 def _isolation(claim: AllocatedClaim, policy: EditPolicy) -> str | Refused:
+    # Admin access is not limited, so its configuration decides only where nothing else does.
     limited = [result for result in claim.results if not result.is_admin]
     asked = {result.config.isolation for result in limited or claim.results}
     if len(asked) > 1:
@@ -335,8 +340,8 @@ def _isolation(claim: AllocatedClaim, policy: EditPolicy) -> str | Refused:
 
 
 def _views(claim: AllocatedClaim, pods: Iterable[Pod]) -> list[frozenset[str]] | Refused:
-    """By the containers that use the claim. Requests that none of them names are one view, all of them together; of a claim
-    that the scheduler made for an extended resource each is its own, for no container names it."""
+    """The sets of requests that containers use together. Requests that none of them names are one view, all of them
+    together; of a claim that the scheduler made for an extended resource each is its own, for no container names it."""
     every = frozenset(_main(result.request) for result in claim.results)
     found: dict[frozenset[str], str] = {}
     is_named = False
@@ -349,6 +354,7 @@ def _views(claim: AllocatedClaim, pods: Iterable[Pod]) -> list[frozenset[str]] |
                 view = every if "" in used else frozenset(used) & every
                 found.setdefault(view, f"{pod.name}/{container.name}")
     for view, user in found.items():
+        # A CDI device is one for all containers: two limits for one request cannot both be written.
         other = next((one for one in found if one != view and one & view), None)
         if other is not None:
             return _refused(
@@ -381,6 +387,7 @@ def distinct_names(names: Sequence[str]) -> list[str]:
         if name in found:
             numbered = (f"{name[: MAX_CONTAINER_NAME - len(str(n)) - 1].rstrip('-')}-{n}" for n in count(2))
             unique = next(one for one in numbered if one not in taken)
+            # A numbered name must not be another result's: `a-2` may be a request of its own.
             taken.add(unique)
         found.append(unique)
     return found

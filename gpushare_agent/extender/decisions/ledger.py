@@ -23,8 +23,7 @@ from gpushare_agent.model.names import PodUid
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.placement import GpuAccount
-from gpushare_agent.placement.gpu_account import account_of, capacity_of
-from gpushare_agent.placement.lack import Capacity
+from gpushare_agent.placement.gpu_account import Capacity, account_of, capacity_of
 
 V = TypeVar("V")
 

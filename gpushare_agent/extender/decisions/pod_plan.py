@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from gpushare_agent.extender.values import ClusterPolicy, PlannedContainer, PodPlan
 from gpushare_agent.model.allocations import Charge
 from gpushare_agent.model.errors import Refused
+from gpushare_agent.model.gpus import Topology
 from gpushare_agent.model.names import CORES_PER_GPU, GpuUuid
 from gpushare_agent.model.pods import ContainerKind, ContainerSpec, Pod
 from gpushare_agent.model.resources import NOTHING, Request, ResourceNames, request_of
-from gpushare_agent.model.topology import Topology
 from gpushare_agent.placement import GpuAccount, Placed, place, validate_request
-from gpushare_agent.placement.lack import Capacity, describe_request
+from gpushare_agent.placement.gpu_account import Capacity, describe_request
 from gpushare_agent.placement.place import SharePolicy, effective_request
 
 MAX_SCORE = 10

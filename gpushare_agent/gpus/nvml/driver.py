@@ -30,7 +30,7 @@ from gpushare_agent.gpus.nvml.usage import NvmlUsage
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
+from gpushare_agent.model.isolation import LimitOutcome, MemoryLimit
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import DriverSample, GpuBusy
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession, text_of
 from gpushare_agent.model.errors import Rejected, Unavailable
-from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
+from gpushare_agent.model.isolation import LimitOutcome, MemoryLimit
 
 _UNLIMITED = 0xFFFFFFFFFFFFFFFF
 _CAP_SYS_ADMIN = 21

@@ -257,7 +257,7 @@ class NvmlReader(Struct, eq=False):
         self._known = {gpu.uuid: gpu for gpu in gpus}
         return GpuInventory(
             gpus=tuple(gpu for gpu in gpus if gpu.uuid not in divided),
-            divided=tuple(gpu for gpu in gpus if gpu.uuid in divided),
+            mig_partitioned=tuple(gpu for gpu in gpus if gpu.uuid in divided),
             topology=topology,
             driver_version=text_of(self.session.ask("nvmlSystemGetDriverVersion") or ""),
             cuda_version=_cuda_version(self.session.ask("nvmlSystemGetCudaDriverVersion")),

@@ -13,10 +13,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gpushare_agent.gpus.nvml.session import text_of
-from gpushare_agent.model.gpus import Gpu, NvLink
+from gpushare_agent.model.gpus import Gpu, Link, LinkKind, NvLink, Topology
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.topology import Link, LinkKind, Topology
-from gpushare_agent.placement.topology_tree import build_topology, kind_by_numa
+from gpushare_agent.placement.topology import build_topology, kind_by_numa
 
 _ANCESTORS = {
     0: LinkKind.PIX,  # NVML_TOPOLOGY_INTERNAL: two GPUs on one board, behind the board's own switch

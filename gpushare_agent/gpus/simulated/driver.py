@@ -28,13 +28,21 @@ from gpushare_agent.gpus.simulated.files import (
     parse_usage,
 )
 from gpushare_agent.model.errors import StartupError, Unavailable
-from gpushare_agent.model.gpus import Gpu, GpuInventory, Health, MigAttributes, MigPlace, NvLink
-from gpushare_agent.model.memory_limits import LimitOutcome, MemoryLimit
+from gpushare_agent.model.gpus import (
+    Gpu,
+    GpuInventory,
+    Health,
+    Link,
+    LinkKind,
+    MigAttributes,
+    MigPlace,
+    NvLink,
+    Topology,
+)
+from gpushare_agent.model.isolation import LimitOutcome, MemoryLimit
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.model.topology import Link, LinkKind, Topology
 from gpushare_agent.model.usage import DriverSample, GpuBusy
-from gpushare_agent.placement.topology_text import MAX_GPUS, ParsedTopology, parse_topology
-from gpushare_agent.placement.topology_tree import build_topology
+from gpushare_agent.placement.topology import MAX_GPUS, ParsedTopology, build_topology, parse_topology
 
 DRIVER_VERSION = "535.0-simulated"
 GPUS_PER_NUMA_NODE = 4
@@ -274,7 +282,7 @@ class SimulatedInstances:
         return replace(
             inventory,
             gpus=(*gpus, *sorted(self._known.values(), key=lambda gpu: gpu.index)),
-            divided=tuple(gpu for gpu in inventory.gpus if gpu.uuid in divided),
+            mig_partitioned=tuple(gpu for gpu in inventory.gpus if gpu.uuid in divided),
             topology=_topology(inventory, self._known.values()),
         )
 

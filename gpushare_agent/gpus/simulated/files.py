@@ -33,7 +33,7 @@ from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import MIB
 from gpushare_agent.model.usage import GpuSample, ProcessKind, ProcessSample
-from gpushare_agent.placement.topology_text import MAX_GPUS
+from gpushare_agent.placement.topology import MAX_GPUS
 
 log = structlog.get_logger(__name__)
 

@@ -21,8 +21,8 @@ from typing import Any
 import yaml
 
 from gpushare_agent.kit.directories import DIRECTORY_MODE, FILE_MODE, opened, replace_file, status_of
-from gpushare_agent.model.cdi import OWN_SPEC_NAME, SpecFile, is_device_name, is_kind
 from gpushare_agent.model.errors import Unavailable
+from gpushare_agent.model.isolation import OWN_SPEC_NAME, SpecFile, is_device_name, is_kind
 
 MAX_BYTES = 1024 * 1024
 """A spec of nvidia-ctk for eight GPUs has some 60 KB."""

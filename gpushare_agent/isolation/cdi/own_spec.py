@@ -16,8 +16,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from gpushare_agent.model.cdi import SpecFile
 from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.isolation import SpecFile
 from gpushare_agent.model.names import ENV_LIBRARY_PATH, ENV_VISIBLE_DEVICES, LIBRARY_DIRECTORY, GpuUuid
 
 SPEC_CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")

@@ -29,9 +29,9 @@ from gpushare_agent.isolation.device_lists import CONTROL_NODES
 from gpushare_agent.isolation.driver_volume.config import untouched_driver_directory
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.supervision import Reconciler, ReportOnce
-from gpushare_agent.model.cdi import SpecFile
 from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import Gpu
+from gpushare_agent.model.isolation import SpecFile
 from gpushare_agent.runtime.node_probes import require_writable
 from gpushare_agent.settings.settings import Settings
 

@@ -24,7 +24,7 @@ from gpushare_agent.isolation.driver.edits import MemoryShare, pod_memory
 from gpushare_agent.kit.supervision import Reconciler, ReportOnce
 from gpushare_agent.model.allocations import ContainerKey
 from gpushare_agent.model.errors import AgentError, RefusalReason, Refused, Unavailable
-from gpushare_agent.model.memory_limits import MemoryLimit, MemoryLimiter
+from gpushare_agent.model.isolation import MemoryLimit, MemoryLimiter
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.cgroups import CgroupDir, Cgroups, CgroupVersion
 

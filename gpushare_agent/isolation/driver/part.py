@@ -12,7 +12,7 @@ from gpushare_agent.isolation.kept import Circumstances
 from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe
 from gpushare_agent.model.allocations import Allocation, ContainerKey
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.memory_limits import MemoryLimiter
+from gpushare_agent.model.isolation import MemoryLimiter
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.runtime.cgroups import Cgroups
 from gpushare_agent.settings.settings import Settings

@@ -16,7 +16,7 @@ from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProb
 from gpushare_agent.isolation.private_caches import FILES_TIMEOUT_S, PrivateCaches
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.memory_limits import MemoryLimiter
+from gpushare_agent.model.isolation import MemoryLimiter
 from gpushare_agent.model.names import MIB
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.settings.settings import Settings

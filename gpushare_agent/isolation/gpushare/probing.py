@@ -34,9 +34,8 @@ from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.kit.state_file import StateFile
 from gpushare_agent.kit.supervision import ReportOnce, wait_for
 from gpushare_agent.model.allocations import Allocation, ContainerKey
-from gpushare_agent.model.errors import AgentError, Corrupt, Unavailable
+from gpushare_agent.model.errors import AgentError, Corrupt, NodeEventReason, Unavailable
 from gpushare_agent.model.gpus import Gpu, GpuInventory
-from gpushare_agent.model.node_events import NodeEventReason
 from gpushare_agent.model.usage import UsageRound
 
 log = structlog.get_logger(__name__)

@@ -39,7 +39,7 @@ from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey, ResizedShare
 from gpushare_agent.model.errors import AgentError
 from gpushare_agent.model.gpus import GpuInventory
-from gpushare_agent.model.memory_limits import MemoryLimiter
+from gpushare_agent.model.isolation import MemoryLimiter
 from gpushare_agent.model.names import CORE_LIMIT_ANNOTATION
 from gpushare_agent.model.pods import ContainerSpec, Pod
 from gpushare_agent.model.resources import ResourceNames
@@ -85,8 +85,8 @@ class RegionLimits(Struct, kw_only=True, eq=False):
         gpus = self.inventory().by_uuid()
         limits = live_limits(allocation, pod.annotations, gpus, self.names, self.config)
         share = self.resized().get(allocation.key)
-        booked = allocation if share is None else replace(allocation, granted=share.booked)
-        most = live_limits(booked, pod.annotations, gpus, self.names, self.config)
+        charged = allocation if share is None else replace(allocation, resized_to=share.charged)
+        most = live_limits(charged, pod.annotations, gpus, self.names, self.config)
         if limits is None or most is None:
             return "its GPU's memory is not known, or it is not wholly allocated yet"
         write = partial(self._write, allocation.key, *limits, most[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpushare_agent.isolation.choice import Standing
 from gpushare_agent.isolation.mps.control import MpsControl
 from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProbe
-from gpushare_agent.model.memory_limits import MemoryLimiter
+from gpushare_agent.model.isolation import MemoryLimiter
 from gpushare_agent.settings.settings import Settings
 
 

@@ -21,7 +21,7 @@ from gpushare_agent.isolation.vdevice.files import VDeviceFiles
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation
 from gpushare_agent.model.errors import Unavailable
-from gpushare_agent.model.memory_limits import MemoryLimiter
+from gpushare_agent.model.isolation import MemoryLimiter
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.settings.settings import Settings
 

@@ -16,7 +16,7 @@ from typing import Any, NotRequired, TypedDict
 
 from msgspec import Struct, field
 
-from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.kubelet.device_table import DeviceIds
 from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.names import VDEVICE_DIRECTORY, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from gpushare_agent.model.allocations import Allocation, ClaimShare
 from gpushare_agent.model.names import GpuUuid
-from gpushare_agent.placement.front_ends import FrontEnds, front_ends, plugins_devices, plugins_inventory
+from gpushare_agent.node import GpuSplit, gpu_split, plugins_devices, plugins_inventory
 from tests.support_claims import ref_of
 from tests.support_core import allocation, container, ids, inventory, mig_instance, pod
 
@@ -25,11 +25,11 @@ def by_claim(gpu: int) -> Allocation:
     return replace(by_plugin(gpu), claim=share)
 
 
-def claimable(found: FrontEnds) -> list[str]:
+def claimable(found: GpuSplit) -> list[str]:
     return sorted(found.claimable)
 
 
-def plugins(found: FrontEnds) -> list[str]:
+def plugins(found: GpuSplit) -> list[str]:
     return sorted(gpu.uuid for gpu in plugins_devices(GPUS, found).gpus)
 
 
@@ -45,26 +45,26 @@ def plugins(found: FrontEnds) -> list[str]:
 )
 def test_a_gpu_is_one_front_ends(chosen: Sequence[str], claimed: list[str]) -> None:
     """By all, index, UUID or model."""
-    found = front_ends(chosen, GPUS.gpus, [])
+    found = gpu_split(chosen, GPUS.gpus, [])
     assert claimable(found) == claimed
     assert plugins(found) == sorted({"GPU-0", "GPU-1", "GPU-2", "GPU-3"} - set(claimed))
 
 
 def test_a_gpu_in_use_is_offered_by_neither_until_it_is_free() -> None:
     """GPU 0 goes to claims and a plugin's container is on it; GPU 1 goes back and a claim is on it."""
-    used = front_ends(("0",), GPUS.gpus, [by_plugin(0), by_claim(1)])
+    used = gpu_split(("0",), GPUS.gpus, [by_plugin(0), by_claim(1)])
     assert claimable(used) == [] and plugins(used) == ["GPU-2", "GPU-3"]
-    free = front_ends(("0",), GPUS.gpus, [])
+    free = gpu_split(("0",), GPUS.gpus, [])
     assert claimable(free) == ["GPU-0"] and plugins(free) == ["GPU-1", "GPU-2", "GPU-3"]
 
 
 def test_claims_keep_their_gpus_when_the_setting_is_taken_away() -> None:
-    assert plugins(front_ends((), GPUS.gpus, [by_claim(2)])) == ["GPU-0", "GPU-1", "GPU-3"]
+    assert plugins(gpu_split((), GPUS.gpus, [by_claim(2)])) == ["GPU-0", "GPU-1", "GPU-3"]
 
 
 def test_admission_sees_every_gpu_in_its_place_with_the_reason() -> None:
     """The topology's rows are indexes."""
-    seen = plugins_inventory(GPUS, front_ends(("0",), GPUS.gpus, []))
+    seen = plugins_inventory(GPUS, gpu_split(("0",), GPUS.gpus, []))
     assert [gpu.is_healthy for gpu in seen.gpus] == [False, True, True, True]
     assert "dra.gpus" in seen.by_uuid()[GpuUuid("GPU-0")].unhealthy_reason
 
@@ -72,13 +72,13 @@ def test_admission_sees_every_gpu_in_its_place_with_the_reason() -> None:
 @pytest.mark.parametrize("excluded", ["2", "GPU-2", "Te*"])
 def test_an_excluded_gpu_is_nobodys(excluded: str) -> None:
     """By index, UUID or model, also where the setting dra.gpus names it."""
-    found = front_ends(("all",), GPUS.gpus, [], (excluded,))
+    found = gpu_split(("all",), GPUS.gpus, [], (excluded,))
     assert "GPU-2" not in found.claimable and "GPU-2" not in plugins(found)
     assert "excluded_gpus" in dict(found.not_plugins)[GpuUuid("GPU-2")]
 
 
 def test_mig_instances_are_never_claims() -> None:
     """No slice has them: they stay the device plugins', whatever the setting chooses."""
-    found = front_ends(("all",), [GPUS.gpus[0], mig_instance(4, 1, 0)], [])
+    found = gpu_split(("all",), [GPUS.gpus[0], mig_instance(4, 1, 0)], [])
     assert claimable(found) == ["GPU-0"]
     assert "MIG-4" not in dict(found.not_plugins)
