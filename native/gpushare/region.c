@@ -172,6 +172,13 @@ void read_limits(int gpu, struct limits *limits)
         if (!(sequence & 1) && LOAD(*(uint32_t *)(uintptr_t)&from->sequence) == sequence)
             break;
     }
+    /* A file that somebody on the host has cut or emptied reads as zeros, and that is not "no limit". */
+    if (LOAD(*(uint32_t *)(uintptr_t)&config->layout) != CONFIG_LAYOUT || LOAD(*(char *)(uintptr_t)&from->uuid[0]) == 0) {
+        static int said;
+        say_once(&said, "%s is empty: no memory of a GPU can be allocated. Start the container anew", CONFIG_PATH);
+        *limits = (struct limits){.limits_memory = true};
+        return;
+    }
     limits->limits_memory = to->flags & LIMITS_MEMORY;
     limits->limits_cores = to->flags & LIMITS_CORES && to->cores < 10000;
     limits->has_ceiling = to->flags & HAS_CEILING && to->ceiling > to->cores;
@@ -372,6 +379,15 @@ uint64_t held_bytes(int gpu, const struct limits *limits)
     sum_slots(gpu, &held, &pending);
     attribute(gpu, &limits->seen, held);
     return with_unattributed(gpu, held);
+}
+
+uint64_t smallest_context(int gpu, uint64_t measured)
+{
+    _Atomic uint64_t *known = (_Atomic uint64_t *)&usage->gpu[gpu].smallest_context;
+    uint64_t found = atomic_load(known);
+    while (measured && (found == 0 || measured < found) && !atomic_compare_exchange_weak(known, &found, measured))
+        ;
+    return measured && (found == 0 || measured < found) ? measured : found;
 }
 
 static bool is_above(uint64_t limit, uint64_t used, uint64_t bytes) { return used > limit || bytes > limit - used; }
