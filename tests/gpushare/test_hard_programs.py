@@ -245,7 +245,7 @@ def test_a_config_that_is_removed_or_replaced_leaves_its_limits(share: Container
     assert [step["blocks"] for step in finish(program).steps if step["action"] == "alloc"] == [1, 7]
 
 
-@pytest.mark.parametrize("size", [1, 100, 600])
+@pytest.mark.parametrize("size", [1, 100, 520])
 def test_a_config_that_is_cut_on_the_host_is_no_end_of_its_limits(share: Container, size: int) -> None:
     """The kernel shows zeros behind the new end: memory is refused with the reason, and the program goes on."""
     program = share.start("alloc:alloc:256:1", "sleep:0.5", TAKE, "launch:kernel:0.1:1056", "info")
@@ -309,4 +309,4 @@ def test_programs_that_begin_and_end_by_the_hundred_all_get_memory(machine_with:
     with ThreadPoolExecutor(32) as threads:
         ended = list(threads.map(lambda _: share.run("alloc:alloc:8:1"), range(900)))
     assert {(one.code, one.error, one.step("alloc")["blocks"]) for one in ended} == {(0, "", 1)}
-    assert blocks(share) == 8
+    assert blocks(share) == 9  # a context is of one MiB
