@@ -83,8 +83,7 @@ struct usage_gpu {
     uint64_t starved_since;    /* throttled, and well below its share */
     uint64_t alone_since, accompanied_since;
     uint32_t is_elastic, reserved;
-    uint64_t smallest_context; /* bytes of a context, of those that were measured; 0: none was */
-    uint8_t rest[56];
+    uint8_t rest[64];
 };
 
 struct usage_slot {

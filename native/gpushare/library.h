@@ -84,8 +84,6 @@ void give_bytes(int gpu, enum kind kind, uint64_t bytes);
 /* What the driver has told afterwards, so it is not refused. */
 void charge_bytes(int gpu, enum kind kind, uint64_t bytes);
 uint64_t held_bytes(int gpu, const struct limits *limits); /* by all processes, with what is attributed to none */
-/* The smallest of this and all that the container's processes have measured before; 0 is none. */
-uint64_t smallest_context(int gpu, uint64_t measured);
 void reclaim_dead(void);
 uint64_t now_ns(void);
 

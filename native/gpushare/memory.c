@@ -653,14 +653,13 @@ static struct known_context {
 static unsigned contexts_count;
 static pthread_mutex_t contexts_guard = PTHREAD_MUTEX_INITIALIZER;
 
-/* What others on the GPU take or give at the same time is in the difference, until the agent has observed this process: a neighbour
-   that takes gigabytes meanwhile must not keep this program from its share. So a context costs no more than the smallest that the
-   container has measured, and one that none can have costs what most have. Where others gave, it is too little until then. */
-static uint64_t cost_of_context(CUdevice device, int gpu, uint64_t used_before)
+/* What others take or give at the same time is in the difference, until the agent has observed this process. More than any context
+   has is a neighbour's gigabytes, which must not keep this program from its share. */
+static uint64_t cost_of_context(CUdevice device, uint64_t used_before)
 {
-    uint64_t used = used_on_whole_gpu(device), measured = used_before && used > used_before ? used - used_before : 0;
-    uint64_t known = smallest_context(gpu, measured <= (uint64_t)LARGEST_CONTEXT_MIB * MIB ? measured : 0);
-    return known ? known : (uint64_t)DEFAULT_CONTEXT_MIB * MIB;
+    uint64_t used = used_on_whole_gpu(device);
+    bool is_known = used_before && used > used_before && used - used_before <= (uint64_t)LARGEST_CONTEXT_MIB * MIB;
+    return is_known ? used - used_before : (uint64_t)DEFAULT_CONTEXT_MIB * MIB;
 }
 
 /* false: the container has no room for it. Without limits' files a program may still compute, so it gets its context. */
@@ -673,7 +672,7 @@ static bool count_context(CUcontext context, CUdevice device, uint64_t used_befo
     while (known < contexts_count && contexts[known].context != context)
         known++;
     if (known == contexts_count && known < MOST_CONTEXTS && gpu >= 0 && own_slot()) {
-        uint64_t bytes = cost_of_context(device, gpu, used_before);
+        uint64_t bytes = cost_of_context(device, used_before);
         is_kept = reserve_bytes(gpu, device, CONTEXT, bytes);
         if (is_kept)
             contexts[contexts_count++] = (struct known_context){.context = context, .device = device, .bytes = bytes};

@@ -381,15 +381,6 @@ uint64_t held_bytes(int gpu, const struct limits *limits)
     return with_unattributed(gpu, held);
 }
 
-uint64_t smallest_context(int gpu, uint64_t measured)
-{
-    _Atomic uint64_t *known = (_Atomic uint64_t *)&usage->gpu[gpu].smallest_context;
-    uint64_t found = atomic_load(known);
-    while (measured && (found == 0 || measured < found) && !atomic_compare_exchange_weak(known, &found, measured))
-        ;
-    return measured && (found == 0 || measured < found) ? measured : found;
-}
-
 static bool is_above(uint64_t limit, uint64_t used, uint64_t bytes) { return used > limit || bytes > limit - used; }
 
 /* One question: 1 taken, 0 refused, -1 another process asks at the same time, and both do not fit. */

@@ -67,13 +67,14 @@ def test_what_64_processes_have_after_10000_allocations_each_is_what_the_driver_
     )  # the GPU is in use, so a context can be measured
     while bytes_of_driver(share, 2 * context_mib) < 0:
         assert holding.poll() is None
-    share.run("info")  # and beside 63 others it could not be
     actions = ("wait", f"churn:{ALLOCATIONS}", "wait", "free", "wait", "info", "wait")
     program = str(machine.built.programs / "gpu_program")
     command = [program, "dlsym", "12080", *actions]
-    programs = [share.start_command(command, stdin=subprocess.PIPE) for _ in range(PROCESSES)]
+    programs: list[subprocess.Popen[str]] = []
     try:
-        steps_until_wait(programs)  # all have their contexts
+        for _ in range(PROCESSES):  # each has its context before the next one's is measured
+            programs.append(share.start_command(command, stdin=subprocess.PIPE))
+            steps_until_wait(programs[-1:])
         say(programs)
         steps = [step for step in steps_until_wait(programs) if step["action"] == "churn"]
         assert {(step["taken"] + step["refused"], step["result"]) for step in steps} == {(ALLOCATIONS, 0)}
@@ -115,9 +116,9 @@ def test_a_process_that_is_killed_in_any_call_of_the_driver_gives_its_slot_back(
 def test_of_600_programs_at_once_256_have_memory_and_a_neighbour_has_its_share(machine_with: MachineWith) -> None:
     """The others are refused memory with one line each, and none of them is ended."""
     machine = machine_with(context_mib=1, memory_mib=50_000)
-    share = machine.container(memory_mib=SHARE_MIB)
+    # Beside 599 others a context cannot be measured: the share has room for what each may take it for.
+    share = machine.container(memory_mib=600 * MOST_SLOTS)
     neighbour = machine.container("neighbour", memory_mib=SHARE_MIB)
-    share.run("info")  # the cost of a context is known; beside 599 others it could not be measured
     program = str(machine.built.programs / "hard_program")
     with share.start_command([program, "many", "600"], stdin=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -128,15 +129,14 @@ def test_of_600_programs_at_once_256_have_memory_and_a_neighbour_has_its_share(m
     assert seen == {"action": "many"} | wanted
     assert (ended.code, ended.steps[-1]["result"]) == (0, 0)
     assert ended.error.count("\n") == 600 - MOST_SLOTS and f"more than {MOST_SLOTS} processes" in ended.error
-    assert share.run(TAKE).step("alloc")["blocks"] == 9
+    assert share.run(TAKE).step("alloc")["blocks"] == 20
 
 
-def test_a_context_costs_what_it_did_whatever_a_neighbour_takes_meanwhile(machine_with: MachineWith) -> None:
+def test_a_context_does_not_cost_what_a_neighbour_takes_meanwhile(machine_with: MachineWith) -> None:
     """What the GPU as a whole has more around a context's creation is the neighbour's too: here it takes and gives 8 GiB
     again and again. Each program has its whole share all the same."""
     machine = machine_with(memory_mib=50_000)
     share, neighbour = machine.container(memory_mib=SHARE_MIB), machine.container("neighbour")
-    assert share.run(TAKE).step("alloc")["blocks"] == 8
     actions = ["alloc:alloc:1024:8", "free"] * 5000
     beside = neighbour.start(*actions, preload=[])
     try:
@@ -145,4 +145,4 @@ def test_a_context_costs_what_it_did_whatever_a_neighbour_takes_meanwhile(machin
     finally:
         beside.kill()
         beside.communicate()
-    assert {one.step("alloc").get("blocks") for one in ended} <= {8, 9}, ended
+    assert {one.step("alloc").get("blocks") for one in ended} == {8}, ended
