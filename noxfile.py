@@ -113,7 +113,7 @@ def isolation(session: nox.Session) -> None:
 def e2e(session: nox.Session) -> None:
     """Install the product on the cluster that KUBECONFIG names, and try it there; `-- -m smoke` the few tests of .ci/run,
     more options in docs/how-to/test-your-cluster.md. Skipped with the reason without a cluster."""
-    session.install(".[dev]")
+    session.install(".[dev,isolation]")  # the fake driver's headers
     session.run("python", "-m", "pytest", "-m", "e2e", "tests/e2e", *session.posargs)
 
 

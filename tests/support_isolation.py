@@ -27,6 +27,7 @@ from typing import Any
 from gpushare_agent.model.errors import StartupError, Unavailable
 from gpushare_agent.sandbox.control import ask
 from gpushare_agent.sandbox.runtime.cgroup_tree import open_cgroup_tree
+from native.build_gpushare import build_gpushare
 from tests.native.build import (
     NATIVE,
     CannotBuildError,
@@ -35,6 +36,7 @@ from tests.native.build import (
     build_program,
     build_vcuda,
     build_vgpu,
+    cuda_include,
     install_driver,
     proc_version,
 )
@@ -80,12 +82,13 @@ class Built:
     driver: Path
     programs: Path
     vgpu: Path | str
+    gpushare: Path | str
     vcuda: Path | str
     gpu_client: Path | str
 
     def why_not(self, isolation: str) -> str:
         """Why this isolation cannot be had, empty where it can."""
-        parts = {"hami-core": [self.vgpu], "vcuda": [self.vcuda, self.gpu_client]}
+        parts = {"hami-core": [self.vgpu], "gpushare": [self.gpushare], "vcuda": [self.vcuda, self.gpu_client]}
         needed = [library for part in isolation.split("+") for library in parts.get(part, [])]
         return "; ".join(reason for reason in needed if isinstance(reason, str))
 
@@ -97,6 +100,7 @@ def build_all(directory: Path) -> Built:
             name: threads.submit(_or_reason, build, directory / file)
             for name, build, file in (
                 ("vgpu", build_vgpu, "libvgpu.so"),
+                ("gpushare", _build_gpushare, "libgpushare.so"),
                 ("vcuda", build_vcuda, "libcuda-control.so"),
                 ("gpu_client", build_gpu_client, "gpu-client"),
             )
@@ -110,6 +114,11 @@ def build_all(directory: Path) -> Built:
             programs / "gpu_program_linked", source, ["-DLINKED", f"-L{driver}", "-Wl,--no-as-needed", "-lcuda"]
         )
         return Built(driver=driver, programs=programs, **{name: built.result() for name, built in libraries.items()})
+
+
+def _build_gpushare(output: Path) -> Path:
+    build_gpushare(cuda_include(), output)
+    return output
 
 
 def _or_reason(build: Callable[[Path], Path], output: Path) -> Path | str:
@@ -460,6 +469,9 @@ def _settings_of(node: IsolationNode, isolation: str) -> list[str]:
     settings = ["--driver-limits.set-by-agent=true"] if "driver" in parts else []
     if "hami-core" in parts:
         return [*settings, f"--hami-core.library={node.built.vgpu}", f"--hami-core.directory={directory / 'hami'}"]
+    if "gpushare" in parts:
+        own = [f"--libgpushare.library={node.built.gpushare}", f"--libgpushare.directory={directory / 'gpushare'}"]
+        return [*settings, *own, f"--virtual-manager-path={directory / 'vm'}"]
     if isolation == "vcuda":
         config = directory / "volume.conf"
         _fill_driver_volume(node, config)

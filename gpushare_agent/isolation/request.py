@@ -14,7 +14,7 @@ from gpushare_agent.isolation.kept import NOTHING_KEPT, WHOLE_GPU, Circumstances
 from gpushare_agent.model.allocations import ContainerEdits, merged
 from gpushare_agent.model.errors import RefusalReason, Refused
 from gpushare_agent.model.gpus import Gpu, KernelModule
-from gpushare_agent.model.names import ENV_VISIBLE_DEVICES, PodUid, touches
+from gpushare_agent.model.names import ENV_PRELOAD, ENV_VISIBLE_DEVICES, MAX_ANNOTATION_CHARS, PodUid, touches
 from gpushare_agent.model.pods import ContainerSpec
 
 if TYPE_CHECKING:  # it takes pydantic
@@ -181,6 +181,17 @@ def refused_override(container: ContainerSpec, isolation: str, found: Sequence[s
         f" its share under isolation {isolation}. Nothing was allocated. Remove the variable: the agent sets"
         " what the library and NVIDIA's runtime read.",
     )
+
+
+def preloaded_driver(container: ContainerSpec) -> list[str]:
+    """The variable LD_PRELOAD, where it names the driver's library: the loader takes that one before all libraries of
+    /etc/ld.so.preload, so programs that are linked to it would call it and not the isolation's. Others, such as an
+    allocator's, lift no limit. A value that is too long to be read may name anything."""
+    value = container.env.get(ENV_PRELOAD, "")
+    names = [path.rpartition("/")[2] for path in value.replace(":", " ").split()]
+    found = [name for name in names if name.startswith("libcuda.so")]
+    is_cut = len(value) >= MAX_ANNOTATION_CHARS
+    return [f"{ENV_PRELOAD} ({'libcuda.so' if found else 'too long to be read'})"] if found or is_cut else []
 
 
 def refused_mounts(container: ContainerSpec, isolation: str, paths: Sequence[str]) -> Refused | None:

@@ -644,7 +644,7 @@ HOOK(cuMipmappedArrayDestroy, (CUmipmappedArray array), (array))
 /* ---- contexts: what one takes is what the GPU has less afterwards ---- */
 
 #define MIB (1024u * 1024u)
-enum { MOST_CONTEXTS = 64, DEFAULT_CONTEXT_MIB = 300, LARGEST_CONTEXT_MIB = 4096 };
+enum { MOST_CONTEXTS = 64, DEFAULT_CONTEXT_MIB = 300, LARGEST_CONTEXT_MIB = 1024 };
 static struct known_context {
     CUcontext context;
     CUdevice device;
@@ -653,10 +653,11 @@ static struct known_context {
 static unsigned contexts_count;
 static pthread_mutex_t contexts_guard = PTHREAD_MUTEX_INITIALIZER;
 
+/* What others take or give at the same time is in the difference, until the agent has observed this process. More than any context
+   has is a neighbour's gigabytes, which must not keep this program from its share. */
 static uint64_t cost_of_context(CUdevice device, uint64_t used_before)
 {
     uint64_t used = used_on_whole_gpu(device);
-    /* What others take or give at the same time is in the difference, until the agent has observed this process. */
     bool is_known = used_before && used > used_before && used - used_before <= (uint64_t)LARGEST_CONTEXT_MIB * MIB;
     return is_known ? used - used_before : (uint64_t)DEFAULT_CONTEXT_MIB * MIB;
 }

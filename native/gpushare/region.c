@@ -172,6 +172,13 @@ void read_limits(int gpu, struct limits *limits)
         if (!(sequence & 1) && LOAD(*(uint32_t *)(uintptr_t)&from->sequence) == sequence)
             break;
     }
+    /* A file that somebody on the host has cut or emptied reads as zeros, and that is not "no limit". */
+    if (LOAD(*(uint32_t *)(uintptr_t)&config->layout) != CONFIG_LAYOUT || LOAD(*(char *)(uintptr_t)&from->uuid[0]) == 0) {
+        static int said;
+        say_once(&said, "%s is empty: no memory of a GPU can be allocated. Start the container anew", CONFIG_PATH);
+        *limits = (struct limits){.limits_memory = true};
+        return;
+    }
     limits->limits_memory = to->flags & LIMITS_MEMORY;
     limits->limits_cores = to->flags & LIMITS_CORES && to->cores < 10000;
     limits->has_ceiling = to->flags & HAS_CEILING && to->ceiling > to->cores;

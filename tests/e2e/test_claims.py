@@ -323,7 +323,7 @@ def test_what_cannot_be_had_waits_with_the_reason(cluster: Cluster, claims: Inst
 
     def is_reported() -> bool:
         events = cluster.read(f"/api/v1/namespaces/{namespace}/events")["items"]
-        return any("no field 'isolatoin'" in one.get("message", "") for one in events)
+        return any("unknown field `isolatoin`" in one.get("message", "") for one in events)
 
     cluster.wait_for("the pod's Event names the field", is_reported)
     assert cluster.pods(namespace)["p"]["status"]["phase"] == "Pending" and not booked(claims)

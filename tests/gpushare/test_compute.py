@@ -71,6 +71,14 @@ def test_the_error_budget(machine_with: MachineWith, sm_count: int, kind: str) -
         assert sum(errors) / len(errors) <= MOST_MEAN_ERROR and max(errors) <= MOST_ERROR, shares
 
 
+@pytest.mark.parametrize("kind", ["short", "wave"])
+def test_the_first_two_seconds_of_a_program_are_limited(machine_with: MachineWith, kind: str) -> None:
+    """Before the agent has seen anything of it: by costs alone, with the tenth of a second that an idle share has saved."""
+    kernel = Kernel(kind, 132)
+    [found] = run_alone(machine_with(**kernel.settings), kernel, 30, 2)
+    assert 27 <= found <= 30 + 5 + 2
+
+
 @pytest.mark.parametrize("event_percent", [25, 50, 200, 400])
 @pytest.mark.parametrize("cap", [10, 30, 70])
 def test_costs_that_are_wrong_are_put_right_by_what_the_agent_sees(

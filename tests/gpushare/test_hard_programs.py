@@ -245,6 +245,50 @@ def test_a_config_that_is_removed_or_replaced_leaves_its_limits(share: Container
     assert [step["blocks"] for step in finish(program).steps if step["action"] == "alloc"] == [1, 7]
 
 
+@pytest.mark.parametrize("size", [1, 100, 520])
+def test_a_config_that_is_cut_on_the_host_is_no_end_of_its_limits(share: Container, size: int) -> None:
+    """The kernel shows zeros behind the new end: memory is refused with the reason, and the program goes on."""
+    program = share.start("alloc:alloc:256:1", "sleep:0.5", TAKE, "launch:kernel:0.1:1056", "info")
+    while not share.usage()[0].held_bytes > CONTEXT_MIB * MIB:
+        assert program.poll() is None, program.communicate()
+        time.sleep(0.01)
+    content = (share.directory / CONFIG_NAME).read_bytes()
+    os.truncate(share.directory / CONFIG_NAME, size)
+    ended = finish(program)
+    assert [step["blocks"] for step in ended.steps if step["action"] == "alloc"] == [1, 0]
+    assert (ended.code, ended.step("launch")["result"], ended.error.count("\n")) == (0, 0, 1)
+    assert "gpushare.config is empty: no memory" in ended.error
+    (share.directory / CONFIG_NAME).write_bytes(content)
+    assert blocks(share) == 8
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "link", "missing", "unreadable", "text"])
+@pytest.mark.parametrize("name", [CONFIG_NAME, USAGE_NAME])
+def test_what_is_no_file_of_the_agent_s_gives_no_memory_and_stops_nobody(
+    share: Container, name: str, kind: str
+) -> None:
+    """A program that waits at a pipe for ever would be worse. Its neighbour on the GPU notices nothing."""
+    path = share.directory / name
+    content = path.read_bytes()
+    path.unlink()
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        (share.directory / "elsewhere").write_bytes(content)
+        path.symlink_to("elsewhere")
+    elif kind == "unreadable":
+        path.symlink_to("/proc/self/mem")
+    elif kind == "text":
+        path.write_bytes(b"limits: none\n" * 20_000)
+    neighbour = share.machine.container("neighbour", memory_mib=SHARE_MIB)
+    ended = share.run(TAKE, "launch:kernel:0.1:1056", "info", "nvml")
+    assert (ended.step("alloc")["blocks"], ended.step("launch")["result"], ended.code) == (0, 0, 0)
+    assert ended.error.count("\n") == 1 and name in ended.error
+    assert blocks(neighbour) == 8
+
+
 def test_more_programs_than_slots_compute_within_the_share_and_are_told(machine_with: MachineWith) -> None:
     """The slots are held by others; the one that finds none gets no memory, but its part of the time, and sees its share."""
     machine = machine_with(sm_count=132, block_us=1000, context_mib=1)

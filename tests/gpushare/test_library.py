@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 from elftools.elf.elffile import ELFFile
 
-from gpushare_agent.isolation.gpushare.format import CONFIG_NAME, USAGE_NAME, GpuLimits, encode_config, encode_usage
+from gpushare_agent.isolation.gpushare.format import (
+    CONFIG_NAME,
+    MOST_SLOTS,
+    USAGE_NAME,
+    GpuLimits,
+    encode_config,
+    encode_usage,
+)
 from native.build_gpushare import SOURCES, build_gpushare
 from native.build_hami_core import TARGETS, CannotBuildError, run
 from native.gpushare.generate import HOOKS, HooksError, check, declared, generate, read_hooks, versions
@@ -160,13 +167,13 @@ def build_stress(include: Path, directory: Path, sanitizer: str) -> Path:
     flags = [f"-I{SOURCES}", f"-I{directory}", '-DGPUSHARE_DIRECTORY="."', "-std=gnu11", str(SOURCES / "region.c")]
     output = directory / "stress"
     try:
-        return build_program(output, NATIVE / "region_stress.c", [*flags, *SANITIZERS[sanitizer]])
+        return build_program(output, NATIVE / "region_stress.c", [*flags, *SANITIZERS.get(sanitizer, [])])
     except CannotBuildError as error:
         pytest.skip(f"no sanitizer: {error}")
 
 
-def stress(program: Path, *words: str) -> dict[str, int]:
-    gpu = GpuLimits(uuid=f"GPU-00000000-0000-4000-8000-{0:012x}", memory_bytes=LIMIT_MIB << 20)
+def stress(program: Path, *words: str, limit_mib: int = LIMIT_MIB) -> dict[str, int]:
+    gpu = GpuLimits(uuid=f"GPU-00000000-0000-4000-8000-{0:012x}", memory_bytes=limit_mib << 20)
     (program.parent / CONFIG_NAME).write_bytes(encode_config(POD, "main", [gpu]))
     (program.parent / USAGE_NAME).write_bytes(encode_usage())
     # TSan takes no randomized address space of newer kernels.
@@ -221,6 +228,12 @@ def test_many_processes_take_and_give_exactly(include: Path, tmp_path: Path) -> 
     """64 processes, each of which takes and gives ten thousand times."""
     found = stress(build_stress(include, tmp_path, "address"), "hammer", "64", "1", "10000")
     assert (found["above"], found["held"], found["failed"], found["ended"]) == (0, 0, 0, 64), found
+
+
+def test_of_4000_processes_at_once_as_many_have_memory_as_there_are_slots(include: Path, tmp_path: Path) -> None:
+    """The others are refused it, and none is ended; behind them the slots are free."""
+    found = stress(build_stress(include, tmp_path, ""), "crowd", "4000", limit_mib=MOST_SLOTS)
+    assert found == {"with_memory": MOST_SLOTS, "failed": 0, "has_room": 1}
 
 
 def test_a_config_of_any_bytes_is_read_or_refused(include: Path, tmp_path: Path) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import json
 import os
+import random
 import shutil
+import signal
+import stat
 import struct
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +23,13 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from gpushare_agent.cluster.kube.pods import parse_pod, read_pod_json
 from gpushare_agent.isolation import GpuShare, IsolationRequest
 from gpushare_agent.isolation.gpushare.check import check_gpushare
 from gpushare_agent.isolation.gpushare.edits import ISOLATION, LIBRARY_PATH, edit_gpushare, live_limits
 from gpushare_agent.isolation.gpushare.files import LIBRARY, GpushareFiles
 from gpushare_agent.isolation.gpushare.format import (
+    CONFIG_BYTES,
     CONFIG_NAME,
     MOST_GPUS,
     USAGE_BYTES,
@@ -97,6 +106,33 @@ def test_a_share_gets_the_library_and_its_own_directory_of_which_one_file_is_wri
 def test_a_share_that_could_not_be_kept_is_refused(wanted: IsolationRequest, text: str) -> None:
     refused = edit_gpushare(wanted)
     assert isinstance(refused, Refused) and text in refused.detail
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "libcuda.so.1",
+        "libcuda.so",
+        "/usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05",
+        "/usr/lib/libjemalloc.so.2:libcuda.so.1",
+        "libjemalloc.so.2 /lib/$LIB/libcuda.so.1",
+        "a.so:" * 500 + "libcuda.so.1",
+    ],
+)
+def test_the_driver_s_library_may_not_be_preloaded_before_the_isolation_s(value: str) -> None:
+    """Which would be first, for programs that are linked to it. One is named behind what is read of a variable."""
+    raw = {"name": "cuda", "env": [{"name": "LD_PRELOAD", "value": value}]}
+    meta = {"uid": UID, "name": "web", "namespace": "default"}
+    read = parse_pod(read_pod_json(json.dumps({"metadata": meta, "spec": {"containers": [raw]}}).encode()))
+    refused = edit_gpushare(replace(request(), container=read.containers[0]))
+    assert isinstance(refused, Refused) and "sets LD_PRELOAD (" in refused.detail and len(refused.detail) < 600
+
+
+@pytest.mark.parametrize(
+    "value", ["", "libjemalloc.so.2", "/opt/libcuda-tools.so", "/usr/local/libcuda.so.d/libtrace.so"]
+)
+def test_another_library_may_be_preloaded(value: str) -> None:
+    assert isinstance(edit_gpushare(request(LD_PRELOAD=value)), ContainerEdits)
 
 
 PATHS = ["/etc/vcuda", "/etc/vcuda/vcuda.sock", "/etc/ld.so.preload", "/usr/local/gpushare", "/usr/local", "/etc", "/"]
@@ -337,7 +373,28 @@ def pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize("attack", [shorten, grow, link, pipe])
+def directory(path: Path) -> None:
+    path.unlink()
+    (path / "deep").mkdir(parents=True)
+
+
+def device(path: Path) -> None:
+    """/dev/zero's numbers. Also what it is without the right to make one."""
+    path.unlink()
+    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5))
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        shorten,
+        grow,
+        link,
+        pipe,
+        directory,
+        pytest.param(device, marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")),
+    ],
+)
 def test_what_a_tenant_makes_of_its_region_harms_nobody(world: World, attack: Callable[[Path], None]) -> None:
     world.files.prepare(KEY)
     attack(world.path / USAGE_NAME)
@@ -346,6 +403,70 @@ def test_what_a_tenant_makes_of_its_region_harms_nobody(world: World, attack: Ca
     with pytest.raises(Corrupt):
         world.files.held_bytes(KEY)
     world.files.write_limits(KEY, [LIMITS])
+
+
+@pytest.mark.parametrize("attack", ["lease", "mode"])
+def test_a_region_that_cannot_be_opened_is_tried_again(world: World, attack: str) -> None:
+    """A lease of the tenant's would keep an open waiting for 45 s; without permissions it is refused where the agent has no
+    capability, as in its DaemonSet. Limits are written all the same, and the next start has a file of its own."""
+    world.files.prepare(KEY)
+    path = world.path / USAGE_NAME
+    with path.open("rb") as file:
+        if attack == "lease":
+            signal.signal(signal.SIGIO, signal.SIG_IGN)  # by which the kernel tells the holder
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        else:
+            path.chmod(0)
+        began = time.monotonic()
+        with without_capabilities(), pytest.raises(Unavailable, match="tried again"):
+            world.files.launches(KEY)
+        assert time.monotonic() - began < 10
+        world.files.write_limits(KEY, [LIMITS])
+        world.files.prepare(KEY)
+        assert world.files.launches(KEY) == 0
+
+
+@contextmanager
+def without_capabilities() -> Iterator[None]:
+    """Root as it is in the agent's DaemonSet."""
+    header = struct.pack("Ii", 0x20080522, 0)
+    before = ctypes.create_string_buffer(24)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.capget(header, before) == 0
+    _, permitted, inheritable, _, *rest = struct.unpack("6I", before.raw)
+    assert libc.capset(header, struct.pack("6I", 0, permitted, inheritable, 0, *rest)) == 0
+    try:
+        yield
+    finally:
+        assert libc.capset(header, before.raw) == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_region_of_random_bytes_is_read_as_numbers(world: World, seed: int) -> None:
+    """By all that the agent reads of it; it believes none of it."""
+    world.files.prepare(KEY)
+    (world.path / USAGE_NAME).write_bytes(random.Random(seed).randbytes(USAGE_BYTES))
+    assert world.files.launches(KEY) >= 0
+    held = world.files.held_bytes(KEY)
+    assert list(held) == [UUID] and held[UUID] >= 0
+
+
+@pytest.mark.parametrize("size", [0, 100, CONFIG_BYTES - 1])
+def test_a_config_that_was_cut_on_the_host_is_not_written_and_said_once(world: World, size: int) -> None:
+    """A write behind its end would end the agent by a signal."""
+    world.files.prepare(KEY)
+    world.files.write_observed(KEY, {UUID: Observed(at_ns=1)})
+    os.truncate(world.path / CONFIG_NAME, size)
+    for write in (
+        lambda: world.files.write_observed(KEY, {UUID: Observed(at_ns=2)}),
+        lambda: world.files.write_limits(KEY, [LIMITS]),
+    ):
+        with pytest.raises(Corrupt, match=CONFIG_NAME):
+            write()
+    assert (world.path / CONFIG_NAME).stat().st_size == size
+    world.files.prepare(KEY)
+    world.files.write_observed(KEY, {UUID: Observed(at_ns=3)})
+    assert struct.unpack_from("Q", world.config(), 512 + 72) == (3,)
 
 
 async def test_a_file_that_its_tenant_made_long_is_cut(world: World) -> None:

@@ -164,7 +164,7 @@ _TERMS = {
 """Of a check's kind of memory or of launch."""
 
 
-@pytest.mark.parametrize("isolation", ["hami-core", "vcuda", "driver", "hami-core+driver"])
+@pytest.mark.parametrize("isolation", ["gpushare", "hami-core", "vcuda", "driver", "hami-core+driver"])
 def test_what_is_said_is_what_was_measured(isolation: str) -> None:
     """The table of `nox -s isolation` and this one cannot differ: what goes past there is a term here, and the other way."""
     found = ISOLATIONS[isolation].kept(Circumstances())

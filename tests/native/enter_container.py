@@ -52,7 +52,8 @@ def _bind(source: str | Path, target: Path, *, read_only: bool = True) -> None:
         target.mkdir(parents=True, exist_ok=True)
     else:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.touch()
+        if not target.exists():  # as in a directory that is mounted read-only
+            target.touch()
     _mount(str(source), target, flags=_BIND | _RECURSIVE)
     if read_only:
         _mount("none", target, flags=_BIND | _REMOUNT | _READ_ONLY)

@@ -14,6 +14,7 @@
  *   alloc:KIND:MIB:COUNT      takes memory, COUNT times MIB or until it is refused; KIND: alloc, managed, pitch, async, pool, vmm,
  *                             array, array3d, mipmapped, mapped (virtual memory whose handle is released while it is mapped), graphmem
  *                             (of a graph's node), host, ipc (what another process has)
+ *   churn:COUNT               takes COUNT blocks of all kinds that are given back, some of them at a time, and keeps some at the end
  *   free                      gives all of it back
  *   launch:KIND:SECONDS[:GRID]   launches one after the other, with GRID blocks of 256 threads (16384); KIND: kernel, ex, cooperative,
  *                             graph, captured (ten kernels each), sync (a kernel, waited for before the next one)
@@ -272,6 +273,38 @@ static void allocate(const char *arguments)
            kind, mib, most, blocks, short_pointers, result);
 }
 
+/* Sizes are whole multiples of what the driver allots, so that what is asked for is what is taken. */
+static void churn(int count)
+{
+    static const char *const kinds[] = {"alloc", "managed", "vmm", "mapped"};
+    enum { PLACES = 8, UNIT = 2 << 20 };
+    unsigned state = (unsigned)getpid();
+    int taken = 0, refused = 0, result = 0;
+    size_t held = 0;
+    while (taken + refused < count && result == 0) {
+        int place = rand_r(&state) % PLACES;
+        if (kept[place].bytes) {
+            result = give(kept[place].kind, kept[place].pointer, kept[place].bytes);
+            kept[place].bytes = 0;
+            continue;
+        }
+        size_t bytes = (size_t)(1 + rand_r(&state) % 4) * UNIT;
+        snprintf(kept[place].kind, sizeof kept->kind, "%s", kinds[rand_r(&state) % (sizeof kinds / sizeof *kinds)]);
+        result = take(kept[place].kind, &kept[place].pointer, bytes);
+        kept[place].bytes = result == 0 ? bytes : 0;
+        taken += result == 0;
+        refused += result == CUDA_ERROR_OUT_OF_MEMORY;
+        result = result == CUDA_ERROR_OUT_OF_MEMORY ? 0 : result;
+    }
+    for (int place = 0; place < PLACES; place++)
+        if (kept[place].bytes) {
+            held += kept[place].bytes;
+            kept[kept_count++] = kept[place];
+        }
+    printf("{\"action\": \"churn\", \"taken\": %d, \"refused\": %d, \"held\": %zu, \"result\": %d}\n", taken, refused, held,
+           result);
+}
+
 static void free_all(void)
 {
     int result = 0;
@@ -516,6 +549,8 @@ int main(int count, char **words)
             kill(getpid(), SIGKILL);
         else if (strncmp(word, "alloc", length) == 0)
             allocate(arguments);
+        else if (strncmp(word, "churn", length) == 0)
+            churn(atoi(arguments));
         else if (strncmp(word, "free", length) == 0)
             free_all();
         else if (strncmp(word, "launch", length) == 0)

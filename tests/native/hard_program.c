@@ -20,6 +20,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -411,6 +412,40 @@ static int shift_clock(int seconds)
     return WEXITSTATUS(status);
 }
 
+/* More processes of one container than it has slots, all at once: each takes one block of a MiB, and ends when all have asked. */
+static int be_many(int count)
+{
+    static struct { int with_memory, refused, failed; } *seen;
+    int begun[2], all_asked[2], status, failed = 0, made = 0;
+    char byte;
+    seen = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (seen == MAP_FAILED || pipe(begun) || pipe(all_asked))
+        return 3;
+    for (pid_t child; made < count && (child = fork()) >= 0; made++)
+        if (child == 0) {
+            CUdeviceptr address;
+            close(all_asked[1]);
+            CUresult result = start();
+            result = result ? result : cuMemAlloc_v2(&address, 1 << 20);
+            __atomic_add_fetch(result == CUDA_SUCCESS                 ? &seen->with_memory
+                               : result == CUDA_ERROR_OUT_OF_MEMORY ? &seen->refused
+                                                                    : &seen->failed,
+                               1, __ATOMIC_SEQ_CST);
+            _exit(write(begun[1], "x", 1) == 1 && read(all_asked[0], &byte, 1) == 0 ? 0 : 4);
+        }
+    for (int i = 0; i < made; i++)
+        if (read(begun[0], &byte, 1) != 1)
+            return 5;
+    printf("{\"action\": \"many\", \"made\": %d, \"with_memory\": %d, \"refused\": %d, \"other\": %d}\n", made, seen->with_memory,
+           seen->refused, seen->failed);
+    fflush(stdout);
+    getchar();
+    close(all_asked[1]);
+    while (wait(&status) > 0)
+        failed += !WIFEXITED(status) || WEXITSTATUS(status) != 0;
+    return say("ended", made, failed);
+}
+
 int main(int count, char **words)
 {
     const char *name = count > 1 ? words[1] : "";
@@ -433,6 +468,7 @@ int main(int count, char **words)
     CASE("root", change_root())
     CASE("locks", refuse_locks())
     CASE("later", begin_too_early())
+    CASE("many", be_many(count > 2 ? atoi(words[2]) : 100))
     CASE("clock", shift_clock(count > 2 ? atoi(words[2]) : 86400))
     fprintf(stderr, "usage: %s CASE\n", words[0]);
     return 2;

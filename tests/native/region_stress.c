@@ -1,6 +1,7 @@
 /* region.c without a driver, under the compiler's sanitizers: processes and threads that take and give memory at the same time.
  *
  *   region_stress hammer PROCESSES THREADS ROUNDS   in the working directory's files; every second process is killed at the end
+ *   region_stress crowd PROCESSES                   all at once, each of which takes a MiB and keeps it until all have asked
  *   region_stress fuzz COUNT                        opens COUNT copies of gpushare.config with bytes changed at random
  *
  * Prints the most that was ever held, and what is held at the end, in bytes.
@@ -108,6 +109,33 @@ static int hammer_all(int processes, int threads)
     return 0;
 }
 
+static int crowd(int count)
+{
+    static struct { _Atomic int asked, with_memory; } *all;
+    int gate[2], status, failed = 0;
+    char byte;
+    all = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED || pipe(gate))
+        return 3;
+    for (int i = 0; i < count; i++)
+        if (fork() == 0) {
+            close(gate[1]);
+            if (take_bytes(0, LINEAR, 1 << 20))
+                atomic_fetch_add(&all->with_memory, 1);
+            atomic_fetch_add(&all->asked, 1);
+            _exit(read(gate[0], &byte, 1) == 0 ? 0 : 4);
+        }
+    while (atomic_load(&all->asked) < count)
+        sched_yield();
+    close(gate[1]);
+    while (wait(&status) > 0)
+        failed += !WIFEXITED(status) || WEXITSTATUS(status) != 0;
+    reclaim_dead();
+    bool has_room = take_bytes(0, LINEAR, 32 << 20); /* with a slot, which one of the dead had */
+    printf("{\"with_memory\": %d, \"failed\": %d, \"has_room\": %d}\n", atomic_load(&all->with_memory), failed, has_room);
+    return 0;
+}
+
 static int fuzz(int count)
 {
     char whole[CONFIG_BYTES];
@@ -148,5 +176,7 @@ int main(int count, char **words)
         rounds = atoi(words[4]);
         return hammer_all(atoi(words[2]), atoi(words[3]));
     }
+    if (count == 3 && strcmp(words[1], "crowd") == 0)
+        return crowd(atoi(words[2]));
     return count == 3 && strcmp(words[1], "fuzz") == 0 ? fuzz(atoi(words[2])) : 2;
 }

@@ -9,7 +9,7 @@ and what it needs in support_isolation.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 SHARE_CORES, SHARE_BLOCKS, BLOCK_MIB = 30, 10, 256
@@ -78,16 +78,16 @@ HELD, THROTTLED, BYPASSED = Verdict.HELD, Verdict.THROTTLED, Verdict.BYPASSED
 NO_START, FAILED = Verdict.NO_START, Verdict.FAILED
 _V1, _V2 = "cuGetProcAddress", "cuGetProcAddress_v2"
 
-CHECKS = (
+_CHECKS = (
     # The verdicts of `none` are what the others compare with.
     Check(
         memory="alloc",
-        smoke=("hami-core", "vcuda"),
+        smoke=("gpushare", "hami-core", "vcuda"),
         expected={"none": BYPASSED} | _all(HELD, HELD) | _driver(HELD),
     ),
     Check(
         launch="kernel",
-        smoke=("hami-core",),
+        smoke=("gpushare", "hami-core"),
         expected={"none": BYPASSED} | _all(THROTTLED, THROTTLED) | _driver(BYPASSED, THROTTLED),
     ),
     # Every kind of memory and of launch. vcuda-control's own functions are those up to CUDA 11.5: of a newer one it has
@@ -132,3 +132,8 @@ CHECKS = (
     Check(memory="alloc", after_restart=True, expected=_all(HELD, HELD) | _driver(HELD)),
     Check(launch="kernel", after_restart=True, expected=_all(THROTTLED, THROTTLED)),
 )
+
+CHECKS = tuple(
+    replace(check, expected={**check.expected, "gpushare": HELD if check.memory else THROTTLED}) for check in _CHECKS
+)
+"""libgpushare keeps all of them."""

@@ -27,6 +27,7 @@ from gpushare_agent.model.names import (
     ENV_HAMI_CORE_LIBRARY,
     ENV_HAMI_CORE_MEMORY,
     ENV_HAMI_CORE_POLICY,
+    ENV_PRELOAD,
     ENV_VISIBLE_DEVICES,
     GPUSHARE_ALLOCATION_ANNOTATION,
     GPUSHARE_ASSIGNED_ANNOTATION,
@@ -61,7 +62,7 @@ _LIMITS = (
     *(ENV_HAMI_CORE_LIBRARY, ENV_VISIBLE_DEVICES),  # whose functions are found, and to which GPUs the limits belong
     *(f"{name}_0" for name in (ENV_HAMI_CORE_MEMORY, ENV_HAMI_CORE_CORES)),  # a share is on one GPU
 )
-READ_ENV = ("compat32", "SUBMITTER", ENV_HAMI_CORE_DISABLE, ENV_HAMI_CORE_POLICY, *_LIMITS)
+READ_ENV = ("compat32", "SUBMITTER", ENV_PRELOAD, ENV_HAMI_CORE_DISABLE, ENV_HAMI_CORE_POLICY, *_LIMITS)
 _STATIC_UID = re.compile(r"[0-9a-f]{32}")
 """The kubelet's hash of the file. Unlike every UID that the API server gives: no forged mirror pod names another's pod."""
 EXTENDED_CLAIM = "extended-resources"
@@ -71,7 +72,8 @@ _EXTENDED_CLAIM_BESIDE = f"{EXTENDED_CLAIM}."
 MAX_ANNOTATIONS = 64
 MAX_CONTAINERS = 1000
 """Containers beyond this count only where they ask for something."""
-MAX_MOUNTS = 8
+MAX_MOUNTS_OF_PATH = 4
+"""Of each of LIMIT_PATHS: those at other paths must not crowd it out."""
 MAX_NAME_CHARS = 320
 """The longest name of an annotation: 253 of its prefix, a slash, 63 of its name."""
 MAX_MESSAGE_CHARS = 2048
@@ -365,9 +367,9 @@ def _is_extended(name: str) -> bool:
 
 def _limit_mounts(container: ContainerJson) -> tuple[str, ...]:
     """The few that may lift a limit, as a path without detours."""
-    paths = {clean_path(one.mount_path) for one in _MOUNTS.read(container.raw_mounts)}
-    found = sorted(path for path in paths if any(touches(path, own) for own in LIMIT_PATHS))
-    return tuple(_cut(path, MAX_NAME_CHARS) for path in found[:MAX_MOUNTS])
+    paths = sorted({clean_path(one.mount_path) for one in _MOUNTS.read(container.raw_mounts)})
+    found = {path for own in LIMIT_PATHS for path in [one for one in paths if touches(one, own)][:MAX_MOUNTS_OF_PATH]}
+    return tuple(_cut(path, MAX_NAME_CHARS) for path in sorted(found))
 
 
 def _literal_env(container: ContainerJson) -> dict[str, str]:

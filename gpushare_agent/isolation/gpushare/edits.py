@@ -7,7 +7,8 @@
 | `/etc/vcuda/usage`, writable | what the container's processes share of their use |
 
 The library finds its limits by a GPU's UUID, so shares of several GPUs, and whole ones beside them, are limited each by its
-own. It reads no variable, so none of a spec's lifts a limit but NVIDIA_VISIBLE_DEVICES. Whole GPUs alone get nothing.
+own. It reads no variable, so none of a spec's lifts a limit but NVIDIA_VISIBLE_DEVICES, and LD_PRELOAD with the driver's
+library. Whole GPUs alone get nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from gpushare_agent.isolation.request import (
     Follows,
     Isolation,
     IsolationRequest,
+    preloaded_driver,
     refused_mounts,
     refused_nothing,
     refused_override,
@@ -46,9 +48,9 @@ def edit_gpushare(request: IsolationRequest) -> ContainerEdits | Refused:
     if len(request.shares) > MOST_GPUS:
         return _refused_too_many(request)
     own_paths = (VDEVICE_DIRECTORY, PRELOAD_PATH, GPUSHARE_DIRECTORY)
-    refused = refused_override(request.container, "gpushare") or refused_mounts(
-        request.container, "gpushare", own_paths
-    )
+    container = request.container
+    refused = refused_override(container, "gpushare", preloaded_driver(container))
+    refused = refused or refused_mounts(container, "gpushare", own_paths)
     if refused is not None:
         return refused
     directory, own = request.config.settings.libgpushare.directory, request.vdevice_directory

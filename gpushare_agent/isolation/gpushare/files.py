@@ -156,6 +156,8 @@ class GpushareFiles(TenantFiles):
                     mapped = mmap.mmap(file, CONFIG_BYTES)
                 places = {uuid: place for place, uuid in enumerate(gpu_uuids(mapped[:]))}
                 found = self._mapped[key] = mapped, places
+            if found[0].size() < CONFIG_BYTES:  # somebody has cut it: a write behind its end is a signal
+                raise Corrupt(f"{CONFIG_NAME} of container {key.container} became shorter while it was used")
             with memoryview(found[0]) as view:
                 for uuid, one in seen.items():
                     if (place := found[1].get(uuid)) is not None:

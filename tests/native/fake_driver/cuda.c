@@ -92,6 +92,7 @@ CUresult CUDAAPI cuDriverGetVersion(int *version)
 
 CUresult CUDAAPI cuDeviceGetCount(int *count)
 {
+    log_call("cuDeviceGetCount");
     pthread_once(&enumerated, enumerate);
     *count = (int)gpu_count;
     return CUDA_SUCCESS;
@@ -113,6 +114,7 @@ CUresult CUDAAPI cuDeviceGetName(char *name, int size, CUdevice device)
 
 CUresult CUDAAPI cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
 {
+    log_call("cuDeviceTotalMem_v2");
     uint64_t used, total;
     if (!is_initialized)
         return CUDA_ERROR_NOT_INITIALIZED;
@@ -127,6 +129,7 @@ static unsigned in_32_bits(uint64_t value) { return value > 0xffffffffu ? 0xffff
 
 CUresult CUDAAPI cuDeviceTotalMem(unsigned int *bytes, CUdevice device)
 {
+    log_call("cuDeviceTotalMem");
     size_t total = 0;
     CUresult result = cuDeviceTotalMem_v2(&total, device);
     *bytes = in_32_bits(total);
@@ -155,6 +158,7 @@ CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, 
 
 CUresult CUDAAPI cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
 {
+    log_call("cuDeviceGetUuid_v2");
     char text[96];
     if (!is_initialized)
         return CUDA_ERROR_NOT_INITIALIZED;
@@ -170,10 +174,11 @@ CUresult CUDAAPI cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
         }
     return CUDA_SUCCESS;
 }
-CUresult CUDAAPI cuDeviceGetUuid(CUuuid *uuid, CUdevice device) { return cuDeviceGetUuid_v2(uuid, device); }
+CUresult CUDAAPI cuDeviceGetUuid(CUuuid *uuid, CUdevice device) { log_call("cuDeviceGetUuid"); return cuDeviceGetUuid_v2(uuid, device); }
 
 CUresult CUDAAPI cuDeviceGetPCIBusId(char *text, int size, CUdevice device)
 {
+    log_call("cuDeviceGetPCIBusId");
     char bus_id[32];
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
@@ -229,11 +234,12 @@ CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
     return retain(device);
 }
 
-CUresult CUDAAPI cuDevicePrimaryCtxRelease_v2(CUdevice device) { return release(device); }
-CUresult CUDAAPI cuDevicePrimaryCtxRelease(CUdevice device) { return release(device); }
+CUresult CUDAAPI cuDevicePrimaryCtxRelease_v2(CUdevice device) { log_call("cuDevicePrimaryCtxRelease_v2"); return release(device); }
+CUresult CUDAAPI cuDevicePrimaryCtxRelease(CUdevice device) { log_call("cuDevicePrimaryCtxRelease"); return release(device); }
 
 CUresult CUDAAPI cuDevicePrimaryCtxReset_v2(CUdevice device)
 {
+    log_call("cuDevicePrimaryCtxReset_v2");
     while (release(device) == CUDA_SUCCESS)
         ;
     return CUDA_SUCCESS;
@@ -241,6 +247,7 @@ CUresult CUDAAPI cuDevicePrimaryCtxReset_v2(CUdevice device)
 
 CUresult CUDAAPI cuDevicePrimaryCtxGetState(CUdevice device, unsigned int *flags, int *is_active)
 {
+    log_call("cuDevicePrimaryCtxGetState");
     *flags = 0;
     *is_active = is_gpu(device) && retained[device];
     return CUDA_SUCCESS;
@@ -248,6 +255,7 @@ CUresult CUDAAPI cuDevicePrimaryCtxGetState(CUdevice device, unsigned int *flags
 
 CUresult CUDAAPI cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice device)
 {
+    log_call("cuCtxCreate_v2");
     (void)flags;
     CUresult result = cuDevicePrimaryCtxRetain(context, device);
     if (result == CUDA_SUCCESS)
@@ -257,23 +265,27 @@ CUresult CUDAAPI cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice
 
 CUresult CUDAAPI cuCtxCreate(CUcontext *context, unsigned int flags, CUdevice device)
 {
+    log_call("cuCtxCreate");
     return cuCtxCreate_v2(context, flags, device);
 }
 
 CUresult CUDAAPI cuCtxCreate_v3(CUcontext *context, CUexecAffinityParam *affinity, int count, unsigned int flags, CUdevice device)
 {
+    log_call("cuCtxCreate_v3");
     (void)affinity, (void)count;
     return cuCtxCreate_v2(context, flags, device);
 }
 
 CUresult CUDAAPI cuCtxCreate_v4(CUcontext *context, CUctxCreateParams *parameters, unsigned int flags, CUdevice device)
 {
+    log_call("cuCtxCreate_v4");
     (void)parameters;
     return cuCtxCreate_v2(context, flags, device);
 }
 
 CUresult CUDAAPI cuCtxDestroy_v2(CUcontext context)
 {
+    log_call("cuCtxDestroy_v2");
     if (device_of(context) == current)
         current = -1;
     return release(device_of(context));
@@ -281,7 +293,7 @@ CUresult CUDAAPI cuCtxDestroy_v2(CUcontext context)
 
 CUresult CUDAAPI cuCtxSetCurrent(CUcontext context) { return current = device_of(context), CUDA_SUCCESS; }
 CUresult CUDAAPI cuCtxPushCurrent_v2(CUcontext context) { return current = device_of(context), CUDA_SUCCESS; }
-CUresult CUDAAPI cuCtxGetCurrent(CUcontext *context) { return *context = context_of(current), CUDA_SUCCESS; }
+CUresult CUDAAPI cuCtxGetCurrent(CUcontext *context) { log_call("cuCtxGetCurrent"); return *context = context_of(current), CUDA_SUCCESS; }
 
 CUresult CUDAAPI cuCtxPopCurrent_v2(CUcontext *context)
 {
@@ -293,6 +305,7 @@ CUresult CUDAAPI cuCtxPopCurrent_v2(CUcontext *context)
 
 CUresult CUDAAPI cuCtxGetDevice(CUdevice *device)
 {
+    log_call("cuCtxGetDevice");
     *device = current;
     return current < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
 }
@@ -457,6 +470,7 @@ CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr *address, size_t *pitch, size_t 
 
 CUresult CUDAAPI cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
 {
+    log_call("cuMemGetInfo_v2");
     uint64_t used, all;
     if (current < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
@@ -470,6 +484,7 @@ CUresult CUDAAPI cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
 
 CUresult CUDAAPI cuMemGetInfo(unsigned int *free_bytes, unsigned int *total)
 {
+    log_call("cuMemGetInfo");
     size_t wide_free = 0, wide_total = 0;
     CUresult result = cuMemGetInfo_v2(&wide_free, &wide_total);
     *free_bytes = in_32_bits(wide_free);
@@ -520,6 +535,7 @@ static pool own_pools[MAX_GPUS];
 
 CUresult CUDAAPI cuDeviceGetDefaultMemPool(CUmemoryPool *found, CUdevice device)
 {
+    log_call("cuDeviceGetDefaultMemPool");
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
     own_pools[device].device = device;
@@ -528,6 +544,7 @@ CUresult CUDAAPI cuDeviceGetDefaultMemPool(CUmemoryPool *found, CUdevice device)
 static pool *chosen_pools[MAX_GPUS]; /* by cuDeviceSetMemPool */
 CUresult CUDAAPI cuDeviceGetMemPool(CUmemoryPool *found, CUdevice device)
 {
+    log_call("cuDeviceGetMemPool");
     CUresult result = cuDeviceGetDefaultMemPool(found, device);
     if (result == CUDA_SUCCESS && chosen_pools[device])
         *found = (CUmemoryPool)chosen_pools[device];
@@ -549,6 +566,7 @@ CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *made, const CUmemPoolProps *prope
 
 CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool of)
 {
+    log_call("cuMemPoolDestroy");
     trim((pool *)of, 0);
     for (unsigned i = 0; i < MAX_GPUS; i++)
         if (chosen_pools[i] == (pool *)of)
@@ -558,6 +576,7 @@ CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool of)
 
 CUresult CUDAAPI cuMemPoolTrimTo(CUmemoryPool of, size_t least)
 {
+    log_call("cuMemPoolTrimTo");
     pthread_mutex_lock(&memory.guard);
     trim((pool *)of, least);
     pthread_mutex_unlock(&memory.guard);
@@ -573,6 +592,7 @@ CUresult CUDAAPI cuMemPoolSetAttribute(CUmemoryPool of, CUmemPool_attribute attr
 
 CUresult CUDAAPI cuMemPoolGetAttribute(CUmemoryPool of, CUmemPool_attribute attribute, void *value)
 {
+    log_call("cuMemPoolGetAttribute");
     const pool *asked = (pool *)of;
     switch ((int)attribute) {
     case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT: *(cuuint64_t *)value = asked->reserved; break;
@@ -678,6 +698,7 @@ CUresult CUDAAPI cuMemUnmap(CUdeviceptr address, size_t bytes)
 
 CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *address)
 {
+    log_call("cuMemRetainAllocationHandle");
     *handle = handle_mapped_at((uintptr_t)address, 0);
     return *handle ? change_references(*handle, 1) : CUDA_ERROR_INVALID_VALUE;
 }
@@ -691,6 +712,7 @@ CUresult CUDAAPI cuMemExportToShareableHandle(void *shared, CUmemGenericAllocati
 }
 CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shared, CUmemAllocationHandleType type)
 {
+    log_call("cuMemImportFromShareableHandle");
     (void)shared, (void)type;
     return *handle = FOREIGN_ADDRESS, CUDA_SUCCESS;
 }
@@ -863,6 +885,7 @@ CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int grid_x, unsign
                                 unsigned int block_x, unsigned int block_y, unsigned int block_z, unsigned int shared_bytes,
                                 CUstream stream, void **parameters, void **extra)
 {
+    log_call("cuLaunchKernel");
     (void)shared_bytes, (void)stream, (void)extra;
     return run_kernel(function, grid_x, grid_y, grid_z, block_x * block_y * block_z, parameters);
 }
@@ -870,6 +893,7 @@ PER_THREAD(cuLaunchKernel);
 
 CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig *launch, CUfunction function, void **parameters, void **extra)
 {
+    log_call("cuLaunchKernelEx");
     (void)extra;
     return run_kernel(function, launch->gridDimX, launch->gridDimY, launch->gridDimZ,
                       launch->blockDimX * launch->blockDimY * launch->blockDimZ, parameters);
@@ -880,6 +904,7 @@ CUresult CUDAAPI cuLaunchCooperativeKernel(CUfunction function, unsigned int gri
                                            unsigned int block_x, unsigned int block_y, unsigned int block_z,
                                            unsigned int shared_bytes, CUstream stream, void **parameters)
 {
+    log_call("cuLaunchCooperativeKernel");
     (void)shared_bytes, (void)stream;
     return run_kernel(function, grid_x, grid_y, grid_z, block_x * block_y * block_z, parameters);
 }
@@ -892,6 +917,9 @@ CUresult CUDAAPI cuCtxSynchronize(void)
     sleep_until(busy_until[current]);
     return CUDA_SUCCESS;
 }
+
+/* Of CUDA 13: what is asked for as of that version. A program that takes it for the older one gives it no context. */
+CUresult CUDAAPI cuCtxSynchronize_v2(CUcontext context) { return (void)context, cuCtxSynchronize(); }
 
 CUresult CUDAAPI cuStreamSynchronize(CUstream stream)
 {
@@ -915,14 +943,16 @@ CUresult CUDAAPI cuStreamCreateWithPriority(CUstream *stream, unsigned int flags
 /* An event: the time at which what was given to the GPU before it will be done. */
 CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned int flags)
 {
+    log_call("cuEventCreate");
     (void)flags;
     return (*event = calloc(1, sizeof(uint64_t))) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
-CUresult CUDAAPI cuEventDestroy_v2(CUevent event) { return free(event), CUDA_SUCCESS; }
+CUresult CUDAAPI cuEventDestroy_v2(CUevent event) { log_call("cuEventDestroy_v2"); return free(event), CUDA_SUCCESS; }
 CUresult CUDAAPI cuEventDestroy(CUevent event) { return cuEventDestroy_v2(event); }
 
 CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream)
 {
+    log_call("cuEventRecord");
     (void)stream;
     if (current < 0)
         return CUDA_ERROR_INVALID_CONTEXT;
@@ -933,10 +963,11 @@ CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream)
 }
 PER_THREAD(cuEventRecord);
 
-CUresult CUDAAPI cuEventQuery(CUevent event) { return *(uint64_t *)event <= now_ns() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY; }
+CUresult CUDAAPI cuEventQuery(CUevent event) { log_call("cuEventQuery"); return *(uint64_t *)event <= now_ns() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY; }
 CUresult CUDAAPI cuEventSynchronize(CUevent event) { return sleep_until(*(uint64_t *)event), CUDA_SUCCESS; }
 CUresult CUDAAPI cuEventElapsedTime(float *ms, CUevent from, CUevent until)
 {
+    log_call("cuEventElapsedTime");
     if (cuEventQuery(until) != CUDA_SUCCESS)
         return CUDA_ERROR_NOT_READY;
     double ns = (double)(*(uint64_t *)until - *(uint64_t *)from) * (double)config()->event_percent / 100;
@@ -946,6 +977,7 @@ CUresult CUDAAPI cuEventElapsedTime_v2(float *ms, CUevent from, CUevent until) {
 
 CUresult CUDAAPI cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status)
 {
+    log_call("cuStreamIsCapturing");
     (void)stream;
     return *status = captured ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE, CUDA_SUCCESS;
 }
@@ -1009,6 +1041,7 @@ CUresult CUDAAPI cuGraphAddMemAllocNode(CUgraphNode *node, CUgraph to, const CUg
 
 CUresult CUDAAPI cuGraphMemAllocNodeGetParams(CUgraphNode node, CUDA_MEM_ALLOC_NODE_PARAMS *parameters)
 {
+    log_call("cuGraphMemAllocNodeGetParams");
     *parameters = (CUDA_MEM_ALLOC_NODE_PARAMS){.bytesize = ((graph_node *)node)->bytes, .dptr = FIRST_ADDRESS};
     parameters->poolProps.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     return CUDA_SUCCESS;
@@ -1016,6 +1049,7 @@ CUresult CUDAAPI cuGraphMemAllocNodeGetParams(CUgraphNode node, CUDA_MEM_ALLOC_N
 
 CUresult CUDAAPI cuGraphGetNodes(CUgraph of, CUgraphNode *nodes, size_t *count)
 {
+    log_call("cuGraphGetNodes");
     graph *in = (graph *)of;
     for (size_t i = 0; nodes && i < *count && i < in->count; i++)
         nodes[i] = (CUgraphNode)&in->nodes[i];
@@ -1023,6 +1057,7 @@ CUresult CUDAAPI cuGraphGetNodes(CUgraph of, CUgraphNode *nodes, size_t *count)
 }
 CUresult CUDAAPI cuGraphNodeGetType(CUgraphNode node, CUgraphNodeType *type)
 {
+    log_call("cuGraphNodeGetType");
     return *type = ((graph_node *)node)->type, CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuGraphKernelNodeGetParams_v2(CUgraphNode node, CUDA_KERNEL_NODE_PARAMS *parameters)
@@ -1032,6 +1067,7 @@ CUresult CUDAAPI cuGraphKernelNodeGetParams_v2(CUgraphNode node, CUDA_KERNEL_NOD
 
 CUresult CUDAAPI cuDeviceGetGraphMemAttribute(CUdevice device, CUgraphMem_attribute attribute, void *value)
 {
+    log_call("cuDeviceGetGraphMemAttribute");
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
     int is_reserved = attribute == CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT || attribute == CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH;
@@ -1041,6 +1077,7 @@ CUresult CUDAAPI cuDeviceGetGraphMemAttribute(CUdevice device, CUgraphMem_attrib
 
 CUresult CUDAAPI cuDeviceGraphMemTrim(CUdevice device)
 {
+    log_call("cuDeviceGraphMemTrim");
     if (!is_gpu(device))
         return CUDA_ERROR_INVALID_DEVICE;
     give_memory(minors[device], graph_memory[device].reserved - graph_memory[device].used, 0);
@@ -1073,6 +1110,7 @@ static CUresult back_graph(graph *of)
 
 CUresult CUDAAPI cuGraphInstantiateWithFlags(CUgraphExec *made, CUgraph from, unsigned long long flags)
 {
+    log_call("cuGraphInstantiateWithFlags");
     (void)flags;
     graph *copy = malloc(sizeof(graph));
     if (!copy)
@@ -1098,6 +1136,7 @@ PER_THREAD(cuGraphLaunch);
 CUresult CUDAAPI cuGraphDestroy(CUgraph of) { return free(of), CUDA_SUCCESS; }
 CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec of)
 {
+    log_call("cuGraphExecDestroy");
     const graph *ended = (graph *)of;
     if (ended->is_backed)
         graph_memory[ended->device].used -= memory_of_graph(ended);
@@ -1144,6 +1183,7 @@ static CUresult find_function(const char *name, void **function, int version, cu
 /* Up to CUDA 11 what was not found was an error; since CUDA 12 it is a status. */
 CUresult CUDAAPI cuGetProcAddress(const char *name, void **function, int version, cuuint64_t flags)
 {
+    log_call("cuGetProcAddress");
     CUdriverProcAddressQueryResult status;
     CUresult result = find_function(name, function, version, flags, &status);
     return result == CUDA_SUCCESS && !*function ? CUDA_ERROR_NOT_FOUND : result;
@@ -1152,6 +1192,7 @@ CUresult CUDAAPI cuGetProcAddress(const char *name, void **function, int version
 CUresult CUDAAPI cuGetProcAddress_v2(const char *name, void **function, int version, cuuint64_t flags,
                                      CUdriverProcAddressQueryResult *status)
 {
+    log_call("cuGetProcAddress_v2");
     CUdriverProcAddressQueryResult unwanted;
     return find_function(name, function, version, flags, status ? status : &unwanted);
 }

@@ -1,0 +1,185 @@
+"""libgpushare in containers of a node whose agent is killed, upgraded and attacked: no program ends, no limit is lost, and a
+neighbour notices nothing.
+
+A share of 30 cores and 2,560 MiB: 8 blocks of 256 MiB beside a context of 300 MiB, and 300 launches of a millisecond a
+second.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.real_isolation.conftest import NodeOf
+from tests.support_isolation import IsolationNode
+
+pytestmark = pytest.mark.isolation
+
+TAKE = "alloc:alloc:256:20"
+PROGRAMS = 900
+START_THEM = f"""
+echo '{{"action": "wait"}}'
+read line
+for i in $(seq {PROGRAMS}); do
+    (/opt/programs/gpu_program dlsym 12080 alloc:alloc:1:1 > /dev/null; echo '{{"action": "ended", "result": '$?'}}') &
+done
+wait
+"""
+
+
+@pytest.fixture
+def node(node_of: NodeOf) -> Iterator[IsolationNode]:
+    node = node_of("gpushare", "host")
+    yield node
+    node.delete_all()
+
+
+@pytest.mark.parametrize("killed", ["among the starts", "before the starts"])
+def test_of_900_programs_that_start_at_once_none_ends_with_the_agent_killed(node: IsolationNode, killed: str) -> None:
+    """And the share is whole again behind them. Contexts are of a MiB, but each counts as what the GPU has more around its
+    creation, the others' too: so the share is nearly a whole GPU."""
+    node.apply("burst", cores=30, blocks=90)
+    program = node.start_command("burst", ["sh", "-c", START_THEM], env={"FAKE_GPU_CONTEXT_MIB": "1"})
+    try:
+        assert program.wait_for("wait"), program.error
+        if killed == "before the starts":
+            node.ask("kill-agent")
+        program.go_on()
+        if killed == "among the starts":
+            assert program.wait_for("ended")
+            node.ask("kill-agent")
+        outcome = program.outcome(300)
+    finally:
+        node.end(program)
+    ended = Counter(step["result"] for step in outcome.steps if step["action"] == "ended")
+    assert dict(ended) == {0: PROGRAMS}
+    node.wait_until(node.is_ready, "the agent")
+    assert node.run("burst", "alloc:alloc:256:100").step("alloc")["blocks"] == 88
+
+
+def is_share(rate: float) -> bool:
+    """On a busy machine; 1,000 would be all, and in the first second an idle share has 100 more."""
+    return 150 <= rate <= 420
+
+
+def test_programs_go_on_within_their_limits_while_the_agent_is_killed_and_upgraded(node: IsolationNode) -> None:
+    """The next agent comes with another library: running containers keep theirs, a new program in them has the same limits,
+    and a container that starts later has the new one."""
+    library = node.built.gpushare
+    assert not isinstance(library, str)
+    before = library.read_bytes()
+    node.apply("web", cores=30, blocks=10)
+    program = node.start(
+        "web", "alloc:alloc:256:6", "launch:kernel:3", "wait", "launch:kernel:8", TAKE, "launch:kernel:3", "info"
+    )
+    try:
+        assert program.wait_for("wait"), program.error
+        newer = library.with_name("newer.so")
+        newer.write_bytes(before + b"newer")
+        newer.chmod(0o755)
+        program.go_on()
+        newer.replace(library)
+        node.kill_agent()
+        beside = node.run("web", "info", "alloc:alloc:256:1").step("alloc")["blocks"]
+        node.apply("later", cores=30, blocks=10)
+        later = node.run("later", TAKE).step("alloc")["blocks"]
+        installed = (node.directory / "gpushare" / "libgpushare.so").read_bytes()
+        outcome = program.outcome(60)
+    finally:
+        node.end(program)
+        library.write_bytes(before)
+    rates = [step["rate"] for step in outcome.steps if step["action"] == "launch"]
+    assert (outcome.code, outcome.error) == (0, "") and all(map(is_share, rates)), rates
+    assert outcome.step("alloc")["blocks"] == 2 and outcome.step("info")["total_mib"] == 2560
+    assert (beside, later, installed.endswith(b"newer")) == (1, 8, True)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_neighbour_has_its_share_while_a_tenant_writes_and_fills_its_region(
+    node: IsolationNode, is_killed: bool
+) -> None:
+    """As root in its container: random bytes over all of `usage`, the file made long and filled, truncated, and its mode
+    and owner taken away. The agent goes on, or comes back, and cuts the file where it may."""
+    node.apply("hostile", cores=30, blocks=10)
+    node.apply("web", cores=30, blocks=10)
+    script = """
+    echo '{"action": "wait"}'
+    for i in 1 2 3; do
+        head -c 131072 /dev/urandom | dd of=/etc/vcuda/usage conv=notrunc status=none
+        /opt/programs/gpu_program dlsym 12080 alloc:alloc:256:3 free > /dev/null
+        truncate -s 1T /etc/vcuda/usage
+        head -c 50000000 /dev/zero >> /etc/vcuda/usage
+        truncate -s 0 /etc/vcuda/usage
+    done
+    head -c 50000000 /dev/zero > /etc/vcuda/usage
+    chmod 000 /etc/vcuda/usage; chown 1000:1000 /etc/vcuda/usage
+    for path in /etc/vcuda/gpushare.config /etc/ld.so.preload /usr/local/gpushare/libgpushare.so; do
+        rm -f $path; true > $path; mv $path $path.old; chmod 777 $path
+    done 2> /dev/null
+    rm -rf /etc/vcuda/usage /etc/vcuda/vcuda.sock 2> /dev/null
+    echo '{"action": "done", "files": '$(ls /etc/vcuda | wc -l)'}'
+    """
+    before = node.log_lines("registered")
+    hostile = node.start_command("hostile", ["sh", "-c", script])
+    beside = node.start("web", TAKE, "launch:kernel:6", "info")
+    try:
+        assert hostile.wait_for("wait"), hostile.error
+        if is_killed:
+            node.kill_agent()
+        attacked, found = hostile.outcome(), beside.outcome()
+    finally:
+        for program in (hostile, beside):
+            node.end(program)
+    assert attacked.step("done")["files"] >= 4, attacked
+    assert (found.step("alloc")["blocks"], found.code, found.error) == (8, 0, ""), found
+    assert is_share(found.step("launch")["rate"]), found
+    assert is_killed or node.log_lines("registered") == before
+    node.delete("hostile")
+    node.apply("hostile", cores=30, blocks=10)
+    assert node.run("hostile", TAKE).step("alloc")["blocks"] == 8
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "sets LD_PRELOAD (libcuda.so) in its spec": {"env": [{"name": "LD_PRELOAD", "value": "/lib/libcuda.so.1"}]},
+    "sets NVIDIA_VISIBLE_DEVICES in its spec": {"env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]},
+    "mounts a volume at /etc/ld.so.preload": {"volumeMounts": [{"name": "v", "mountPath": "/etc/ld.so.preload"}]},
+    "mounts a volume at /etc/vcuda": {"volumeMounts": [{"name": "v", "mountPath": "/etc/../etc/vcuda/"}]},
+    "mounts a volume at /usr/local": {"volumeMounts": [{"name": "v", "mountPath": "//usr/local"}]},
+    "mounts a volume at /etc/vcuda/usage": {"volumeMounts": [{"name": "v", "mountPath": "/etc/vcuda/usage"}]},
+}
+
+
+def test_what_a_spec_has_to_lift_a_limit_is_refused_with_the_reason(node: IsolationNode) -> None:
+    """Each pod fails with it, and one beside them runs within its share. Other variables do nothing."""
+    node.apply("web", cores=30, blocks=10)
+    beside = node.start("web", TAKE, "wait", "launch:kernel:2")
+    limits = {"tencent.com/vcuda-core": 10, "tencent.com/vcuda-memory": 4}
+    pods = []
+    for number, extra in enumerate(REFUSED.values()):
+        main = {"name": "main", "image": "program", "resources": {"limits": limits}, **extra}
+        spec = {"containers": [main], "volumes": [{"name": "v", "emptyDir": {}}], "restartPolicy": "Never"}
+        pods.append({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"odd-{number}"}, "spec": spec})
+    try:
+        assert beside.wait_for("wait"), beside.error
+        node.ask("apply", pods=pods)
+        for number, text in enumerate(REFUSED):
+            name = f"odd-{number}"
+            node.wait_until(lambda name=name: node.pod(name)["phase"] == "Failed", name)
+            assert text in node.pod(name)["message"], node.pod(name)
+        beside.go_on()
+        found = beside.outcome()
+    finally:
+        node.end(beside)
+    assert (found.step("alloc")["blocks"], found.error) == (8, "") and is_share(found.step("launch")["rate"])
+    odd = {"LD_LIBRARY_PATH": "/nowhere:/run/nvidia-driver", "LD_PRELOAD": "libm.so.6", "LD_BIND_NOW": "1"}
+    odd |= {
+        "LD_AUDIT": "libcuda.so.1",
+        "GPUSHARE_DIRECTORY": "/tmp",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "LD_DYNAMIC_WEAK": "1",
+    }
+    for way in ("dlsym", "link", "next"):
+        assert node.run("web", TAKE, way=way, env=odd).step("alloc")["blocks"] == 8, way
