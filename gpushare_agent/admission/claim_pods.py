@@ -32,6 +32,11 @@ class ClaimPods:
         return self._store.is_synced
 
     @property
+    def version(self) -> tuple[int, int]:
+        """Another one after every change of an allocation or a pod."""
+        return self._cache.version, self._store.version
+
+    @property
     def users(self) -> Users:
         """Of each claim's allocation, the containers that use it; valid until the next change."""
         self._refresh()
@@ -97,7 +102,7 @@ class ClaimPods:
         return self._pods.get(uid)
 
     def _refresh(self) -> None:
-        made_of = (self._cache.version, self._store.version)
+        made_of = self.version
         if made_of == self._made_of:
             return
         self._made_of = made_of
