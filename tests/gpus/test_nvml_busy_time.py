@@ -9,7 +9,6 @@ from pathlib import Path
 from struct import Struct as RowFormat
 
 import pytest
-from msgspec.structs import replace
 
 from gpushare_agent.gpus.nvml.busy_time import GpuBusyTime
 from gpushare_agent.gpus.nvml.calls import Verdict

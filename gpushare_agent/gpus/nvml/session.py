@@ -1,7 +1,8 @@
 """One opening of NVML, used from one thread: polls and events have one, samples another.
 
 NVML counts its openings and shuts down with the last one. State owned: whether this one is open, how often it was, the
-handles of the GPUs, which of them answered the last poll, and the memory for lists. Handles end with the opening that gave them.
+handles of the GPUs, which of them answered the last poll, and the memory for lists. Handles end with the opening that gave
+them.
 
 pynvml is imported when first needed: it costs 30 ms, and a node with simulated GPUs does not have to have it.
 """
