@@ -39,6 +39,7 @@ from gpushare_agent.model.resources import UnitTerms
 
 KEY_CHARS = 8
 _TEXT = re.compile(r"([^-~:/]+)-(0|[1-9][0-9]{0,5})(?:/([1-9][0-9]{0,3}[ms]?))?", re.ASCII)
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 _PREFIXES = re.compile(r"(?:[A-Z]+-)+")
 
 
@@ -81,6 +82,14 @@ class DeviceIds:
 
     def write(self, device: str) -> str:
         """The text of a device that the kubelet knows or is to know. The inverse of `read`."""
+        gpu, _, number = device.partition("::")
+        key = self._keys.get(GpuUuid(gpu))
+        if key is not None and _NUMBER.fullmatch(
+            number
+        ):  # thousands of them at the start: nothing else of a device is read
+            announced = f"{key}-{number}"
+            self._announced[announced] = DeviceId(device)
+            return announced
         if (text := kubelet_text(device)) is not None:
             return text
         split = split_device_id(device)
