@@ -84,9 +84,7 @@ class DeviceIds:
         """The text of a device that the kubelet knows or is to know. The inverse of `read`."""
         gpu, _, number = device.partition("::")
         key = self._keys.get(GpuUuid(gpu))
-        if key is not None and _NUMBER.fullmatch(
-            number
-        ):  # thousands of them at the start: nothing else of a device is read
+        if key is not None and _NUMBER.fullmatch(number):  # thousands at the start, so the rest is for other forms
             announced = f"{key}-{number}"
             self._announced[announced] = DeviceId(device)
             return announced
