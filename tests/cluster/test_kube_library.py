@@ -20,7 +20,10 @@ loader = loaded.kube_config.KubeConfigLoader(
     }},
     config_base_path=None,
 )
+has_urllib3 = "urllib3.util" in sys.modules
 print(json.dumps({{
+    "has_urllib3": has_urllib3,
+    "basic": loaded.client.Configuration(username="u", password="p").get_basic_auth_token(),
     "modules": sum(name.startswith("kubernetes_asyncio") for name in sys.modules),
     "is_same": again.client is loaded.client,
     "host": loaded.client.Configuration(host="http://127.0.0.1:1").host,
@@ -46,6 +49,8 @@ def test_the_library_is_loaded_without_its_generated_modules() -> None:
     report = _report()
     assert report.pop("modules") in range(1, 60)
     assert report == {
+        "has_urllib3": False,
+        "basic": "Basic dTpw",
         "is_same": True,
         "host": "http://127.0.0.1:1",
         "client": "kubernetes_asyncio.client.api_client",
@@ -59,6 +64,7 @@ def test_an_unknown_layout_is_loaded_whole() -> None:
     """A release of the library that lays its modules out differently costs memory, not the connection."""
     report = _report("configuration._OFFERED['ApiClient'] = 'kubernetes_asyncio.client.moved_elsewhere'")
     assert report["has_all"] is True
+    assert report["basic"] == "Basic dTpw"
     assert (report["client"], report["context"]) == ("kubernetes_asyncio.client.api_client", "c")
 
 

@@ -8,7 +8,8 @@ The library's packages import every API class and model in their `__init__`: 33 
 of one core (docs/reference/measurements.md), for an agent that works on raw JSON. So the packages are put in place without
 running their `__init__`, and the few modules that are needed are imported from them. A library that the process has imported
 already is used as it is; who wants all of it beside the agent's client imports it first. Where the layout is not the one
-known, it is imported whole. State owned: the library's entries in sys.modules.
+known, it is imported whole. urllib3 is loaded when it is first used, which is for a kubeconfig with a user's name and
+password alone. State owned: the library's entries in sys.modules.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import structlog
@@ -61,6 +63,7 @@ def load_library() -> KubeLibrary:
 
 
 def _load_lean() -> None:
+    stand_in = sys.modules.setdefault("urllib3", _LoadedOnUse("urllib3"))  # 28 modules for one function
     try:
         for name in _HOLLOW:
             _put_package(name)
@@ -71,6 +74,19 @@ def _load_lean() -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == _LIBRARY]:
             del sys.modules[name]
         log.info("kubernetes_library_loaded_whole", reason=str(e))
+    finally:
+        if sys.modules.get("urllib3") is stand_in and isinstance(stand_in, _LoadedOnUse):
+            del sys.modules["urllib3"]
+
+
+class _LoadedOnUse(ModuleType):
+    """Stands for a module while another one imports it. importlib.util.LazyLoader does not: until Python 3.12 the import
+    statement itself loads the module."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
 
 
 def _put_package(name: str) -> None:
