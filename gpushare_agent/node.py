@@ -82,8 +82,11 @@ class Pods(Protocol):
 
 
 class ClaimPods(Protocol):
-    """The pods of this node and, beside them, the claims that are prepared on it, each as a pod."""
+    """The pods of this node and, beside them, the claims that are prepared on it, each as a pod. `version` is another one
+    after every change of these, or of an allocation."""
 
+    @property
+    def version(self) -> object: ...
     @property
     def is_synced(self) -> bool: ...
     def get(self, uid: PodUid) -> Pod | None: ...

@@ -181,6 +181,11 @@ class ClaimPods:
         return self._store.is_synced
 
     @property
+    def version(self) -> tuple[int, int]:
+        """Another one after every change of an allocation or a pod."""
+        return self._cache.version, self._store.version
+
+    @property
     def users(self) -> Users:
         """The containers that use each claim's allocation; valid until the next change."""
         self._refresh()
@@ -246,7 +251,7 @@ class ClaimPods:
         return self._pods.get(uid)
 
     def _refresh(self) -> None:
-        made_of = (self._cache.version, self._store.version)
+        made_of = self.version
         if made_of == self._made_of:
             return
         self._made_of = made_of

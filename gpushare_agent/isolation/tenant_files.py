@@ -101,6 +101,7 @@ class TenantFiles:
         self.directory = directory
         self.containers = directory / CONTAINERS_NAME
         self._is_library_optional = is_library_optional
+        self._checked: LibraryStamp | None = None
 
     @property
     def without_library(self) -> str:
@@ -134,16 +135,12 @@ class TenantFiles:
             return _NO_LIBRARY
         try:
             status = self._library_status()
-            from gpushare_agent.isolation.driver_volume.elf import read_elf  # a twentieth of the start, not yet needed
-
-            found, own = read_elf(self.library), read_elf(Path("/proc/self/exe"))
+            stamp = status.st_ino, status.st_size, status.st_mtime_ns
+            if stamp != self._checked:  # a check each second or two, and the ELF reader takes 3 ms
+                self._check_machine()
+                self._checked = stamp
         except (NotFound, Corrupt, Unavailable) as e:
             raise StartupError(f"isolation {self.kind.isolation} has no library: {e}. {self.kind.cure}") from e
-        if (found.elf_class, found.machine) != (own.elf_class, own.machine):
-            raise StartupError(
-                f"isolation {self.kind.isolation}: {self.library} is a {found.elf_class}-bit library for {found.machine},"
-                f" and this node's programs are {own.elf_class}-bit for {own.machine}. {self.kind.cure}"
-            )
         try:
             # The directory may not be there yet: its file system is that of the nearest one above.
             place = next(path for path in (self.directory, *self.directory.parents) if path.exists())
@@ -159,7 +156,18 @@ class TenantFiles:
                 " write, may have it), or set"
                 f" {self.kind.setting} to another place"
             )
-        return status.st_ino, status.st_size, status.st_mtime_ns
+        return stamp
+
+    def _check_machine(self) -> None:
+        """Raises NotFound, Corrupt, StartupError."""
+        from gpushare_agent.isolation.driver_volume.elf import read_elf  # a twentieth of the start, not yet needed
+
+        found, own = read_elf(self.library), read_elf(Path("/proc/self/exe"))
+        if (found.elf_class, found.machine) != (own.elf_class, own.machine):
+            raise StartupError(
+                f"isolation {self.kind.isolation}: {self.library} is a {found.elf_class}-bit library for {found.machine},"
+                f" and this node's programs are {own.elf_class}-bit for {own.machine}. {self.kind.cure}"
+            )
 
     def look(self) -> None:
         """Whether `install` and `prepare` find all that they need. Writes nothing that stays. Raises AgentError with the
@@ -242,14 +250,18 @@ class TenantFiles:
         found = []
         with suppress(NotFound), self._step("listing", self.directory), self._open_containers(make=False) as containers:
             for key in keys:
-                with suppress(OSError), opened_container(containers, key) as directory:
-                    statuses = [os.lstat(name, dir_fd=directory) for name in names_in(directory)]
+                with suppress(OSError):
                     found += [
                         (key, occupied_bytes(status))
-                        for status in statuses
+                        for status in self._statuses(containers, key)
                         if is_oversized(status, self.kind.file_bytes)
                     ]
         return sorted(found, key=lambda one: one[1], reverse=True)
+
+    def _statuses(self, containers: int, key: ContainerKey) -> list[os.stat_result]:
+        """Of what a tenant may have made long, in the directory of all containers. Raises OSError."""
+        with opened_container(containers, key) as directory:
+            return [os.lstat(name, dir_fd=directory) for name in names_in(directory)]
 
     def cut(self, key: ContainerKey) -> None:
         """Shortens the container's files that are larger than the library makes them. May take half a minute. Raises

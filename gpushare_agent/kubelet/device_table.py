@@ -35,6 +35,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -56,6 +57,7 @@ from gpushare_agent.model.resources import Measure, ReplicaLayout, ResourceKind,
 
 KEY_CHARS = 8
 _TEXT = re.compile(r"([^-~:/]+)-(0|[1-9][0-9]{0,5})(?:/([1-9][0-9]{0,3}[ms]?))?", re.ASCII)
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 _PREFIXES = re.compile(r"(?:[A-Z]+-)+")
 
 
@@ -98,6 +100,12 @@ class DeviceIds:
 
     def write(self, device: str) -> str:
         """The text of a device that the kubelet knows or is to know. The inverse of `read`."""
+        gpu, _, number = device.partition("::")
+        key = self._keys.get(GpuUuid(gpu))
+        if key is not None and _NUMBER.fullmatch(number):  # thousands at the start; what follows is for other forms
+            announced = f"{key}-{number}"
+            self._announced[announced] = DeviceId(device)
+            return announced
         # A container holds it under an older text: the kubelet counts by text, so it must be listed as it knows it.
         if (text := kubelet_text(device)) is not None:
             return text
@@ -351,11 +359,15 @@ def _digit_groups(count: int) -> Iterator[tuple[int, int]]:
 
 def _frame(row: DeviceRow) -> bytes:
     """A ListAndWatchResponse with this one device. NUMA node 0 is an empty NUMANode, as proto3 writes it."""
-    health = Health.HEALTHY if row.healthy else Health.UNHEALTHY
-    device = bytes_field(1, row.id.encode()) + bytes_field(2, health.encode())
-    if row.numa is not None:
-        # Without a NUMANode the kubelet's topology manager takes any node to do, so node 0 must be there though it is
-        # empty.
-        node = integer_field(1, row.numa) if row.numa else b""
-        device += bytes_field(3, bytes_field(1, node))
-    return bytes_field(1, device)
+    return bytes_field(1, bytes_field(1, row.id.encode()) + _health_and_numa(row.healthy, row.numa))
+
+
+@cache
+def _health_and_numa(is_healthy: bool, numa: int | None) -> bytes:
+    """The same in thousands of frames."""
+    health = bytes_field(2, (Health.HEALTHY if is_healthy else Health.UNHEALTHY).encode())
+    if numa is None:
+        return health
+    # Without a NUMANode the kubelet's topology manager takes any node to do, so node 0 must be there though it is empty.
+    node = integer_field(1, numa) if numa else b""
+    return health + bytes_field(3, bytes_field(1, node))

@@ -153,7 +153,7 @@ def has_kubelet_text(devices: Iterable[str]) -> bool:
 def split_device_id(device: str) -> tuple[GpuUuid, int] | None:
     """The GPU and the number of a device, None where it is not one of this agent."""
     uuid, _, rest = device.partition("::")
-    number = rest.partition("~")[0].partition("/")[0]
+    number = rest if rest.isdigit() else rest.partition("~")[0].partition("/")[0]
     # The kubelet's checkpoint may hold other plugins' IDs; isdigit alone accepts digits of other scripts, which int
     # reads.
     if not uuid or not number.isascii() or not number.isdigit() or len(number) > 6:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import betterproto2
 import structlog
@@ -30,7 +30,9 @@ from gpushare_agent.model.errors import Corrupt, NotFound, Rejected, StartupErro
 from gpushare_agent.model.names import PodUid
 from gpushare_agent.runtime.node_probes import RUNTIME_SOCKETS
 from gpushare_agent.settings.settings import Settings
-from gpushare_agent.wire.runtime import v1
+
+if TYPE_CHECKING:
+    from gpushare_agent.wire.runtime import v1  # 3 ms of the start; the runtime is asked after the registration
 
 log = structlog.get_logger(__name__)
 
@@ -96,6 +98,8 @@ class RuntimeClient:
 
     async def version(self) -> RuntimeVersion:
         """Raises Unavailable, Rejected (no CRI v1 there), Corrupt."""
+        from gpushare_agent.wire.runtime import v1
+
         endpoint, answer = await self._call("Version", v1.VersionRequest(version="v1"), v1.VersionResponse)
         return RuntimeVersion(name=answer.runtime_name, version=answer.runtime_version, endpoint=str(endpoint))
 
@@ -107,6 +111,8 @@ class RuntimeClient:
             Rejected: no CRI v1 there.
             Corrupt: the answer is no such message, too large, or names what cannot be an ID.
         """
+        from gpushare_agent.wire.runtime import v1
+
         request = v1.ListContainersRequest()
         if only_running:
             running = v1.ContainerStateValue(state=v1.ContainerState.CONTAINER_RUNNING)
@@ -119,6 +125,8 @@ class RuntimeClient:
 
     async def status(self, container_id: str) -> RuntimeContainerStatus:
         """One container of a pod. Raises NotFound besides what `containers` raises."""
+        from gpushare_agent.wire.runtime import v1
+
         request = v1.ContainerStatusRequest(container_id=container_id, verbose=True)
         endpoint, answer = await self._call("ContainerStatus", request, v1.ContainerStatusResponse)
         if answer.status is None or LABEL_POD_UID not in answer.status.labels:
@@ -146,6 +154,8 @@ class RuntimeClient:
 
     async def _choose(self) -> Path:
         """The first endpoint that answers. Of those that are there, none gets the time of all."""
+        from gpushare_agent.wire.runtime import v1
+
         async with self._choosing:
             if self._chosen is not None:
                 return self._chosen
@@ -210,23 +220,20 @@ def _container(raw: v1.Container | v1.ContainerStatus, endpoint: Path) -> Runtim
         raise Corrupt(
             f"the runtime at {endpoint} names a container {raw.id[:80]!r} of a pod {uid[:80]!r}: no such IDs exist"
         )
-    metadata = raw.metadata or v1.ContainerMetadata()
+    metadata = raw.metadata
     return RuntimeContainer(
         id=raw.id,
         pod_uid=PodUid(uid),
         pod_namespace=raw.labels.get(LABEL_POD_NAMESPACE, ""),
         pod_name=raw.labels.get(LABEL_POD_NAME, ""),
-        container_name=raw.labels.get(LABEL_CONTAINER_NAME, metadata.name),
-        attempt=metadata.attempt,
+        container_name=raw.labels.get(LABEL_CONTAINER_NAME, metadata.name if metadata else ""),
+        attempt=metadata.attempt if metadata else 0,
         state=_STATES.get(raw.state, RuntimeState.UNKNOWN),
     )
 
 
-_STATES = {
-    v1.ContainerState.CONTAINER_CREATED: RuntimeState.CREATED,
-    v1.ContainerState.CONTAINER_RUNNING: RuntimeState.RUNNING,
-    v1.ContainerState.CONTAINER_EXITED: RuntimeState.EXITED,
-}
+_STATES = {0: RuntimeState.CREATED, 1: RuntimeState.RUNNING, 2: RuntimeState.EXITED}
+"""By the number of ContainerState."""
 
 
 def _read_pid(info: dict[str, str]) -> int | None:

@@ -20,7 +20,12 @@ loader = loaded.kube_config.KubeConfigLoader(
     }},
     config_base_path=None,
 )
+unneeded = [name for name in ("urllib3", "urllib3.util", "dateutil.parser") if name in sys.modules]
+client = sys.modules["kubernetes_asyncio.client.api_client"]
 print(json.dumps({{
+    "unneeded": unneeded,
+    "day": client.parse("2026-11-24T06:16:44Z").day,
+    "basic": loaded.client.Configuration(username="u", password="p").get_basic_auth_token(),
     "modules": sum(name.startswith("kubernetes_asyncio") for name in sys.modules),
     "is_same": again.client is loaded.client,
     "host": loaded.client.Configuration(host="http://127.0.0.1:1").host,
@@ -46,6 +51,9 @@ def test_the_library_is_loaded_without_its_generated_modules() -> None:
     report = _report()
     assert report.pop("modules") in range(1, 60)
     assert report == {
+        "unneeded": [],
+        "day": 24,
+        "basic": "Basic dTpw",
         "is_same": True,
         "host": "http://127.0.0.1:1",
         "client": "kubernetes_asyncio.client.api_client",
@@ -59,6 +67,7 @@ def test_an_unknown_layout_is_loaded_whole() -> None:
     """A release of the library that lays its modules out differently costs memory, not the connection."""
     report = _report("configuration._OFFERED['ApiClient'] = 'kubernetes_asyncio.client.moved_elsewhere'")
     assert report["has_all"] is True
+    assert report["basic"] == "Basic dTpw"
     assert (report["client"], report["context"]) == ("kubernetes_asyncio.client.api_client", "c")
 
 

@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from struct import Struct as RowFormat
 
 import pytest
-from msgspec import Struct
-from msgspec.structs import replace
 
 from gpushare_agent.gpus.nvml.busy_time import GpuBusyTime
 from gpushare_agent.gpus.nvml.calls import Verdict
+from gpushare_agent.gpus.nvml.process_lists import ProcessUse
 from gpushare_agent.model.usage import GpuBusy
 from tests.support_nvml import ONE_GPU, running_probe
 
@@ -20,20 +20,6 @@ MS, SECOND = 1_000_000, 1_000_000_000
 BOOTED_AT = 1_700_000_000 * SECOND
 Activity = Callable[[float], float]
 """How much of the GPU a process has at that second."""
-
-
-class Process(Struct):
-    pid: int
-    usedGpuMemory: int  # noqa: N815 - NVML's
-
-
-class Sample(Struct):
-    pid: int
-    timeStamp: int  # noqa: N815 - NVML's
-    smUtil: int  # noqa: N815 - NVML's
-    memUtil: int = 0  # noqa: N815 - NVML's
-    encUtil: int = 0  # noqa: N815 - NVML's
-    decUtil: int = 0  # noqa: N815 - NVML's
 
 
 class Driver:
@@ -59,23 +45,22 @@ class Driver:
             wall_clock_ns=lambda: BOOTED_AT + round((self.now + self.wall_shift_s) * SECOND),
         )
 
-    def entries(self, name: str, *arguments: int) -> list[Process] | list[Sample] | Verdict:
+    def rows(self, name: str, _: RowFormat, since_us: int = 0) -> list[tuple[int, ...]] | Verdict:
         if name == "nvmlDeviceGetComputeRunningProcesses_v3":
-            return [Process(pid=pid, usedGpuMemory=pid << 20) for pid in self.activities]
+            return [(pid, pid << 20, 0, 0) for pid in self.activities]
         if self.refuses is not None:
             return self.refuses
-        [since_us] = arguments
         found = [self.newest(pid) for pid in self.activities]
-        return [one for one in found if one is not None and one.timeStamp > since_us]
+        return [one for one in found if one is not None and one.at_us > since_us]
 
-    def newest(self, pid: int) -> Sample | None:
+    def newest(self, pid: int) -> ProcessUse | None:
         number = math.floor((self.now - self.lag_s - self.offsets.get(pid, 0.0)) / self.period_s)
         end = number * self.period_s + self.offsets.get(pid, 0.0)
         steps = 20
         busy = sum(self.activities[pid](end - self.period_s * (step + 0.5) / steps) for step in range(steps)) / steps
         jitter_us = (number * 7919 % (2 * self.jitter_ms + 1) - self.jitter_ms) * 1000
         at_us = (BOOTED_AT + round((end + self.wall_shift_s) * SECOND)) // 1000 + jitter_us
-        return Sample(pid=pid, timeStamp=at_us, smUtil=round(100 * busy)) if round(100 * busy) else None
+        return ProcessUse(pid, at_us, round(100 * busy), 0, 0, 0) if round(100 * busy) else None
 
     def read(self) -> GpuBusy:
         found = self.reader.read(self)  # type: ignore[arg-type]
@@ -136,10 +121,10 @@ def test_samples_that_come_again_with_another_time_are_counted_once() -> None:
     driver = Driver({7: steady(0.3)}, period_s=1.0)
     newest, calls = driver.newest, [0]
 
-    def again(pid: int) -> Sample | None:
+    def again(pid: int) -> ProcessUse | None:
         calls[0] += 1
         found = newest(pid)
-        return None if found is None else replace(found, timeStamp=found.timeStamp + calls[0] % 10)
+        return None if found is None else found._replace(at_us=found.at_us + calls[0] % 10)
 
     driver.newest = again  # type: ignore[method-assign]
     driver.now = 5.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support_nvml import ONE_GPU, running_probe
+from tests.support_nvml import ONE_GPU, TWO_PAIRS, running_probe
 
 MIB = 1024 * 1024
 IDLE = (0.0, 0.0, 0.0, 0.0)
@@ -212,3 +212,27 @@ async def test_growing_samples_are_read_again(library_directory: Path, now_us: i
         sample = await probe.sample()
     assert use(sample["gpus"][0], 100) == (0.5, 0.05, 0.0, 0.0)
     assert sample["errors"] == {}
+
+
+async def test_lists_of_any_length_are_read_whole(library_directory: Path, now_us: int) -> None:
+    """More processes, and more samples, than the agent has set memory aside for."""
+    script = ONE_GPU + "processes compute 0 1000 300 7\n"
+    async with running_probe(library_directory, script) as probe:
+        await probe.sample_gpu()
+        probe.becomes(script + "".join(f"sample 0 {1000 + n} {now_us} 50 5 0 0\n" for n in range(300)))
+        sample = await probe.sample()
+    [gpu] = sample["gpus"]
+    assert listed(gpu) == [(1000 + n, "compute", 7) for n in range(300)]
+    assert all(use(gpu, 1000 + n) == (0.5, 0.05, 0.0, 0.0) for n in (0, 127, 128, 299))
+    assert sample["errors"] == {}
+
+
+async def test_entries_that_a_driver_leaves_unfilled_are_no_processes(library_directory: Path, now_us: int) -> None:
+    """Nor those of the GPU that was read before."""
+    samples = f"sample 0 100 {now_us} 50 5 0 0\nsample 0 101 {now_us} 20 5 0 0\nsample 1 200 {now_us} 30 5 0 0\n"
+    async with running_probe(library_directory, TWO_PAIRS) as probe:
+        await probe.sample()
+        probe.becomes(TWO_PAIRS + samples + "unfilled samples 1 5\n")
+        first, second, *_ = (await probe.sample())["gpus"]
+    assert [pid for pid, _, _ in listed(first)] == [100, 101]
+    assert [pid for pid, _, _ in listed(second)] == [200]

@@ -676,6 +676,38 @@ async def test_only_who_computes_is_told_and_only_then_the_driver_is_asked(world
     assert (requests[0], len(driver.asked)) == (1, 2)
 
 
+async def test_rounds_are_requested_only_while_a_process_is_unknown_and_now_and_then(world: World) -> None:
+    now, requests, driver = [0.0], [0], ReadDriver(replace(READING, processes=READING.processes[:2]))
+
+    def ask() -> None:
+        requests[0] += 1
+
+    async def second() -> int:
+        """How many requests it brought."""
+        before, now[0] = requests[0], now[0] + 1.0
+        world.launch(int(now[0]))
+        await service.look()
+        await service.read()
+        return requests[0] - before
+
+    world.files.prepare(KEY)
+    service = observing(world, driver=driver, clock=lambda: now[0])
+    service.request_usage_by(ask)
+    assert [await second(), await second()] == [1, 1]
+    service.usage_sampled(usage())
+    assert await second() == 1  # the reading before had unknown ones
+    assert [await second() for _ in range(60)].count(1) == 2
+    driver.reading = READING  # with one that is in no container with a share, as it seems
+    assert [await second(), await second(), await second()] == [0, 1, 1]
+    driver.reading = replace(READING, processes=READING.processes[1:2])
+    assert [await second(), await second()] == [1, 0]
+    driver.reading = replace(READING, processes=READING.processes[:2])  # the PID of one that had ended
+    assert [await second(), await second()] == [0, 1]
+    driver.reading = None
+    service.usage_sampled(usage())
+    assert [await second(), await second(), await second()] == [1, 1, 1]
+
+
 async def test_a_container_without_a_known_process_is_told_no_memory(world: World) -> None:
     world.files.prepare(KEY)
     service = observing(world)

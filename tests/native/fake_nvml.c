@@ -34,6 +34,7 @@
  *                                    also samples
  *   sample I PID TIME_US SM MEMORY ENCODER DECODER
  *   sampled I PID COUNT PERIOD_US SM COUNT processes, with PIDs from PID on, each with a sample at the end of every period
+ *   unfilled samples I N             the list has N entries more than it fills
  *   no_sample I CODE                 what is answered where no sample is new, default 6 (NOT_FOUND)
  *   event_types I MASK               what the card can report, default 10 (Xid and double-bit ECC)
  *   event NUMBER DEVICE TYPE DATA [GI CI]  delivered once, in the order of the numbers, if it was not there when the set was
@@ -726,8 +727,10 @@ static int take_sampled(const char *rest, void *wanted)
 
 static int answer_list(struct list_wish *wish, unsigned *count)
 {
-    struct value_wish grows = {.name = wish->name, .index = wish->index};
+    struct value_wish grows = {.name = wish->name, .index = wish->index}, unfilled = grows;
     int is_reading = wish->room > 0;
+    if (find("unfilled", take_value, &unfilled))
+        wish->found += (unsigned)unfilled.numbers[0];
     *count = wish->found;
     if (is_reading && find("grows", take_value, &grows) && readings < (int)grows.numbers[0]) {
         readings++;

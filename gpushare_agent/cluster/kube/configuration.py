@@ -8,7 +8,8 @@ The library's packages import every API class and model in their `__init__`: 33 
 of one core (docs/reference/measurements.md), for an agent that works on raw JSON. So the packages are put in place without
 running their `__init__`, and the few modules that are needed are imported from them. A library that the process has imported
 already is used as it is; who wants all of it beside the agent's client imports it first. Where the layout is not the one
-known, it is imported whole. State owned: the library's entries in sys.modules.
+known, it is imported whole. urllib3 is loaded when it is first used, which is for a kubeconfig with a user's name and
+password alone, and dateutil's parser for the models' dates. State owned: the library's entries in sys.modules.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import structlog
@@ -36,6 +39,8 @@ _HOLLOW = (_LIBRARY, f"{_LIBRARY}.client", f"{_LIBRARY}.client.models")
 """Packages whose `__init__` is not run, parents first."""
 _OFFERED = {"Configuration": f"{_LIBRARY}.client.configuration", "ApiClient": f"{_LIBRARY}.client.api_client"}
 """What the library's own modules import from its client package, in the order in which they need each other."""
+_ON_USE: Mapping[str, Sequence[str]] = {"urllib3": (), "dateutil.parser": ("parse",)}
+"""Modules that the library imports for one function each, which the agent does not need, and what is imported by name."""
 
 _lock = threading.Lock()
 
@@ -63,6 +68,8 @@ def load_library() -> KubeLibrary:
 
 
 def _load_lean() -> None:
+    stand_ins = {name: _LoadedOnUse(name, used) for name, used in _ON_USE.items() if name not in sys.modules}
+    sys.modules.update(stand_ins)
     try:
         for name in _HOLLOW:
             _put_package(name)
@@ -74,6 +81,31 @@ def _load_lean() -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == _LIBRARY]:
             del sys.modules[name]
         log.info("kubernetes_library_loaded_whole", reason=str(e))
+    finally:
+        for name, stand_in in stand_ins.items():
+            if sys.modules.get(name) is stand_in:
+                del sys.modules[name]
+
+
+class _LoadedOnUse(ModuleType):
+    """Stands for a module while another one imports it. importlib.util.LazyLoader does not: until Python 3.12 the import
+    statement itself loads the module."""
+
+    def __init__(self, name: str, functions: Sequence[str]) -> None:
+        """`functions` are imported from it by name, which would load it."""
+        super().__init__(name)
+        if functions:
+            self.__path__: list[str] = []  # asked for by `from … import`
+        for function in functions:
+            setattr(self, function, partial(self._call, function))
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
+
+    def _call(self, function: str, *arguments: Any) -> Any:
+        return self.__getattr__(function)(*arguments)
 
 
 def _put_package(name: str) -> None:

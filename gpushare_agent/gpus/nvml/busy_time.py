@@ -16,14 +16,16 @@ State owned: of each GPU the newest sample, the last one of each process, and wh
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 
 from msgspec import Struct, field
 
 from gpushare_agent.gpus.nvml.calls import GpuLostError, NvmlCaller, UnsupportedCalls, Verdict
+from gpushare_agent.gpus.nvml.process_lists import UTILISATION, list_processes, list_uses
 from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession
-from gpushare_agent.gpus.nvml.usage import is_sound, list_entries
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.names import GpuUuid
 from gpushare_agent.model.usage import BusyProcess, GpuBusy
@@ -49,14 +51,18 @@ class SamplePeriod(Struct):
     """The driver's, by what lay between samples of one process. Samples come a little early or late, so it is not the
     shortest gap, but one of the shortest."""
 
-    _gaps: deque[int] = field(default_factory=lambda: deque(maxlen=_GAPS_KEPT))
+    _gaps: deque[int] = field(default_factory=deque)
+    _sorted: list[int] = field(default_factory=list)
     us: int = FIRST_PERIOD_US
 
     def note(self, gap_us: int) -> None:
         if gap_us < SHORTEST_GAP_US:
             return
+        if len(self._gaps) == _GAPS_KEPT:
+            del self._sorted[bisect_left(self._sorted, self._gaps.popleft())]
         self._gaps.append(gap_us)
-        self.us = min(LONGEST_PERIOD_US, sorted(self._gaps)[len(self._gaps) // 16])
+        insort(self._sorted, gap_us)
+        self.us = min(LONGEST_PERIOD_US, self._sorted[len(self._sorted) // 16])
 
 
 class GpuBusyTime(Struct):
@@ -76,7 +82,7 @@ class GpuBusyTime(Struct):
     def read(self, caller: NvmlCaller) -> GpuBusy | None:
         """None where the GPU could not list its processes. Raises GpuLostError, DriverLostError."""
         at_ns, now_us = self.clock_ns(), self.wall_clock_ns() // _US
-        listed = list_entries(caller, "nvmlDeviceGetComputeRunningProcesses")
+        listed = list_processes(caller, "nvmlDeviceGetComputeRunningProcesses")
         if isinstance(listed, Verdict):
             return None
         # A pause of ours, or a clock that was set back: both leave what was between unknown.
@@ -86,9 +92,7 @@ class GpuBusyTime(Struct):
         self._read_at_ns = at_ns
         until_us = self._until_us
         busy_us = self._read_busy(caller, now_us, is_continued=is_continued)
-        memory = dict.fromkeys(busy_us or (), 0) | {
-            one.pid: one.usedGpuMemory for one in listed
-        }  # some have just ended
+        memory = {**dict.fromkeys(busy_us or (), 0), **listed}  # some have just ended
         processes = tuple(
             BusyProcess(pid=pid, memory_bytes=used, busy_ns=round((busy_us or {}).get(pid, 0.0) * _US))
             for pid, used in memory.items()
@@ -102,24 +106,23 @@ class GpuBusyTime(Struct):
         return GpuBusy(at_ns=at_ns, busy_until_ns=until_ns, is_continued=is_continued, processes=processes)
 
     def _read_busy(self, caller: NvmlCaller, now_us: int, *, is_continued: bool) -> dict[int, float] | None:
-        name = "nvmlDeviceGetProcessUtilization"
-        if name in self.unsupported:
+        if UTILISATION in self.unsupported:
             return None
         since_us = min(self._newest_us, now_us)
-        answer = caller.entries(name, since_us)
-        if isinstance(answer, Verdict):
-            if answer is Verdict.UNSUPPORTED:
-                self.unsupported.add(name)
+        samples = list_uses(caller, since_us, now_us)
+        if isinstance(samples, Verdict):
+            if samples is Verdict.UNSUPPORTED:
+                self.unsupported.add(UTILISATION)
             return None
-        samples = sorted((one for one in answer if is_sound(one, since_us, now_us)), key=lambda one: int(one.timeStamp))
-        self._newest_us = max(since_us, samples[-1].timeStamp if samples else now_us - SILENCE_US)
+        samples.sort(key=attrgetter("at_us"))
+        self._newest_us = max(since_us, samples[-1].at_us if samples else now_us - SILENCE_US)
         until_us = min(self._newest_us, now_us)
         self._until_us = max(self._until_us, until_us) if is_continued else until_us
         busy: dict[int, float] = {}
         for sample in samples:
-            span_us = self._span_us(sample.pid, sample.timeStamp)
+            span_us = self._span_us(sample.pid, sample.at_us)
             if is_continued:
-                busy[sample.pid] = busy.get(sample.pid, 0.0) + sample.smUtil / 100 * span_us
+                busy[sample.pid] = busy.get(sample.pid, 0.0) + sample.sm / 100 * span_us
         self._last_us = {pid: at for pid, at in self._last_us.items() if now_us - at < 2 * SILENCE_US}
         return busy
 

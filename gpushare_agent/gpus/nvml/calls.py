@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from ctypes import byref, c_uint, c_ulonglong
 from enum import StrEnum
+from struct import Struct as RowFormat
 from typing import Any
 
 from msgspec import Struct
@@ -114,14 +116,29 @@ class NvmlCaller(Struct, eq=False):
         if self._unknowns and not self._answers:
             raise GpuLostError
 
-    def entries(self, name: str, *arguments: Any) -> list[Any] | Verdict:
-        """A list, called always, also when it is empty; UNSUPPORTED or FAILED where there is none."""
+    def rows(self, name: str, row: RowFormat, since_us: int | None = None) -> list[tuple[int, ...]] | Verdict:
+        """A list that C fills, called always, also when it is empty; UNSUPPORTED or FAILED where there is none. `row` is how
+        an entry lies in memory; a list of samples is of those since a time. Without pynvml, for what is read all the time.
+
+        Raises:
+            GpuLostError, DriverLostError: as in `value`.
+        """
+        function = getattr(self.nvml.nvmlLib, name, None)
+        if function is None:
+            return Verdict.UNSUPPORTED
         for _ in range(_TRIES):
-            answer = self.answer(name, *arguments)
-            if answer is Verdict.EMPTY:
-                return []
-            if answer is not Verdict.GREW:
-                return answer if isinstance(answer, Verdict) else list(answer)
+            # Drivers leave entries unfilled: those must not show what an earlier call, of another GPU, has left there.
+            buffer = self.session.cleared_buffer()
+            count = c_uint(len(buffer) // row.size)
+            where = (byref(count), buffer) if since_us is None else (buffer, byref(count), c_ulonglong(since_us))
+            code = function(self.handle, *where)
+            if code == 0:
+                self._answers += 1
+                return list(row.iter_unpack(memoryview(buffer)[: count.value * row.size]))
+            verdict = self._judge(self.nvml.NVMLError(code))
+            if verdict is not Verdict.GREW:
+                return [] if verdict is Verdict.EMPTY else verdict
+            self.session.grow_buffer(count.value * row.size)
         self.errors["insufficient_size"] += 1
         return Verdict.FAILED
 

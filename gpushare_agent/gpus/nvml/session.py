@@ -1,13 +1,15 @@
 """One opening of NVML, used from one thread: polls and events have one, samples another.
 
 NVML counts its openings and shuts down with the last one. State owned: whether this one is open, how often it was, the
-handles of the GPUs, and which of them answered the last poll. Handles end with the opening that gave them.
+handles of the GPUs, which of them answered the last poll, and the memory for lists. Handles end with the opening that gave
+them.
 
 pynvml is imported when first needed: it costs 30 ms, and a node with simulated GPUs does not have to have it.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -23,6 +25,8 @@ CHECKLIST = (
 )
 _OF_DRIVER = ("UNINITIALIZED", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH")
 _ERROR_PREFIX = "NVML_ERROR_"
+_BUFFER_BYTES = 4096
+"""128 samples of utilisation: the driver's list of a GPU is as long as it has processes."""
 
 
 def text_of(value: str | bytes) -> str:
@@ -59,6 +63,7 @@ class NvmlSession:
         self._handles: dict[GpuUuid, Any] | None = None
         self._answering: frozenset[GpuUuid] | None = None
         self._error_names: dict[int, str] = {}
+        self._buffer = (ctypes.c_char * _BUFFER_BYTES)()
 
     @property
     def openings(self) -> int:
@@ -146,6 +151,16 @@ class NvmlSession:
         except self._pynvml.NVMLError as error:
             self.check_driver(error)
             return None
+
+    def cleared_buffer(self) -> ctypes.Array[ctypes.c_char]:
+        """For one list that NVML fills, until the next one."""
+        ctypes.memset(self._buffer, 0, len(self._buffer))
+        return self._buffer
+
+    def grow_buffer(self, size: int) -> None:
+        """For a list that has so many bytes now, and may have more at the next call."""
+        if size > len(self._buffer):
+            self._buffer = (ctypes.c_char * (2 * size))()
 
     def error_name(self, error: Exception) -> str:
         """NVML's name of the error without its prefix: `GPU_IS_LOST`."""

@@ -26,6 +26,7 @@ from msgspec import Struct, field
 
 from gpushare_agent.gpus.nvml.calls import GpuLostError, NvmlCaller, UnsupportedCalls, Verdict
 from gpushare_agent.gpus.nvml.mig import find_instances, mig_mode
+from gpushare_agent.gpus.nvml.process_lists import ProcessUse, list_processes, list_uses
 from gpushare_agent.gpus.nvml.session import CHECKLIST, DriverLostError, NvmlSession
 from gpushare_agent.model.errors import Unavailable
 from gpushare_agent.model.names import GpuUuid
@@ -37,9 +38,6 @@ _LISTS = {
     ProcessKind.MPS: "nvmlDeviceGetMPSComputeRunningProcesses",
 }
 """By ascending precision: a process in two lists is of the later kind."""
-
-_CLOCK_SLACK_US = 5_000_000
-"""So far ahead of our clock a sample's time may be."""
 
 _ROUNDS_KEPT = 1
 """A busy process without a new sample keeps its last use for so long: our round may fall between two of the driver's."""
@@ -116,51 +114,38 @@ class GpuProcesses:
         now_us = time.time_ns() // 1000
         is_first = self._newest_us is None
         since_us = min(self._newest_us or 0, now_us)  # a clock that was set back would else hide all that is newer
-        answer = caller.entries("nvmlDeviceGetProcessUtilization", since_us)
-        if isinstance(answer, Verdict):
+        samples = list_uses(caller, since_us, now_us)
+        if isinstance(samples, Verdict):
             return None
-        samples = [sample for sample in answer if is_sound(sample, since_us, now_us)]
-        self._newest_us = max((sample.timeStamp for sample in samples), default=since_us)
+        self._newest_us = max((sample.at_us for sample in samples), default=since_us)
         if is_first:
             return {}
-        by_pid: defaultdict[int, list[Any]] = defaultdict(list)
+        by_pid: defaultdict[int, list[ProcessUse]] = defaultdict(list)
         for sample in samples:
             by_pid[sample.pid].append(sample)
         return {pid: _mean(of_pid) for pid, of_pid in by_pid.items()}
 
 
-def is_sound(sample: Any, since_us: int, now_us: int) -> bool:
-    """Drivers leave entries of their buffer unfilled: no process, more than all of the GPU, a time that is not one."""
-    shares = (sample.smUtil, sample.memUtil, sample.encUtil, sample.decUtil)
-    return bool(sample.pid and max(shares) <= 100 and since_us < sample.timeStamp <= now_us + _CLOCK_SLACK_US)
-
-
-def _mean(samples: list[Any]) -> _Use:
+def _mean(samples: list[ProcessUse]) -> _Use:
     return _Use(
-        sm_ratio=fmean(sample.smUtil for sample in samples) / 100,
-        memory_ratio=fmean(sample.memUtil for sample in samples) / 100,
-        encoder_ratio=fmean(sample.encUtil for sample in samples) / 100,
-        decoder_ratio=fmean(sample.decUtil for sample in samples) / 100,
+        sm_ratio=fmean(sample.sm for sample in samples) / 100,
+        memory_ratio=fmean(sample.memory for sample in samples) / 100,
+        encoder_ratio=fmean(sample.encoder for sample in samples) / 100,
+        decoder_ratio=fmean(sample.decoder for sample in samples) / 100,
     )
 
 
 def _read_lists(caller: NvmlCaller) -> dict[int, _Listed] | None:
     """None where a list failed, for a process left out would look ended, or where the GPU has none of the lists."""
     listed: dict[int, _Listed] = {}
-    answers = {kind: list_entries(caller, name) for kind, name in _LISTS.items()}
+    answers = {kind: list_processes(caller, name) for kind, name in _LISTS.items()}
     if Verdict.FAILED in answers.values() or all(answer is Verdict.UNSUPPORTED for answer in answers.values()):
         return None
     for kind, answer in answers.items():
-        for process in () if isinstance(answer, Verdict) else answer:
-            earlier = listed.get(process.pid, _Listed())
-            listed[process.pid] = _Listed(kind=kind, memory_bytes=_larger(earlier.memory_bytes, process.usedGpuMemory))
+        for pid, used in () if isinstance(answer, Verdict) else answer.items():
+            earlier = listed.get(pid, _Listed())
+            listed[pid] = _Listed(kind=kind, memory_bytes=_larger(earlier.memory_bytes, used))
     return listed
-
-
-def list_entries(caller: NvmlCaller, name: str) -> list[Any] | Verdict:
-    """Calls the versions by their own names: pynvml's name without a version raises an error of its own on older drivers."""
-    answer = caller.entries(f"{name}_v3")
-    return caller.entries(f"{name}_v2") if answer is Verdict.UNSUPPORTED else answer  # older drivers
 
 
 def _larger(first: int | None, second: int | None) -> int | None:

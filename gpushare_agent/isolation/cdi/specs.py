@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import structlog
 from msgspec import Struct
@@ -34,9 +34,6 @@ from gpushare_agent.model.gpus import Gpu
 from gpushare_agent.model.isolation import SpecFile
 from gpushare_agent.runtime.node_probes import require_writable
 from gpushare_agent.settings.settings import Settings
-
-if TYPE_CHECKING:
-    from gpushare_agent.isolation.cdi.files import CdiFiles  # it imports yaml, which is slow
 
 log = structlog.get_logger(__name__)
 

@@ -36,7 +36,7 @@ from gpushare_agent.isolation.gpushare.format import (
     write_limits,
     write_observed,
 )
-from gpushare_agent.isolation.names import require_nameable
+from gpushare_agent.isolation.names import is_nameable, require_nameable
 from gpushare_agent.isolation.tenant_files import (
     TENANT_FILE,
     PreloadedLibrary,
@@ -128,6 +128,12 @@ class GpushareFiles(TenantFiles):
             if status_of(directory, USAGE_NAME) is not None:
                 put_aside(containers, directory, USAGE_NAME)
 
+    def _statuses(self, containers: int, key: ContainerKey) -> list[os.stat_result]:
+        # The tenant writes one file, and of its path the last part alone is the tenant's: one call for each container.
+        if not is_nameable(key):
+            return []
+        return [os.lstat(f"{key.pod_uid}/{key.container}/{USAGE_NAME}", dir_fd=containers)]
+
     def _fill(self, key: ContainerKey, directory: int) -> None:
         replace_file(directory, CONFIG_NAME, encode_config(key.pod_uid, key.container, self._known_limits(key)))
         with self._writing:
@@ -176,9 +182,13 @@ class GpushareFiles(TenantFiles):
         """
         require_nameable(key)
         path = f"{self._containers_text}/{key.pod_uid}/{key.container}/{USAGE_NAME}"
-        with renamed(path), opened(path, None, TENANT_FILE) as file:
-            _require_file(file, path, USAGE_BYTES)
-            return sum_launches(_read(file, USAGE_HEAD_BYTES, 0))
+        with renamed(path):
+            file = os.open(path, TENANT_FILE)
+            try:
+                _require_file(file, path, USAGE_BYTES)
+                return sum_launches(_read(file, USAGE_HEAD_BYTES, 0))
+            finally:
+                os.close(file)
 
     def held_bytes(self, key: ContainerKey) -> dict[str, int]:
         """What its processes say that they have, by the GPU's UUID. Raises as `write_limits`."""

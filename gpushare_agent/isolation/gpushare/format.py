@@ -28,16 +28,15 @@ _HEAD = struct.Struct("@4s3I112x48s64s")
 _USAGE_HEAD = struct.Struct("@4s3I")
 _FIRST_GPU, _GPU_BYTES = 512, 128
 _UUID_OFFSET, _UUID_BYTES = 8, 48
-_LIMITS = ((4, "I"), (56, "Q"), (64, "I"), (68, "I"))
-"""Of a GPU's entry, byte and type: flags, memory, cores, ceiling."""
-_OBSERVED = tuple((offset, "Q") for offset in range(72, 120, 8))
+_LIMITS = ((4, 4), (56, 8), (64, 4), (68, 4))
+"""Of a GPU's entry, the first byte and how many: flags, memory, cores, ceiling."""
+_OBSERVED = tuple((offset, 8) for offset in range(72, 120, 8))
 """The fields of Observed in their order."""
 _LIMITS_MEMORY, _LIMITS_CORES, _HAS_CEILING = 1, 2, 4
 _USAGE_GPU_BYTES, _FIRST_SLOT, _SLOT_BYTES = 256, 512 + 16 * 256, 448
 USAGE_HEAD_BYTES = _FIRST_SLOT
 """Of `usage` what is before the processes."""
-_LAUNCHES_OFFSET = 56
-_LAUNCHES = struct.Struct("@Q")
+_LAUNCHES = struct.Struct("@512x" + MOST_GPUS * "56xQ192x")
 _USAGE_GPU = struct.Struct("@QqQqQQQQQ")
 """changed at, unattributed, refused, tokens, earned, refilled at, launched, launches, throttled."""
 KINDS = ("linear", "managed", "virtual", "array", "pool", "graph", "context")
@@ -122,7 +121,7 @@ def gpu_uuids(config: bytes | memoryview) -> list[str]:
 
 
 def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) -> None:
-    """Into a file that is mapped. Raises ValueError."""
+    """Into a whole file that is mapped. Raises ValueError."""
     flags = (
         _LIMITS_MEMORY * (limits.memory_bytes is not None)
         | _LIMITS_CORES * (limits.cores is not None)
@@ -135,26 +134,27 @@ def write_limits(config: bytearray | memoryview, index: int, limits: GpuLimits) 
 
 
 def write_observed(config: bytearray | memoryview, index: int, seen: Observed) -> None:
-    """Into a file that is mapped."""
+    """As `write_limits`."""
     _write(config, index, _OBSERVED, astuple(seen))
 
 
 def _write(
-    config: bytearray | memoryview, index: int, places: Sequence[tuple[int, str]], fields: Sequence[int]
+    config: bytearray | memoryview, index: int, places: Sequence[tuple[int, int]], fields: Sequence[int]
 ) -> None:
     """Under the entry's sequence, which is odd meanwhile. By casts: struct would write a number byte by byte."""
-    entry = memoryview(config)[_FIRST_GPU + index * _GPU_BYTES :][:_GPU_BYTES]
-    sequence = entry[:4].cast("I")
-    sequence[0] = (sequence[0] | 1) & 0xFFFFFFFF  # where an agent has died at an odd one it goes on from there
-    for (offset, code), number in zip(places, fields, strict=True):
-        entry[offset : offset + struct.calcsize(code)].cast(code)[0] = number  # type: ignore[call-overload]
-    sequence[0] = (sequence[0] + 1) & 0xFFFFFFFF
+    start = _FIRST_GPU + index * _GPU_BYTES
+    view = memoryview(config)
+    numbers = {4: view.cast("I"), 8: view.cast("Q")}
+    sequence, place = numbers[4], start // 4
+    sequence[place] = (sequence[place] | 1) & 0xFFFFFFFF  # where an agent has died at an odd one it goes on from there
+    for (offset, size), number in zip(places, fields, strict=True):
+        numbers[size][(start + offset) // size] = number
+    sequence[place] = (sequence[place] + 1) & 0xFFFFFFFF
 
 
 def sum_launches(head: bytes) -> int:
     """How many all processes have made, on all GPUs; `head` are the first USAGE_HEAD_BYTES of `usage`."""
-    starts = range(512 + _LAUNCHES_OFFSET, USAGE_HEAD_BYTES, _USAGE_GPU_BYTES)
-    return sum(_LAUNCHES.unpack_from(head, start)[0] for start in starts)
+    return sum(_LAUNCHES.unpack(head))
 
 
 def read_usage(usage: bytes | memoryview, gpus: int) -> tuple[list[GpuUsage], list[ProcessUsage]]:

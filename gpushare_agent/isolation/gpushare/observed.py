@@ -2,7 +2,7 @@
 
 Once a second a counter of each container says whether its processes launch anything. For those that do
 
-    whose process is it   a round of usage sampling, requested once a second, says
+    whose process is it   a round of usage sampling says; it is requested while a process is there of which none has
     who was busy          the driver is read ten times a second, for their GPUs alone: busy time is added up for all
                           containers of a GPU in one reading, so a container that begins is counted from then on
     what is written       both, into the gpushare.config of each
@@ -11,8 +11,9 @@ A process that no round has shown yet keeps what it was busy until one does. Whi
 that of the last round. Where readings are costly there are fewer: they have a twentieth of a processor. The same loop puts
 limits right that an elastic ceiling, or another agent, has changed.
 
-State owned: the owners of processes by the last round, what was counted of each GPU, of each container its count of
-launches and when it last grew, what was written, and those whose failure was logged.
+State owned: the owners of processes by the last round, those that the last reading showed, whether a round is missing and
+when one was requested, what was counted of each GPU, of each container its count of launches and when it last grew, what
+was written, and those whose failure was logged.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 5.0
 PERIOD_S = 1.0
+ROUND_PERIOD_S = 30.0
+"""So often a round is requested although all processes are known: whose a claim's are may change while they run."""
 RUNS_FOR_S = 5.0
 """So long after its last launch a container is told what the driver shows."""
 READING_PERIOD_S = 0.1
@@ -50,7 +53,7 @@ PART_OF_PROCESSOR = 20
 
 Owners = Mapping[int, ContainerKey | None]
 """Of the processes on a GPU that are known, by PID: None, where it is in no container with a share of that GPU."""
-_OwnersOfGpus = Mapping[GpuUuid, Owners]
+_OwnersOfGpus = dict[GpuUuid, dict[int, ContainerKey | None]]
 
 
 class BusyCount(Struct):
@@ -120,7 +123,7 @@ def used_bytes(read: GpuBusy, owners: Owners) -> dict[ContainerKey, int]:
 
 def owners_of(uses: Iterable[ContainerUse], unattributed: Mapping[GpuUuid, Sequence[ProcessSample]]) -> _OwnersOfGpus:
     """By the round that has these."""
-    found: dict[GpuUuid, dict[int, ContainerKey | None]] = {}
+    found: _OwnersOfGpus = {}
     for uuid, processes in unattributed.items():
         found.setdefault(uuid, {}).update(dict.fromkeys((process.pid for process in processes), None))
     for one in uses:
@@ -150,12 +153,10 @@ class _Container(Struct):
     launches: int = 0
     launched_at: float = float("-inf")
     limits: tuple[GpuLimits, ...] = ()
+    gpus: tuple[GpuUuid, ...] = ()
+    """Those of the limits."""
     seen: dict[GpuUuid, Observed] = field(default_factory=dict)
     written: dict[GpuUuid, Observed] = field(default_factory=dict)
-
-    @property
-    def gpus(self) -> tuple[GpuUuid, ...]:
-        return tuple(GpuUuid(one.uuid) for one in self.limits)
 
 
 class ObservedContainers(Struct, kw_only=True, eq=False):
@@ -176,6 +177,10 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         )
     )
     _owners: _OwnersOfGpus = field(default_factory=dict)
+    _listed: dict[GpuUuid, set[int]] = field(default_factory=dict)
+    _is_round_missing: bool = True
+    _ran: Collection[ContainerKey] = ()
+    _requested_at: float = float("-inf")
     _counts: dict[GpuUuid, BusyCount] = field(default_factory=dict)
     _has_running: asyncio.Event = field(default_factory=asyncio.Event)
     _containers: dict[ContainerKey, _Container] = field(default_factory=dict)
@@ -225,29 +230,52 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
         running = self._running()
         self.files.release(running)
         if running:
-            self._request()
+            if self._is_round_due(running):
+                self._request()
+                self._requested_at = self.clock()
             self._has_running.set()
         else:
             self._has_running.clear()
+        self._ran = running.keys()
+
+    def _is_round_due(self, running: Mapping[ContainerKey, _Container]) -> bool:
+        """A round costs as much as several readings, and is of no use while the readings show known processes alone."""
+        is_old = self.clock() - self._requested_at >= ROUND_PERIOD_S
+        return is_old or self._is_round_missing or running.keys() != self._ran
 
     async def read(self) -> None:
         """The driver, once, and what it shows is written to those that compute."""
         running = self._running()
-        uuids = {uuid for one in running.values() for uuid in one.gpus}
+        on_gpu: dict[GpuUuid, list[tuple[ContainerKey, _Container]]] = {}
+        for key, one in running.items():
+            for uuid in one.gpus:
+                on_gpu.setdefault(uuid, []).append((key, one))
         try:
-            found = await self.driver.sample_busy(uuids) if uuids else {}
+            found = await self.driver.sample_busy(on_gpu.keys()) if on_gpu else {}
         except AgentError as e:
             log.debug("gpus_not_read", error=str(e))
             found = {}
+        self._is_round_missing = found.keys() != on_gpu.keys()
         for uuid, busy in found.items():
-            owners, count = self._owners.get(uuid, {}), self._counts.setdefault(uuid, BusyCount())
+            owners, count = self._owners_of(uuid, busy), self._counts.setdefault(uuid, BusyCount())
             count.add(busy, owners)
             used = used_bytes(busy, owners)
-            for key, one in running.items():
-                if uuid in one.gpus:
-                    one.seen[uuid] = count.observed(key, one.seen.get(uuid, Observed()), busy.at_ns, used.get(key))
+            for key, one in on_gpu.get(uuid, ()):
+                one.seen[uuid] = count.observed(key, one.seen.get(uuid, Observed()), busy.at_ns, used.get(key))
         if running:
             await self._call(partial(self._write, tuple(running)), "writing what containers use")
+
+    def _owners_of(self, uuid: GpuUuid, busy: GpuBusy) -> Owners:
+        """By the last round; without processes that have ended since, for their PIDs may be others' by the next one."""
+        owners = self._owners.setdefault(uuid, {})
+        pids = {process.pid for process in busy.processes}
+        for pid in self._listed.get(uuid, set()) - pids:
+            owners.pop(pid, None)
+        # One without memory is in no list of the driver, but was busy: it may come and go in readings, and has not ended.
+        self._listed[uuid] = {process.pid for process in busy.processes if process.memory_bytes != 0}
+        if any(owners.get(pid) is None for pid in pids):
+            self._is_round_missing = True  # a process in no container with a share may be in one that has just started
+        return owners
 
     def _running(self) -> dict[ContainerKey, _Container]:
         now = self.clock()
@@ -263,7 +291,7 @@ class ObservedContainers(Struct, kw_only=True, eq=False):
                     one.seen, one.written = {}, {}
                 if is_new or limits != one.limits:
                     self.files.write_limits(key, limits)
-                    one.limits = limits
+                    one.limits, one.gpus = limits, tuple(GpuUuid(each.uuid) for each in limits)
             except AgentError as e:
                 self._failed(key, e)
                 continue

@@ -3,7 +3,7 @@ those of running ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from gpushare_agent.isolation.choice import Standing
@@ -16,6 +16,7 @@ from gpushare_agent.isolation.part import IsolationHost, IsolationPart, NodeProb
 from gpushare_agent.isolation.private_caches import FILES_TIMEOUT_S, PrivateCaches
 from gpushare_agent.kit.daemon_thread import DaemonThread
 from gpushare_agent.model.allocations import Allocation, ContainerKey
+from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.isolation import MemoryLimiter
 from gpushare_agent.model.names import MIB
 from gpushare_agent.model.pods import Pod
@@ -35,8 +36,15 @@ def build(host: IsolationHost) -> IsolationPart:
         allocation = node.cache.get(key)
         return allocation is not None and allocation.claim is not None
 
-    def shares() -> dict[ContainerKey, tuple[GpuLimits, ...]]:
-        found = {}
+    last: tuple[object, GpuInventory | None, dict[ContainerKey, tuple[GpuLimits, ...]]] = ((), None, {})
+
+    def shares() -> Mapping[ContainerKey, tuple[GpuLimits, ...]]:
+        """Asked once a second, so made anew only where an allocation, a pod or a GPU has changed."""
+        nonlocal last
+        version, inventory = node.claim_pods.version, node.gpus()
+        if last[0] == version and last[1] is inventory:
+            return last[2]
+        found: dict[ContainerKey, tuple[GpuLimits, ...]] = {}
         for key, allocation in node.claim_pods.shares().items():
             pod = node.claim_pods.get(key.pod_uid)
             # By the pod's annotation of now: its files are made under any isolation, its limits are kept under this one
@@ -45,6 +53,7 @@ def build(host: IsolationHost) -> IsolationPart:
                 continue
             if (wanted := limits(key)) is not None:
                 found[key] = wanted
+        last = version, inventory, found
         return found
 
     def share_of(key: ContainerKey) -> ContainerKey:
