@@ -243,8 +243,7 @@ class _Subscriptions:
         agent.kubelet.tables.allocation_changed(old, new)
         agent.kubelet.resizing.changed()
         agent.isolation.changed()
-        if agent.cluster.node_allocations is not None:
-            agent.cluster.node_allocations.changed()
+        agent.cluster.allocations_changed()
         agent.observability.expire()
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
@@ -256,8 +255,7 @@ class _Subscriptions:
         agent.cluster.annotations.pod_changed(old, new)
         agent.kubelet.resizing.changed()
         agent.isolation.changed()
-        if agent.cluster.node_allocations is not None:
-            agent.cluster.node_allocations.changed()
+        agent.cluster.allocations_changed()
         agent.observability.expire()
 
     def _registered(self, resource: str) -> None:

@@ -212,6 +212,9 @@ class NodeObject(Struct, frozen=True, kw_only=True):
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
     capacity: Mapping[str, str]
+    taints: Sequence[Mapping[str, object]] | None = ()
+    """None: they could not be read."""
+    version: str = ""
 
 
 class NodePatch(Struct, frozen=True, kw_only=True):
@@ -221,12 +224,14 @@ class NodePatch(Struct, frozen=True, kw_only=True):
     labels: Mapping[str, str | None] = field(default_factory=dict)
     annotations: Mapping[str, str | None] = field(default_factory=dict)
     capacity: Mapping[str, str] = field(default_factory=dict)
+    taints: Sequence[Mapping[str, object]] | None = None
+    """All that the node is to have; None leaves them."""
     foreign: Sequence[str] = ()
     unusable: Sequence[str] = ()
 
     @property
     def is_empty(self) -> bool:
-        return not (self.labels or self.annotations or self.capacity)
+        return not (self.labels or self.annotations or self.capacity) and self.taints is None
 
 
 def parse_node(raw_node: Raw) -> NodeObject:
@@ -236,6 +241,8 @@ def parse_node(raw_node: Raw) -> NodeObject:
         labels=node.meta.labels,
         annotations=node.meta.annotations,
         capacity={name: quantity for name, quantity in capacity.items() if isinstance(quantity, str)},
+        taints=node.taints,
+        version=node.meta.version,
     )
 
 

@@ -1,8 +1,9 @@
-"""Keeps fields of this node's object true: its labels and GPUs, its allocations, its capacity. One writer for each.
+"""Keeps fields of this node's object true: its labels and GPUs, its allocations, its capacity, its taint. One writer for
+each.
 
 Level, not edge: what is desired is worked out anew after each change and each `period_s`, and only what differs is patched;
-what somebody undid comes back. No admission waits for it. What is desired and the patches are node_facts.py and
-node_annotations.py. The mutable state of a writer is: the node as it was last read, whether something
+what somebody undid comes back. No admission waits for it. What is desired and the patches are node_facts.py,
+node_annotations.py and free_gpus_taint.py. The mutable state of a writer is: the node as it was last read, whether something
 changed, whether what is desired was known, and what was reported last.
 """
 
@@ -16,6 +17,7 @@ from typing import Generic, NoReturn, TypeVar
 import structlog
 from msgspec import Struct
 
+from gpushare_agent.cluster.free_gpus_taint import FreeGpus, plan_taint_patch
 from gpushare_agent.cluster.kube.client import KubeApi
 from gpushare_agent.cluster.node_facts import (
     NodeFacts,
@@ -61,6 +63,8 @@ class NodeFields(Struct, Generic[T], frozen=True, kw_only=True):
     period_s: float = PERIOD_S
     retry_cap_s: float
     change_often: bool = False
+    needs_version: bool = False
+    """A list is replaced, so the node is read again before: the kubelet changes its status, and with it its version."""
 
 
 FACTS: NodeFields[NodeFacts] = NodeFields(
@@ -86,6 +90,17 @@ CAPACITY: NodeFields[Mapping[str, int]] = NodeFields(
     gap_s=1.0,
     period_s=60.0,  # a kubelet that registers the node anew resets its capacity
     retry_cap_s=60.0,
+)
+
+TAINT: NodeFields[FreeGpus] = NodeFields(
+    name="taint",
+    plan=plan_taint_patch,
+    lost="pods without GPUs are scheduled to this node without regard to its free GPUs",
+    cure=f"give the agent's account the ClusterRole {ROLE} (manifests/base/rbac.yaml), or set facts.taint_above: 1",
+    gap_s=60.0,  # schedulers and autoscalers watch nodes: pods that come and go must not change it every second
+    retry_cap_s=60.0,
+    change_often=True,
+    needs_version=True,
 )
 
 
@@ -164,12 +179,17 @@ class NodeFieldsWriter(Generic[T]):
         if desired is None or node is None:
             return False
         patch = self._fields.plan(node, desired)
+        if self._fields.needs_version and not patch.is_empty:
+            node = self._node = parse_node(await api.get_node(self._node_name))
+            patch = self._fields.plan(node, desired)
         self._report_labels(patch)
         if patch.is_empty:
             return False
         # Capacity is in the subresource status, which has a right of its own.
         if patch.capacity:
             raw_node = await api.patch_node_capacity(self._node_name, patch.capacity)
+        elif patch.taints is not None:
+            raw_node = await api.replace_node_taints(self._node_name, patch.taints, version=node.version)
         else:
             raw_node = await api.patch_node_metadata(
                 self._node_name, labels=patch.labels, annotations=patch.annotations
@@ -189,6 +209,7 @@ class NodeFieldsWriter(Generic[T]):
             removed=[name for name, value in patch.labels.items() if value is None],
             annotations=sorted(patch.annotations),
             capacity=dict(patch.capacity),
+            taints=patch.taints,
         )
 
     def _report_labels(self, patch: NodePatch) -> None:

@@ -14,11 +14,12 @@ from msgspec import Struct, field
 
 from gpushare_agent.cluster.events import NodeEvents, PodEvents
 from gpushare_agent.cluster.feature_labels import feature_labels
+from gpushare_agent.cluster.free_gpus_taint import FreeGpus, free_gpus
 from gpushare_agent.cluster.informer import Informer
 from gpushare_agent.cluster.kube.client import pods_of_node
 from gpushare_agent.cluster.node_annotations import allocations_annotation, allocations_by_pod
 from gpushare_agent.cluster.node_facts import NodeFacts, node_facts
-from gpushare_agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACTS, NodeFieldsWriter
+from gpushare_agent.cluster.node_fields import ALLOCATIONS, CAPACITY, FACTS, TAINT, NodeFieldsWriter
 from gpushare_agent.cluster.pod_annotations import PodAnnotations, pod_annotations
 from gpushare_agent.cluster.pod_store import NodePods, PodStore
 from gpushare_agent.cluster.rejected_pods import RejectedPods
@@ -60,6 +61,7 @@ class ClusterPart(Struct, frozen=True, kw_only=True):
     node_capacity: NodeFieldsWriter[Mapping[str, int]] | None
     node_facts: NodeFieldsWriter[NodeFacts] | None
     node_allocations: NodeFieldsWriter[str] | None
+    node_taint: NodeFieldsWriter[FreeGpus] | None
     kubelet_facts: KubeletFacts
     may_write: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once this agent serves: one that waits for another to leave reads only."""
@@ -69,6 +71,12 @@ class ClusterPart(Struct, frozen=True, kw_only=True):
     def late_tasks(self) -> Tasks:
         """Late: the Kubernetes client alone costs a third of a second to load."""
         return {"kubernetes": self._run}
+
+    def allocations_changed(self) -> None:
+        """What the node's object says of them may be another than before."""
+        for writer in (self.node_allocations, self.node_taint):
+            if writer is not None:
+                writer.changed()
 
     def not_ready(self) -> list[str]:
         """Why this part is not ready, nothing when it is."""
@@ -103,6 +111,7 @@ class ClusterPart(Struct, frozen=True, kw_only=True):
             "node capacity": self.node_capacity,
             "node facts": self.node_facts,
             "node allocations": self.node_allocations,
+            "node taint": self.node_taint,
             "rejected pods": self.rejected_pods,
             **self.further,
         }
@@ -126,7 +135,7 @@ def _bound(api: KubeApi, clients: Mapping[str, _RunsOnApi | None]) -> Tasks:
 def build(node: Node, store: PodStore) -> ClusterPart:
     """Joined, not started."""
     settings, names, node_name = node.settings, node.names, node.settings.node_name
-    rejected_pods = node_capacity = node_facts = node_allocations = static_pods = None
+    rejected_pods = node_capacity = node_facts = node_allocations = node_taint = static_pods = None
     if settings.allocation.cleanup_rejected_pods:
         rejected_pods = RejectedPods(
             pods=store, resources=names.names, per_minute=settings.allocation.cleanup_per_minute, metrics=node.metrics
@@ -142,6 +151,7 @@ def build(node: Node, store: PodStore) -> ClusterPart:
         node_allocations = NodeFieldsWriter(
             ALLOCATIONS, node_name=node_name, desired=partial(_desired_allocations, node)
         )
+        node_taint = NodeFieldsWriter(TAINT, node_name=node_name, desired=partial(_free_gpus, node))
     kubelet = settings.kubelet
     # Only there: reading the kubelet's own API needs a right that not every installation gives.
     if kubelet.api_address:
@@ -168,6 +178,7 @@ def build(node: Node, store: PodStore) -> ClusterPart:
         node_capacity=node_capacity,
         node_facts=node_facts,
         node_allocations=node_allocations,
+        node_taint=node_taint,
         kubelet_facts=KubeletFacts(
             node_name=node_name,
             kubelet_socket=kubelet.device_plugin_path / KUBELET_SOCKET,
@@ -223,3 +234,10 @@ def _desired_allocations(node: Node) -> str | None:
     return allocations_annotation(
         allocations_by_pod(by_plugins, gpus, node.pods.get, node.names, node.cache.charge_differences())
     )
+
+
+def _free_gpus(node: Node) -> FreeGpus | None:
+    """None until it is known what is allocated: a node that has just started would seem free."""
+    if not node.pods.is_synced or not node.inventory.is_read:
+        return None
+    return free_gpus(node.gpus().gpus, node.cache.charges(), node.names, node.settings.facts.taint_above)

@@ -110,6 +110,13 @@ class FactsSettings(Section):
         default="gpushare-agent",
         description="Prefix of the labels gpu.product, gpu.memory, gpu.count and so on.",
     )
+    taint_above: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=1.0,
+        description="While more than this part of the node's GPUs is free, it has the taint gpushare-agent/free-gpus with "
+        "PreferNoSchedule, so that pods without GPUs go elsewhere where they can. 1: never.",
+    )
 
 
 class ControlSettings(Section):

@@ -9,7 +9,7 @@ coordination.k8s.io/v1 Lease.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import quote
@@ -193,6 +193,12 @@ class KubeApi(KubeLists):
         return await self._send(
             "PATCH", f"patch the capacity of node {name}", path, {"status": {"capacity": dict(capacity)}}
         )
+
+    async def replace_node_taints(self, name: str, taints: Sequence[Mapping[str, object]], *, version: str) -> Raw:
+        """Replace all taints of the node; the node as it is then. Conflict where it is not of this resourceVersion: a list
+        cannot be patched by entry, and somebody else's taint of meanwhile would be lost."""
+        body = {"metadata": {"resourceVersion": version}, "spec": {"taints": list(taints)}}
+        return await self._send("PATCH", f"replace the taints of node {name}", f"/api/v1/nodes/{segment(name)}", body)
 
     async def delete_pod(self, namespace: str, name: str, uid: PodUid) -> None:
         """Delete this very pod. Conflict where another pod has the name now."""

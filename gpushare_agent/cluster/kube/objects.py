@@ -100,8 +100,19 @@ class NodeStatus(Struct):
     allocatable: dict[str, Quantity] | None = None
 
 
+class NodeSpec(Struct):
+    taints: list[dict[str, object]] | None = None
+
+
 class NodeJson(KubeObject):
+    raw_spec: Raw = field(name="spec", default=Raw(b"{}"))
     raw_status: Raw = field(name="status", default=NULL)
+
+    @property
+    def taints(self) -> list[dict[str, object]] | None:
+        """With all their fields, for the list is replaced as a whole. None where it is not as Kubernetes defines it."""
+        spec = decoded_or(_NODE_SPEC, self.raw_spec, lambda: None)
+        return None if spec is None else spec.taints or []
 
     @property
     def status(self) -> NodeStatus:
@@ -109,7 +120,7 @@ class NodeJson(KubeObject):
         return decoded_or(_NODE_STATUS, self.raw_status, NodeStatus)
 
 
-_NODE, _NODE_STATUS = Decoder(NodeJson), Decoder(NodeStatus)
+_NODE, _NODE_STATUS, _NODE_SPEC = Decoder(NodeJson), Decoder(NodeStatus), Decoder(NodeSpec)
 
 
 def read_node_json(raw: Raw) -> NodeJson:

@@ -6,8 +6,8 @@ on to those after it (measured, docs/explanation/architecture.md): it counts as 
 admission/decisions/ledger.py does the same on IDs.
 
 A cluster has thousands of nodes and the scheduler waits for every answer, so the exact plan is made only where the summary
-(placement/gpu_account.py) cannot: never for a pod of which one container asks for GPUs, which is nearly every pod. `signature_of`,
-`lack_together` and `score` go by the summary.
+(placement/gpu_account.py) cannot: never for a pod of which one container asks for GPUs, which is nearly every pod.
+`signature_of`, `lack_together` and `score` go by the summary.
 """
 
 from __future__ import annotations

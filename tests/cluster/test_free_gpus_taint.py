@@ -1,0 +1,147 @@
+"""The taint on a node with free GPUs: when it comes and goes, what becomes of others' taints, through a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from gpushare_agent.cluster.free_gpus_taint import EFFECT, HYSTERESIS, KEY, FreeGpus, free_gpus, plan_taint_patch
+from gpushare_agent.cluster.node_facts import NodeObject
+from gpushare_agent.cluster.node_fields import TAINT, NodeFieldsWriter
+from gpushare_agent.model.allocations import Charge
+from gpushare_agent.model.gpus import Gpu, Health
+from gpushare_agent.model.names import GpuUuid
+from gpushare_agent.model.resources import ResourceNames
+from tests.support_deadline import DEADLINE_S
+from tests.support_kube import (
+    FAST,
+    NODE,
+    Connection,
+    FakeApiServer,
+    Seen,
+    answers,
+    fake_api,
+    opened,
+    raw_status,
+)
+
+OURS = {"key": KEY, "effect": EFFECT}
+OTHERS = {"key": "example.com/maintenance", "effect": "NoSchedule", "value": "x", "timeAdded": "2026-01-01T00:00:00Z"}
+
+
+def gpu(index: int, *, is_healthy: bool = True) -> Gpu:
+    found = Gpu(index=index, minor=index, uuid=GpuUuid(f"GPU-{index}"), bus_id="", name="", memory_mib=16384)
+    return found if is_healthy else replace(found, health=Health.UNHEALTHY)
+
+
+def part_of(charges: Mapping[int, Charge], *gpus: Gpu) -> float:
+    by_uuid = {GpuUuid(f"GPU-{index}"): charge for index, charge in charges.items()}
+    return free_gpus(gpus, by_uuid, ResourceNames(), 0.5).part
+
+
+def node(*taints: Mapping[str, object]) -> NodeObject:
+    return NodeObject(labels={}, annotations={}, capacity={}, taints=taints)
+
+
+def planned(node: NodeObject, part: float, above: float = 0.5) -> Any:
+    return plan_taint_patch(node, FreeGpus(part=part, taint_above=above)).taints
+
+
+@pytest.mark.parametrize(
+    ("charges", "part"),
+    [
+        ({}, 1.0),
+        ({0: Charge(cores=30, blocks=4)}, 0.85),
+        ({0: Charge(cores=30, blocks=48)}, 0.625),
+        ({0: Charge(cores=100, wholes=1)}, 0.5),
+        ({0: Charge(units=16)}, 0.5),
+    ],
+)
+def test_the_free_part_is_what_a_pod_can_have_of_cores_and_memory(charges: Mapping[int, Charge], part: float) -> None:
+    assert part_of(charges, gpu(0), gpu(1)) == pytest.approx(part)
+
+
+def test_gpus_that_are_unhealthy_are_neither_free_nor_there() -> None:
+    """A node of which all GPUs have failed has none to keep free."""
+    assert part_of({1: Charge(cores=50)}, gpu(0, is_healthy=False), gpu(1)) == 0.5
+    assert part_of({}, gpu(0, is_healthy=False)) == 0.0
+
+
+def test_the_taint_comes_above_the_threshold_and_goes_a_tenth_below_it() -> None:
+    """Between them it stays as it is: a pod that ends and the next one write nothing."""
+    assert planned(node(), 0.5) is None
+    assert planned(node(), 0.51) == [OURS]
+    assert planned(node(OURS), 0.41) is None
+    assert planned(node(OURS), 0.4) == []
+
+
+def test_at_0_any_free_core_keeps_it_and_at_1_it_is_taken_away() -> None:
+    """Switched off, what an earlier setting left goes."""
+    assert (planned(node(), 0.01, 0.0), planned(node(OURS), 0.0, 0.0)) == ([OURS], [])
+    assert (planned(node(), 1.0, 1.0), planned(node(OURS), 1.0, 1.0)) == (None, [])
+
+
+@given(part=st.floats(0, 1), above=st.floats(0, 1), has_ours=st.booleans())
+def test_others_taints_stay_with_all_their_fields_and_a_second_look_changes_nothing(
+    part: float, above: float, has_ours: bool
+) -> None:
+    before = [OTHERS, OURS] if has_ours else [OTHERS]
+    after = planned(node(*before), part, above)
+    taints = before if after is None else after
+    assert taints[0] == OTHERS
+    assert planned(node(*taints), part, above) is None
+    if abs(part - above) > HYSTERESIS:
+        assert (OURS in taints) == (part > above)
+
+
+def test_taints_that_cannot_be_read_are_not_replaced() -> None:
+    assert planned(replace(node(), taints=None), 1.0) is None
+
+
+class TaintedNode:
+    """A node of the API server whose version changes before the first patch, as a kubelet's heartbeat does."""
+
+    def __init__(self) -> None:
+        self.taints: list[dict[str, Any]] = [OTHERS]
+        self.version = 7
+        self.patched = asyncio.Event()
+        self.beats = 1
+
+    async def __call__(self, server: FakeApiServer, request: Seen, connection: Connection) -> None:
+        if request.method == "PATCH":
+            self.version += self.beats
+            self.beats = 0
+            if request.body["metadata"]["resourceVersion"] != str(self.version):
+                await answers(409, raw_status(409, "the object has been modified"))(server, request, connection)
+                return
+            self.taints, self.version = request.body["spec"]["taints"], self.version + 1
+        meta = {"name": NODE, "resourceVersion": str(self.version)}
+        await answers(200, {"kind": "Node", "metadata": meta, "spec": {"taints": self.taints}})(
+            server, request, connection
+        )
+        if request.method == "PATCH":
+            self.patched.set()
+
+
+async def test_a_taint_of_somebody_else_is_not_lost_though_the_node_changes_meanwhile() -> None:
+    """The list is replaced under the version that was read; a Conflict reads it again."""
+    there = TaintedNode()
+    writer = NodeFieldsWriter(
+        replace(TAINT, gap_s=0.0),
+        node_name=NODE,
+        desired=lambda: FreeGpus(part=1.0, taint_above=0.5),
+        backoff=FAST,
+    )
+    async with fake_api(others=[there]) as server, opened(server.url) as api, asyncio.TaskGroup() as group:
+        task = group.create_task(writer.run(api), name="taint")
+        async with asyncio.timeout(DEADLINE_S):
+            await there.patched.wait()
+        task.cancel()
+    assert there.taints == [OTHERS, OURS]
+    assert [request.method for request in server.requests] == ["GET", "GET", "PATCH", "GET", "GET", "PATCH"]
