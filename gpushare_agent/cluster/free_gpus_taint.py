@@ -2,7 +2,7 @@
 
 kube-scheduler puts a pod that asks for no GPU where most CPU is free, which is where most GPUs are free, and once the CPU is
 used up nobody can use those. PreferNoSchedule only makes a node less liked: a pod that fits nowhere else still comes, and a
-pod with GPUs goes to fuller nodes first. Measured on a public trace: docs/how-to/keep-pods-off-free-gpus.md.
+pod with GPUs goes to fuller nodes first. Measured on a public trace: docs/explanation/placement.md.
 """
 
 from __future__ import annotations
