@@ -5,11 +5,8 @@ No loop runs here; agent/agent.py runs them. `_Subscriptions` is the one place t
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Collection
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -19,36 +16,31 @@ from gpushare_agent.admission.allocation_cache import AllocationCache
 from gpushare_agent.admission.claim_pods import ClaimPods
 from gpushare_agent.admission.outcomes import DecisionLog
 from gpushare_agent.admission.part import AdmissionPart
+from gpushare_agent.agent import share_readiness
 from gpushare_agent.agent.node_configuration import ConfigurationWatch, NodeConfiguration
 from gpushare_agent.agent.share_readiness import ShareReadiness
 from gpushare_agent.cluster import part as cluster_part
 from gpushare_agent.cluster.part import ClusterPart
 from gpushare_agent.cluster.pod_store import PodStore
 from gpushare_agent.gpus import part as gpus_part
-from gpushare_agent.gpus.inventory import GpuInventoryState
-from gpushare_agent.gpus.observer import GpuHealthObserver
+from gpushare_agent.gpus.inventory import GpuHealthObserver, GpuInventoryState
 from gpushare_agent.gpus.part import GpusPart, NodeDriver
 from gpushare_agent.isolation import isolations
-from gpushare_agent.isolation.cdi.specs import CdiWatch
 from gpushare_agent.isolation.isolations import Isolations
 from gpushare_agent.isolation.resource_names import resource_names
 from gpushare_agent.kit.directories import has_files
 from gpushare_agent.kubelet.device_table import status_bytes
 from gpushare_agent.model.allocations import Allocation
-from gpushare_agent.model.errors import AgentError, Unavailable
 from gpushare_agent.model.gpus import GpuInventory
 from gpushare_agent.model.pods import Pod
 from gpushare_agent.node import Node
 from gpushare_agent.observability import part as observability_part
 from gpushare_agent.observability.metrics.agent import AgentMetrics
 from gpushare_agent.observability.part import ObservabilityPart
-from gpushare_agent.runtime.node_probes import connect_to_socket
 from gpushare_agent.settings.settings import Settings
 
 if TYPE_CHECKING:
     from gpushare_agent.dra.part import DraPart
-
-CONNECT_TIMEOUT_S = 5.0
 
 
 class NodeAgent(Struct, frozen=True, kw_only=True):
@@ -122,7 +114,7 @@ def build(
         cluster.further["node configuration"] = ConfigurationWatch(configuration, node, request_new_life)
         metrics.show_node_configuration(lambda: bool(configuration.problem))
 
-    readiness = _readiness(node, isolation, driver)
+    readiness = share_readiness.build(node, isolation, driver)
 
     def not_ready() -> list[str]:
         return [*kubelet.not_ready(), *cluster.not_ready(), *readiness.not_ready()]
@@ -142,38 +134,6 @@ def build(
     )
     _Subscriptions(agent).subscribe()
     return agent
-
-
-def _readiness(node: Node, isolation: Isolations, driver: NodeDriver) -> ShareReadiness:
-    return ShareReadiness(
-        {
-            "kubelet.pod_resources_socket": partial(_connect, node.settings.kubelet.pod_resources_socket),
-            **isolation.looks(),
-            "cdi": partial(_look_for_names, isolation.cdi_watch, node, driver),
-        }
-    )
-
-
-async def _connect(socket: Path) -> None:
-    """Sends nothing: a List could disturb an admission of the agent that serves. Raises Unavailable."""
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await connect_to_socket(socket)
-    except TimeoutError as e:
-        raise Unavailable(f"{socket} does not answer within {CONNECT_TIMEOUT_S:g} s") from e
-
-
-async def _look_for_names(watch: CdiWatch | None, node: Node, driver: NodeDriver) -> None:
-    """Of an agent that does not serve the inventory is empty. Raises Unavailable."""
-    if watch is None:
-        return
-    gpus = node.gpus().gpus
-    if not gpus:
-        try:
-            gpus = (await driver.read()).gpus
-        except AgentError:
-            return  # `fail_on_init_error` says whether the agent starts without a driver
-    await watch.look(gpus)
 
 
 def _build_dra(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation: Isolations) -> DraPart | None:

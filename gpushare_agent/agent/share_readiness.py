@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
 
 import structlog
 
-from gpushare_agent.model.errors import AgentError
+from gpushare_agent.gpus.part import NodeDriver
+from gpushare_agent.isolation.cdi.specs import CdiWatch
+from gpushare_agent.isolation.isolations import Isolations
+from gpushare_agent.model.errors import AgentError, Unavailable
+from gpushare_agent.node import Node
+from gpushare_agent.runtime.node_probes import connect_to_socket
 
 log = structlog.get_logger(__name__)
 
 PERIOD_S = 2.0
+CONNECT_TIMEOUT_S = 5.0
 Look = Callable[[], Awaitable[object]]
 
 
@@ -66,3 +74,36 @@ async def _problem(look: Look) -> str:
     except AgentError as e:
         return str(e)
     return ""
+
+
+def build(node: Node, isolation: Isolations, driver: NodeDriver) -> ShareReadiness:
+    """What shares need besides the GPUs: the kubelet's PodResources socket, what each isolation needs, and CDI names."""
+    return ShareReadiness(
+        {
+            "kubelet.pod_resources_socket": partial(_connect, node.settings.kubelet.pod_resources_socket),
+            **isolation.looks(),
+            "cdi": partial(_look_for_names, isolation.cdi_watch, node, driver),
+        }
+    )
+
+
+async def _connect(socket: Path) -> None:
+    """Sends nothing: a List could disturb an admission of the agent that serves. Raises Unavailable."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await connect_to_socket(socket)
+    except TimeoutError as e:
+        raise Unavailable(f"{socket} does not answer within {CONNECT_TIMEOUT_S:g} s") from e
+
+
+async def _look_for_names(watch: CdiWatch | None, node: Node, driver: NodeDriver) -> None:
+    """Of an agent that does not serve the inventory is empty. Raises Unavailable."""
+    if watch is None:
+        return
+    gpus = node.gpus().gpus
+    if not gpus:
+        try:
+            gpus = (await driver.read()).gpus
+        except AgentError:
+            return  # `fail_on_init_error` says whether the agent starts without a driver
+    await watch.look(gpus)

@@ -32,7 +32,7 @@ from gpushare_agent.sandbox.controller import NodeController
 from gpushare_agent.sandbox.fake_mps import open_fake_mps
 from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.report.document import ReportedNode
+from gpushare_agent.sandbox.report import ReportedNode
 from gpushare_agent.sandbox.state_directory import NodePaths
 from gpushare_agent.sandbox.workload import WorkloadPlayer
 from gpushare_agent.settings.settings import LoadedSettings, Settings, SettingsError, load_settings

@@ -6,5 +6,5 @@ Called by: agent (composition), which subscribes every listener to the inventory
 Open first: inventory.py. Where an Xid makes a GPU Unhealthy: health.py (`after_event`), called by
 `GpuInventoryState.note_events`, called by `GpuWatch` in watch.py.
 
-Others import: health, inventory, nvml.compute_mode, observer, part, simulated.files, watch.
+Others import: health, inventory, nvml.compute_mode, part, simulated.files, watch.
 """

@@ -24,7 +24,7 @@ from gpushare_agent.sandbox.gpu_faults import GpuFaults
 from gpushare_agent.sandbox.manifests import Manifest
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror, is_terminal
-from gpushare_agent.sandbox.report.document import (
+from gpushare_agent.sandbox.report import (
     HEALTHY,
     ReportedNode,
     SandboxDocument,

@@ -20,8 +20,12 @@ from gpushare_agent.sandbox.behaviour import KubeletTimes
 from gpushare_agent.sandbox.kubelet.kubelet import EmbeddedKubelet
 from gpushare_agent.sandbox.pod_controllers import PodControllers
 from gpushare_agent.sandbox.runtime.cri_server import CriServer
-from gpushare_agent.sandbox.scheduler.extender_scheduler import ExtenderScheduler, SchedulerTimes, open_extender_calls
-from gpushare_agent.sandbox.scheduler.node_fit import EmbeddedScheduler
+from gpushare_agent.sandbox.scheduler.scheduler import (
+    EmbeddedScheduler,
+    ExtenderScheduler,
+    SchedulerTimes,
+    open_extender_calls,
+)
 from gpushare_agent.sandbox.state_directory import NodePaths, prepare_state_directory
 
 

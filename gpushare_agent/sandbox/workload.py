@@ -29,8 +29,14 @@ from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.resources import request_of
 from gpushare_agent.model.usage import ProcessSample
 from gpushare_agent.sandbox.pod_manifest import LOAD_ANNOTATION, RawObject, annotation_number, containers_of
-from gpushare_agent.sandbox.report.claims import ClaimedShare, shares_of_container
-from gpushare_agent.sandbox.report.document import ReportedNode, container_processes, gpus_of, parts_of_gpus
+from gpushare_agent.sandbox.report import (
+    ClaimedShare,
+    ReportedNode,
+    container_processes,
+    gpus_of,
+    parts_of_gpus,
+    shares_of_container,
+)
 from gpushare_agent.sandbox.runtime.containers import Container
 
 log = structlog.get_logger(__name__)

@@ -20,7 +20,7 @@ from gpushare_agent.model.errors import Rejected
 from gpushare_agent.model.names import ISOLATION_ANNOTATION
 from gpushare_agent.model.resources import ResourceNames
 from gpushare_agent.sandbox.node import EmbeddedNode
-from gpushare_agent.sandbox.report.document import ReportedNode, report
+from gpushare_agent.sandbox.report import ReportedNode, report
 from gpushare_agent.sandbox.workload import (
     PERIOD_S,
     PlayedContainer,

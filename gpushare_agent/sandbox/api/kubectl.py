@@ -29,7 +29,7 @@ _SHORT_NAMES = {"pods": ["po"], "nodes": ["no"], "events": ["ev"], "configmaps":
 _IN_ALL = frozenset({"pods", "deployments", "replicasets", "jobs"})
 """Those of `kubectl get all`."""
 _OF_PODS = ("attach", "exec", "log", "portforward", "proxy")
-"""Further addresses of a pod; handlers.py has which of them are served."""
+"""Further addresses of a pod; server.py has which of them are served."""
 
 
 def discovery(resources: tuple[str, ...]) -> dict[str, RawObject]:

@@ -1,8 +1,10 @@
 """What is on the embedded nodes: GPUs with their use, pods with what they got. One JSON document, also behind the tables.
 
 The GPUs are those of the agent's own document: nothing is charged a second time here. The rest is the kubelet's side (its
-records, the device IDs, the Allocate answers, the containers' processes), what a container itself would read at /etc/vcuda
-and what the sandbox plays it to use.
+records, the device IDs, the Allocate answers, the containers' processes), what ResourceClaims give, from the API server's
+objects, what a container itself would read at /etc/vcuda, and what the sandbox simulates it to use.
+
+State owned: the last content of each vDevice directory (`VDeviceReader`).
 """
 
 from __future__ import annotations
@@ -16,22 +18,161 @@ from typing import Any, NotRequired, TypedDict
 
 from msgspec import Struct, field
 
+from gpushare_agent.cluster.kube.quantities import whole_number
+from gpushare_agent.isolation.vdevice.format import (
+    CONFIG_BYTES,
+    CONFIG_NAME,
+    MAX_PIDS,
+    PIDS_NAME,
+    decode_config,
+    decode_pids,
+)
+from gpushare_agent.kit.regular_file import read_regular
+from gpushare_agent.kit.sockets import FileIdentity, file_identity
 from gpushare_agent.kubelet.device_ids import DeviceIds
+from gpushare_agent.model.errors import Corrupt
 from gpushare_agent.model.gpus import Gpu
-from gpushare_agent.model.names import VDEVICE_DIRECTORY, GpuUuid, split_device_id
+from gpushare_agent.model.names import MIB, VDEVICE_DIRECTORY, GpuUuid, split_device_id
 from gpushare_agent.model.pods import ContainerSpec
 from gpushare_agent.model.resources import ResourceNames, parts_of, request_of
+from gpushare_agent.sandbox.kubelet.container_config import VDEVICE_VARIABLE, container_of
 from gpushare_agent.sandbox.kubelet.pod_worker import PREPARE_FAILED
 from gpushare_agent.sandbox.node import EmbeddedNode
 from gpushare_agent.sandbox.pod_manifest import RawObject, containers_of, is_mirror
-from gpushare_agent.sandbox.report.claims import (
-    shares_of_container,
-    sliced_health,
-    vdevice_directory,
-    waiting_message,
-)
-from gpushare_agent.sandbox.report.vdevice_reader import VDevice, VDeviceReader
+from gpushare_agent.sandbox.scheduler.claims import claim_names, results_of
 from gpushare_agent.wire.v1beta1 import ContainerAllocateResponse
+
+# --- claims ---
+
+_DEVICE = "gpu-"
+
+
+class ClaimedShare(Struct, frozen=True, kw_only=True):
+    """One result of a claim: its part of one GPU."""
+
+    claim: str
+    request: str
+    gpu: int
+    cores: int
+    memory_mib: int
+
+
+def claimed_shares(node: EmbeddedNode, namespace: str, name: str) -> list[ClaimedShare]:
+    """Of the claim, as far as it is allocated on the node."""
+    found = []
+    for raw in node.api.store.all("resourceclaims"):
+        metadata = raw["metadata"]
+        if (metadata["namespace"], metadata["name"]) != (namespace, name):
+            continue
+        for one in results_of(raw):
+            number = one.device.removeprefix(_DEVICE)
+            if one.pool == node.name and number.isdigit():
+                amounts = one.consumed_capacity or {}
+                cores, memory = (whole_number(amounts.get(name, 0), name) for name in ("cores", "memory"))
+                found.append(
+                    ClaimedShare(
+                        claim=metadata["name"],
+                        request=one.request,
+                        gpu=int(number),
+                        cores=cores,
+                        memory_mib=memory // MIB,
+                    )
+                )
+    return found
+
+
+def shares_of_container(node: EmbeddedNode, pod: RawObject, container: str) -> list[ClaimedShare]:
+    """Those that the container names; none of a pod that has no node."""
+    if not pod["spec"].get("resourceClaims") or not pod["spec"].get("nodeName"):
+        return []
+    names = claim_names(pod)
+    found: list[ClaimedShare] = []
+    for entry in (container_of(pod, container).get("resources") or {}).get("claims") or ():
+        shares = claimed_shares(node, pod["metadata"]["namespace"], names.get(entry["name"], ""))
+        wanted = entry.get("request")
+        found += [one for one in shares if not wanted or one.request.partition("/")[0] == wanted]
+    return list(dict.fromkeys(found))
+
+
+def sliced_health(node: EmbeddedNode, gpus: Sequence[Gpu]) -> dict[GpuUuid, bool]:
+    """Of the GPUs in the node's slices, whether nothing is wrong with them: a device that is has a taint."""
+    by_name = {f"{_DEVICE}{gpu.index}": gpu.uuid for gpu in gpus}
+    devices = [
+        device
+        for raw in node.api.store.all("resourceslices")
+        if raw["spec"].get("nodeName") == node.name
+        for device in raw["spec"].get("devices") or ()
+    ]
+    return {by_name[one["name"]]: not one.get("taints") for one in devices if one["name"] in by_name}
+
+
+def vdevice_directory(node: EmbeddedNode, pod_uid: str, container: str) -> Path | None:
+    """Where a running container's claim has its vDevice files, None where it has none."""
+    found = node.kubelet.runtime.find(pod_uid, container)
+    path = found.env.get(VDEVICE_VARIABLE) if found is not None and found.is_running else None
+    return None if path is None else Path(path).parent
+
+
+def waiting_message(node: EmbeddedNode, pod: RawObject, reason: str) -> str:
+    """The newest Event of a pending pod with this reason: its status does not say why its claims are not prepared."""
+    found = [one for one in node.api.events() if one.get("reason") == reason]
+    events = [one for one in found if one.get("involvedObject", {}).get("uid") == pod["metadata"]["uid"]]
+    return str(events[-1].get("message")) if events else ""
+
+
+# --- vDevice files ---
+
+_KEPT_AT_MOST = 2048
+
+_Identities = tuple[FileIdentity | None, FileIdentity | None]
+
+
+class VDevice(TypedDict):
+    """The limits as the container reads them."""
+
+    cores: int
+    memory_mib: int
+    core_limit: int
+    is_limited: bool
+    pids: list[int]
+
+
+class VDeviceReader:
+    """`read` as often as you like."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[_Identities, VDevice | None]] = {}
+
+    def read(self, directory: Path) -> VDevice | None:
+        """The document's "vdevice" of the container whose directory this is; None where a file is missing or torn."""
+        seen = file_identity(directory / CONFIG_NAME), file_identity(directory / PIDS_NAME)
+        if None in seen:
+            self._known.pop(directory, None)
+            return None
+        known = self._known.get(directory)
+        if known is None or known[0] != seen:  # taken before reading: what changes meanwhile is read the next time
+            known = self._known[directory] = (seen, _read(directory))
+            while len(self._known) > _KEPT_AT_MOST:
+                del self._known[next(iter(self._known))]
+        return known[1]
+
+
+def _read(directory: Path) -> VDevice | None:
+    try:
+        config = decode_config(read_regular(directory / CONFIG_NAME, CONFIG_BYTES + 1))
+        pids = decode_pids(read_regular(directory / PIDS_NAME, 4 * MAX_PIDS + 1))
+    except (OSError, Corrupt):
+        return None
+    return {
+        "cores": config.utilization,
+        "memory_mib": config.memory_bytes // MIB,
+        "core_limit": config.limit,
+        "is_limited": config.enable,
+        "pids": list(pids),
+    }
+
+
+# --- the document ---
 
 HEALTHY = "Healthy"
 _UNHEALTHY = "Unhealthy"
