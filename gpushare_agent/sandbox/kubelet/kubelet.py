@@ -45,8 +45,8 @@ from gpushare_agent.wire.v1 import GetPodResourcesRequest
 
 log = structlog.get_logger(__name__)
 
-CALLS_PER_S = 100.0
-BURST = 10.0
+POD_RESOURCES_CALLS_PER_S = 100.0
+POD_RESOURCES_BURST = 10.0
 _SERVICE = "/v1.PodResourcesLister"
 
 
@@ -60,7 +60,7 @@ class PodResourcesService(Struct, kw_only=True, eq=False):
     rng: random.Random
     has_get: bool
     notify: Callable[[], None]
-    _tokens: float = BURST
+    _tokens: float = POD_RESOURCES_BURST
     _filled_at: float = 0.0
 
     def __mapping__(self) -> dict[str, Handler]:
@@ -78,7 +78,7 @@ class PodResourcesService(Struct, kw_only=True, eq=False):
 
     def _admit_call(self, method: str) -> None:
         now = time.monotonic()
-        self._tokens = min(BURST, self._tokens + (now - self._filled_at) * CALLS_PER_S)
+        self._tokens = min(POD_RESOURCES_BURST, self._tokens + (now - self._filled_at) * POD_RESOURCES_CALLS_PER_S)
         self._filled_at = now
         is_refused = self._tokens < 1.0
         inside = tuple(self.calls.open_calls)
