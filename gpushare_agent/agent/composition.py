@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class NodeAgent(Struct, frozen=True, kw_only=True):
-    """One life of the agent, between two reloads of its settings."""
+    """One generation of the agent, between two reloads of its settings."""
 
     node: Node
     metrics: AgentMetrics
@@ -65,30 +65,31 @@ class NodeAgent(Struct, frozen=True, kw_only=True):
             await self.dra.leave()
         await self.kubelet.leave()
 
-    def take_over(self, earlier: NodeAgent) -> None:
-        """What the life before the reload knew and no file keeps."""
-        self.kubelet.go_on_from(earlier.kubelet)
-        self.gpus.inventory.take_over(earlier.gpus.inventory)
-        self.decisions.take_over(earlier.decisions)
-        self.readiness.take_over(earlier.readiness)
-        self.observability.usage_history.take_over(earlier.observability.usage_history)
+    def take_over(self, previous: NodeAgent) -> None:
+        """Takes over what the generation before the reload knew and no file has."""
+        self.kubelet.go_on_from(previous.kubelet)
+        self.gpus.inventory.take_over(previous.gpus.inventory)
+        self.decisions.take_over(previous.decisions)
+        self.readiness.take_over(previous.readiness)
+        self.observability.usage_history.take_over(previous.observability.usage_history)
 
 
 def build(
     settings: Settings,
     driver: NodeDriver,
     *,
-    earlier: NodeAgent | None = None,
+    previous: NodeAgent | None = None,
     isolation_reason: str = "",
     configuration: NodeConfiguration | None = None,
-    request_new_life: Callable[[str], None] = lambda reason: None,
+    request_reload: Callable[[str], None] = lambda reason: None,
     mig_profiles: Collection[str] = (),
 ) -> NodeAgent:
-    """The parts, joined but not started. They go on with the metrics and the kubelet's queue of an `earlier` life;
+    """The parts, joined but not started. They go on with the metrics and the kubelet's queue of a `previous` generation;
     `take_over` is to follow. `isolation_reason` is why the isolation was chosen, where the setting was auto;
     `mig_profiles` are those of the node's MIG instances, after which resources are named. Raises StartupError."""
     store, cache, inventory = PodStore(), AllocationCache(), GpuInventoryState(gpus_part.health_policy(settings))
-    metrics = earlier.metrics.begin_anew() if earlier is not None else AgentMetrics()
+    # Counters go on over a reload: a scrape must not see them fall.
+    metrics = previous.metrics.begin_anew() if previous is not None else AgentMetrics()
     decisions = DecisionLog(settings.decisions.kept)
     node = Node(
         settings=settings,
@@ -99,19 +100,20 @@ def build(
         pods=store,
         cache=cache,
         claim_pods=ClaimPods(store, cache),
+        # Records of an earlier agent count too: its claims still use GPUs where the setting names none any more.
         has_claims=bool(settings.dra.gpus) or has_files(settings.dra.record_directory),
     )
     cluster = cluster_part.build(node, store)
     isolation = isolations.build(
-        node, cluster.pod_events.warned, driver, note=cluster.node_events.note, choose_anew=request_new_life
+        node, cluster.pod_events.warned, driver, note=cluster.node_events.note, choose_anew=request_reload
     )
     kubelet = admission_part.build(
-        node, cache, decisions, cluster, isolation, earlier.kubelet if earlier is not None else None
+        node, cache, decisions, cluster, isolation, previous.kubelet if previous is not None else None
     )
     dra = _build_dra(node, cache, decisions, isolation)
     cluster.further["dynamic resource allocation"] = dra
     if configuration is not None and settings.node_configuration.directory is not None:
-        cluster.further["node configuration"] = ConfigurationWatch(configuration, node, request_new_life)
+        cluster.further["node configuration"] = ConfigurationWatch(configuration, node, request_reload)
         metrics.show_node_configuration(lambda: bool(configuration.problem))
 
     readiness = share_readiness.build(node, isolation, driver)
@@ -140,13 +142,14 @@ def _build_dra(node: Node, cache: AllocationCache, decisions: DecisionLog, isola
     """None where there are no claims: the start of an agent without any does not wait for its modules either."""
     if not node.has_claims:
         return None
+    # Imported here: an agent without claims would load its modules for nothing.
     from gpushare_agent.dra import part
 
     return part.build(node, cache, decisions, isolation)
 
 
 class _Subscriptions:
-    """Who hears of what. Subscribers are called at once, in the order of the lines, and must not block."""
+    """The one list of who hears of what. Subscribers are called at once, in the order of the lines, and must not block."""
 
     def __init__(self, agent: NodeAgent) -> None:
         self._agent = agent
@@ -158,6 +161,7 @@ class _Subscriptions:
         agent.cache.subscribe(self._allocation_changed)
         agent.cluster.store.subscribe(self._pod_changed)
         agent.kubelet.registrar.subscribe(on_registered=self._registered, on_kubelet_restart=self._kubelet_restarted)
+        # History before expiry: a page that is made anew has the sample in it.
         shown.usage.subscribe(shown.usage_history.add)
         shown.usage.subscribe(lambda _round: shown.expire())
         shown.usage.subscribe(agent.kubelet.resizing.usage_sampled)
@@ -175,11 +179,13 @@ class _Subscriptions:
         self._health.inventory_changed(inventory)
         agent.gpus.writer.inventory_changed(inventory)
         agent.metrics.know_gpus([gpu.uuid for gpu in inventory.gpus], status_bytes(inventory.gpus, agent.node.names))
+        # At once, not by request: a GPU that is lost must leave the lists before the next admission.
         agent.kubelet.tables.refresh()
         agent.kubelet.resizing.changed()
         agent.isolation.changed()
         if agent.isolation.cdi_watch is not None:
             agent.isolation.cdi_watch.gpus_changed()
+        # None where the settings have the agent write no labels.
         if agent.cluster.node_facts is not None:
             agent.cluster.node_facts.changed()
         agent.cluster.annotations.compare_all()
@@ -197,6 +203,7 @@ class _Subscriptions:
             agent.isolation.changed()
             agent.observability.expire()
             return
+        # Of a device plugin: the kubelet's records of it are asked again, and the pod's annotation follows.
         agent.kubelet.garbage.allocation_changed(old, new)
         if new is not None:
             agent.cluster.annotations.compare(new.key.pod_uid)
@@ -230,6 +237,7 @@ class _Subscriptions:
         agent = self._agent
         agent.kubelet.admission.kubelet_restarted()
         agent.kubelet.garbage.kubelet_restarted()
+        # The new kubelet may be of another version: whether it has Get is detected anew.
         agent.kubelet.pod_resources.forget()
         agent.kubelet.facts.kubelet_restarted()
 

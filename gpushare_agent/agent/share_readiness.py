@@ -1,9 +1,9 @@
 """Whether the node can give shares at all, at the agent's start: what `gpushare-agent check` calls an error for them.
 
-A rollout stops at a node whose agent is not Ready, and an incoming instance that could give no share leaves the kubelet to
-the agent that serves. Once nothing is in the way it stays so: what an isolation needs may go and come while the agent runs
-(isolation/availability.py), and an agent that is not Ready would be ended at once, without a handover. State owned: what is
-in the way.
+A rollout stops at a node whose agent is not Ready, and an incoming instance that could give no share leaves the kubelet
+to the agent that serves. Once nothing is in the way it stays so: what an isolation needs may go and come while the agent
+runs (isolation/availability.py), and an agent that is not Ready would be ended at once, without a handover. State owned:
+what is in the way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Look = Callable[[], Awaitable[object]]
 
 
 class ShareReadiness:
-    """`looks` by what they look at: each is bounded, changes nothing on the node, and raises AgentError with the cure."""
+    """`looks` by what they look at: each is bounded, changes nothing on the node, and raises AgentError with the
+    remedy."""
 
     def __init__(self, looks: Mapping[str, Look], *, period_s: float = PERIOD_S) -> None:
         self._looks = looks
@@ -43,20 +44,22 @@ class ShareReadiness:
         """Why this is not so, nothing where it is."""
         return [] if self.is_met.is_set() else list(self._problems)
 
-    def take_over(self, earlier: ShareReadiness) -> None:
-        """An earlier life of the agent was Ready: this one begins so."""
-        if earlier.is_met.is_set():
+    def take_over(self, previous: ShareReadiness) -> None:
+        """Begins as Ready where the generation before the reload was."""
+        if previous.is_met.is_set():
             self.is_met.set()
 
     async def look(self) -> bool:
-        """Whether it is met, looked at now where it was not before."""
+        """Whether shares can be given, looked at now where they could not before."""
         if self.is_met.is_set():
+            # Never asked again: a rollout ends an agent that is not Ready, at once and without a handover.
             return True
         problems = tuple(
             [f"{name}: {problem}" for name, one in self._looks.items() if (problem := await _problem(one))]
         )
         if not problems:
             self.is_met.set()
+        # Every two seconds the same would fill the log.
         elif problems != self._problems:
             log.error("no_shares_possible", problems=problems, then="the agent is not Ready before they are")
         self._problems = problems
@@ -88,7 +91,7 @@ def build(node: Node, isolation: Isolations, driver: NodeDriver) -> ShareReadine
 
 
 async def _connect(socket: Path) -> None:
-    """Sends nothing: a List could disturb an admission of the agent that serves. Raises Unavailable."""
+    """Connects and sends nothing: a List could disturb an admission of the agent that serves. Raises Unavailable."""
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             await connect_to_socket(socket)
@@ -97,10 +100,11 @@ async def _connect(socket: Path) -> None:
 
 
 async def _look_for_names(watch: CdiWatch | None, node: Node, driver: NodeDriver) -> None:
-    """Of an agent that does not serve the inventory is empty. Raises Unavailable."""
+    """Looks whether CDI has the names of the GPUs. Raises Unavailable."""
     if watch is None:
         return
     gpus = node.gpus().gpus
+    # An agent that does not serve yet has an empty inventory.
     if not gpus:
         try:
             gpus = (await driver.read()).gpus
