@@ -151,7 +151,7 @@ class ControlServer(Struct, eq=False):
                 return web.json_response({"error": str(e)}, status=STATUS.get(type(e), 500))
             except TimeoutError:
                 return web.json_response({"error": f"not done within {REQUEST_TIMEOUT_S:g} s"}, status=500)
-            except ConnectionError:  # the caller hung up; the server passes over it
+            except ConnectionError:  # the caller hung up; the server ignores it
                 raise
             except Exception as e:  # a servicer's edge: one request must not end the agent
                 log.error("control_request_failed", path=request.path, exc_info=e)
@@ -179,9 +179,9 @@ class ControlServer(Struct, eq=False):
     async def _show(self, _request: web.Request) -> dict[str, Any]:
         return {"cards": [self._shown(gpu) for gpu in self.inventory.current.gpus]}
 
-    def _result(self, gpu: Gpu, changed: bool, not_kept: str) -> dict[str, Any]:
+    def _result(self, gpu: Gpu, changed: bool, not_saved: str) -> dict[str, Any]:
         now = self.inventory.current.by_uuid()[gpu.uuid]
-        return {"card": self._shown(now), "changed": changed, "not_kept": not_kept}
+        return {"card": self._shown(now), "changed": changed, "not_kept": not_saved}
 
     def _shown(self, gpu: Gpu) -> dict[str, Any]:
         return gpu_document(
@@ -249,15 +249,15 @@ def select_gpus(text: str, gpus: Sequence[Gpu]) -> list[Gpu]:
     Digits alone are an index, `0:1` is NVIDIA's name of a MIG instance. A UUID may lack its `GPU-`,
     may be in any case, and may be cut short.
     """
-    wanted = text.strip().lower()
-    if not wanted:
+    requested = text.strip().lower()
+    if not requested:
         return []
-    if wanted.isdecimal():
-        return [gpu for gpu in gpus if str(gpu.index) == (wanted.lstrip("0") or "0")]
-    if ":" in wanted:
-        return [gpu for gpu in gpus if gpu.mig is not None and not gpu.mig.is_gone and gpu.label == wanted]
-    exact = [gpu for gpu in gpus if gpu.uuid.lower() == wanted]
-    begins = [gpu for gpu in gpus if gpu.uuid.lower().startswith((wanted, PREFIX.lower() + wanted))]
+    if requested.isdecimal():
+        return [gpu for gpu in gpus if str(gpu.index) == (requested.lstrip("0") or "0")]
+    if ":" in requested:
+        return [gpu for gpu in gpus if gpu.mig is not None and not gpu.mig.is_gone and gpu.label == requested]
+    exact = [gpu for gpu in gpus if gpu.uuid.lower() == requested]
+    begins = [gpu for gpu in gpus if gpu.uuid.lower().startswith((requested, PREFIX.lower() + requested))]
     return exact or sorted(begins, key=lambda gpu: gpu.index)
 
 

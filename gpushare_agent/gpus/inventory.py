@@ -202,8 +202,8 @@ class GpuInventoryState:
 
     def _with_missing(self, found: GpuInventory) -> GpuInventory:
         known = found.by_uuid()
-        divided = {gpu.uuid for gpu in found.divided}
-        gone = {gpu.uuid for gpu in self._seen.gpus if gpu.mig is not None or gpu.uuid in divided} - known.keys()
+        partitioned = {gpu.uuid for gpu in found.divided}
+        gone = {gpu.uuid for gpu in self._seen.gpus if gpu.mig is not None or gpu.uuid in partitioned} - known.keys()
         self._healths = {u: health for u, health in self._healths.items() if u not in gone or health.cordon is not None}
         if all(gpu.uuid in known for gpu in self._seen.gpus if gpu.uuid not in gone):
             return found

@@ -139,7 +139,7 @@ class HttpServer:
         """Where descriptors have run out, a pause and a place; any other error is of the one connection, which has gone."""
         is_exhausted = error.errno in _EXHAUSTED
         if is_exhausted:
-            self._warn("connections_not_accepted", error=str(error), cure="raise the limit of open files")
+            self._warn("connections_not_accepted", error=str(error), remedy="raise the limit of open files")
             self._connections.close_one()
         await asyncio.sleep(ACCEPT_AGAIN_S if is_exhausted else 0)
 

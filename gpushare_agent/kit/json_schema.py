@@ -1,4 +1,4 @@
-"""JSON from outside, read by schemas: msgspec Structs that name what is used. All else is passed over and never built.
+"""JSON from outside, read by schemas: msgspec Structs that name what is used. All else is skipped and never built.
 
 Text stays text (`msgspec.Raw`) until the reader that knows its schema. Who receives it bounds its size before. The part of
 a document that decides something is typed, and one wrong value in it makes the whole Corrupt; a part that is only of use
@@ -43,7 +43,7 @@ def decoded_or(decoder: Decoder[T], content: bytes | Raw, absent: Callable[[], D
 
 
 class Entries(Generic[T]):
-    """Reads lists: an entry that is not of its schema is passed over, what is no list has none. Of a list longer than any
+    """Reads lists: an entry that is not of its schema is skipped, what is no list has none. Of a list longer than any
     that Kubernetes makes the first `MOST_ENTRIES` are read."""
 
     def __init__(self, kind: type[T]) -> None:

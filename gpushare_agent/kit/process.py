@@ -32,11 +32,11 @@ def raise_open_files_limit() -> tuple[int, int]:
     by sixteen hostile ones. It is that low for programs that call select(); the agent does not.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(_as_number(hard), ENOUGH_OPEN_FILES)
-    if _as_number(soft) < wanted:
+    desired = min(_as_number(hard), ENOUGH_OPEN_FILES)
+    if _as_number(soft) < desired:
         # a hard limit above fs.nr_open cannot be set to itself: the old soft one stays
         with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (desired, hard))
     return read_open_files_limit()
 
 

@@ -361,7 +361,7 @@ def _text(data: bytes, start: int, stop: int) -> str:
 
 
 def _refuse_known(key: int, known: int, *others: int) -> None:
-    """Raises where `key` is one of the fields 1..known with the wrong wire type; `others` are keys to pass over."""
+    """Raises where `key` is one of the fields 1..known with the wrong wire type; `others` are keys that are right."""
     if key >> 3 <= known and key not in others:
         raise MalformedMessageError(f"field {key >> 3} has wire type {key & 7}, which is not the one it should have")
 

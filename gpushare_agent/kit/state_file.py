@@ -23,11 +23,11 @@ T = TypeVar("T")
 MAX_BYTES = 1 << 20
 READ_TIMEOUT_S = 2.0
 WRITE_TIMEOUT_S = 5.0
-_CURE = "if its content is right: chown root, chmod go-w, give it its name again, restart the agent"
+_REMEDY = "if its content is right: chown root, chmod go-w, give it its name again, restart the agent"
 
 
 class StateFile:
-    """`what` names its content in errors. `on_corrupt` is called, in a thread, with why and where it is kept."""
+    """`what` names its content in errors. `on_corrupt` is called, in a thread, with why and the name that it has now."""
 
     def __init__(self, path: Path, what: str, *, on_corrupt: Callable[[str, Path], None]) -> None:
         self._path = path
@@ -87,7 +87,7 @@ def _content(path: Path) -> bytes | None:
         return None
     except OSError as e:
         if e.errno in (errno.EPERM, errno.EINVAL, errno.ELOOP):
-            raise Corrupt(f"{e.strerror}; {_CURE}" if e.errno == errno.EPERM else e.strerror) from e
+            raise Corrupt(f"{e.strerror}; {_REMEDY}" if e.errno == errno.EPERM else e.strerror) from e
         raise
     if len(content) > MAX_BYTES:
         raise Corrupt(f"it has more than {MAX_BYTES} bytes")

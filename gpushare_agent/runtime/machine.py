@@ -20,6 +20,7 @@ from gpushare_agent.model.gpus import KernelModule
 _MAX_BYTES = 256
 
 
+# Cached for the process: none of the three changes while the machine runs, and each GPU's is asked at each poll.
 @cache
 def machine_name(path: Path = Path("/sys/class/dmi/id/product_name")) -> str:
     """Empty where the firmware has none."""
@@ -63,10 +64,12 @@ _VERSION = re.compile(r"\b(\d{1,6}\.\d{1,6}(?:\.\d{1,6})?)\b")
 def read_kernel_module(proc: Path) -> KernelModule | None:
     """`proc` is the node's /proc. None where no NVIDIA driver is loaded, or the file says nothing that is known."""
     try:
+        # Not cached: the driver may be upgraded while the agent runs.
         file = os.open(proc / "driver/nvidia/version", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
+        # One read: the kernel gives the file out whole.
         text = os.read(file, _MAX_VERSION_BYTES).decode("utf-8", "replace")
     except OSError:
         return None

@@ -26,7 +26,7 @@ from gpushare_agent.model.names import GpuUuid
 LOST_REASON = "GPU is lost"
 """NVML's words."""
 _MAX_XID = 100_000
-_KEPT = 1000
+_MOST_ENTRIES = 1000
 """Events and resets in the file; the agent has read older ones long ago."""
 _THE_GPU = GpuUuid("the GPU")
 
@@ -60,7 +60,7 @@ class GpuFaults:
             )
         faults = self._checked(index)
         event = RehearsedEvent(id=self._next_id(faults), gpu=index, xid=xid)
-        self._write(replace(faults, events=(*faults.events, event)[-_KEPT:]))
+        self._write(replace(faults, events=(*faults.events, event)[-_MOST_ENTRIES:]))
 
     def heal(self, index: int, *, is_offered: bool = False) -> Healed:
         """Takes everything back that was done to the GPU: a loss ends; after errors that took it out of service the driver
@@ -82,7 +82,7 @@ class GpuFaults:
         resets = faults.resets
         if harmful:
             done.append(f"was reset after {_event_words(harmful)}")
-            resets = (*resets, RehearsedReset(id=self._next_id(faults), gpu=index))[-_KEPT:]
+            resets = (*resets, RehearsedReset(id=self._next_id(faults), gpu=index))[-_MOST_ENTRIES:]
         if own or done:
             self._last_id = max(self._last_id, faults.last_id)  # the driver has seen the IDs that go
             lost = {gpu: reason for gpu, reason in faults.lost.items() if gpu != index}

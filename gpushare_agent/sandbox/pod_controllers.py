@@ -86,8 +86,8 @@ class PodControllers:
         current = self._api.store.get(resource, key_of(raw))
         seen = {} if resource == "jobs" else {"observedGeneration": raw["metadata"]["generation"]}
         observed = {**status, **seen}
-        kept = {k: v for k, v in (current.get("status") or {}).items() if k == "conditions" and k not in observed}
-        self._api.store.replace(resource, {**current, "status": {**kept, **observed}})
+        unchanged = {k: v for k, v in (current.get("status") or {}).items() if k == "conditions" and k not in observed}
+        self._api.store.replace(resource, {**current, "status": {**unchanged, **observed}})
 
     # --- pods ---
 

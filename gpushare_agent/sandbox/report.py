@@ -89,8 +89,8 @@ def shares_of_container(node: EmbeddedNode, pod: RawObject, container: str) -> l
     found: list[ClaimedShare] = []
     for entry in (container_of(pod, container).get("resources") or {}).get("claims") or ():
         shares = claimed_shares(node, pod["metadata"]["namespace"], names.get(entry["name"], ""))
-        wanted = entry.get("request")
-        found += [one for one in shares if not wanted or one.request.partition("/")[0] == wanted]
+        requested = entry.get("request")
+        found += [one for one in shares if not requested or one.request.partition("/")[0] == requested]
     return list(dict.fromkeys(found))
 
 
@@ -122,7 +122,7 @@ def waiting_message(node: EmbeddedNode, pod: RawObject, reason: str) -> str:
 
 # --- vDevice files ---
 
-_KEPT_AT_MOST = 2048
+_MOST_DIRECTORIES = 2048
 
 _Identities = tuple[FileIdentity | None, FileIdentity | None]
 
@@ -152,7 +152,7 @@ class VDeviceReader:
         known = self._known.get(directory)
         if known is None or known[0] != seen:  # taken before reading: what changes meanwhile is read the next time
             known = self._known[directory] = (seen, _read(directory))
-            while len(self._known) > _KEPT_AT_MOST:
+            while len(self._known) > _MOST_DIRECTORIES:
                 del self._known[next(iter(self._known))]
         return known[1]
 
@@ -178,7 +178,7 @@ HEALTHY = "Healthy"
 _UNHEALTHY = "Unhealthy"
 UNKNOWN = "Unknown"
 """Health of a GPU while no agent offers it."""
-_ANSWERS_KEPT = 2048
+_MOST_ANSWERS = 2048
 
 
 class ClaimRow(TypedDict):
@@ -398,7 +398,7 @@ def _newest_allocations(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str
     return found
 
 
-@lru_cache(maxsize=_ANSWERS_KEPT)
+@lru_cache(maxsize=_MOST_ANSWERS)
 def _parsed(answer: bytes) -> ContainerAllocateResponse:
     """Read only. The same answers are shown again and again."""
     return ContainerAllocateResponse.parse(answer)

@@ -210,7 +210,7 @@ def _make_virtual_manager(directory: int) -> None:
 
 
 def why_not_private(state: Path) -> str:
-    """Why others control the directory, and the cure; empty where it is this user's alone, or cannot be seen."""
+    """Why others control the directory, and the remedy; empty where it is this user's alone, or cannot be seen."""
     try:
         return _distrust(state.lstat(), state)
     except OSError:

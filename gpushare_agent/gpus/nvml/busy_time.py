@@ -38,7 +38,7 @@ SILENCE_US = 1_250_000
 """So long after a moment the driver has a sample of it, if a process was busy then."""
 LONGEST_GAP_NS = 2_500_000_000
 """Between two readings: the driver keeps a few samples only, so what was longer ago may be missing."""
-_GAPS_KEPT = 64
+_MOST_GAPS = 64
 _GOES_ON = 1.5
 """Periods between two samples of a process that was busy all the while."""
 _UNTIL_RETRIED = 600
@@ -49,7 +49,7 @@ class SamplePeriod(Struct):
     """The driver's, by what lay between samples of one process. Samples come a little early or late, so it is not the
     shortest gap, but one of the shortest."""
 
-    _gaps: deque[int] = field(default_factory=lambda: deque(maxlen=_GAPS_KEPT))
+    _gaps: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_GAPS))
     us: int = FIRST_PERIOD_US
 
     def note(self, gap_us: int) -> None:

@@ -92,11 +92,11 @@ class NvmlCaller(Struct, eq=False):
         try:
             answer = function(self.handle, *arguments)
         except self.nvml.NVMLError as error:
-            return self._judge(error)
+            return self._classify(error)
         self._answers += 1
         return answer
 
-    def _judge(self, error: Exception) -> Verdict:
+    def _classify(self, error: Exception) -> Verdict:
         self.session.check_driver(error)
         error_name = self.session.error_name(error)
         verdict = _VERDICTS.get(error_name, Verdict.FAILED)
@@ -148,7 +148,7 @@ class NvmlCaller(Struct, eq=False):
         if answer.nvmlReturn == self.nvml.NVML_ERROR_INVALID_ARGUMENT:  # a field that is younger than the driver
             verdict = Verdict.UNSUPPORTED
         else:
-            verdict = self._judge(self.nvml.NVMLError(answer.nvmlReturn))
+            verdict = self._classify(self.nvml.NVMLError(answer.nvmlReturn))
         if verdict is Verdict.UNSUPPORTED:
             self.unsupported.add(key)
         return None

@@ -154,7 +154,7 @@ class NvmlDriver:
         return await self._busy_thread.call(read, "reading who keeps the GPUs busy through NVML", self._timeout_s)
 
     async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:
-        """Whether the driver limits the memory of cgroups. Raises Rejected with the cure."""
+        """Whether the driver limits the memory of cgroups. Raises Rejected with the remedy."""
         check = partial(self._limits.check, cgroup, may_set=may_set)
         await self._thread.call(check, "asking NVML for memory limits", self._timeout_s)
 

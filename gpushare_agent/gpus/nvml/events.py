@@ -121,9 +121,9 @@ class NvmlEvents:
         log.warning("nvml_has_no_events", reason=str(error), effect="Xid errors are not seen; GPUs are still polled")
 
     def _register(self, nvml: Any, uuid: GpuUuid, handle: Any) -> bool:
-        wanted = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
+        desired = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
         try:
-            types = wanted & nvml.nvmlDeviceGetSupportedEventTypes(handle)
+            types = desired & nvml.nvmlDeviceGetSupportedEventTypes(handle)
             if types:
                 nvml.nvmlDeviceRegisterEvents(handle, types, self._set)
         except nvml.NVMLError as error:

@@ -39,7 +39,7 @@ class NvmlMemoryLimits:
         self._proc = proc
 
     def check(self, cgroup: Path, *, may_set: bool) -> None:
-        """Whether limits can be had here; `cgroup` is any. Raises Rejected with the cure, Unavailable."""
+        """Whether limits can be had here; `cgroup` is any. Raises Rejected with the remedy, Unavailable."""
         nvml = self._session.open()
         try:
             for handle in self._session.handles().values():
@@ -90,9 +90,9 @@ class NvmlMemoryLimits:
         if found is not None and found <= limit.limit_bytes:
             return LimitOutcome(used_bytes=used)
         has = f"is {found >> 20} MiB" if found is not None else "is not set"
-        cure = "" if may_set else _TOOLKIT
+        remedy = "" if may_set else _TOOLKIT
         return LimitOutcome(
-            problem=f"the driver's limit {has}, and should be {limit.limit_bytes >> 20} MiB{cure}",
+            problem=f"the driver's limit {has}, and should be {limit.limit_bytes >> 20} MiB{remedy}",
             is_gone=not limit.cgroup.is_dir(),
         )
 

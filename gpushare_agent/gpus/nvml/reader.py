@@ -258,9 +258,9 @@ class NvmlReader(Struct, eq=False):
         for gpu in found:
             seen[gpu.uuid] = self._read_gpu(nvml, gpu, taken={earlier.index for earlier in seen.values()})
         self.session.set_answering(self._answering)
-        divided = self._read_divided(nvml, found, seen) if self.mig_minors is not None else frozenset()
+        partitioned = self._read_partitioned(nvml, found, seen) if self.mig_minors is not None else frozenset()
         self.on_read((tuple((gpu.nvml_index, gpu.uuid) for gpu in found), frozenset(self._answering)))
-        return self._inventory(nvml, seen, found, unnamed, divided)
+        return self._inventory(nvml, seen, found, unnamed, partitioned)
 
     def _read_gpu(self, nvml: Any, found: FoundGpu, *, taken: Iterable[int]) -> Gpu:
         handle, uuid = found.handle, found.uuid
@@ -294,25 +294,27 @@ class NvmlReader(Struct, eq=False):
         reason = _MIG_REASON if is_out else _repair_reason(self.session, nvml, handle)
         return _unhealthy(gpu, reason) if reason else gpu
 
-    def _read_divided(self, nvml: Any, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
+    def _read_partitioned(self, nvml: Any, found: list[FoundGpu], seen: dict[GpuUuid, Gpu]) -> frozenset[GpuUuid]:
         """Adds the MIG instances to `seen`; the GPUs that they are of. One without instances is Unhealthy."""
         caps = read_cap_minors(self.mig_minors) if self.mig_minors is not None else {}
-        divided = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
+        partitioned = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
         for gpu in found:
             parent = seen[gpu.uuid]
             if gpu.uuid not in self._answering:
                 continue
-            divided.discard(gpu.uuid)
+            partitioned.discard(gpu.uuid)
             if not parent.mig_mode:
                 continue
             instances = find_instances(self.session, gpu.handle)
             for instance in instances:
                 seen[instance.uuid] = self._read_instance(nvml, instance, parent, gpu.handle, caps, seen)
-            if instances or any(known.mig.parent == gpu.uuid for known in self._kept(seen) if known.mig is not None):
-                divided.add(gpu.uuid)
+            if instances or any(
+                known.mig.parent == gpu.uuid for known in self._retained(seen) if known.mig is not None
+            ):
+                partitioned.add(gpu.uuid)
             elif parent.is_healthy:
                 seen[gpu.uuid] = _unhealthy(parent, _NO_INSTANCES.format(bus_id=parent.bus_id))
-        return frozenset(divided & {*seen, *self._known})
+        return frozenset(partitioned & {*seen, *self._known})
 
     def _read_instance(
         self, nvml: Any, found: FoundInstance, parent: Gpu, handle: Any, caps: CapMinors, seen: dict[GpuUuid, Gpu]
@@ -336,7 +338,7 @@ class NvmlReader(Struct, eq=False):
             return _unhealthy(gpu, _NO_CAPS.format(path=self.mig_minors))
         return gpu
 
-    def _kept(self, seen: dict[GpuUuid, Gpu]) -> list[Gpu]:
+    def _retained(self, seen: dict[GpuUuid, Gpu]) -> list[Gpu]:
         """What was seen before and is not now, and stays in the answer."""
         return [
             gpu
@@ -371,7 +373,7 @@ class NvmlReader(Struct, eq=False):
         seen: dict[GpuUuid, Gpu],
         found: list[FoundGpu],
         failures: list[UnnamedGpu],
-        divided: frozenset[GpuUuid],
+        partitioned: frozenset[GpuUuid],
     ) -> GpuInventory:
         # A GPU that its MIG mode keeps from being offered is not asked; where its instances are, their place is its own.
         handles = {
@@ -380,10 +382,10 @@ class NvmlReader(Struct, eq=False):
             if gpu.uuid in self._answering and (self.mig_minors is not None or not seen[gpu.uuid].mig_mode)
         }
         unnamed = {failure.nvml_index: failure.reason for failure in failures}
-        for gpu in sorted(self._kept(seen), key=lambda gpu: gpu.mig is not None):  # instances after their GPUs
+        for gpu in sorted(self._retained(seen), key=lambda gpu: gpu.mig is not None):  # instances after their GPUs
             is_gone = gpu.mig is not None and gpu.mig.parent in self._answering
-            kept = replace(gpu, mig=replace(gpu.mig, is_gone=True)) if gpu.mig is not None and is_gone else gpu
-            seen[gpu.uuid] = _unhealthy(kept, self._why_missing(gpu, seen, unnamed))
+            retained = replace(gpu, mig=replace(gpu.mig, is_gone=True)) if gpu.mig is not None and is_gone else gpu
+            seen[gpu.uuid] = _unhealthy(retained, self._why_missing(gpu, seen, unnamed))
         gpus = sorted(seen.values(), key=lambda gpu: gpu.index)
         if self._opening_of_links != self.session.openings:
             self._topology.expire_links()
@@ -391,8 +393,8 @@ class NvmlReader(Struct, eq=False):
         gpus, topology = self._topology.read(nvml, gpus, handles)
         self._known = {gpu.uuid: gpu for gpu in gpus}
         return GpuInventory(
-            gpus=tuple(gpu for gpu in gpus if gpu.uuid not in divided),
-            divided=tuple(gpu for gpu in gpus if gpu.uuid in divided),
+            gpus=tuple(gpu for gpu in gpus if gpu.uuid not in partitioned),
+            divided=tuple(gpu for gpu in gpus if gpu.uuid in partitioned),
             topology=topology,
             driver_version=text_of(self.session.ask("nvmlSystemGetDriverVersion") or ""),
             cuda_version=_cuda_version(self.session.ask("nvmlSystemGetCudaDriverVersion")),

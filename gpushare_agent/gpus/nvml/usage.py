@@ -41,8 +41,9 @@ _LISTS = {
 _CLOCK_SLACK_US = 5_000_000
 """So far ahead of our clock a sample's time may be."""
 
-_ROUNDS_KEPT = 1
-"""A busy process without a new sample keeps its last use for so long: our round may fall between two of the driver's."""
+_ROUNDS_VALID = 1
+"""A busy process without a new sample has its last use for so many rounds: our round may fall between two of the
+driver's."""
 
 
 class _Use(Struct, frozen=True, kw_only=True):
@@ -106,7 +107,7 @@ class GpuProcesses:
         last = self._last.get(pid)
         if last is None:
             return _UNKNOWN if kind is ProcessKind.MPS else _IDLE
-        return last.use if last.rounds_ago <= _ROUNDS_KEPT else _IDLE
+        return last.use if last.rounds_ago <= _ROUNDS_VALID else _IDLE
 
     def _read_use(self, caller: NvmlCaller) -> dict[int, _Use] | None:
         """The mean over each process's samples since the last call; None where the GPU has none.
@@ -158,7 +159,8 @@ def _read_lists(caller: NvmlCaller) -> dict[int, _Listed] | None:
 
 
 def list_entries(caller: NvmlCaller, name: str) -> list[Any] | Verdict:
-    """Calls the versions by their own names: pynvml's name without a version raises an error of its own on older drivers."""
+    """Calls the versions by their own names: pynvml's name without a version raises an error of its own on older
+    drivers."""
     answer = caller.entries(f"{name}_v3")
     return caller.entries(f"{name}_v2") if answer is Verdict.UNSUPPORTED else answer  # older drivers
 
@@ -339,14 +341,14 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
 def _counters(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
     """All in one call; those that the GPU does not have are left out of the next one."""
     nvml = caller.nvml
-    wanted = {
+    counters = {
         "ecc_corrected_total": ((nvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL, 0), 1),
         "ecc_uncorrected_total": ((nvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL, 0), 1),
         "nvlink_received_bytes_total": ((nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS), _KIB),
         "nvlink_sent_bytes_total": ((nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS), _KIB),
     }
-    counts = caller.fields([key for key, _ in wanted.values()])
-    for (name, (_, unit)), count in zip(wanted.items(), counts, strict=True):
+    counts = caller.fields([key for key, _ in counters.values()])
+    for (name, (_, unit)), count in zip(counters.items(), counts, strict=True):
         yield name, None if count is None else int(count) * unit
 
 

@@ -106,7 +106,7 @@ class SimulatedDriver:
         if not self._with_instances:
             out = dict.fromkeys(faults.mig, _MIG_REASON)
             return _with_faults(self._inventory, {**out, **self._new_resets(faults), **faults.lost})
-        self._last = self._instances.divide(self._inventory, faults.mig, self.in_use())
+        self._last = self._instances.partition(self._inventory, faults.mig, self.in_use())
         return _with_faults(self._last, {**self._new_resets(faults), **faults.lost})
 
     async def events(self) -> list[GpuEvent]:
@@ -248,10 +248,10 @@ class SimulatedInstances:
     def __init__(self) -> None:
         self._known: dict[GpuUuid, Gpu] = {}
 
-    def divide(
+    def partition(
         self, inventory: GpuInventory, profiles: Mapping[int, Sequence[str]], in_use: Collection[GpuUuid]
     ) -> GpuInventory:
-        """The inventory with the GPUs of `profiles`, by index, divided."""
+        """The inventory with the GPUs of `profiles`, by index, partitioned."""
         if not profiles and not self._known:
             return inventory
         before, self._known = self._known, {}
@@ -264,17 +264,17 @@ class SimulatedInstances:
             if gpu.uuid not in self._known and gpu.uuid in in_use:
                 mig = replace(gpu.mig, is_gone=True) if gpu.mig is not None else None
                 self._known[gpu.uuid] = replace(gpu, mig=mig, health=Health.UNHEALTHY, unhealthy_reason=_GONE)
-        divided = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
+        partitioned = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
         empty = {index for index, of_gpu in profiles.items() if not of_gpu}
         gpus = [
             replace(gpu, health=Health.UNHEALTHY, unhealthy_reason=_NO_INSTANCES) if gpu.index in empty else gpu
             for gpu in inventory.gpus
-            if gpu.uuid not in divided
+            if gpu.uuid not in partitioned
         ]
         return replace(
             inventory,
             gpus=(*gpus, *sorted(self._known.values(), key=lambda gpu: gpu.index)),
-            divided=tuple(gpu for gpu in inventory.gpus if gpu.uuid in divided),
+            divided=tuple(gpu for gpu in inventory.gpus if gpu.uuid in partitioned),
             topology=_topology(inventory, self._known.values()),
         )
 

@@ -279,8 +279,8 @@ def _claim_state(raw: RawObject) -> str:
 
 
 def _job_status(raw: RawObject) -> str:
-    held = {c["type"] for c in _at(raw, "status.conditions", []) if c.get("status") == "True"}
-    return next((kind for kind in ("Complete", "Failed", "Suspended") if kind in held), "Running")
+    met = {c["type"] for c in _at(raw, "status.conditions", []) if c.get("status") == "True"}
+    return next((kind for kind in ("Complete", "Failed", "Suspended") if kind in met), "Running")
 
 
 def _job_duration(raw: RawObject) -> str:

@@ -164,8 +164,8 @@ def _tail_offset(path: Path, lines: str | None) -> int:
         return 0
     size = path.stat().st_size
     end = _read(path, max(0, size - _MOST_TAIL), _MOST_TAIL)
-    kept = end.splitlines(keepends=True)[-int(lines) :] if int(lines) else []
-    return size - sum(map(len, kept))
+    tail = end.splitlines(keepends=True)[-int(lines) :] if int(lines) else []
+    return size - sum(map(len, tail))
 
 
 def _container_name(pod: RawObject, asked: str) -> str:

@@ -272,15 +272,15 @@ class ApiHandlers:
         pod = self._store.get(resource, _key(request, resource))
         part = request.path.rpartition("/")[2].replace("portf", "port-f")
         if part == "port-forward":
-            cure = "Connect to the same port of localhost"
+            instead = "Connect to the same port of localhost"
         elif is_mirror(pod):
-            cure = f"Its agents too: {INSTEAD_OF_EXEC}"
+            instead = f"Its agents too: {INSTEAD_OF_EXEC}"
         else:
             metadata = pod["metadata"]
             namespace = "" if metadata["namespace"] == "default" else f" -n {metadata['namespace']}"
-            cure = f"For a command in one: gpushare-agent sandbox exec{namespace} {metadata['name']} -- COMMAND"
+            instead = f"For a command in one: gpushare-agent sandbox exec{namespace} {metadata['name']} -- COMMAND"
         bad_request(
-            f"the sandbox has no {part}: its containers are processes of this machine, with its files and ports. {cure}"
+            f"the sandbox has no {part}: its containers are processes of this machine, with its files and ports. {instead}"
         )
 
     async def _scale(self, request: web.Request, resource: str) -> web.StreamResponse:
@@ -293,9 +293,9 @@ class ApiHandlers:
             raw = self._store.get(resource, _key(request, resource))
             new = patch.patched(raw, {"spec": spec}, patch.MERGE)
             raw = self._store.replace(resource, updated(resource, raw, new))
-        kept = {k: v for k, v in raw["metadata"].items() if k in ("name", "namespace", "uid", "resourceVersion")}
+        identity = {k: v for k, v in raw["metadata"].items() if k in ("name", "namespace", "uid", "resourceVersion")}
         return web.json_response({
-            "kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": kept,
+            "kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": identity,
             "spec": {"replicas": raw["spec"]["replicas"]},
             "status": {"replicas": (raw.get("status") or {}).get("replicas", 0)},
         })  # fmt: skip

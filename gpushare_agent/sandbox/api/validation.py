@@ -177,20 +177,20 @@ def updated(resource: str, old: RawObject, new: RawObject, *, is_status: bool = 
                 f'Operation cannot be fulfilled on {resource} "{known["name"]}": the object has been modified; '
                 "please apply your changes to the latest version and try again"
             )
-    kept = {"metadata": {**metadata, **{name: known[name] for name in _IDENTITY if name in known}}}
+    unchanged = {"metadata": {**metadata, **{name: known[name] for name in _IDENTITY if name in known}}}
     if is_status:
         # A client may replace the status by one without a phase, which controllers read of every pod.
         phase = {"phase": old["status"]["phase"]} if resource == "pods" else {}
-        return {**new, **kept, "spec": old.get("spec", {}), "status": {**phase, **(new.get("status") or {})}}
+        return {**new, **unchanged, "spec": old.get("spec", {}), "status": {**phase, **(new.get("status") or {})}}
     if resource in WITH_STATUS:
-        kept["status"] = old.get("status", {})
+        unchanged["status"] = old.get("status", {})
     if resource == "pods" and new.get("spec") != old["spec"]:
         if not _is_same_spec(new, old):
             raise Rejected(
                 "spec: Forbidden: pod updates may not change these fields; delete the pod and create it again"
             )
-        kept["spec"] = old["spec"]
-    result = completed_workload(resource, {**new, **kept})
+        unchanged["spec"] = old["spec"]
+    result = completed_workload(resource, {**new, **unchanged})
     for field in _IMMUTABLE.get(resource, ()):
         if result["spec"].get(field) != old["spec"].get(field):
             raise Rejected(f"spec.{field}: Invalid value: field is immutable; delete the object and create it again")

@@ -3,7 +3,7 @@
 State owned: the known resources with their devices, the set of allocated IDs, the records, the IDs that later containers of
 the pod under admission may reuse. The set of allocated IDs is kept beside the records, and is rebuilt from them whenever a
 device pod has ended: an Allocate that is open then loses its IDs, which the next admission is offered again. This fault is
-the real kubelet's, and is kept on purpose (docs/reference/sandbox.md).
+the real kubelet's, and stays on purpose (docs/reference/sandbox.md).
 
 The records outlive a restart in `kubelet_internal_checkpoint`, which has the shape of a real one
 (docs/reference/formats.md): node -> IDs, AllocResp in base64, entries of ended pods until the next allocation. The Checksum
@@ -410,7 +410,7 @@ class DeviceManager:
     # --- start of a container ---
 
     async def prepare_start(self, pod: PodIdentity, container: ContainerSpec) -> None:
-        """PreStartContainer where the plugin wants it; then Allocate for what became known after the admission.
+        """PreStartContainer where the plugin asks for it; then Allocate for what became known after the admission.
 
         Raises AllocationFailed; the container does not start then.
         """

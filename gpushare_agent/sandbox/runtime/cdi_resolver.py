@@ -1,7 +1,7 @@
 """CDI as the embedded node's container runtime does it: names of devices become what a container gets.
 
 Written apart from the agent's own code for specs (isolation/cdi/files.py), so that each can show the other's
-mistakes. Rules as those of the reference library: a file that is no spec is passed over; of two directories the later
+mistakes. Rules as those of the reference library: a file that is no spec is skipped; of two directories the later
 counts; two files of one directory that name a device make it unknown; one unknown name and the container is not
 created. Nothing is opened in /dev: whether a device node exists is not checked. State owned: none; the files are
 read at each start.

@@ -457,8 +457,8 @@ class PodClaims:
         if not users and is_over:
             self._api.store.remove("resourceclaims", (metadata["namespace"], metadata["name"]))
         elif users != (status.get("reservedFor") or []):
-            kept = {"reservedFor": users, "allocation": status["allocation"]} if users else {}
-            self._set_status(claim, kept)
+            remaining = {"reservedFor": users, "allocation": status["allocation"]} if users else {}
+            self._set_status(claim, remaining)
 
     def _is_living(self, claim: RawObject, user: RawObject) -> bool:
         pod = self._api.find_pod(claim["metadata"]["namespace"], user["name"])
