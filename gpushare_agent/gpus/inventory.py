@@ -113,6 +113,7 @@ class GpuInventoryState:
         healths = {uuid: GpuHealth(state=HealthState.NEEDS_RESET, cause=cause) for uuid, cause in saved.waits.items()}
         for uuid, reason in saved.cordons.items():
             healths[uuid] = cordoned(healths.get(uuid, GpuHealth()), reason)
+        # What this process knows is newer than the file.
         self._healths = healths | self._healths
         self._publish()
 
@@ -137,7 +138,9 @@ class GpuInventoryState:
         """
         now = self._clock()
         self._seen = self._with_missing(found)
+        # A driver that lists GPUs and can read none of them has not said what there is.
         self._is_read = self._is_read or bool(found.gpus) or not found.unreadable
+        # Before the polls: `after_poll` would make `probing` of what is to be healthy again.
         self._end_loss(now)
         for gpu in self._seen.gpus:
             before = self._healths.get(gpu.uuid, GpuHealth())
@@ -148,6 +151,7 @@ class GpuInventoryState:
         """Takes over an unanswered poll: every GPU is Unhealthy until the driver answers and its probes have passed. After
         the first one in a row the healths of before are remembered, for `read` to restore."""
         now = self._clock()
+        # Only those: one that was unhealthy before has to pass its probes in any case.
         healthy = {u: h for u, h in self._healths.items() if h.state is HealthState.HEALTHY}
         # A second one in a row is no missed answer: after it the GPUs have to pass their probes.
         self._before_loss = {} if self._is_driver_lost else healthy
@@ -160,10 +164,12 @@ class GpuInventoryState:
         """Applies the driver's events as one change; returns each event with its meaning, and how often it came."""
         now, known = self._clock(), {gpu.uuid for gpu in self._seen.gpus}
         noted: Counter[tuple[GpuEvent, EventMeaning]] = Counter()
+        # One by one, in the driver's order: the first error that needs a reset is the cause that people read.
         for event in self._of_instances(events):
             meaning = meaning_of(event, known, self._policy)
             noted[event, meaning] += 1
             if event.uuid is not None and meaning in (EventMeaning.UNHEALTHY, EventMeaning.NEEDS_RESET):
+                # An error since then: the GPU is not given its health of before.
                 self._before_loss.pop(event.uuid, None)
                 self._healths[event.uuid] = after_event(
                     self._healths[event.uuid],
@@ -180,6 +186,7 @@ class GpuInventoryState:
         for event in events:
             of = [gpu for gpu in self._seen.gpus if gpu.mig is not None and event.is_of(gpu)]
             yield from (replace(event, uuid=gpu.uuid, gi=None, ci=None) for gpu in of)
+            # Of a GPU that is not partitioned, or that the agent does not know.
             if not of:
                 yield event
 
@@ -194,6 +201,7 @@ class GpuInventoryState:
         return self._publish()
 
     def _end_loss(self, now: float) -> None:
+        # Emptied in any case: only the poll straight after the loss may forgive it.
         before, self._before_loss, self._is_driver_lost = self._before_loss, {}, False
         restored = after_brief_loss(before, self._healths, self._seen.by_uuid())
         if restored and is_brief_loss_forgiven(self._forgiven_at, now):
@@ -203,7 +211,9 @@ class GpuInventoryState:
     def _with_missing(self, found: GpuInventory) -> GpuInventory:
         known = found.by_uuid()
         partitioned = {gpu.uuid for gpu in found.divided}
+        # Instances that no container has, and GPUs that became instances: the reader has dropped them on purpose.
         gone = {gpu.uuid for gpu in self._seen.gpus if gpu.mig is not None or gpu.uuid in partitioned} - known.keys()
+        # A cordon outlives the instance: one made anew with this UUID stays out of service.
         self._healths = {u: health for u, health in self._healths.items() if u not in gone or health.cordon is not None}
         if all(gpu.uuid in known for gpu in self._seen.gpus if gpu.uuid not in gone):
             return found
@@ -220,8 +230,10 @@ class GpuInventoryState:
     def _publish(self) -> bool:
         gpus = tuple(offered(gpu, self._healths[gpu.uuid], self._policy) for gpu in self._seen.gpus)
         inventory, saved = replace(self._seen, gpus=gpus), saved_of(self._healths)
+        # Polls find the same as a rule: subscribers compare lists of thousands of IDs.
         if inventory == self._offered and saved == self._saved:
             return False
+        # Before the callbacks, which read the inventory.
         self._offered, self._saved = inventory, saved
         for callback in self._on_change:
             callback(inventory)
@@ -245,7 +257,9 @@ class GpuHealthObserver:
     def inventory_changed(self, inventory: GpuInventory) -> None:
         gpus, was_cordoned = self._gpus, self._cordoned
         self._gpus, self._cordoned = inventory.by_uuid(), self._inventory.cordoned
+        # By index: Events of one change come in the order in which people count GPUs.
         for gpu in sorted(inventory.gpus, key=lambda gpu: gpu.index):
+            # An agent that starts must not report every GPU as recovered.
             was_healthy = gpu.uuid not in gpus or gpus[gpu.uuid].is_healthy
             self._report_cordon(gpu, was_cordoned.get(gpu.uuid), self._cordoned.get(gpu.uuid))
             if was_healthy and not gpu.is_healthy:
@@ -274,6 +288,7 @@ class GpuHealthObserver:
 
     def _report_healthy(self, gpu: Gpu, *, was_cordoned: bool) -> None:
         self._metrics.gpu_health_changed(gpu.uuid, healthy=True)
+        # Put back by a person, whose Event says so: it has not recovered from anything.
         if was_cordoned:
             return
         log.info("gpu_recovered", index=gpu.index, uuid=gpu.uuid)

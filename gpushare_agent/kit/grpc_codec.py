@@ -70,6 +70,7 @@ def decode_generated(
         MalformedMessageError: cut off, a known field of the wrong wire type, text that is not UTF-8, nested too deep.
     """
     fields = Fields(max_fields)
+    # A list instead of recursion: a message nested ten thousand deep must not end in RecursionError.
     pending: list[tuple[type[betterproto2.Message], int, int, int]] = [(message_type, 0, len(data), 0)]
     while pending:
         cls, start, stop, depth = pending.pop()
@@ -91,12 +92,15 @@ def _check_fields(
     nested = []
     for key, _, content, content_stop in scan_fields(data, start, stop, fields):
         name = description.field_name_by_number.get(key >> 3)
+        # Unknown fields are allowed: a newer kubelet or runtime sends some.
         if name is None:
             continue
         meta = description.meta_by_field_name[name]
+        # proto3 packs repeated numbers by default, and a reader must take both forms.
         is_packed = meta.repeated and meta.proto_type in betterproto2.PACKED_TYPES and key & 7 == 2
         if key & 7 != _WIRE_TYPES[meta.proto_type] and not is_packed:
             raise MalformedMessageError(f"field {key >> 3} ({name}) has wire type {key & 7}")
+        # Maps are messages here too, their entries are checked as such.
         if meta.proto_type == betterproto2.TYPE_MESSAGE:
             nested.append((description.cls_by_field[name], content, content_stop))
     return nested

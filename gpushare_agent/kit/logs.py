@@ -75,9 +75,11 @@ class LogWriter:
     def put(self, stream: TextIO, text: str, *, must_fit: bool = True) -> None:
         """Write this later, or drop it where the queue is full and `must_fit`."""
         with self._lock:
+            # Dropped and not awaited: an admission must not wait for a reader of the log.
             if must_fit and self._queue.qsize() >= MAX_LINES:
                 self._dropped += 1
                 return
+            # With the first line: most commands log nothing.
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write_all, name="log-writer", daemon=True)
                 self._thread.start()
@@ -87,6 +89,7 @@ class LogWriter:
         """Wait until what was put is written. Where a flush had no success, the next one waits only after progress."""
         if self._thread is None:
             return True
+        # Each end of a process flushes several times: only the first one waits for a reader that does not read.
         if self._stuck_at == self._written:
             return False
         is_written = threading.Event()
@@ -98,16 +101,19 @@ class LogWriter:
 
     def _write_all(self) -> None:
         while True:
+            # Before the wait: what was left out is reported also where no line comes any more.
             self.on_turn()
             try:
                 item = self._queue.get(timeout=self._turn_s)
             except Empty:
                 continue
+            # A flush: all that was put before it is written.
             if isinstance(item, threading.Event):
                 item.set()
                 continue
             try:
                 _write(*item)
+            # Nothing can be logged of it: the log is what fails.
             except (OSError, ValueError):  # the reader is gone, the disk is full, the stream is closed
                 with self._lock:
                     self._dropped += 1
@@ -119,6 +125,7 @@ class LogWriter:
         with self._lock:
             if not self._dropped or self._queue.qsize() > MAX_LINES // 2:
                 return  # with the queue still that full, the report would be followed by the next
+            # Taken before it is logged, for the line may itself be dropped.
             dropped, self._dropped = self._dropped, 0
         logging.getLogger(__name__).error("log_lines_dropped", extra={"lines": dropped})
 
@@ -159,10 +166,12 @@ def _write(stream: TextIO, text: str) -> None:
         stream.write(text)
         stream.flush()
         return
+    # A letter that the terminal's encoding lacks must not cost the line.
     errors = "backslashreplace" if stream.errors in (None, "strict") else stream.errors
     rest = memoryview(text.encode(stream.encoding, errors))
     while rest:
         try:
+            # A pipe may take a part: the rest follows, or lines would be torn.
             rest = rest[os.write(descriptor, rest) :]
         except BlockingIOError:  # someone else who has the same pipe made it so
             poll = select.poll()
@@ -200,6 +209,7 @@ class TenantLines:
 
     def __call__(self, _logger: Any, method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """The processor. Raises DropEvent: the line is left out."""
+        # The report itself must pass, or nobody would hear of what was left out.
         keys = self._user(line) if method != "debug" and line.get("event") != _REPORT else ()
         if not keys:
             return line
@@ -227,13 +237,16 @@ class TenantLines:
     def _take(self, keys: tuple[Key, ...]) -> bool:
         now = self._clock()
         used = {key: self._lately(key, now) for key in keys}
+        # Whoever used the bucket lately must leave as much in it: so a flood takes half of it, whatever it is called.
         reserve = sum((1 + one) / len(keys) for one in used.values() if one > 0)
         if self._tokens.level < 1 + reserve:
             return False
+        # After the look: a line that is left out costs nothing.
         self._tokens.take()
         for key, one in used.items():
             self._used[key] = one + 1, now
             self._used.move_to_end(key)
+        # The longest unused first: its use has faded anyway.
         while len(self._used) > _MAX_USERS:
             self._used.popitem(last=False)
         return True
@@ -241,6 +254,7 @@ class TenantLines:
     def _lately(self, key: Key, now: float) -> float:
         used, at = self._used.get(key, (0.0, now))
         left = used * math.exp((at - now) / _FORGET_S)
+        # A trace of use would else make a tenant known for ever.
         return left if left >= _LEAST else 0.0
 
     def _user(self, line: MutableMapping[str, Any]) -> tuple[Key, ...]:
@@ -306,7 +320,9 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
             ],
         )
     )
+    # force: a reload sets the level and format anew, and the handler of before must go.
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    # After basicConfig, which sets the root's level alone.
     for name, least in _LIBRARY_LEVELS.items():
         logging.getLogger(name).setLevel(least)
     for name in _REPEATING_LIBRARIES:
@@ -314,6 +330,7 @@ def setup_logging(level: str = "info", format: str = "auto") -> None:
     WRITER.on_turn = _TENANT_LINES.report
     atexit.unregister(_report_at_end)
     atexit.register(_report_at_end)  # before logging's own end, which was registered when it was imported
+    # Python's warnings go to standard error past all handlers otherwise, and may block there.
     logging.captureWarnings(True)
     sys.excepthook = _write_uncaught
     structlog.configure(
@@ -355,16 +372,19 @@ class RepeatedLines(logging.Filter):
         self._kinds: OrderedDict[tuple[str, str, object], _Kind] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
+        # The template, not the text: the text has the peer's address in it, and no two would be equal.
         key = (record.name, str(record.msg).partition("\n")[0][:100], record.exc_info and record.exc_info[0])
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = _Kind(TokenBucket(rate=1 / _REPEAT_AFTER_S, burst=1, clock=self._clock))
             if len(self._kinds) > _MAX_KINDS:
+                # The oldest kind: what a peer can vary must not grow this without end.
                 self._kinds.popitem(last=False)
         if not kind.lines.take():
             kind.left_out += 1
             return False
         if kind.left_out:
+            # In the message, for the record of a library has no fields.
             record.msg = f"{record.msg} ({kind.left_out} more of these were left out)"
         kind.left_out = 0
         return True

@@ -31,6 +31,7 @@ class PeerCredentials(Struct, frozen=True, kw_only=True):
 def peer_credentials(transport: asyncio.BaseTransport) -> PeerCredentials | None:
     """None where the transport has no unix socket (any more)."""
     sock = transport.get_extra_info("socket")
+    # A transport that is closed has no socket any more, and TCP has no credentials.
     if sock is None or sock.family != socket.AF_UNIX:
         return None
     try:
@@ -51,6 +52,7 @@ _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 
 def is_host_pid_namespace() -> bool:
     """False also where it is not known, and on a node that is itself a container."""
+    # The kernel's first namespace has a fixed inode number; all others are made later and have another.
     return pid_namespace_of("self") == _FIRST_PID_NAMESPACE
 
 

@@ -77,6 +77,7 @@ def decode_allocate(data: bytes) -> list[list[str]]:
 
 def decode_pre_start(data: bytes) -> list[str]:
     """Decodes a PreStartContainerRequest: the container's device IDs."""
+    # Checked here: it has no submessages, with which `_messages` would check the size.
     _check_size(data, "PreStartContainerRequest")
     return _device_ids(data, 0, len(data), Fields())
 
@@ -93,6 +94,7 @@ def scan_single_pod(data: bytes) -> PodEntry | None:
     entries = [
         scan_pod_entry(data[start:stop], fields) for start, stop in _messages(data, "GetPodResourcesResponse", fields)
     ]
+    # protobuf: of a field that is there several times the last one counts.
     return entries[-1] if entries else None
 
 
@@ -131,6 +133,7 @@ def _container(data: bytes, pos: int, stop: int, resources: Collection[str] | No
     name = ""
     found: dict[str, list[str]] = {}
     while pos < stop:
+        # Again after each odd field: the run goes on behind it.
         pos = _plain_devices(data, pos, stop, resources, found, fields)
         if pos == stop:
             break
@@ -238,7 +241,9 @@ def _device_ids(data: bytes, pos: int, stop: int, fields: Fields) -> list[str]:
 
 def _short_strings(data: bytes, pos: int, stop: int, key: int, out: list[str]) -> int:
     """Reads the run of strings of 8 to 127 bytes in field `key` at `pos` into `out`; returns where the run ends."""
+    # A string needs two bytes at least, key and length: one comparison in the place of two in the loop.
     last = stop - 1
+    # Bound once: a node's list has tens of thousands of IDs.
     append = out.append
     try:
         while pos < last and data[pos] == key:
@@ -273,6 +278,7 @@ def _plain_messages(data: bytes, found: list[tuple[int, int]], fields: Fields) -
         start, length = pos + 2, data[pos + 1]
         if length > 127:
             start, high = pos + 3, data[pos + 2]
+            # Three bytes of length, or a number that is longer than it needs to be: the careful reader takes these.
             if not 0 < high <= 127:
                 break
             length = (length & 127) | high << 7
@@ -311,6 +317,7 @@ def scan_fields(data: bytes, pos: int, stop: int, fields: Fields | None = None) 
 def _field(data: bytes, pos: int, stop: int) -> Field:
     key, start = _varint(data, pos, stop)
     wire_type = key & 7
+    # Field 0 does not exist: zeroes in the place of a message are not taken for fields.
     if not 1 <= key >> 3 <= _MAX_FIELD_NUMBER:
         raise MalformedMessageError(f"field number {key >> 3} at byte {pos} is not allowed")
     if wire_type == _VARINT:
@@ -339,10 +346,12 @@ def _varint(data: bytes, pos: int, stop: int) -> tuple[int, int]:
         pos += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
+            # Ten groups of seven bits have room for 70: protobuf's numbers have 64.
             if value >> 64:
                 break
             return value, pos
         shift += 7
+        # The loop ends for any input: a number has ten bytes at most.
         if shift > 63:
             break
     raise MalformedMessageError(f"the number at byte {start} is cut off or longer than 64 bits")
@@ -350,6 +359,7 @@ def _varint(data: bytes, pos: int, stop: int) -> tuple[int, int]:
 
 def _int32(value: int) -> int:
     value &= 0xFFFF_FFFF
+    # Negative int32 are sent as 64 bits: the upper half is dropped, as in protobuf.
     return value - (1 << 32) if value >> 31 else value
 
 

@@ -33,6 +33,7 @@ class StateFile:
         self._path = path
         self._what = what
         self._on_corrupt = on_corrupt
+        # Linux shows 15 characters of a thread's name.
         self._thread = DaemonThread(f"state of {what}"[:15], advice=f"Check the file system of {path}.")
 
     async def load(self, parse: Callable[[Any], T], empty: Callable[[], T]) -> T:
@@ -50,9 +51,11 @@ class StateFile:
     def _load(self, parse: Callable[[Any], T], empty: Callable[[], T]) -> T:
         try:
             content = _content(self._path)
+            # In the thread, with the reading: a file of a mebibyte must not hold the loop.
             return parse(_decoded(content)) if content is not None else empty()
         except OSError as e:
             raise Unavailable(f"{self._path} cannot be read: {e.strerror or e}") from e
+        # Set aside, not deleted and not overwritten: a person may find out what it was.
         except Corrupt as e:
             self._set_aside(str(e))
             return empty()
@@ -67,11 +70,13 @@ class StateFile:
 
     def _save(self, document: dict[str, Any]) -> None:
         content = json.dumps(document, indent=2).encode() + b"\n"
+        # Beside the file, for a rename works within one file system alone.
         new = self._path.with_name(self._path.name + ".new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _write_whole(new, content)
             new.replace(self._path)
+            # Without it a loss of power may leave the old name with no content on some file systems.
             _sync_directory(self._path.parent)
         except OSError as e:
             with suppress(OSError):
@@ -86,6 +91,7 @@ def _content(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as e:
+        # Not the agent's own, no regular file, a link: somebody else's doing. Other errors may pass, and are tried again.
         if e.errno in (errno.EPERM, errno.EINVAL, errno.ELOOP):
             raise Corrupt(f"{e.strerror}; {_REMEDY}" if e.errno == errno.EPERM else e.strerror) from e
         raise

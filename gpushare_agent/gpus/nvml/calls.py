@@ -60,7 +60,8 @@ class UnsupportedCalls(set[object]):
 
 
 class NvmlCaller(Struct, eq=False):
-    """Calls for a GPU in one round. `unsupported` lasts for the next rounds, `errors` counts over all GPUs of the round."""
+    """Calls for a GPU in one round. `unsupported` lasts for the next rounds, `errors` counts over all GPUs of the
+    round."""
 
     session: NvmlSession
     nvml: Any
@@ -87,6 +88,7 @@ class NvmlCaller(Struct, eq=False):
     def answer(self, name: str, *arguments: Any) -> Any | Verdict:
         """The same, called always, and with the verdict where there is no value."""
         function: Callable[..., Any] | None = getattr(self.nvml, name, None)
+        # nvidia-ml-py of another version may lack the function.
         if function is None:
             return Verdict.UNSUPPORTED
         try:
@@ -97,6 +99,7 @@ class NvmlCaller(Struct, eq=False):
         return answer
 
     def _classify(self, error: Exception) -> Verdict:
+        # First: an error of the whole driver says nothing of this GPU.
         self.session.check_driver(error)
         error_name = self.session.error_name(error)
         verdict = _VERDICTS.get(error_name, Verdict.FAILED)
@@ -104,7 +107,9 @@ class NvmlCaller(Struct, eq=False):
             self.errors[error_name.lower()] += 1
             self._unknowns += error_name == _MAYBE_LOST
         else:
+            # An empty list is an answer: the GPU lives.
             self._answers += verdict is Verdict.EMPTY
+        # After counting: the round's errors show it.
         if error_name in _LOST:
             raise GpuLostError from error
         return verdict
@@ -118,20 +123,24 @@ class NvmlCaller(Struct, eq=False):
         """A list, called always, also when it is empty; UNSUPPORTED or FAILED where there is none."""
         for _ in range(_TRIES):
             answer = self.answer(name, *arguments)
+            # pynvml raises for an empty list of processes.
             if answer is Verdict.EMPTY:
                 return []
+            # It grew between the call for its length and that for its entries: tried again with the new length.
             if answer is not Verdict.GREW:
                 return answer if isinstance(answer, Verdict) else list(answer)
         self.errors["insufficient_size"] += 1
         return Verdict.FAILED
 
     def fields(self, keys: Sequence[tuple[int, int]]) -> list[float | None]:
-        """The field values of these keys (field, scope) in one call; a key that is not supported is left out of later calls.
+        """The field values of these keys (field, scope) in one call; a key that is not supported is left out of later
+        calls.
 
         Raises:
             GpuLostError, DriverLostError: as in `value`.
         """
         name = "nvmlDeviceGetFieldValues"
+        # One key that the driver does not know must not cost the others.
         asked = [key for key in keys if key not in self.unsupported] if name not in self.unsupported else []
         answers = self.answer(name, asked) if asked else []
         if answers is Verdict.UNSUPPORTED:

@@ -1,11 +1,12 @@
 """Reads the GPUs through NVML: what each is, whether one needs a repair, and how they are connected (common ancestors on
 PCIe, and NVLinks). Blocking; driver.py calls it from one thread at a time.
 
-State owned: the GPUs seen so far. A GPU keeps the index under which it was first seen, also when the driver loses
-another one and numbers the rest anew; a GPU that is missing stays in the answer, Unhealthy. A MIG instance that is missing
-stays only while a container has it, or its GPU does not answer: a node that is repartitioned again and again does not gather
-them, and the index is free again. Of the topology what was read once: PCIe does not change while a node runs, so each pair
-is read once; NVLinks are read again whenever NVML was opened anew. A lost GPU thereby keeps its place in the topology.
+State owned: the GPUs seen so far. A GPU keeps the index under which it was first seen, also when the driver loses another
+one and numbers the rest anew; a GPU that is missing stays in the answer, Unhealthy. A MIG instance that is missing stays
+only while a container has it, or its GPU does not answer: a node that is repartitioned again and again does not gather
+them, and the index is free again. Of the topology what was read once: PCIe does not change while a node runs, so each
+pair is read once; NVLinks are read again whenever NVML was opened anew. A lost GPU thereby keeps its place in the
+topology.
 
 Source: NVML API reference (NVML_FI_DEV_GET_GPU_RECOVERY_ACTION of newer drivers, nvmlDeviceGetRemappedRows of GPUs from
 Ampere on); `nvidia-smi -q`, "GPU Recovery Action", shows the same to an operator.
@@ -88,6 +89,7 @@ class NvmlTopology:
         `handles` has the GPUs that answer; the others keep what was read of them before.
         """
         for uuid, handle in handles.items():
+            # Kept where a GPU does not answer: its place in the topology must not change by a fault.
             if uuid not in self._up_to_date and (links := _read_links(nvml, handle)) is not None:
                 self._links[uuid] = links
                 self._up_to_date.add(uuid)
@@ -110,11 +112,13 @@ class NvmlTopology:
         return self._links.get(gpu.uuid, _NO_LINKS)
 
     def _pcie_kind(self, nvml: Any, a: Gpu | None, b: Gpu | None, handles: Mapping[GpuUuid, Any]) -> LinkKind:
+        # An index without a GPU: far from all, so that no placement counts on it.
         if a is None or b is None:
             return LinkKind.SYS
         first, second = _physical(a), _physical(b)
         if first == second:
             return LinkKind.PIX  # two instances of one GPU
+        # The same in both directions: half as many calls.
         pair = frozenset({first, second})
         if pair not in self._ancestors and first in handles and second in handles:
             try:
@@ -129,6 +133,7 @@ class NvmlTopology:
             return Link(kind=pcie)  # MIG instances have no NVLinks
         first, second = self._links_of(a), self._links_of(b)
         direct = max(first.count_to(b.bus_id), second.count_to(a.bus_id))
+        # Through NVSwitch each GPU reaches every other with all of its links, and NVML names the switch as the far end.
         nvlinks = direct or min(first.switch_links, second.switch_links)
         return Link(kind=LinkKind.NVLINK, nvlinks=nvlinks) if nvlinks else Link(kind=pcie)
 
@@ -141,12 +146,14 @@ def _read_links(nvml: Any, handle: Any) -> _GpuLinks | None:
     """The GPU's active NVLinks, None where the GPU stopped answering half-way."""
     links: list[NvLink] = []
     switch_links = 0
+    # Up to the most that any GPU has: a link that this one lacks is an error of the call.
     for number in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             if not nvml.nvmlDeviceGetNvLinkState(handle, number):
                 continue
             remote = canonical_bus_id(text_of(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, number).busId))
         except nvml.NVMLError as error:
+            # The GPU is lost in the middle: half of its links would look like a slower machine.
             if not _means_no_link(nvml, error):
                 return None
             continue
@@ -201,9 +208,9 @@ _REMAPPING_FAILED = "row remapping failed: the GPU's memory needs replacement. T
 
 
 class NvmlReader(Struct, eq=False):
-    """Reads through `session`, which it closes where NVML has to be opened again. `close_others` closes the other openings;
-    `on_read` gets what each poll found, to be compared with the poll before. `mig_minors` is the host's file of capability
-    nodes, None where MIG instances are not to be offered."""
+    """Reads through `session`, which it closes where NVML has to be opened again. `close_others` closes the other
+    openings; `on_read` gets what each poll found, to be compared with the poll before. `mig_minors` is the host's file of
+    capability nodes, None where MIG instances are not to be offered."""
 
     session: NvmlSession
     pci_devices: Path
@@ -229,6 +236,7 @@ class NvmlReader(Struct, eq=False):
             inventory = self._read_once()
             if not self._is_all_lost(inventory):
                 return inventory
+            # NVML brings back a GPU that was reset only after a complete shutdown, so the others' openings end too.
             self._close_wholly()
             inventory = self._read_once()
         except DriverLostError:
@@ -252,6 +260,7 @@ class NvmlReader(Struct, eq=False):
 
     def _read_once(self) -> GpuInventory:
         self._answering.clear()
+        # Enumerated at each poll: the handles of before would hide a GPU that is new or missing.
         found, unnamed = self.session.find_gpus()
         nvml = self.session.open()
         seen: dict[GpuUuid, Gpu] = {}
@@ -266,11 +275,13 @@ class NvmlReader(Struct, eq=False):
         handle, uuid = found.handle, found.uuid
         self._last_nvml_index[uuid] = found.nvml_index
         known = self._known.get(uuid)
+        # Device IDs name GPUs by UUID, people by index: it must not change when the driver numbers anew.
         index = known.index if known else self._new_index(found.nvml_index, taken)
         try:
             bus_id = canonical_bus_id(text_of(nvml.nvmlDeviceGetPciInfo(handle).busId))
             capability = self.session.ask("nvmlDeviceGetCudaComputeCapability", handle)
             mode = self.session.ask("nvmlDeviceGetComputeMode", handle)
+            # A GPU that fails at any of these calls is Unhealthy as a whole.
             gpu = Gpu(
                 index=index,
                 minor=nvml.nvmlDeviceGetMinorNumber(handle),
@@ -286,9 +297,11 @@ class NvmlReader(Struct, eq=False):
                 fabric=_fabric(self.session, nvml, handle),
             )
         except nvml.NVMLError as error:
+            # An error of the whole driver is not this GPU's fault: the poll begins again.
             self.session.check_driver(error)
             blank = Gpu(index=index, minor=_UNKNOWN_MINOR, uuid=uuid, bus_id="", name="", memory_mib=0)
             return _unhealthy(known or blank, f"NVML: {error}")
+        # It answers, though it may need a repair below: events of it can be registered.
         self._answering.add(uuid)
         is_out = self.mig_minors is None and gpu.mig_mode
         reason = _MIG_REASON if is_out else _repair_reason(self.session, nvml, handle)
@@ -300,9 +313,11 @@ class NvmlReader(Struct, eq=False):
         partitioned = {gpu.mig.parent for gpu in self._known.values() if gpu.mig is not None}
         for gpu in found:
             parent = seen[gpu.uuid]
+            # Its instances cannot be listed: those known before stay.
             if gpu.uuid not in self._answering:
                 continue
             partitioned.discard(gpu.uuid)
+            # MIG was switched off: the GPU is offered whole again.
             if not parent.mig_mode:
                 continue
             instances = find_instances(self.session, gpu.handle)
@@ -312,6 +327,7 @@ class NvmlReader(Struct, eq=False):
                 known.mig.parent == gpu.uuid for known in self._retained(seen) if known.mig is not None
             ):
                 partitioned.add(gpu.uuid)
+            # Unhealthy for another reason: that one is shown.
             elif parent.is_healthy:
                 seen[gpu.uuid] = _unhealthy(parent, _NO_INSTANCES.format(bus_id=parent.bus_id))
         return frozenset(partitioned & {*seen, *self._known})
@@ -332,6 +348,7 @@ class NvmlReader(Struct, eq=False):
         gpu = replace(gpu, name=f"{parent.name} MIG {place.profile}", memory_mib=memory_mib, mig=place)
         if not parent.is_healthy:
             return _unhealthy(gpu, f"its GPU {parent.index}: {parent.unhealthy_reason}")
+        # Drivers before 470: the name says a place, which is another instance after the next partitioning.
         if "/" in found.uuid:
             return _unhealthy(gpu, _OLD_UUID)
         if place.gi_cap is None or place.ci_cap is None:
@@ -382,15 +399,18 @@ class NvmlReader(Struct, eq=False):
             if gpu.uuid in self._answering and (self.mig_minors is not None or not seen[gpu.uuid].mig_mode)
         }
         unnamed = {failure.nvml_index: failure.reason for failure in failures}
+        # GPUs first: an instance's reason is that of its GPU.
         for gpu in sorted(self._retained(seen), key=lambda gpu: gpu.mig is not None):  # instances after their GPUs
             is_gone = gpu.mig is not None and gpu.mig.parent in self._answering
             retained = replace(gpu, mig=replace(gpu.mig, is_gone=True)) if gpu.mig is not None and is_gone else gpu
             seen[gpu.uuid] = _unhealthy(retained, self._why_missing(gpu, seen, unnamed))
         gpus = sorted(seen.values(), key=lambda gpu: gpu.index)
+        # A driver that was reloaded may have trained NVLinks otherwise.
         if self._opening_of_links != self.session.openings:
             self._topology.expire_links()
             self._opening_of_links = self.session.openings
         gpus, topology = self._topology.read(nvml, gpus, handles)
+        # Only at the end: a poll that fails half-way leaves what was known.
         self._known = {gpu.uuid: gpu for gpu in gpus}
         return GpuInventory(
             gpus=tuple(gpu for gpu in gpus if gpu.uuid not in partitioned),
@@ -417,6 +437,7 @@ def _cuda_version(number: int | None) -> str:
 def _fabric(session: NvmlSession, nvml: Any, handle: Any) -> str:
     """Raises DriverLostError. Source: IsFabricAttached in go-nvlib, pkg/nvlib/device/device.go."""
     info = nvml.c_nvmlGpuFabricInfo_t()
+    # Older drivers lack it, and most GPUs are on no fabric.
     if session.ask("nvmlDeviceGetGpuFabricInfo", handle, byref(info)) is None:
         return ""
     cluster = bytes(info.clusterUuid)
@@ -435,6 +456,7 @@ def _repair_reason(session: NvmlSession, nvml: Any, handle: Any) -> str:
     itself happens at the next reset, whenever that is.
     """
     asked = session.ask("nvmlDeviceGetFieldValues", handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+    # The field has an error of its own where the GPU does not know it.
     action = asked[0].value.uiVal if asked and asked[0].nvmlReturn == nvml.NVML_SUCCESS else None
     for name, request in _ACTIONS.items():
         if action is not None and action == getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}", None):

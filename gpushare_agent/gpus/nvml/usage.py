@@ -76,9 +76,11 @@ class GpuProcesses:
         """The processes by PID; None where the GPU could not list them. Raises GpuLostError, DriverLostError."""
         listed = _read_lists(caller)
         is_known = self._newest_us is not None
+        # Read also where the lists failed: what is not taken now would be counted in the next round.
         fresh = self._read_use(caller)
         if listed is None:
             return None
+        # Its use belongs to this round, though it is in no list any more.
         for pid in (fresh or {}).keys() - listed.keys():
             listed[pid] = _Listed()  # it ran in this round and has ended since, or is in none of the lists
         self._remember(fresh or {}, listed)
@@ -86,6 +88,7 @@ class GpuProcesses:
 
     def _remember(self, fresh: Mapping[int, _Use], listed: Mapping[int, _Listed]) -> None:
         for last in self._last.values():
+            # Before the new samples, which begin at 0.
             last.rounds_ago += 1
         self._last.update({pid: _LastUse(use) for pid, use in fresh.items()})
         self._last = {pid: last for pid, last in self._last.items() if pid in listed}
@@ -105,6 +108,7 @@ class GpuProcesses:
     def _use(self, pid: int, kind: ProcessKind) -> _Use:
         """No sample means idle, except for a client of MPS that never had one: some drivers do not sample those."""
         last = self._last.get(pid)
+        # NVML has no sample of a process that did nothing.
         if last is None:
             return _UNKNOWN if kind is ProcessKind.MPS else _IDLE
         return last.use if last.rounds_ago <= _ROUNDS_VALID else _IDLE
@@ -115,6 +119,7 @@ class GpuProcesses:
         The first call only notes how far the driver's buffer goes: it may be full of old samples.
         """
         now_us = time.time_ns() // 1000
+        # Whatever the buffer has is of before this agent: a mean over it would be no recent use.
         is_first = self._newest_us is None
         since_us = min(self._newest_us or 0, now_us)  # a clock that was set back would else hide all that is newer
         answer = caller.entries("nvmlDeviceGetProcessUtilization", since_us)
@@ -149,10 +154,12 @@ def _read_lists(caller: NvmlCaller) -> dict[int, _Listed] | None:
     """None where a list failed, for a process left out would look ended, or where the GPU has none of the lists."""
     listed: dict[int, _Listed] = {}
     answers = {kind: list_entries(caller, name) for kind, name in _LISTS.items()}
+    # A part of the lists would show processes as ended that run.
     if Verdict.FAILED in answers.values() or all(answer is Verdict.UNSUPPORTED for answer in answers.values()):
         return None
     for kind, answer in answers.items():
         for process in () if isinstance(answer, Verdict) else answer:
+            # In two lists: one process, of the more precise kind.
             earlier = listed.get(process.pid, _Listed())
             listed[process.pid] = _Listed(kind=kind, memory_bytes=_larger(earlier.memory_bytes, process.usedGpuMemory))
     return listed
@@ -233,9 +240,11 @@ class NvmlUsage:
     def _sample(self) -> DriverSample:
         nvml = self._session.open()
         handles = dict(self._session.handles())
+        # First, for GPUs with instances are not sampled themselves.
         instances = self._instances(handles) if self._with_instances else {}
         self._begin_round()
         uuids = sorted(handles)
+        # 20 ms each way: of 16 GPUs the round would take two thirds of a second.
         measured = uuids[self._rounds % len(uuids)] if uuids else None
         errors: Counter[str] = Counter()
         gpus: list[GpuSample] = []
@@ -245,6 +254,7 @@ class NvmlUsage:
             try:
                 gpus.append(_sample_gpu(uuid, caller, memory, measure_pcie=uuid == measured))
             except GpuLostError:
+                # No sample: the GPU is missing in this round, and its counters begin anew.
                 del self._gpus[uuid]
         self._gpus = {uuid: memory for uuid, memory in self._gpus.items() if uuid in handles or uuid in instances}
         gpus += [self._sample_instance(nvml, uuid, instances[uuid], errors) for uuid in sorted(instances)]
@@ -266,6 +276,7 @@ class NvmlUsage:
         caller = NvmlCaller(self._session, nvml, handle, unsupported=memory.unsupported, errors=errors)
         try:
             return GpuSample(uuid=uuid, processes=memory.processes.read(caller), **dict(_memory(caller)))
+        # The instance stays in the answer, without numbers: its GPU is reported by the poll.
         except GpuLostError:
             return GpuSample(uuid=uuid)
 
@@ -274,6 +285,7 @@ class NvmlUsage:
             self._opening = self._session.openings
             self._gpus.clear()
         self._rounds += 1
+        # Some ten minutes at a round each second.
         if self._rounds % _ROUNDS_UNTIL_RETRIED == 0:
             for memory in self._gpus.values():
                 memory.unsupported.clear()
@@ -286,6 +298,7 @@ def _sample_gpu(uuid: GpuUuid, caller: NvmlCaller, memory: _GpuMemory, *, measur
     if measure_pcie:
         memory.pcie = dict(_pcie(caller))
     processes = memory.processes.read(caller)
+    # At the end: a GPU whose every value is unknown is lost, not idle.
     caller.check_alive()
     return GpuSample(uuid=uuid, processes=processes, **values, **memory.pcie)
 
@@ -303,6 +316,7 @@ def _utilisation(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
 
 def _memory(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
     """The second version of the call counts what the driver keeps for itself apart from what is used."""
+    # The older call counts the driver's own memory as used by programs.
     use = caller.value("nvmlDeviceGetMemoryInfo", caller.nvml.nvmlMemory_v2)
     if use is None:
         use = caller.value("nvmlDeviceGetMemoryInfo")
@@ -334,6 +348,7 @@ def _clocks(caller: NvmlCaller) -> Iterator[tuple[str, Any]]:
 
 def throttle_reasons(mask: int) -> tuple[str, ...]:
     """The names of a mask of clocks event reasons, sorted; a bit without a name here is given by its value."""
+    # Unknown bits are shown by number: a newer driver has reasons of its own.
     bits = [1 << place for place in range(mask.bit_length()) if mask >> place & 1 and 1 << place != _GPU_IDLE]
     return tuple(sorted(_THROTTLE_REASONS.get(bit, f"unknown_{bit:#x}") for bit in bits))
 

@@ -60,10 +60,12 @@ class SimulatedInput(Generic[T]):
         Raises:
             Unavailable: it cannot be read in time.
         """
+        # No file was named: nothing fails, and nothing is used.
         if self._path is None:
             return self._default, True
         try:
             async with asyncio.timeout(_READ_TIMEOUT_S):
+                # A file system that hangs must not hold the loop.
                 return await asyncio.to_thread(self._read, self._path)
         except TimeoutError as error:
             text = f"reading the simulated GPUs' {self._name} file {self._path} took longer than {_READ_TIMEOUT_S:g} s"
@@ -75,6 +77,7 @@ class SimulatedInput(Generic[T]):
         except FileNotFoundError:
             return self._default, True
         except (OSError, ValueError, RecursionError) as error:
+            # Read at each poll: a mistake in it would be a line each five seconds.
             if self._ignored.is_new(str(error)):
                 log.warning(f"{self._name}_file_ignored", path=str(path), reason=str(error))
             return self._default, False
@@ -229,6 +232,7 @@ def parse_usage(text: str) -> Usage:
     """Raises ValueError."""
     by_place: dict[tuple[int, int], RehearsedProcess] = {}
     for raw in _decoded(text, _USAGE).processes:
+        # Twice is a mistake of whoever writes the file: the sum of both is what no driver shows.
         if (raw.card, raw.pid) in by_place:
             raise ValueError(f"process {raw.pid} is on GPU {raw.card} twice")
         sm = raw.sm or 0.0
