@@ -3,9 +3,9 @@
 It behaves towards device plugins and PodResources clients as a real one was measured to (docs/reference/sandbox.md); its
 containers are child processes of this one (runtime/containers.py). `EmbeddedKubelet.run` is the only task that its opener
 starts; `start`, `stop` and `restart` set what it does and wait until it is done. One run from start to stop is a
-`KubeletBoot`. Its sync loop is level-triggered: it compares the API server's pods with the known ones and makes one step, so
-removals and deletions of the same moment come before the next admission. An admission holds up everything else, as in a
-real kubelet. State owned: the pods known since the start, the token bucket of PodResources, and what outlives a start
+`KubeletBoot`. Its sync loop is level-triggered: it compares the API server's pods with the known ones and makes one step,
+so removals and deletions of the same moment come before the next admission. An admission holds up everything else, as in
+a real kubelet. State owned: the pods known since the start, the token bucket of PodResources, and what outlives a start
 (claims, calls, containers).
 """
 
@@ -78,9 +78,11 @@ class PodResourcesService(Struct, kw_only=True, eq=False):
 
     def _admit_call(self, method: str) -> None:
         now = time.monotonic()
+        # A bucket of its own in place of kit's: tests set the clock of this module.
         self._tokens = min(POD_RESOURCES_BURST, self._tokens + (now - self._filled_at) * POD_RESOURCES_CALLS_PER_S)
         self._filled_at = now
         is_refused = self._tokens < 1.0
+        # What was open at that moment: tests prove by it that no List runs while an Allocate is open.
         inside = tuple(self.calls.open_calls)
         self.calls.pod_resources_calls.append(PodResourcesCall(method=method, inside=inside, is_refused=is_refused))
         self.notify()
@@ -92,10 +94,12 @@ class PodResourcesService(Struct, kw_only=True, eq=False):
         pods = self.listed()
         # Also in the middle of an Allocate, whose IDs are then free again: a fault of the real kubelet (device_manager.py).
         self.devices.update_allocated()
+        # In no order that a client could rely on.
         self.rng.shuffle(pods)
         return b"".join([bytes_field(1, self._pod_message(pod)) for pod in pods])
 
     def _get(self, raw_request: bytes) -> bytes:
+        # A kubelet without the feature gate answers with this status and text, not with UNIMPLEMENTED.
         if not self.has_get:
             raise GRPCError(Status.UNKNOWN, "PodResources API Get method disabled")
         request = GetPodResourcesRequest.parse(raw_request)
@@ -110,6 +114,7 @@ class PodResourcesService(Struct, kw_only=True, eq=False):
         where = pod.identity
         parts = [bytes_field(1, where.name.encode()), bytes_field(2, where.namespace.encode())]
         for container in pod.containers:
+            # As measured: entries of init containers are not listed, of sidecars they are.
             if container.kind is not ContainerKind.INIT:
                 message = self.devices.records.container_message(where.uid, container.name, self.rng)
                 parts.append(bytes_field(3, message))
@@ -156,7 +161,7 @@ class KubeletBoot:
         )  # fmt: skip
 
     def begin_admissions(self) -> None:
-        """Before the delay is over."""
+        """Admits from now on, before the delay is over."""
         self._may_admit.set()
 
     async def run(self, *, until: Awaitable[None]) -> None:
@@ -172,9 +177,11 @@ class KubeletBoot:
                 self._spawn(self._sync_forever(), "kubelet-sync")
                 self._spawn(self._push_forever(), "kubelet-node-status")
                 self._spawn(self.dra.run(), "kubelet-dra-drivers")
+                # The block ends when the kubelet is stopped; its tasks are cancelled in order below.
                 await until
                 await self._end([pod_resources, registration])
         finally:
+            # Again, where the block ended by an error or a cancellation.
             await self._end([pod_resources, registration])
 
     async def _end(self, servers: list[GrpcServer]) -> None:
@@ -195,6 +202,7 @@ class KubeletBoot:
         return task
 
     def _accept(self, endpoint: PluginEndpoint) -> None:
+        # A plugin that registered while the kubelet stopped: nobody follows its stream.
         if not self.is_listening:
             endpoint.close()
             return
@@ -208,6 +216,7 @@ class KubeletBoot:
 
     def listed_pods(self) -> list[KnownPod]:
         lists_ended = self._kubelet.behaviour.lists_ended_pods
+        # Kubelets up to 1.33 go on listing pods that were rejected or have ended, until their object is deleted.
         return [pod for pod in self._pods.values() if lists_ended or pod.is_active]
 
     def _find_listed(self, namespace: str, name: str) -> KnownPod | None:
@@ -217,13 +226,16 @@ class KubeletBoot:
     # --- the sync loop ---
 
     async def _sync_forever(self) -> None:
+        # A real kubelet admits some 1.05 s after its start; until then List is empty.
         await wait_for(self._may_admit, self._times.admission_delay_s)
         self._stop_deleted_pods()
         self._spawn(self._reconcile_claims_forever(), "kubelet-claims")
         mine, changes = self._api.pods_by_node, self._api.pods_by_node.signal_of(self._node_name)
+        # Later pods are admissions as any: only these are waited for before records are forgotten.
         first = {raw["metadata"]["uid"] for raw in mine.of(self._node_name)}
         while True:
             self._note_ready(first)
+            # Before the step: a change during it is seen at once.
             seen = changes.count
             if not await self._sync_step():
                 await changes.wait(seen)
@@ -236,11 +248,13 @@ class KubeletBoot:
             self._signal.notify()
 
     async def _sync_step(self) -> bool:
-        """Whether something was done."""
+        """Makes one step; whether something was done."""
         bound = {p["metadata"]["uid"]: p for p in self._api.pods_by_node.of(self._node_name)}
+        # Removals first: what they free may let the next admission fit.
         for uid in [uid for uid in self._pods if uid not in bound]:
             await self._remove(self._pods.pop(uid))
             return True
+        # Then deletions, which free devices as well.
         for uid, raw in bound.items():
             pod = self._pods.get(uid)
             if pod is not None and raw["metadata"].get("deletionTimestamp") and pod.state is not PodState.STOPPING:
@@ -250,8 +264,10 @@ class KubeletBoot:
         for uid, raw in bound.items():
             if uid not in self._pods:
                 pod = self._pods[uid] = KnownPod.of(raw)
+                # It ended before the kubelet was started: nothing is called for it.
                 if is_terminal(raw):
                     pod.state = PodState.ENDED
+                # A pod that is being deleted before it was taken up is never admitted.
                 elif not raw["metadata"].get("deletionTimestamp"):
                     await self._admit(pod)
                 self._signal.notify()
@@ -260,11 +276,14 @@ class KubeletBoot:
 
     async def _admit(self, pod: KnownPod) -> None:
         try:
+            # In spec order, init containers first (measured); the first failure rejects the pod.
             for container in pod.containers:
                 await self.devices.allocate(pod.identity, container)
         except AllocationFailed as error:
             log.info("pod_rejected", pod=pod.identity.name, reason=str(error))
             self._workers.reject(pod, REJECTED_REASON, f"Allocate failed due to {error}, which is unexpected")
+            # A pod that ran before a restart of the kubelet, and whose plugin came too late: its containers are killed
+            # (measured).
             if self._runtime.living(pod.identity.uid):
                 pod.worker = self._start(pod, self._workers.stop_processes(pod, FORCED_GRACE_S))
             return
@@ -272,14 +291,18 @@ class KubeletBoot:
         pod.worker = self._start(pod, self._workers.run(pod))
 
     async def _remove(self, pod: KnownPod) -> None:
-        """The object has gone. After a forced deletion the processes live on for a while, without their devices."""
+        """Forgets a pod whose object has gone. After a forced deletion the processes live on for a while, without their
+        devices."""
+        # The worker first: it would start containers anew.
         await _cancel({pod.worker} if pod.worker is not None else ())
         if self._runtime.living(pod.identity.uid) or pod.raw["spec"].get("resourceClaims"):
+            # Not awaited: the share is free to the scheduler before the processes are gone, as in the real one.
             self._start(pod, self._workers.stop_and_unprepare(pod, FORCED_GRACE_S))
         self._runtime.forget(pod.identity.uid)
         self._signal.notify()
 
     async def _begin_termination(self, pod: KnownPod) -> None:
+        # Nothing runs: the object may go at once.
         if pod.state in (PodState.REJECTED, PodState.ENDED):
             self._workers.confirm_deletion(pod)
             return
@@ -291,7 +314,7 @@ class KubeletBoot:
         return self._spawn(body, f"pod {pod.identity.namespace}/{pod.identity.name}")
 
     def _stop_deleted_pods(self) -> None:
-        """Containers of pods that were deleted while the kubelet was down."""
+        """Stops the containers of pods that were deleted while the kubelet was down."""
         known = {raw["metadata"]["uid"] for raw in self._api.pods()}
         for uid in self._runtime.pods() - known:
             for container in self._runtime.living(uid):
@@ -299,8 +322,9 @@ class KubeletBoot:
             self._runtime.forget(uid)
 
     async def _reconcile_claims_forever(self) -> None:
-        """Claims of pods that ended while the kubelet was down, or whose driver was."""
+        """Unprepares claims of pods that ended while the kubelet was down, or whose driver was."""
         while True:
+            # Pods that are bound and not taken up yet count: their claims may have been prepared before a restart.
             mine = {
                 raw["metadata"]["uid"] for raw in self._api.pods_by_node.of(self._node_name) if not is_terminal(raw)
             }
@@ -322,7 +346,9 @@ class KubeletBoot:
         capacity, allocatable = dict(_PLAIN_CAPACITY), dict(_PLAIN_CAPACITY)
         known = (self._api.object_of("nodes", ("", self._node_name)) or {}).get("status", {})
         devices = self.devices.capacity()
+        # Without a checkpoint the node's extended resources begin at zero, until a plugin registers.
         is_reset = not self._has_pushed and not devices
+        # Others may write extended resources into the capacity, which a kubelet leaves there.
         for name, count in known.get("capacity", {}).items():
             if name not in _PLAIN_CAPACITY:
                 capacity[name] = allocatable[name] = "0" if is_reset else count
@@ -350,7 +376,7 @@ class KubeletBoot:
 
 
 async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Again, where it was swallowed: grpclib turns a cancellation into its own error when the connection breaks then."""
+    """Cancels until all have ended: grpclib swallows a cancellation, as its own error, when the connection breaks then."""
     while running := {task for task in tasks if not task.done()}:
         for task in running:
             task.cancel()
@@ -406,6 +432,7 @@ class EmbeddedKubelet:
             self.runtime.close()
 
     async def _run_boot(self) -> None:
+        # Before the sockets are made, as measured: every socket goes, the plugins' too, and they have to notice.
         self._clean_plugin_directory()
         self._boots += 1
         self._boot = boot = KubeletBoot(self, self._boots, self._times)
@@ -417,6 +444,7 @@ class EmbeddedKubelet:
 
     async def signal_until(self, condition: Callable[[], bool]) -> None:
         """Returns when the condition holds. Without a deadline: for bodies that wait as long as they run."""
+        # No deadline: what is waited for is the life of the node.
         while not condition():
             await self.signal.wait(self.signal.count)
 
