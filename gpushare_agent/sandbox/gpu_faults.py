@@ -1,7 +1,7 @@
 """Failing GPUs of the embedded node: what `sandbox fail-gpu` and `heal-gpu` write into the agent's faults file.
 
-The file is read before each change, so that what a person has written there stays. State owned: the last ID given, for those
-in the file go when their GPU is healed. Format: gpus/simulated/files.py.
+The file is read before each change, so that what a person has written there stays. State owned: the last ID given, for
+those in the file go when their GPU is healed. Format: gpus/simulated/files.py.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class GpuFaults:
 
     def lose(self, index: int, reason: str = "") -> None:
         """The driver no longer finds the GPU, until it is healed. Raises Rejected, Unavailable (as all of these do)."""
+        # Read anew each time: a person may have edited the file meanwhile.
         faults = self._checked(index)
         self._write(replace(faults, lost={**faults.lost, index: reason or LOST_REASON}))
 
@@ -60,6 +61,7 @@ class GpuFaults:
             )
         faults = self._checked(index)
         event = RehearsedEvent(id=self._next_id(faults), gpu=index, xid=xid)
+        # The last thousand: older ones were reported long ago.
         self._write(replace(faults, events=(*faults.events, event)[-_MOST_ENTRIES:]))
 
     def heal(self, index: int, *, is_offered: bool = False) -> Healed:
@@ -72,6 +74,7 @@ class GpuFaults:
         faults = self._checked(index)
         own = [event for event in faults.events if event.gpu == index]
         ignored = [event for event in own if self._meaning(event) is EventMeaning.IGNORED]
+        # The rest needs no reset: ignored, or the GPU has passed its probes already.
         harmful = [
             event
             for event in own
@@ -120,6 +123,7 @@ class GpuFaults:
         new = path.with_name(f".{path.name}")
         try:
             new.write_text(encode_faults(faults))
+            # By rename: the agent reads the file at every poll.
             new.replace(path)
         except OSError as error:
             raise Unavailable(f"the faults file {path} cannot be written: {error.strerror or error}") from error

@@ -58,13 +58,14 @@ class ClaimedShare(Struct, frozen=True, kw_only=True):
 
 
 def claimed_shares(node: EmbeddedNode, namespace: str, name: str) -> list[ClaimedShare]:
-    """Of the claim, as far as it is allocated on the node."""
+    """The shares of a claim, as far as it is allocated on the node."""
     found = []
     for raw in node.api.store.all("resourceclaims"):
         metadata = raw["metadata"]
         if (metadata["namespace"], metadata["name"]) != (namespace, name):
             continue
         for one in results_of(raw):
+            # A device's name has the GPU's index: gpu-3.
             number = one.device.removeprefix(_DEVICE)
             if one.pool == node.name and number.isdigit():
                 amounts = one.consumed_capacity or {}
@@ -82,7 +83,7 @@ def claimed_shares(node: EmbeddedNode, namespace: str, name: str) -> list[Claime
 
 
 def shares_of_container(node: EmbeddedNode, pod: RawObject, container: str) -> list[ClaimedShare]:
-    """Those that the container names; none of a pod that has no node."""
+    """The shares that a container names; none of a pod that has no node."""
     if not pod["spec"].get("resourceClaims") or not pod["spec"].get("nodeName"):
         return []
     names = claim_names(pod)
@@ -95,7 +96,7 @@ def shares_of_container(node: EmbeddedNode, pod: RawObject, container: str) -> l
 
 
 def sliced_health(node: EmbeddedNode, gpus: Sequence[Gpu]) -> dict[GpuUuid, bool]:
-    """Of the GPUs in the node's slices, whether nothing is wrong with them: a device that is has a taint."""
+    """Whether nothing is wrong with each GPU in the node's slices: a device of which something is has a taint."""
     by_name = {f"{_DEVICE}{gpu.index}": gpu.uuid for gpu in gpus}
     devices = [
         device
@@ -138,7 +139,7 @@ class VDevice(TypedDict):
 
 
 class VDeviceReader:
-    """`read` as often as you like."""
+    """Reads vDevice directories; `read` costs two stat calls where nothing has changed."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[_Identities, VDevice | None]] = {}
@@ -146,12 +147,14 @@ class VDeviceReader:
     def read(self, directory: Path) -> VDevice | None:
         """The document's "vdevice" of the container whose directory this is; None where a file is missing or torn."""
         seen = file_identity(directory / CONFIG_NAME), file_identity(directory / PIDS_NAME)
+        # Half of a directory is none: the reader in the container needs both files.
         if None in seen:
             self._known.pop(directory, None)
             return None
         known = self._known.get(directory)
         if known is None or known[0] != seen:  # taken before reading: what changes meanwhile is read the next time
             known = self._known[directory] = (seen, _read(directory))
+            # Directories of ended containers are never asked for again.
             while len(self._known) > _MOST_DIRECTORIES:
                 del self._known[next(iter(self._known))]
         return known[1]
@@ -161,6 +164,7 @@ def _read(directory: Path) -> VDevice | None:
     try:
         config = decode_config(read_regular(directory / CONFIG_NAME, CONFIG_BYTES + 1))
         pids = decode_pids(read_regular(directory / PIDS_NAME, 4 * MAX_PIDS + 1))
+    # Torn or gone: the next drawing reads it again.
     except (OSError, Corrupt):
         return None
     return {
@@ -296,6 +300,7 @@ def report(*shown: ReportedNode) -> SandboxDocument:
     """All nodes are of one API server."""
     nodes = [_node(one) for one in shown]
     by_name = {one.node.name: one for one in shown}
+    # Agents are pods for kubectl, and no workload for this report.
     pods = [raw for raw in shown[0].node.api.pods() if not is_mirror(raw)]
     document: SandboxDocument = {
         "nodes": nodes,
@@ -316,19 +321,21 @@ def _node(shown: ReportedNode) -> NodeRow:
 
 
 def _gpus(shown: ReportedNode) -> list[dict[str, Any]]:
-    """As the agent shows them, with the kubelet's `health`: an agent that has ended, or that the kubelet has not registered
-    again, offers nothing, whatever it says itself."""
+    """The GPUs as the agent shows them, with the kubelet's `health`: an agent that has ended, or that the kubelet has not
+    registered again, offers nothing, whatever it says itself."""
     health = gpu_health(shown)
     return [gpu | {"health": health.get(gpu["uuid"], UNKNOWN)} for gpu in shown.agent_document.get("gpus", ())]
 
 
 def gpu_health(shown: ReportedNode) -> dict[GpuUuid, str]:
-    """As the kubelet has it, or the slice; nothing of GPUs that no agent offers. Where NVIDIA's resources are served beside
-    cores, a device of one is Unhealthy while the other has the GPU, so one that is Healthy shows that its GPU is."""
+    """The health of each GPU as the kubelet has it, or the slice; nothing of GPUs that no agent offers. Where NVIDIA's
+    resources are served beside cores, a device of one is Unhealthy while the other has the GPU, so one that is Healthy
+    shows that its GPU is."""
     sliced = sliced_health(shown.node, shown.gpus)
     health = {uuid: HEALTHY if is_healthy else _UNHEALTHY for uuid, is_healthy in sliced.items()}
     devices = shown.node.kubelet.devices(shown.names.vcore)
     for uuid, is_healthy in zip(_uuids_of(devices, shown.gpus), devices.values(), strict=True):
+        # One Unhealthy ID of a GPU shows it: the agent reports all of a GPU's at once.
         health[uuid] = HEALTHY if is_healthy and health.get(uuid) != _UNHEALTHY else _UNHEALTHY
     for resource in (shown.names.vcore, *shown.names.gpu) if shown.names.gpu else ():
         offered = shown.node.kubelet.devices(resource)
@@ -343,6 +350,7 @@ def reason_and_message(pod: RawObject) -> tuple[str, str]:
     status = pod.get("status") or {}
     if status.get("reason") or status.get("message"):
         return status.get("reason", ""), status.get("message", "")
+    # PodScheduled stays in the status of a pod that runs: it says why only while the pod waits.
     for condition in status.get("conditions", ()) if status.get("phase") == "Pending" else ():
         if condition["type"] == "PodScheduled" and condition.get("status") == "False":
             return condition.get("reason", ""), condition.get("message", "")
@@ -350,7 +358,7 @@ def reason_and_message(pod: RawObject) -> tuple[str, str]:
 
 
 def _container_reason(statuses: Sequence[RawObject]) -> tuple[str, str]:
-    """Of the first container that waits, else of the first that has failed."""
+    """The reason of the first container that waits, else of the first that has failed."""
     for status in statuses:
         waiting = status.get("state", {}).get("waiting", {})
         if waiting.get("message"):
@@ -372,6 +380,7 @@ def _pod(shown: ReportedNode, pod: RawObject) -> PodRow:
     if not message and pod["status"]["phase"] == "Pending" and pod["spec"].get("resourceClaims"):
         message = waiting_message(shown.node, pod, PREPARE_FAILED)
         reason = PREPARE_FAILED if message else reason
+    # A refused pod has nothing, though an earlier resource of it was answered.
     is_refused = pod["status"]["phase"] == "Failed" and bool(
         pod["status"].get("reason") or pod["status"].get("message")
     )
@@ -393,6 +402,7 @@ def _newest_allocations(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str
     """By container and resource: the IDs and the raw answer of its newest Allocate."""
     found: dict[str, dict[str, tuple[tuple[str, ...], bytes]]] = {}
     for call in shown.node.kubelet.log.of("Allocate", pod_uid=pod_uid):
+        # A failed Allocate gave nothing.
         if not call.error:
             found.setdefault(call.container, {})[call.resource] = (call.device_ids, call.response)
     return found

@@ -78,6 +78,7 @@ def played_usage(containers: Sequence[PlayedContainer], now_s: float) -> list[Re
         demand[process.gpu] = demand.get(process.gpu, 0.0) + (process.sample.sm_ratio or 0.0)
     played = []
     for process in found:
+        # Time is shared: no GPU is busy for more than all of its time.
         part = round((process.sample.sm_ratio or 0.0) / max(1.0, demand[process.gpu]), 6)
         played.append(replace(process, sample=replace(process.sample, sm_ratio=part)))
     return played
@@ -95,6 +96,7 @@ def _processes(container: PlayedContainer, now_s: float) -> list[RehearsedProces
             sample=ProcessSample(
                 pid=pid,
                 sm_ratio=sm / len(pids),
+                # The remainder goes to one: the sum is the container's memory to the byte.
                 memory_bytes=each_bytes + (rest_bytes if position == 0 else 0),
             ),
         )
@@ -107,8 +109,10 @@ def sm_load(container: PlayedContainer, now_s: float) -> float:
     """The part of its share that it uses, above 1 at some peaks where nothing limits it."""
     if container.load is not None:
         return container.load
+    # A phase of its own for each container, which is the same at each start: hash() differs between processes.
     turns = now_s / PERIOD_S + zlib.crc32(container.name.encode()) / 2**32
     high = _WHOLE_HIGH if container.share >= 1 else _HIGH
+    # Every third wave goes beyond the share, so that the views show what no isolation means.
     if not container.is_limited and container.share < 1 and int(turns) % 3 == 0:
         high = _OVER
     return _LOW + (high - _LOW) * (0.5 - 0.5 * math.cos(2 * math.pi * turns))
@@ -152,6 +156,7 @@ class WorkloadPlayer:
     def play(self) -> None:
         """One moment. A file that cannot be written is one line of log; the GPUs show their last use then, and so they do
         while the kubelet is down, for only it knows who has which."""
+        # Only the kubelet knows whose a GPU is: without it the last use stays.
         if not self._shown.node.kubelet.is_running:
             return
         now_s = self._clock()
@@ -161,6 +166,7 @@ class WorkloadPlayer:
         try:
             new = self._path.with_name(f".{self._path.name}")
             new.write_text(encode_usage(usage))
+            # By rename: the agent reads it each second.
             new.replace(self._path)
         except OSError as error:
             if self._unwritable.is_new(str(error)):
@@ -183,6 +189,7 @@ class WorkloadPlayer:
         ids = self._ids(run)
         gpus = gpus_of(ids, shown.gpus)
         pod = shown.node.api.find_pod(run.pod_namespace, run.pod_name)
+        # The process of a pod that was deleted by force may live on: whose share it has nobody can say.
         if pod is None or pod["metadata"]["uid"] != run.pod_uid:
             return None
         claims = shares_of_container(shown.node, pod, run.name)
@@ -206,6 +213,7 @@ class WorkloadPlayer:
     def _ids(self, run: Container) -> list[str]:
         """Those that name its GPUs."""
         records = self._shown.node.kubelet.records_of(run.pod_uid, run.name)
+        # Of cores or of whole GPUs: the IDs that name a GPU; memory's are counters.
         found = [records[name].ids for name in self._shown.names.binding_names if name in records]
         return list(found[0]) if found else []
 
@@ -213,6 +221,7 @@ class WorkloadPlayer:
         """What `_share` returns, of the smallest of its claims' shares. One that asks for no cores has the part of its
         memory. The containers of the pod that use a claim have equal parts of it."""
         all_shares = [shares_of_container(self._shown.node, pod, spec.name) for spec in containers_of(pod)]
+        # Containers of a claim share what it has.
         users = sum(not set(claims).isdisjoint(shares) for shares in all_shares)
         least = min(claims, key=lambda one: one.memory_mib)
         parts = [one.cores / CORES_PER_GPU or one.memory_mib / self._shown.gpus[one.gpu].memory_mib for one in claims]

@@ -1,9 +1,9 @@
-"""An API server for a few nodes, for their agents and for kubectl: the resources of KINDS (store.py), on a real TCP port, at
-the paths and with the verbs that clients expect.
+"""An API server for a few nodes, for their agents and for kubectl: the resources of KINDS (store.py), on a real TCP port,
+at the paths and with the verbs that clients expect.
 
-The kubelet and the scheduler of the embedded node, and tests, use its methods in process (objects.py); the agent speaks HTTP
-to it and needs the server's token (access.py); watch streams are watch.py's. State owned: the listener and its port. Not for
-admission plugins, authorization of single verbs, other resources or paged lists.
+The kubelet and the scheduler of the embedded node, and tests, use its methods in process (objects.py); the agent speaks
+HTTP to it and needs the server's token (access.py); watch streams are watch.py's. State owned: the listener and its port.
+Not for admission plugins, authorization of single verbs, other resources or paged lists.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _MAX_BODY_BYTES = 3 * 2**20
 
 
 class EmbeddedApiServer(ApiObjects):
-    """`async with EmbeddedApiServer() as api:` listens on `api.url`; objects outlive `stop_listening`. Plain HTTP without a
-    certificate: for tests, and no kubectl."""
+    """`async with EmbeddedApiServer() as api:` listens on `api.url`; objects outlive `stop_listening`. Plain HTTP without
+    a certificate: for tests, and no kubectl."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class EmbeddedApiServer(ApiObjects):
         self.requests: list[tuple[str, str]] = []
         """Method and path of every request that was admitted, in order of arrival."""
         watches = Watches(store=self.store, faults=self.faults, bookmark_interval_s=bookmark_interval_s)
+        # The routes are made at each start: an aiohttp application serves once.
         self._handlers = ApiHandlers(self, watches)
         self._runner: web.AppRunner | None = None
         self._port_holder: socket.socket | None = None
@@ -97,19 +98,23 @@ class EmbeddedApiServer(ApiObjects):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop_listening()
+        # Only here: between stop and start the port stays this server's.
         if self._port_holder is not None:
             self._port_holder.close()
 
     async def start_listening(self) -> None:
         """Listens on the port of the first start. Raises StartupError where the port is in use."""
+        # A server that was stopped before: its watches ended by this.
         self.faults.is_stopping = False
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._admitted])
         self._handlers.add_routes(app, tuple(KINDS))
+        # Handlers are cancelled with their client: a watch would wait for the next change.
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2)
         await runner.setup()
         try:
             self._hold_port()
             context = self.certificate.server_context() if self.certificate is not None else None
+            # SO_REUSEADDR: the port is bound by its holder, which never listens.
             await web.TCPSite(runner, HOST, self.port, reuse_address=True, ssl_context=context).start()
         except OSError as error:
             await runner.cleanup()
@@ -135,6 +140,7 @@ class EmbeddedApiServer(ApiObjects):
             return
         self.faults.is_stopping = True
         self.faults.wake_watches()
+        # Aborted, for tests of outages: a client must see the connection break.
         for connection in runner.server.connections if runner.server is not None else ():
             if connection.transport is not None:
                 connection.transport.abort()
@@ -145,7 +151,9 @@ class EmbeddedApiServer(ApiObjects):
         refusal = self.access.refusal(request, self.port)
         if refusal is not None:
             return refusal
+        # After the refusals, before the faults: tests count what a client has asked for.
         self.requests.append((request.method, request.path))
+        # For all requests alike, in process nobody is delayed.
         failure = await self.faults.before_answer()
         if failure is not None:
             return failure
@@ -182,6 +190,7 @@ class ApiHandlers:
             prefix = base_path(resource)
             everywhere = f"{prefix}/{resource}"
             base = everywhere if resource in CLUSTER_WIDE else f"{prefix}/namespaces/{{namespace}}/{resource}"
+            # A set: of cluster-wide resources both are one.
             for path in {everywhere, base}:
                 app.router.add_get(path, self._bound(self._list, resource))
             app.router.add_post(base, self._bound(self._create, resource))
@@ -199,6 +208,7 @@ class ApiHandlers:
         app.router.add_get(f"{pod}/proxy{{path:(/.*)?}}", self._objects.agents.proxy)
         app.router.add_get(f"{pod}/log", self._bound(self._log, "pods"))
         for part in ("exec", "attach", "portforward"):
+            # Any method: clients open streams by GET or POST, and should read why there is none.
             app.router.add_route("*", f"{pod}/{part}", self._bound(self._no_stream, "pods"))
         for path, document in discovery(resources).items():
             app.router.add_get(path, _constant(document))
@@ -215,6 +225,7 @@ class ApiHandlers:
                 return await verb(request, resource)
             except AgentError as error:
                 return await error_response(error, resource, request)
+            # JSON of some thousand levels parses, and then ends in whatever walks it.
             except RecursionError:
                 bad_request("the object provided is unrecognized: it is nested too deeply")
 
@@ -224,10 +235,12 @@ class ApiHandlers:
         return web.Response(text="ok")
 
     async def _openapi_v2(self, _request: web.Request) -> web.StreamResponse:
-        """An empty document, in protobuf: kubectl asks it for a kind that is not in v3, and says then that there is none."""
+        """An empty document, in protobuf: kubectl asks it for a kind that is not in v3, and says then that there is
+        none."""
         return web.Response(body=b"", content_type="application/com.github.proto-openapi.spec.v2.v1.0+protobuf")
 
     async def _version(self, _request: web.Request) -> web.StreamResponse:
+        # kubectl compares it with its own version and warns.
         major, minor, _ = self._objects.release.removeprefix("v").split(".")
         return web.json_response(
             {"major": major, "minor": minor, "gitVersion": self._objects.release, "platform": "linux/amd64"}
@@ -252,6 +265,7 @@ class ApiHandlers:
 
     async def _list(self, request: web.Request, resource: str) -> web.StreamResponse:
         selects = request_selector(request)
+        # A watch is a list with a parameter; the selector is that of both.
         if request.query.get("watch") in TRUE:
             return await self._watches.serve(request, resource, selects, self._shape(request, resource))
         items = [raw for raw in self._store.all(resource) if selects(raw)]
@@ -271,6 +285,7 @@ class ApiHandlers:
         """exec, attach and port-forward: a container of the sandbox is a process of this machine."""
         pod = self._store.get(resource, _key(request, resource))
         part = request.path.rpartition("/")[2].replace("portf", "port-f")
+        # Each has another way that works here.
         if part == "port-forward":
             instead = "Connect to the same port of localhost"
         elif is_mirror(pod):
@@ -288,6 +303,7 @@ class ApiHandlers:
         raw = self._store.get(resource, _key(request, resource))
         if request.method != "GET":
             body = await json_body(request)
+            # Nothing else of a Scale can be written.
             spec = {"replicas": (body.get("spec") or {}).get("replicas")}
             # Read again: others may have written it while the body arrived.
             raw = self._store.get(resource, _key(request, resource))
@@ -304,6 +320,7 @@ class ApiHandlers:
 
     async def _create(self, request: web.Request, resource: str) -> web.StreamResponse:
         raw, namespace = await json_body(request), request.match_info.get("namespace", "")
+        # Before the dry run, which is asked for just these.
         warnings = await self._checked_fields(request, resource, raw)
         if resource == "pods" and (raw.get("metadata") or {}).get("namespace", namespace) != namespace:
             bad_request("the namespace of the provided object does not match the namespace sent on the request")
@@ -316,6 +333,7 @@ class ApiHandlers:
         refused, ignored, or named in a header that warns."""
         cannot = f'{KINDS[resource]} in version "{group_version(resource)}" cannot be handled as a {KINDS[resource]}: '
         try:
+            # The first object of a kind imports its models: 60 ms.
             found = await asyncio.to_thread(unknown_fields, raw, KINDS[resource])
         except Rejected as error:
             bad_request(f"{cannot}{error}")
@@ -323,6 +341,7 @@ class ApiHandlers:
         if found and mode == "Strict":
             bad_request(f"{cannot}strict decoding error: {', '.join(found)}")
         shown = found if mode == "Warn" else []
+        # A header with a line break would be two: the text is escaped as JSON has it.
         return CIMultiDict(("Warning", f'299 - "{json.dumps(text)[1:-1]}"') for text in shown)
 
     async def _bind(self, request: web.Request, _resource: str) -> web.StreamResponse:
@@ -332,6 +351,7 @@ class ApiHandlers:
         annotations = metadata.get("annotations") or {} if isinstance(metadata, dict) else None
         if not isinstance(target, dict) or not _is_text_map(annotations):
             bad_request("the object provided is unrecognized: a Binding has objects in metadata, annotations, target")
+        # A Binding that names another pod than its address is a mistake that must not bind either.
         if (metadata.get("namespace") or key[0], metadata.get("name") or key[1]) != key:
             bad_request("the name or namespace in the URL does not match that in the Binding object")
         node_name = target.get("name")
@@ -346,12 +366,14 @@ class ApiHandlers:
 
     async def _delete(self, request: web.Request, resource: str) -> web.StreamResponse:
         key = _key(request, resource)
+        # kubectl sends DeleteOptions as a body, others as parameters.
         options = await json_body(request) if request.can_read_body else {}
         if resource == "namespaces" and key[1] in LASTING_NAMESPACES:
             message = f'namespaces "{key[1]}" is forbidden: this namespace may not be deleted'
             return status_response(403, "Forbidden", message)
         if options.get("dryRun"):
             return web.json_response(self._store.get(resource, key))
+        # Other kinds have no grace period here, and no preconditions.
         if resource != "pods":
             return web.json_response(self._objects.delete(resource, key))
         grace = options.get("gracePeriodSeconds", request.query.get("gracePeriodSeconds"))
@@ -366,6 +388,7 @@ class ApiHandlers:
 
     async def _patch(self, request: web.Request, resource: str) -> web.StreamResponse:
         content_type = request.content_type
+        # Of the four patch types the only one whose body is YAML.
         if content_type == patch.APPLY:
             return await self._apply(request, resource)
         if content_type not in _PATCH_TYPES:
@@ -385,6 +408,7 @@ class ApiHandlers:
         if (raw.get("metadata") or {}).get("name") != name:
             bad_request("the object provided is unrecognized: an object with the name of the URL is needed")
         warnings = await self._checked_fields(request, resource, raw)
+        # After the await above: another client may have created it meanwhile.
         is_there, manager = self._store.find(resource, key) is not None, request.query.get("fieldManager", "")
         if request.query.get("dryRun"):
             return web.json_response(raw, headers=warnings)

@@ -45,11 +45,13 @@ class Capacity(Struct, frozen=True, kw_only=True):
 
     def consumed(self, asked: int | None) -> int | None:
         """None where the policy has nothing so large."""
+        # A capacity that nobody asks for takes its default, which is often the whole: a trap for who asks for one of two.
         if asked is None:
             return self.default
         if self.steps is None:
             return asked
         least, most, step = self.steps
+        # Rounded up to the next step (measured: 300Mi becomes 512Mi, no cores become 1).
         rounded = least + -(-max(0, asked - least) // step) * step
         return rounded if rounded <= most else None
 
@@ -82,6 +84,7 @@ class Constraint(Struct, frozen=True, kw_only=True):
     requests: frozenset[str] = frozenset()
 
     def covers(self, name: str) -> bool:
+        # A constraint may name the request, or one alternative of it.
         return not self.requests or bool({name, name.partition("/")[0]} & self.requests)
 
 
@@ -103,6 +106,7 @@ class Share(Struct, frozen=True, kw_only=True):
 
 def allocate(claims: Sequence[ClaimRequests], devices: Sequence[Device], used: Used) -> list[list[Share]] | None:
     """The shares of each claim, all claims together; None where they cannot all be had. Raises what `selects` raises."""
+    # All claims of a pod in one search: a choice for one may leave nothing for the next.
     search = _Search(claims, devices, used)
     if not search.request(0):
         return None
@@ -121,9 +125,11 @@ class _Search:
 
     def request(self, position: int) -> bool:
         """Whether the requests from this one on can be served."""
+        # All are served: the search has found the first fit.
         if position == len(self._requests):
             return True
         number, options = self._requests[position]
+        # In their order: firstAvailable means the first alternative that can be had.
         return any(self._option(position, number, option) for option in options)
 
     def _option(self, position: int, number: int, option: Option) -> bool:
@@ -131,12 +137,14 @@ class _Search:
         if option.count is None:  # all that have enough free, as measured
             suitable = [device for device in suitable if self._share(device, option) is not None]
         count = len(suitable) if option.count is None else option.count
+        # allocationMode All of no device is no allocation.
         return count > 0 and self._pick(position, number, option, suitable, count)
 
     def _pick(self, position: int, number: int, option: Option, suitable: Sequence[Device], count: int) -> bool:
         """`count` more of `suitable`: a request's devices are equal, so only their combinations matter."""
         if count == 0:
             return self.request(position + 1)
+        # Combinations, not permutations: the devices of one request are equal.
         for n in range(len(suitable) - count + 1):
             share = self._share(suitable[n], option)
             if share is None or not self._is_allowed(number, share):
@@ -144,6 +152,7 @@ class _Search:
             self.picked.append((number, share))
             if self._pick(position, number, option, suitable[n + 1 :], count - 1):
                 return True
+            # What follows could not be served: another device is tried.
             self.picked.pop()
         return False
 
@@ -154,11 +163,13 @@ class _Search:
             tolerates(option.tolerations, taint) for taint in device.taints
         ):
             return None
+        # What this search has chosen counts as consumed already, of other claims too.
         picked = [share.consumed for _, share in self.picked if share.device.key == device.key]
         taken = [self._used.get(device.key, {}), *picked]
         consumed: dict[str, int] = {}
         for name, capacity in device.capacity.items():
             amount = capacity.consumed(asked.get(name))
+            # Every capacity is consumed, asked for or not: all must have room.
             if amount is None or sum(one.get(name, 0) for one in taken) + amount > capacity.value:
                 return None
             consumed[name] = amount
@@ -175,6 +186,7 @@ class _Search:
                 for other in others
                 if constraint.covers(other.request)
             ]
+            # A device without the attribute satisfies no constraint on it.
             if value is None or (value in values if constraint.is_distinct else any(one != value for one in values)):
                 return False
         return True
@@ -185,6 +197,7 @@ def tolerates(tolerations: Iterable[Toleration], taint: Taint) -> bool:
     if taint.effect == "None":
         return True
     for one in tolerations:
+        # An empty effect or key tolerates any, as of nodes' taints.
         if one.effect not in (None, "", taint.effect) or one.key not in (None, "", taint.key):
             continue
         if one.operator == "Exists" or (one.key and (one.value or "") == (taint.value or "")):

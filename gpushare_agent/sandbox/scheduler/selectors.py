@@ -1,9 +1,9 @@
 """CEL selectors of devices, as far as a sandbox needs them. Pure.
 
-Known: `device.driver`, `device.attributes['domain'].name`, `device.capacity['domain'].name`, literals, lists, the operators
-&& || ! == != < <= > >= in, `quantity`, `semver`, `startsWith` and `compareTo`. Anything else is refused: a guess would
-allocate what a real scheduler does not. Python's own parser reads the expression after its operators are translated;
-nothing of it is executed as Python.
+Known: `device.driver`, `device.attributes['domain'].name`, `device.capacity['domain'].name`, literals, lists, the
+operators && || ! == != < <= > >= in, `quantity`, `semver`, `startsWith` and `compareTo`. Anything else is refused: a
+guess would allocate what a real scheduler does not. Python's own parser reads the expression after its operators are
+translated; nothing of it is executed as Python.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def parse_selector(expression: str) -> Callable[[DeviceView], bool]:
         " device.driver, device.attributes and device.capacity (docs/reference/sandbox.md)"
     )
     try:
+        # Parsed only: nothing of the expression is ever run as Python.
         tree = ast.parse(_translated(expression), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise unknown from error
@@ -87,6 +88,7 @@ def _translated(expression: str) -> str:
         raise ValueError(expression)
     while position < len(expression):
         match = _TOKEN.match(expression, position)
+        # A word that is a keyword in Python would be parsed as one: in CEL it is a name that is not known.
         if match is None or (match[1] != "in" and keyword.iskeyword(match[1])):
             raise ValueError(expression)
         words.append(_TRANSLATED.get(match[1], match[1]))
@@ -97,6 +99,7 @@ def _translated(expression: str) -> str:
 def _value(node: ast.AST, device: DeviceView) -> Any:
     """Raises NotImplementedError for what is not known, SelectorFailed."""
     match node:
+        # No floats: attributes and capacities have none.
         case ast.Constant(value=bool() | int() | str()):
             return node.value
         case ast.List():
@@ -134,6 +137,7 @@ def _called(node: ast.AST, device: DeviceView) -> Any:
             attr=name,
         ):
             values = device.attributes if group == "attributes" else device.capacity
+            # As in CEL: the expression has no value for a device without the attribute.
             if f"{domain}/{name}" not in values:
                 raise SelectorFailed(f"no such key: {name}")
             return values[f"{domain}/{name}"]
@@ -156,9 +160,12 @@ def _joined(node: ast.BoolOp, device: DeviceView) -> bool:
 
 
 def _compared(compared: ast.cmpop, left: Any, right: Any) -> bool:
+    # A list of literals on the right, as in `device.driver in ['a', 'b']`.
     if isinstance(compared, ast.In):
         return left in _of_type(right, list)
+    # CEL compares nothing of two types: an error and not false.
     right = _of_type(right, type(left))
+    # Quantities and versions are ordered by compareTo alone.
     if not isinstance(compared, ast.Eq | ast.NotEq) and type(left) not in (int, str):
         raise SelectorFailed(f"{left!r:.80} has no order; use compareTo")
     return _OPERATORS[type(compared)](left, right)
@@ -172,6 +179,7 @@ def _quantity(text: str) -> Fraction:
 
 
 def _of_type(value: Any, kind: type) -> Any:
+    # type() and not isinstance: a bool is an int in Python.
     if type(value) is not kind:
         raise SelectorFailed(f"{value!r:.80} is compared with, or used as, another kind of value")
     return value
