@@ -211,12 +211,6 @@ def _build(
     return agent
 
 
-def _try(node: NodeSettings, gpus: GpuInventory) -> None:
-    """Checks what can be known beforehand of an agent with these settings: the files that they name, and whether the
-    kubelet can receive the lists. Raises StartupError."""
-    build(node.settings, open_driver(node.settings)).gpus.check_sizes(gpus)
-
-
 async def _run_until_signal(
     agent: NodeAgent, this: _Next, configuration: NodeConfiguration, signals: _Signals
 ) -> _Next | None:
@@ -263,7 +257,8 @@ async def _obey(agent: NodeAgent, current: NodeSettings, configuration: NodeConf
         try:
             settings = await resolve_isolation(await configuration.read())
             # Tried while the old settings still serve: a mistake in a file must not cost the node an admission.
-            _try(settings, agent.node.gpus())
+            # What can be known beforehand: the files that the settings name, and whether the kubelet can receive the lists.
+            build(settings.settings, open_driver(settings.settings)).gpus.check_sizes(agent.node.gpus())
         except AgentError as e:
             configuration.refused(e)
             problems = list(e.problems) if isinstance(e, SettingsError) else [str(e)]
@@ -394,7 +389,7 @@ async def _serve(agent: NodeAgent, group: asyncio.TaskGroup) -> None:
 
 
 async def _announce(agent: NodeAgent) -> None:
-    """Once the pods are listed: compare the ledger with them, and say when all is in place. Then it is done."""
+    """Compares the ledger with the pods once they are listed, and says when all is in place. Then it is done."""
     await agent.cluster.wait_synced()
     # Only now: before the list a pod that is not there might just not have been seen yet.
     agent.kubelet.garbage.request_reconcile()

@@ -139,7 +139,8 @@ def build(
 
 
 def _build_dra(node: Node, cache: AllocationCache, decisions: DecisionLog, isolation: Isolations) -> DraPart | None:
-    """None where there are no claims: the start of an agent without any does not wait for its modules either."""
+    """The part for claims; None where there are none: the start of an agent without any does not wait for its modules
+    either."""
     if not node.has_claims:
         return None
     # Imported here: an agent without claims would load its modules for nothing.

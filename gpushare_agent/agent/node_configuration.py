@@ -93,7 +93,8 @@ class NodeConfiguration(Handler):
             self._in_force, self.problem = self._before, str(error)
 
     async def wait_new(self, settings: Settings) -> None:
-        """Until the node's configuration is another one than that in force and the last that was tried. One waiter."""
+        """Waits until the node's configuration is another one than that in force and the last that was tried. One
+        waiter."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -107,7 +108,7 @@ class NodeConfiguration(Handler):
                 return
 
     def key(self, raw: Raw) -> str:
-        """For the informer, whose one object is the Node."""
+        """The key for the informer, whose one object is the Node."""
         return "node"
 
     def put(self, raw: Raw) -> bool:
@@ -145,7 +146,7 @@ class ConfigurationWatch:
         self._request_reload = request_reload
 
     async def run(self, api: KubeApi) -> NoReturn:
-        """Until cancelled."""
+        """Watches label and files until cancelled."""
         configuration, settings = self._configuration, self._node.settings
         watched = node_named(settings.node_name)
         informer = Informer(kind="node", watched=watched, handler=configuration, metrics=self._node.metrics)

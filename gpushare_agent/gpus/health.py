@@ -282,8 +282,8 @@ def why_not_offered(health: GpuHealth, policy: HealthPolicy) -> str:
 
 
 def next_probe_at(healths: Iterable[GpuHealth], now: float) -> float | None:
-    """When the next poll counts for an unhealthy GPU, perhaps in the past; None where only the periodic poll is due, as
-    for one that the last poll, when it would have counted, found still lost."""
+    """The time from which the next poll counts for an unhealthy GPU, perhaps in the past; None where only the periodic
+    poll is due, as for one that the last poll, when it would have counted, found still lost."""
     due = [
         health.probe_at
         for health in healths

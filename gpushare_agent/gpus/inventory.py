@@ -78,7 +78,7 @@ class GpuInventoryState:
 
     @property
     def healths(self) -> Mapping[GpuUuid, GpuHealth]:
-        """Also of GPUs that were restored from the file and not seen since the start."""
+        """The health of each GPU, also of those that were restored from the file and not seen since the start."""
         return self._healths
 
     @property

@@ -97,7 +97,7 @@ class HealthStateFile:
         return document
 
     def _this_boot(self) -> str:
-        """Empty where it cannot be read; then no wait is dropped."""
+        """The ID of this boot; empty where it cannot be read: then no wait is dropped."""
         try:
             return self._boot_id.read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError):
@@ -173,7 +173,7 @@ class HealthStateWriter:
             return ""
 
     async def run(self) -> NoReturn:
-        """Until cancelled."""
+        """Saves what changes, until cancelled."""
         await self._reconciler.run(self._save, lambda: None)
 
     async def _save(self) -> None:

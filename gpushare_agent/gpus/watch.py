@@ -63,7 +63,7 @@ class GpuWatch(Struct, eq=False):
     _event_failures: int = 0
 
     async def run(self) -> NoReturn:
-        """Until cancelled. A poll that fails makes the GPUs Unhealthy."""
+        """Polls and fetches events until cancelled. A poll that fails makes the GPUs Unhealthy."""
         async with asyncio.TaskGroup() as group:
             # Two tasks: a poll of a GPU that hangs takes seconds, and an Xid must count before it ends.
             group.create_task(forever("gpu events", self._run_events), name="gpu events")

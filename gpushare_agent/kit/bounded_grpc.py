@@ -10,9 +10,9 @@
 | large requests, many calls at once | windows of 64 KiB, 16 calls a connection, 8 KiB of headers, `max_request_bytes` |
 
 The answers must be small: a handler that sends more than a window waits for a peer that may not come. Limits of calls are
-the handler's business. Time is the thread's processor time: waiting for a busy node is not charged. It uses private names of
-grpclib and h2, as kit/grpc_server.py does, and one of asyncio: its server accepts without a limit and cannot be paused.
-State owned: the connections and the byte budget of one server.
+the handler's business. Time is the thread's processor time: waiting for a busy node is not charged. It uses private names
+of grpclib and h2, as kit/grpc_server.py does, and one of asyncio: its server accepts without a limit and cannot be
+paused. State owned: the connections and the byte budget of one server.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _READ_BYTES = 256
 _READING_COST_S = 0.00008
 """What a reading costs besides the handling of its content: the loop's turn, and the kernel's copy."""
 _CALL_COST_S = 0.0002
-"""What a call costs besides the reading: its task, and the end of it. What its handler costs is the handler's to charge."""
+"""What a call costs besides the reading: its task, and the end of it. What its handler costs is the handler's to
+charge."""
 _CONNECTION_COST_S = 0.0002
 """What a connection costs besides what is measured: the loop's turns for accept, begin and end, and the kernel's close."""
 _BACKLOG = 16
@@ -59,8 +60,8 @@ _WARNING_INTERVAL_S = 60.0
 
 
 class ServerLimits(Struct, frozen=True, kw_only=True):
-    """Of one socket. `byte_burst` may be read at once, then `bytes_per_s`; the same for the time that it takes, where
-    `busy_share` is a share of one processor."""
+    """The limits of one socket. `byte_burst` may be read at once, then `bytes_per_s`; the same for the time that it
+    takes, where `busy_share` is a share of one processor."""
 
     max_request_bytes: int = 4096
     max_connections: int = 64
@@ -72,8 +73,8 @@ class ServerLimits(Struct, frozen=True, kw_only=True):
 
 
 class SharedBudget:
-    """Of all sockets together: the share of the processor that reading from them may take. A socket that has kept within
-    half of its own burst is not delayed by others."""
+    """The budget of all sockets together: the share of the processor that reading from them may take. A socket that has
+    kept within half of its own burst is not delayed by others."""
 
     def __init__(self, *, busy_share: float = 0.2, busy_burst_s: float = 0.2, clock: Callable[[], float]) -> None:
         self.busy = TokenBucket(rate=busy_share, burst=busy_burst_s, clock=clock)
@@ -107,7 +108,7 @@ class BoundedGrpcServer(GrpcServer):
         self._refused = 0
 
     async def serve(self, sock: socket.socket) -> None:
-        """As GrpcServer.serve."""
+        """Serves as GrpcServer.serve does."""
         # asyncio's own accept loop takes up to a backlog of connections in one turn, and cannot be paused.
         await self._listen(sock, asyncio.Protocol, start_serving=False)  # it closes the socket, and accepts nothing
         sock.listen(_BACKLOG)
@@ -169,8 +170,8 @@ class BoundedGrpcServer(GrpcServer):
         self._bounded.discard(connection)
 
     def charge(self, nbytes: int, seconds: float) -> None:
-        """Counts the cost of one reading or connection. A socket over its budget reads nothing and accepts nothing until it
-        has refilled."""
+        """Counts the cost of one reading or connection. A socket over its budget reads nothing and accepts nothing until
+        it has refilled."""
         # Charged in any case, also where the socket is paused already: what is in flight costs as much.
         wait_s = self._owe(nbytes, seconds)
         if wait_s > 0 and self._pause is None and not self._is_stopping:
@@ -180,7 +181,7 @@ class BoundedGrpcServer(GrpcServer):
             self._set_reading(started_at)
 
     def _owe(self, nbytes: int, seconds: float) -> float:
-        """Until when nothing may be read, in seconds from now."""
+        """The time for which nothing may be read, in seconds from now."""
         wait_s = max(self._bytes.owe(nbytes), self._busy.owe(seconds))
         if self._shared is not None:
             shared_s = self._shared.busy.owe(seconds)
@@ -207,7 +208,7 @@ class BoundedGrpcServer(GrpcServer):
         self._owe(0, time.thread_time() - started_at)
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """As GrpcServer.stop."""
+        """Stops as GrpcServer.stop does."""
         if self._pause is not None:
             self._pause.cancel()
             self._pause = None
@@ -215,7 +216,7 @@ class BoundedGrpcServer(GrpcServer):
 
 
 class _Bounded(asyncio.BufferedProtocol):
-    """Between a transport and the connection that handles it: reads little, and only within the budget."""
+    """A protocol between a transport and the connection that handles it: reads little, and only within the budget."""
 
     def __init__(self, server: BoundedGrpcServer, inner: H2Protocol) -> None:
         self._server = server
@@ -301,7 +302,8 @@ class _Bounded(asyncio.BufferedProtocol):
         self._idle = self._loop.call_later(after_s, self._cut_off_if_idle)
 
     def _cut_off_if_idle(self) -> None:
-        """Only a new call counts as activity: pings and pieces of a request cost a peer nothing."""
+        """Cuts off who made no call: only a new one counts as activity: pings and pieces of a request cost a peer
+        nothing."""
         # grpclib records it in time.monotonic(), which is the loop's clock too
         last = self._inner.connection.last_stream_created or self._made_at
         left_s = last + self._server.limits.idle_s - self._loop.time()

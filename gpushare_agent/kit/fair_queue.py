@@ -39,7 +39,7 @@ class FairQueue(Generic[T]):
         # of those that are equal the one whose turn is last
         name, subjects = max(
             reversed(self._tenants.items()),
-            key=lambda one: (_size(one[1]), one[0] in self._served, one[0] == tenant),
+            key=lambda one: (sum(map(len, one[1].values())), one[0] in self._served, one[0] == tenant),
         )
         of = max(reversed(subjects.items()), key=lambda one: (len(one[1]), (name, one[0]) == (tenant, subject)))[0]
         # The newest: a subject's first item says what began, later ones mostly repeat it.
@@ -71,7 +71,3 @@ class FairQueue(Generic[T]):
             del subjects[subject]
         if not subjects:
             del self._tenants[tenant]
-
-
-def _size(subjects: OrderedDict[str, deque[T]]) -> int:
-    return sum(map(len, subjects.values()))

@@ -1,5 +1,5 @@
-"""The message codec of gRPC servers and clients: fast decoders where given, strict checks elsewhere, bytes as they are; and
-two costs of h2 that are left out.
+"""The message codec of gRPC servers and clients: fast decoders where given, strict checks elsewhere, bytes as they are;
+and two costs of h2 that are left out.
 
 The generated classes accept truncated and mistyped input silently; here it is found before they see it. Errors are
 `MalformedMessageError`, which a server answers with INVALID_ARGUMENT. No state but what is replaced in h2 and hyperframe.
@@ -113,7 +113,7 @@ MAX_CLOSED_STREAMS = 512
 
 
 def bound_closed_streams() -> None:
-    """For connections that are made from now on. Calling it again changes nothing.
+    """Bounds what connections remember that are made from now on. Calling it again changes nothing.
 
     h2 remembers how each of the last 65,536 streams of a connection was closed, 107 bytes for one (measured). The kubelet
     keeps its connections for months, and each pod takes about ten streams: a kilobyte for each pod, until it is 7 MiB a
@@ -123,7 +123,7 @@ def bound_closed_streams() -> None:
 
 
 def omit_data_texts() -> None:
-    """From now on the repr of a DATA frame names its stream and size, not its content. Calling it again changes nothing.
+    """Leaves the content out of the repr of DATA frames, which names stream and size. Calling it again changes nothing.
 
     h2 4.4 hands `repr(frame)` of every received frame to its logger, which by default drops it. For a DATA frame that text
     is formatted from all of its bytes in hexadecimal: 0.4 ms of a List answer of 390 kB, which every admission waits for

@@ -18,8 +18,8 @@ once, is answered during a flood. A flood itself waits in the kernel's queue: on
 loop. A connection counts from its accept on: asyncio's own server would not count TLS handshakes, and logs each failed
 accept when descriptors run out.
 
-State owned: the open connections, idle and busy, and when a line was logged last, by event. Import it off the loop: it loads
-aiohttp (190 ms).
+State owned: the open connections, idle and busy, and when a line was logged last, by event. Import it off the loop: it
+loads aiohttp (190 ms).
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ACCEPT_AGAIN_S = 0.5
 LOG_PERIOD_S = 60.0
 LINGERING_S = 1.0
-"""How long a connection stays open after the answer to a body that was not read, so that the peer reads the answer first."""
+"""How long a connection stays open after the answer to a body that was not read, so that the peer reads the answer
+first."""
 UNREAD_BYTES = 1 << 20
-"""Of such a body that is longer than any that is taken, what is read and dropped meanwhile: 3 ms of the loop; a second of it
-would be 0.8 s. Any other is dropped to its end, for a client that sends all before it reads, as to a former leader."""
+"""Of such a body that is longer than any that is taken, what is read and dropped meanwhile: 3 ms of the loop; a second of
+it would be 0.8 s. Any other is dropped to its end, for a client that sends all before it reads, as to a former leader."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _OF_PEER = (HttpProcessingError, web.RequestPayloadError, web.PayloadAccessError, ConnectionError)
 """Errors that a peer causes, and could cause as often as it likes."""
@@ -140,7 +141,8 @@ class HttpServer:
             await asyncio.sleep(0)  # the rest of the process is next
 
     async def _wait_after(self, error: OSError) -> None:
-        """Where descriptors have run out, a pause and a place; any other error is of the one connection, which has gone."""
+        """Makes a pause and a place where descriptors have run out; any other error is of the one connection, which has
+        gone."""
         # accept(2) passes on errors of the new connection, too, such as a peer's reset.
         is_exhausted = error.errno in _EXHAUSTED
         if is_exhausted:
@@ -199,7 +201,8 @@ class HttpServer:
             self._connections.note(connection, is_busy=False)
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        """By the headers alone: what a compressed body unpacks to, and how long one in chunks is, is not known before."""
+        """The refusal by the headers alone: what a compressed body unpacks to, and how long one in chunks is, is not
+        known before."""
         # A gzip body of 522 kB kept the loop for a second (measured).
         coding = request.headers.get("Content-Encoding", "identity").strip().lower()
         if coding != "identity":
@@ -356,7 +359,7 @@ class _Connection(web.RequestHandler):
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close_unused(self, _task: asyncio.Task[None]) -> None:
-        """For a task that was cancelled before it began."""
+        """Closes the socket of a task that was cancelled before it began."""
         if not self.is_begun:
             self.sock.close()
 

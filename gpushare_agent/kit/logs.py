@@ -3,22 +3,23 @@
 Console text on a terminal, one JSON object a line elsewhere. Tracebacks never show local variables: they may contain a
 token, and they hide the message.
 
-**Logging never waits for whoever reads standard error.** A pipe takes 64 KiB; once it is full and nobody reads it, a write
-blocks for ever, and on the event loop it would block the node's admissions. So lines are formatted where they are made
-(their values may change later) and queued for a thread; what does not fit is dropped and counted, and the count is logged as
-soon as lines move again. Not logging.handlers.QueueListener: its `stop` joins the thread without a limit, so a process whose
-pipe nobody reads would not end, and its handler keeps a lock while it writes; its queue reports a full one by writing to
-standard error itself.
+**Logging never waits for whoever reads standard error.** A pipe takes 64 KiB; once it is full and nobody reads it, a
+write blocks for ever, and on the event loop it would block the node's admissions. So lines are formatted where they are
+made (their values may change later) and queued for a thread; what does not fit is dropped and counted, and the count is
+logged as soon as lines move again. Not logging.handlers.QueueListener: its `stop` joins the thread without a limit, so a
+process whose pipe nobody reads would not end, and its handler keeps a lock while it writes; its queue reports a full one
+by writing to standard error itself.
 
-**The log lines that tenants can cause have one limit**: BURST at once and PER_S from then on, so at most 80 in a minute. It
-is a structlog processor: no caller knows of it. Lines below `info` pass, as whoever sets that level wants them. A line costs
-a token of a bucket. The first line of a namespace and its pod passes while there is a token; a further one only while as
-many are left as its namespace and its pod used lately, on average. So a flood leaves to others about as many tokens as it
-takes, with whatever number of pods. Many lines name a pod's UID alone: its namespace is known from the lines before that
-name both, as each Allocate's does; where it is not, the event takes its place.
+**The log lines that tenants can cause have one limit**: BURST at once and PER_S from then on, so at most 80 in a minute.
+It is a structlog processor: no caller knows of it. Lines below `info` pass, as whoever sets that level wants them. A line
+costs a token of a bucket. The first line of a namespace and its pod passes while there is a token; a further one only
+while as many are left as its namespace and its pod used lately, on average. So a flood leaves to others about as many
+tokens as it takes, with whatever number of pods. Many lines name a pod's UID alone: its namespace is known from the lines
+before that name both, as each Allocate's does; where it is not, the event takes its place.
 
-State owned: the queue, its thread and the number of lines dropped since the last report (`LogWriter`); the bucket, who used
-how much of it, the namespaces of UIDs, and what was left out since the last report (`TenantLines`). Any thread may log.
+State owned: the queue, its thread and the number of lines dropped since the last report (`LogWriter`); the bucket, who
+used how much of it, the namespaces of UIDs, and what was left out since the last report (`TenantLines`). Any thread may
+log.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class QueuedHandler(logging.Handler):
 
 
 def write_stderr(text: str) -> None:
-    """For what ends the process: to standard error, behind the log lines before it, waiting a bounded time."""
+    """Writes what ends the process to standard error, behind the log lines before it, and waits a bounded time."""
     WRITER.put(sys.stderr, text, must_fit=False)
     WRITER.flush()
 
@@ -258,7 +259,8 @@ class TenantLines:
         return left if left >= _LEAST else 0.0
 
     def _user(self, line: MutableMapping[str, Any]) -> tuple[Key, ...]:
-        """Namespace and subject of a line that a tenant can cause, its event where it has none; nothing for other lines."""
+        """Namespace and subject of a line that a tenant can cause, its event where it has none; nothing for other
+        lines."""
         event = ("event", str(line.get("event")))
         found = (name for field in TENANT_FIELDS if isinstance(name := line.get(field), str))
         subject = next(found, None)

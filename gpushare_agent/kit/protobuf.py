@@ -4,11 +4,11 @@ The generated classes need about 20 µs per listed device; a node lists thousand
 for the answer. These functions know the few messages that matter and read them straight from the bytes. They are not a
 general decoder: other messages go through the generated classes.
 
-Strict means: whatever the bytes are, the result is a value or `MalformedMessageError`, in time linear in the length, below
-50 ms a megabyte: at most MAX_FIELDS are read one by one, the rest in runs of strings and devices as long as real ones. The
-first device of a resource in its container counts as a field. A known field of the wrong wire type is malformed; an unknown
-field is skipped by its wire type; groups (wire types 3 and 4, gone since proto3) are malformed. There is no recursion. No
-state.
+Strict means: whatever the bytes are, the result is a value or `MalformedMessageError`, in time linear in the length,
+below 50 ms a megabyte: at most MAX_FIELDS are read one by one, the rest in runs of strings and devices as long as real
+ones. The first device of a resource in its container counts as a field. A known field of the wrong wire type is
+malformed; an unknown field is skipped by its wire type; groups (wire types 3 and 4, gone since proto3) are malformed.
+There is no recursion. No state.
 
 Formats: protos/deviceplugin.proto and protos/podresources.proto; the encoding is protobuf's own.
 """
@@ -23,7 +23,8 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """More is refused unread. A List answer has about 95 bytes per device ID: this is room for 170,000 of them."""
 
 MAX_FIELDS = 16_384
-"""Of one message and those in it, besides the runs: a kubelet's List has two or three for a pod and two for a container."""
+"""Of one message and those in it, besides the runs: a kubelet's List has two or three for a pod and two for a
+container."""
 _MIN_ID_BYTES, _MIN_DEVICE_BYTES = 8, 20
 """Of what is read in a run: a device has a resource's qualified name and an ID. Shorter ones are read one by one."""
 
@@ -99,7 +100,8 @@ def scan_single_pod(data: bytes) -> PodEntry | None:
 
 
 def scan_pod_entry(body: bytes, fields: Fields | None = None) -> PodEntry:
-    """Reads namespace and name of one encoded PodResources message. `fields` are those left of the message that it is in."""
+    """Reads namespace and name of one encoded PodResources message. `fields` are those left of the message that it is
+    in."""
     name = namespace = ""
     for key, _, start, stop in scan_fields(body, 0, len(body), fields):
         if key == _FIELD_1_BYTES:
@@ -116,8 +118,8 @@ def decode_pod_containers(
 ) -> list[ContainerDevices]:
     """The containers of one encoded PodResources message, with the several entries of one resource merged.
 
-    `resources` names the resources to keep, None keeps all. A resource without any ID is kept as an empty set. `fields` are
-    those left of the message that it is in."""
+    `resources` names the resources to keep, None keeps all. A resource without any ID is kept as an empty set. `fields`
+    are those left of the message that it is in."""
     _check_size(body, "PodResources")
     containers = []
     fields = fields or Fields()
@@ -259,7 +261,7 @@ def _short_strings(data: bytes, pos: int, stop: int, key: int, out: list[str]) -
 
 
 def _messages(data: bytes, message: str, fields: Fields) -> list[tuple[int, int]]:
-    """Where the submessages in field 1 lie, for messages that have no other known field."""
+    """The places of the submessages in field 1, for messages that have no other known field."""
     _check_size(data, message)
     found: list[tuple[int, int]] = []
     pos = _plain_messages(data, found, fields)

@@ -37,8 +37,8 @@ class StateFile:
         self._thread = DaemonThread(f"state of {what}"[:15], advice=f"Check the file system of {path}.")
 
     async def load(self, parse: Callable[[Any], T], empty: Callable[[], T]) -> T:
-        """What `parse` makes of the document, `empty` where there is none or one that had to be set aside. `parse` runs in a
-        thread and raises Corrupt. Raises Unavailable."""
+        """What `parse` makes of the document, `empty` where there is none or one that had to be set aside. `parse` runs
+        in a thread and raises Corrupt. Raises Unavailable."""
         what = f"reading {self._what} from {self._path}"
         return await self._thread.call(partial(self._load, parse, empty), what, READ_TIMEOUT_S)
 
@@ -85,7 +85,8 @@ class StateFile:
 
 
 def _content(path: Path) -> bytes | None:
-    """None where there is no file. Raises Corrupt where it is too large, no file at all, or not the agent's own."""
+    """The content; None where there is no file. Raises Corrupt where it is too large, no file at all, or not the agent's
+    own."""
     try:
         content = read_regular(path, MAX_BYTES + 1, is_own=True)
     except FileNotFoundError:

@@ -52,7 +52,7 @@ async def listen_tcp(addr: str, port: int, *, backlog: int, only_loopback: bool 
 
 
 def is_loopback(address: str) -> bool:
-    """True for an IP address that only this host can connect to; false for a name."""
+    """Whether only this host can connect to the IP address; false for a name."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:

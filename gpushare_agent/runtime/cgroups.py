@@ -269,7 +269,8 @@ class Cgroups:
             text = read_proc_text(self._proc / str(pid) / "cgroup")
         except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
             # An ended process and a /proc that is not mounted look alike: only the first is an answer.
-            return NOBODY if self._is_proc_there() else None
+            is_proc_there = (self._proc / "self").is_symlink() or (self._proc / "1").is_dir()
+            return NOBODY if is_proc_there else None
         except OSError:
             return None
         # Read late and once: where it could not be read the next call tries again.
@@ -286,7 +287,7 @@ class Cgroups:
         return found
 
     def started(self, pids: Iterable[int]) -> Mapping[int, int]:
-        """When each process has started, in ticks since the boot: another process of that PID has another time. Those that
+        """The start of each process, in ticks since the boot: another process of that PID has another time. Those that
         have ended are left out. Source: field 22 of /proc/<pid>/stat."""
         found = {}
         for pid in pids:
@@ -378,9 +379,6 @@ class Cgroups:
         # Their trees have the same containers, if any, and no controller that the agent reads.
         last = [name for name in ("systemd", "unified") if name in names]
         return [self.root / name for name in (*first, *sorted(names - {*first, *last}), *last)]
-
-    def _is_proc_there(self) -> bool:
-        return (self._proc / "self").is_symlink() or (self._proc / "1").is_dir()
 
 
 def _driver_of(place: FoundDirectory) -> CgroupDriver:

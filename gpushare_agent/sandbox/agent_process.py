@@ -98,8 +98,8 @@ class AgentProcess:
         return pid is not None
 
     async def run(self) -> None:
-        """Endless. Raises StartupError, with the agent's own reason, where it ends again and again right after its
-        start."""
+        """Keeps it running, without an end. Raises StartupError, with the agent's own reason, where it ends again and
+        again right after its start."""
         quick_ends, delay_s = 0, _FIRST_DELAY_S
         try:
             while True:

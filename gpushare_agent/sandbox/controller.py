@@ -122,7 +122,7 @@ class SandboxController(Struct, frozen=True, kw_only=True):
         return all(one.is_registered() for one in self.nodes)
 
     async def wait_registered(self) -> bool:
-        """False after READY_TIMEOUT_S: pods are then created all the same, and stay Pending."""
+        """Waits for all nodes; false after READY_TIMEOUT_S: pods are then created all the same, and stay Pending."""
         try:
             return await self.api.signal.wait_until(self.is_registered, READY_TIMEOUT_S)
         except TimeoutError:

@@ -73,7 +73,7 @@ class FakeMps:
         return f"Unrecognized command: {command}\n"
 
     async def run(self, started: asyncio.Event | None = None) -> None:
-        """Until `quit` or cancelled. Its socket stays, as a dead daemon's does."""
+        """Serves until `quit` or cancelled. Its socket stays, as a dead daemon's does."""
         with (
             (self._pipe / _LOCK).open("a") as lock,
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as listener,

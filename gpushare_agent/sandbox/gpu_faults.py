@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from gpushare_agent.gpus.health import EventMeaning, GpuEvent, GpuEventKind, HealthPolicy, meaning_of
 from gpushare_agent.gpus.simulated.files import (
+    MAX_XID,
     Faults,
-    RehearsedEvent,
-    RehearsedReset,
+    SimulatedEvent,
+    SimulatedReset,
     encode_faults,
     parse_faults,
     read_regular,
@@ -25,7 +26,6 @@ from gpushare_agent.model.names import GpuUuid
 
 LOST_REASON = "GPU is lost"
 """NVML's words."""
-_MAX_XID = 100_000
 _MOST_ENTRIES = 1000
 """Events and resets in the file; the agent has read older ones long ago."""
 _THE_GPU = GpuUuid("the GPU")
@@ -55,12 +55,12 @@ class GpuFaults:
 
     def report_xid(self, index: int, xid: int) -> None:
         """The driver reports an Xid error of the GPU, once."""
-        if not 1 <= xid <= _MAX_XID:
+        if not 1 <= xid <= MAX_XID:
             raise Rejected(
-                f"Xid {xid} cannot be reported: there are 1 to {_MAX_XID}; 79 says that a GPU fell off the bus"
+                f"Xid {xid} cannot be reported: there are 1 to {MAX_XID}; 79 says that a GPU fell off the bus"
             )
         faults = self._checked(index)
-        event = RehearsedEvent(id=self._next_id(faults), gpu=index, xid=xid)
+        event = SimulatedEvent(id=self._next_id(faults), gpu=index, xid=xid)
         # The last thousand: older ones were reported long ago.
         self._write(replace(faults, events=(*faults.events, event)[-_MOST_ENTRIES:]))
 
@@ -85,7 +85,7 @@ class GpuFaults:
         resets = faults.resets
         if harmful:
             done.append(f"was reset after {_event_words(harmful)}")
-            resets = (*resets, RehearsedReset(id=self._next_id(faults), gpu=index))[-_MOST_ENTRIES:]
+            resets = (*resets, SimulatedReset(id=self._next_id(faults), gpu=index))[-_MOST_ENTRIES:]
         if own or done:
             self._last_id = max(self._last_id, faults.last_id)  # the driver has seen the IDs that go
             lost = {gpu: reason for gpu, reason in faults.lost.items() if gpu != index}
@@ -96,7 +96,7 @@ class GpuFaults:
         spared += [f"{_event_words(over)}: the agent has taken the GPU back by itself"] if over else []
         return Healed(done=" and ".join(done), spared="; ".join(spared))
 
-    def _meaning(self, event: RehearsedEvent) -> EventMeaning:
+    def _meaning(self, event: SimulatedEvent) -> EventMeaning:
         return meaning_of(GpuEvent(kind=event.kind, uuid=_THE_GPU, xid=event.xid), {_THE_GPU}, self._policy)
 
     def _checked(self, index: int) -> Faults:
@@ -134,7 +134,7 @@ class GpuFaults:
         return self._path
 
 
-def _event_words(events: list[RehearsedEvent]) -> str:
+def _event_words(events: list[SimulatedEvent]) -> str:
     """`Xid 79, Xid 48`: each once, in order of the first report."""
     names = [f"Xid {event.xid}" if event.kind is GpuEventKind.XID else event.kind.value for event in events]
     return ", ".join(dict.fromkeys(names))

@@ -42,7 +42,7 @@ class PodControllers:
         self._retries: dict[str, tuple[int, float]] = {}
 
     async def run(self) -> None:
-        """Endless."""
+        """Reconciles, without an end."""
         while True:
             version, now = self._api.version, time.monotonic()
             self.reconcile()
@@ -83,7 +83,7 @@ class PodControllers:
                 self._api.delete(resource, key_of(raw))
 
     def _owned(self, resource: str, owner: RawObject) -> list[RawObject]:
-        """Oldest first."""
+        """The objects that it owns, oldest first."""
         uid = owner["metadata"]["uid"]
         return [raw for raw in self._api.store.in_creation_order(resource) if (_owner(raw) or {}).get("uid") == uid]
 
@@ -98,7 +98,7 @@ class PodControllers:
     # --- pods ---
 
     def _may_create(self, owner: RawObject, failed: int) -> bool:
-        """After the first failure at once, then twice as late each time."""
+        """Whether pods may be created now: after the first failure at once, then twice as late each time."""
         uid = owner["metadata"]["uid"]
         count, due = self._retries.get(uid, (0, 0.0))
         # A failure that was not counted yet moves the time; the same one again does not.

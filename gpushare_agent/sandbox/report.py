@@ -108,7 +108,7 @@ def sliced_health(node: EmbeddedNode, gpus: Sequence[Gpu]) -> dict[GpuUuid, bool
 
 
 def vdevice_directory(node: EmbeddedNode, pod_uid: str, container: str) -> Path | None:
-    """Where a running container's claim has its vDevice files, None where it has none."""
+    """The directory in which a running container's claim has its vDevice files, None where it has none."""
     found = node.kubelet.runtime.find(pod_uid, container)
     path = found.env.get(VDEVICE_VARIABLE) if found is not None and found.is_running else None
     return None if path is None else Path(path).parent
@@ -399,7 +399,7 @@ def _pod(shown: ReportedNode, pod: RawObject) -> PodRow:
 
 
 def _newest_allocations(shown: ReportedNode, pod_uid: str) -> dict[str, dict[str, tuple[tuple[str, ...], bytes]]]:
-    """By container and resource: the IDs and the raw answer of its newest Allocate."""
+    """The IDs and the raw answer of the newest Allocate, by container and resource."""
     found: dict[str, dict[str, tuple[tuple[str, ...], bytes]]] = {}
     for call in shown.node.kubelet.log.of("Allocate", pod_uid=pod_uid):
         # A failed Allocate gave nothing.

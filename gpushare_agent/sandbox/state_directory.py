@@ -31,7 +31,7 @@ _MADE = "this sandbox made the directory"
 
 
 class NodePaths:
-    """Where things are, all below the state directory."""
+    """The places of things, all below the state directory."""
 
     def __init__(self, *, state: Path) -> None:
         self.state = state

@@ -19,7 +19,7 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gpushare_agent.gpus.simulated.files import RehearsedProcess, encode_usage
+from gpushare_agent.gpus.simulated.files import SimulatedProcess, encode_usage
 from gpushare_agent.isolation import ISOLATIONS
 from gpushare_agent.isolation.choice import choose_isolation
 from gpushare_agent.kit.supervision import ReportOnce
@@ -51,7 +51,7 @@ _FILLED_AFTER_S = 180.0
 _MOST_PIDS = 256
 
 
-class PlayedContainer(Struct, frozen=True, kw_only=True):
+class SimulatedContainer(Struct, frozen=True, kw_only=True):
     """One running container with GPUs.
 
     `share` is the part of each GPU that it may use, 1 for whole ones; `memory_bytes` is its limit on each GPU. `load` is
@@ -69,29 +69,29 @@ class PlayedContainer(Struct, frozen=True, kw_only=True):
     load: float | None = None
 
 
-def played_usage(containers: Sequence[PlayedContainer], now_s: float) -> list[RehearsedProcess]:
+def simulated_usage(containers: Sequence[SimulatedContainer], now_s: float) -> list[SimulatedProcess]:
     """Each container's use, its processes having equal parts. A GPU on which more is demanded than it has gives each its
     part of what there is, as its time is shared."""
     found = [process for container in containers for process in _processes(container, now_s)]
     demand: dict[int, float] = {}
     for process in found:
         demand[process.gpu] = demand.get(process.gpu, 0.0) + (process.sample.sm_ratio or 0.0)
-    played = []
+    shared = []
     for process in found:
         # Time is shared: no GPU is busy for more than all of its time.
         part = round((process.sample.sm_ratio or 0.0) / max(1.0, demand[process.gpu]), 6)
-        played.append(replace(process, sample=replace(process.sample, sm_ratio=part)))
-    return played
+        shared.append(replace(process, sample=replace(process.sample, sm_ratio=part)))
+    return shared
 
 
-def _processes(container: PlayedContainer, now_s: float) -> list[RehearsedProcess]:
+def _processes(container: SimulatedContainer, now_s: float) -> list[SimulatedProcess]:
     pids = container.pids[:_MOST_PIDS]
     if not pids:
         return []
     sm = min(1.0, container.share * sm_load(container, now_s))
     each_bytes, rest_bytes = divmod(int(container.memory_bytes * memory_load(container)), len(pids))
     return [
-        RehearsedProcess(
+        SimulatedProcess(
             gpu=gpu,
             sample=ProcessSample(
                 pid=pid,
@@ -105,7 +105,7 @@ def _processes(container: PlayedContainer, now_s: float) -> list[RehearsedProces
     ]
 
 
-def sm_load(container: PlayedContainer, now_s: float) -> float:
+def sm_load(container: SimulatedContainer, now_s: float) -> float:
     """The part of its share that it uses, above 1 at some peaks where nothing limits it."""
     if container.load is not None:
         return container.load
@@ -118,7 +118,7 @@ def sm_load(container: PlayedContainer, now_s: float) -> float:
     return _LOW + (high - _LOW) * (0.5 - 0.5 * math.cos(2 * math.pi * turns))
 
 
-def memory_load(container: PlayedContainer) -> float:
+def memory_load(container: SimulatedContainer) -> float:
     """The part of its memory that it uses."""
     if container.load is not None:
         return min(1.0, container.load)
@@ -148,7 +148,7 @@ class WorkloadPlayer:
         self._unwritable = ReportOnce()
 
     async def run(self) -> None:
-        """Endless."""
+        """Writes the use of each second, without an end."""
         while True:
             self.play()
             await asyncio.sleep(INTERVAL_S)
@@ -161,8 +161,8 @@ class WorkloadPlayer:
             return
         now_s = self._clock()
         running = [run for run in self._shown.node.kubelet.runtime.containers() if run.is_running]
-        runs = [(run, played) for run in running if (played := self._played(run, now_s)) is not None]
-        usage = played_usage([played for _, played in runs], now_s)
+        runs = [(run, container) for run in running if (container := self._simulated(run, now_s)) is not None]
+        usage = simulated_usage([container for _, container in runs], now_s)
         try:
             new = self._path.with_name(f".{self._path.name}")
             new.write_text(encode_usage(usage))
@@ -172,10 +172,10 @@ class WorkloadPlayer:
             if self._unwritable.is_new(str(error)):
                 log.warning("usage_file_not_written", path=str(self._path), reason=str(error))
             return
-        self._note([(run, played.pids) for run, played in runs], usage)
+        self._note([(run, container.pids) for run, container in runs], usage)
 
-    def _note(self, runs: Iterable[tuple[Container, tuple[int, ...]]], usage: Sequence[RehearsedProcess]) -> None:
-        by_pid: dict[int, list[RehearsedProcess]] = {}
+    def _note(self, runs: Iterable[tuple[Container, tuple[int, ...]]], usage: Sequence[SimulatedProcess]) -> None:
+        by_pid: dict[int, list[SimulatedProcess]] = {}
         for process in usage:
             by_pid.setdefault(process.sample.pid, []).append(process)
         shown = self._shown
@@ -183,8 +183,8 @@ class WorkloadPlayer:
         for run, pids in runs:
             shown.used[run.pod_uid, run.name] = _sum([process for pid in pids for process in by_pid.get(pid, ())])
 
-    def _played(self, run: Container, now_s: float) -> PlayedContainer | None:
-        """None for a container without GPUs, and for one whose pod has gone."""
+    def _simulated(self, run: Container, now_s: float) -> SimulatedContainer | None:
+        """The container to simulate; None for one without GPUs, and for one whose pod has gone."""
         shown = self._shown
         ids = self._ids(run)
         gpus = gpus_of(ids, shown.gpus)
@@ -199,7 +199,7 @@ class WorkloadPlayer:
             return None
         share, memory_bytes = self._claimed(pod, claims) if claims else self._share(spec, gpus, ids)
         chosen = choose_isolation(pod["metadata"].get("annotations") or {}, self._isolation, self._allowed)
-        return PlayedContainer(
+        return SimulatedContainer(
             name=f"{run.pod_namespace}/{run.pod_name}/{run.name}",
             gpus=tuple(gpu.index for gpu in gpus),
             pids=tuple(container_processes(shown, run.pod_uid, run.name)["pids"]),
@@ -211,7 +211,7 @@ class WorkloadPlayer:
         )
 
     def _ids(self, run: Container) -> list[str]:
-        """Those that name its GPUs."""
+        """The IDs that name its GPUs."""
         records = self._shown.node.kubelet.records_of(run.pod_uid, run.name)
         # Of cores or of whole GPUs: the IDs that name a GPU; memory's are counters.
         found = [records[name].ids for name in self._shown.names.binding_names if name in records]
@@ -240,7 +240,7 @@ class WorkloadPlayer:
         return asked.cores / CORES_PER_GPU or memory_mib / whole_mib, memory_mib * MIB
 
 
-def _sum(processes: Iterable[RehearsedProcess]) -> dict[str, float]:
+def _sum(processes: Iterable[SimulatedProcess]) -> dict[str, float]:
     samples = [process.sample for process in processes]
     return {
         "cores": round(sum(sample.sm_ratio or 0.0 for sample in samples) * CORES_PER_GPU, 1),

@@ -77,7 +77,8 @@ class GpuBusyTime(Struct):
     _last_us: dict[int, int] = field(default_factory=dict)
 
     def read(self, caller: NvmlCaller) -> GpuBusy | None:
-        """None where the GPU could not list its processes. Raises GpuLostError, DriverLostError."""
+        """The busy time of each process; None where the GPU could not list its processes. Raises GpuLostError,
+        DriverLostError."""
         # Both at once: NVML's samples have the wall clock's time, readers have the monotonic one.
         at_ns, now_us = self.clock_ns(), self.wall_clock_ns() // _US
         listed = list_entries(caller, "nvmlDeviceGetComputeRunningProcesses")

@@ -86,7 +86,7 @@ class NvmlCaller(Struct, eq=False):
         return None if isinstance(answer, Verdict) else answer
 
     def answer(self, name: str, *arguments: Any) -> Any | Verdict:
-        """The same, called always, and with the verdict where there is no value."""
+        """The answer of the function, called always, with the verdict where there is no value."""
         function: Callable[..., Any] | None = getattr(self.nvml, name, None)
         # nvidia-ml-py of another version may lack the function.
         if function is None:

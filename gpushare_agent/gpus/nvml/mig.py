@@ -57,7 +57,8 @@ def mig_mode(session: NvmlSession, handle: Any) -> bool | None:
 
 
 def find_instances(session: NvmlSession, handle: Any) -> list[FoundInstance]:
-    """Of a GPU in MIG mode, as they are now: a place without an instance, and one that goes away meanwhile, is left out.
+    """The instances of a GPU in MIG mode, as they are now: a place without an instance, and one that goes away meanwhile,
+    is left out.
 
     Raises DriverLostError.
     """
@@ -93,7 +94,7 @@ def read_place(
 
 
 def read_cap_minors(path: Path) -> dict[tuple[int, int, int | None], int]:
-    """Lines such as `gpu0/gi1/access 12` and `gpu0/gi1/ci0/access 13`; empty without the file."""
+    """The minor numbers, of lines such as `gpu0/gi1/access 12` and `gpu0/gi1/ci0/access 13`; empty without the file."""
     try:
         with path.open(encoding="ascii", errors="replace") as file:
             lines = file.read(_MAX_MINORS_BYTES).splitlines()

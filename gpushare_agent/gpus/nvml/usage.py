@@ -151,7 +151,8 @@ def _mean(samples: list[Any]) -> _Use:
 
 
 def _read_lists(caller: NvmlCaller) -> dict[int, _Listed] | None:
-    """None where a list failed, for a process left out would look ended, or where the GPU has none of the lists."""
+    """The processes of all lists; None where one failed, for a process left out would look ended, or where the GPU has
+    none of the lists."""
     listed: dict[int, _Listed] = {}
     answers = {kind: list_entries(caller, name) for kind, name in _LISTS.items()}
     # A part of the lists would show processes as ended that run.
@@ -161,7 +162,9 @@ def _read_lists(caller: NvmlCaller) -> dict[int, _Listed] | None:
         for process in () if isinstance(answer, Verdict) else answer:
             # In two lists: one process, of the more precise kind.
             earlier = listed.get(process.pid, _Listed())
-            listed[process.pid] = _Listed(kind=kind, memory_bytes=_larger(earlier.memory_bytes, process.usedGpuMemory))
+            # Two lists give the memory of the same process: it must not be added up.
+            sizes = [size for size in (earlier.memory_bytes, process.usedGpuMemory) if size is not None]
+            listed[process.pid] = _Listed(kind=kind, memory_bytes=max(sizes, default=None))
     return listed
 
 
@@ -170,11 +173,6 @@ def list_entries(caller: NvmlCaller, name: str) -> list[Any] | Verdict:
     drivers."""
     answer = caller.entries(f"{name}_v3")
     return caller.entries(f"{name}_v2") if answer is Verdict.UNSUPPORTED else answer  # older drivers
-
-
-def _larger(first: int | None, second: int | None) -> int | None:
-    """Two lists give the memory of the same process: it must not be added up."""
-    return max((size for size in (first, second) if size is not None), default=None)
 
 
 _ROUNDS_UNTIL_RETRIED = 600

@@ -140,7 +140,7 @@ class SimulatedDriver:
         return DriverSample(gpus=gpu_samples(there, usage), errors={"gpu_is_lost": lost} if lost else {})
 
     async def sample_busy(self, gpus: Collection[GpuUuid]) -> Mapping[GpuUuid, GpuBusy]:
-        """None: no program computes on simulated GPUs, so no library in one asks. Usage is shown as `sample` has it."""
+        """Nothing: no program computes on simulated GPUs, so no library in one asks. Usage is shown as `sample` has it."""
         return {}
 
     async def check_memory_limits(self, cgroup: Path, *, may_set: bool) -> None:

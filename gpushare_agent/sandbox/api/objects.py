@@ -97,7 +97,7 @@ class ApiObjects:
         return self.store.version
 
     async def wait_change(self, version: int) -> None:
-        """Until there is a newer version."""
+        """Waits until there is a newer version."""
         while self.store.version == version:
             await self.signal.wait(self.signal.count)
 
@@ -288,7 +288,7 @@ class ApiObjects:
         })  # fmt: skip
 
     def events(self) -> list[RawObject]:
-        """Oldest first."""
+        """The Events, oldest first."""
         return self.store.in_creation_order("events")
 
     def object_of(self, resource: str, key: ObjectKey) -> RawObject | None:

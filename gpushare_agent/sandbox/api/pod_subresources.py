@@ -166,7 +166,7 @@ def _read(path: Path, offset: int, count: int) -> bytes:
 
 
 def _tail_offset(path: Path, lines: str | None) -> int:
-    """Where the last `lines` lines begin, of the last ten MiB."""
+    """The offset at which the last `lines` lines begin, of the last ten MiB."""
     if lines is None or not lines.isdigit() or not path.exists():
         return 0
     size = path.stat().st_size

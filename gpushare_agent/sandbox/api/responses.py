@@ -95,7 +95,7 @@ async def json_body(request: web.Request, of: tuple[type, ...] = (dict,)) -> Any
 
 
 def check_sections(body: Mapping[str, Any]) -> None:
-    """Those of every kind that has them."""
+    """Refuses an object whose metadata, spec or status is none."""
     for name in ("metadata", "spec", "status"):
         if not isinstance(body.get(name) or {}, dict):
             bad_request(f"the object provided is unrecognized: {name} must be an object")

@@ -92,7 +92,7 @@ class ObjectStore:
         self._oldest = self.version
 
     def all(self, resource: str) -> list[RawObject]:
-        """Sorted by namespace and name."""
+        """The objects, sorted by namespace and name."""
         # By name, as lists of a real API server come from etcd.
         return [raw for _, raw in sorted(self._objects[resource].items(), key=lambda item: item[0])]
 

@@ -39,7 +39,7 @@ class ApiFaults:
         self._failures.extend([status] * count)
 
     def stall(self) -> None:
-        """From now on requests are accepted and not answered, and open watches send nothing."""
+        """Requests are accepted and not answered from now on, and open watches send nothing."""
         self._running.clear()
 
     def unstall(self) -> None:
@@ -188,7 +188,8 @@ class Watches(Struct, frozen=True, kw_only=True, eq=False):
     async def _follow(
         self, stream: _WatchStream, resource: str, selects: Selector, *, version: int, ends_at: float
     ) -> None:
-        """Until the time is up or the server stops. A bookmark comes each interval and at the end, where requested."""
+        """Sends changes until the time is up or the server stops. A bookmark comes each interval and at the end, where
+        requested."""
         faults, marked_at, epoch = self.faults, time.monotonic(), self.faults.watch_epoch
         while not faults.is_stopping:
             # The count before the changes: one that comes while they are sent ends the wait at once.

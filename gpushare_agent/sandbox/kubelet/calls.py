@@ -12,7 +12,7 @@ from gpushare_agent.model.errors import Unavailable
 
 
 class CallSubject(Struct, frozen=True, kw_only=True):
-    """For whom a call is made. Never sent: the device-plugin API names no pod."""
+    """The container that a call is for, and the resource. Never sent: the device-plugin API names no pod."""
 
     pod_uid: str
     pod_name: str

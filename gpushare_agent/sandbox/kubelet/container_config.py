@@ -57,7 +57,7 @@ def container_config(
 
 
 def environment(container: Mapping[str, Any], answers: Iterable[bytes]) -> dict[str, str]:
-    """Later ones win: our own, the manifest's, the plugins'."""
+    """The variables; later ones win: our own, the manifest's, the plugins'."""
     # The agent's commands first: a container's command may be `gpushare-agent vdevice`.
     env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{_PATH}", "HOME": "/", "LANG": "C.UTF-8"}
     # A variable without a value is empty, as in Kubernetes.

@@ -332,7 +332,8 @@ class DeviceManager:
             self._notify()
 
     def _known_requests(self, container: ContainerSpec) -> list[tuple[str, int]]:
-        """In random order, as the kubelet ranges over a Go map. An unknown resource is skipped: the pod runs without."""
+        """The known resources that it requests, in random order, as the kubelet ranges over a Go map. An unknown resource
+        is skipped: the pod runs without."""
         known = [
             item for item in container.requests.items() if item[0] in self._resources or item[0] in self._allocated
         ]

@@ -97,7 +97,7 @@ class DraManager(Struct, kw_only=True, eq=False):
     # --- drivers ---
 
     async def run(self) -> None:
-        """Endless: drivers come and go with their registration sockets."""
+        """Follows the registry, without an end: drivers come and go with their registration sockets."""
         loop = asyncio.get_running_loop()
         wipes_at = loop.time() + self.times.slice_wipe_s
         while True:
@@ -139,7 +139,7 @@ class DraManager(Struct, kw_only=True, eq=False):
                 self.api.signal.notify()
 
     async def _register(self, path: Path) -> _Driver | None:
-        """None where it does not answer, or is no DRA driver; it is asked again then."""
+        """Registers a driver; None where it does not answer, or is no DRA driver; it is asked again then."""
         # Before the calls: a socket that is replaced meanwhile shows at the next turn.
         channel, identity = UnixChannel(path), file_identity(path)
         try:

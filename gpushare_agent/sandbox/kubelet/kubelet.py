@@ -23,10 +23,11 @@ from typing import Any, TypeVar
 import structlog
 from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gpushare_agent.kit.grpc_server import GrpcServer
 from gpushare_agent.kit.protobuf import bytes_field
+from gpushare_agent.kit.rate import TokenBucket
 from gpushare_agent.kit.sockets import bind_unix_socket
 from gpushare_agent.kit.supervision import wait_for
 from gpushare_agent.model.errors import NotFound
@@ -50,6 +51,11 @@ POD_RESOURCES_BURST = 10.0
 _SERVICE = "/v1.PodResourcesLister"
 
 
+def _full_bucket() -> TokenBucket:
+    clock = time.monotonic
+    return TokenBucket(rate=POD_RESOURCES_CALLS_PER_S, burst=POD_RESOURCES_BURST, clock=clock)
+
+
 class PodResourcesService(Struct, kw_only=True, eq=False):
     """`listed` returns the pods of List, `find` one of Get; `has_get`: this version of the kubelet has Get switched on."""
 
@@ -60,8 +66,7 @@ class PodResourcesService(Struct, kw_only=True, eq=False):
     rng: random.Random
     has_get: bool
     notify: Callable[[], None]
-    _tokens: float = POD_RESOURCES_BURST
-    _filled_at: float = 0.0
+    _tokens: TokenBucket = field(default_factory=_full_bucket)
 
     def __mapping__(self) -> dict[str, Handler]:
         methods = {"List": self._list, "Get": self._get}
@@ -77,18 +82,13 @@ class PodResourcesService(Struct, kw_only=True, eq=False):
         return Handler(serve, Cardinality.UNARY_UNARY, bytes, bytes)
 
     def _admit_call(self, method: str) -> None:
-        now = time.monotonic()
-        # A bucket of its own in place of kit's: tests set the clock of this module.
-        self._tokens = min(POD_RESOURCES_BURST, self._tokens + (now - self._filled_at) * POD_RESOURCES_CALLS_PER_S)
-        self._filled_at = now
-        is_refused = self._tokens < 1.0
+        is_refused = not self._tokens.take()
         # What was open at that moment: tests prove by it that no List runs while an Allocate is open.
         inside = tuple(self.calls.open_calls)
         self.calls.pod_resources_calls.append(PodResourcesCall(method=method, inside=inside, is_refused=is_refused))
         self.notify()
         if is_refused:
             raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
-        self._tokens -= 1.0
 
     def _list(self, _request: bytes) -> bytes:
         pods = self.listed()
@@ -423,7 +423,7 @@ class EmbeddedKubelet:
     # --- running ---
 
     async def run(self) -> None:
-        """Endless: one boot after another, while it is to run. Cancelling ends the containers too."""
+        """Runs one boot after another, without an end, while it is to run. Cancelling ends the containers too."""
         try:
             while True:
                 await self.signal_until(lambda: self._is_started)

@@ -1,4 +1,4 @@
-"""The life of an admitted pod on the embedded kubelet: start its containers, restart them, end it, report its status.
+"""The lifecycle of an admitted pod on the embedded kubelet: start its containers, restart them, end it, report its status.
 
 Device health per container (allocatedResourcesStatus) is not reported. State owned: each known pod's state. Admission is
 the kubelet's (kubelet.py); devices are the device manager's.
@@ -120,7 +120,8 @@ ACTIVE_STATES = frozenset({PodState.ADMITTING, PodState.ADMITTED, PodState.STOPP
 
 
 class _Delay(Struct, frozen=True, kw_only=True):
-    """When the run `container_id`, which has ended, may be followed by the next; `ends` counts the ends in a row."""
+    """The time at which the run `container_id`, which has ended, may be followed by the next; `ends` counts the ends in a
+    row."""
 
     container_id: str
     ends: int
@@ -168,7 +169,7 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
     rng: random.Random
 
     async def run(self, pod: KnownPod) -> None:
-        """Until the pod has ended by itself. Containers that run already are left alone."""
+        """Runs the pod until it has ended by itself. Containers that run already are left alone."""
         if not self.runtime.living(pod.identity.uid):  # else they were prepared before a restart of the kubelet
             await self._prepare_claims(pod)
         # One after the other: init containers must end, a sidecar only start.
@@ -206,8 +207,8 @@ class PodWorkers(Struct, frozen=True, kw_only=True, eq=False):
         await self.dra.unprepare(pod.identity.uid)
 
     async def _prepare_claims(self, pod: KnownPod) -> None:
-        """Until it has worked. A failure is tried again at the next full sync, or when something of the pod's object has
-        changed that a kubelet looks at: not its status."""
+        """Prepares the claims until it has worked. A failure is tried again at the next full sync, or when something of
+        the pod's object has changed that a kubelet looks at: not its status."""
         where, message = pod.identity, ""
         changes = self.api.pods_by_node.signal_of(pod.raw["spec"]["nodeName"])
         while True:

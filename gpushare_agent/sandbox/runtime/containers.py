@@ -75,7 +75,7 @@ class ContainerProcess:
             self._gate.write(b"\n")
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Nothing where it has ended."""
+        """Sends the signal; nothing where it has ended."""
         self._process.send_signal(number)
 
     def end(self) -> int | None:
@@ -219,7 +219,7 @@ class ContainerRuntime:
 
     @property
     def why_no_processes(self) -> str:
-        """Empty where containers have processes."""
+        """The reason why containers have no processes; empty where they have."""
         return NO_CGROUPS if self.kind == "none" else ""
 
     # --- reading ---

@@ -24,22 +24,20 @@ from gpushare_agent.model.errors import Corrupt, Rejected
 from gpushare_agent.sandbox.api.server import EmbeddedApiServer
 from gpushare_agent.sandbox.pod_manifest import RawObject, is_terminal, timestamp
 from gpushare_agent.sandbox.scheduler.allocation import (
+    AttributeValue,
     Capacity,
     ClaimRequests,
     Constraint,
     Device,
     DeviceKey,
+    DeviceView,
     Option,
+    SelectorFailed,
     Share,
     Taint,
     Toleration,
-    allocate,
-)
-from gpushare_agent.sandbox.scheduler.selectors import (
-    AttributeValue,
-    DeviceView,
-    SelectorFailed,
     Version,
+    allocate,
     parse_selector,
     version,
 )
@@ -85,7 +83,7 @@ class _Slice(Struct, rename="camel"):
 
 
 def read_devices(slices: Iterable[RawObject], node: str) -> list[Device]:
-    """Those of one node, in the scheduler's order; none of a pool that is not complete."""
+    """The devices of one node, in the scheduler's order; none of a pool that is not complete."""
     pools: dict[tuple[str, str], list[_Slice]] = {}
     # By name: first fit goes through slices in this order, which is how a driver influences the choice.
     for raw in sorted(slices, key=lambda one: str(one["metadata"].get("name"))):
@@ -185,7 +183,7 @@ class _Request(Struct, rename="camel"):
 
     @property
     def options(self) -> list[tuple[str, _Exactly]]:
-        """With their names, of which an alternative's has the request's before it."""
+        """The options with their names, of which an alternative's has the request's before it."""
         if self.exactly is not None:
             return [(self.name, self.exactly)]
         return [(f"{self.name}/{one.name}", one) for one in self.first_available or ()]

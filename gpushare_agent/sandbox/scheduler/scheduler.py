@@ -128,7 +128,7 @@ class EmbeddedScheduler:
         self._claims = PodClaims(api)
 
     async def run(self) -> None:
-        """Endless; one pass after every change."""
+        """Makes one pass after every change, without an end."""
         while True:
             # Before the pass: its own binds start the next one, which finds what they left.
             version = self._api.version
@@ -247,7 +247,7 @@ BINDS_AT_ONCE = 16
 
 
 class SchedulerTimes(Struct, frozen=True, kw_only=True):
-    """Those of kube-scheduler. A real one retries a pod without any change after five minutes only."""
+    """The back-off of kube-scheduler. A real one retries a pod without any change after five minutes only."""
 
     first_backoff_s: float = 1.0
     last_backoff_s: float = 10.0
@@ -281,7 +281,7 @@ class ExtenderScheduler:
         self._epoch = 0
 
     async def run(self) -> None:
-        """Endless."""
+        """Schedules, without an end."""
         async with asyncio.TaskGroup() as binds:
             while True:
                 # Before the look: a change during it ends the wait at once.
@@ -296,7 +296,7 @@ class ExtenderScheduler:
     # --- which pod is next ---
 
     def _note_changes(self) -> None:
-        """Whether something has changed that could help a waiting pod."""
+        """Notes whether something has changed that could help a waiting pod."""
         try:
             changes = list(self._api.store.changes_since(self._version))
         # More has changed than the history has: something may have helped.
