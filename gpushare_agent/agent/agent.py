@@ -304,8 +304,7 @@ async def run_generation(agent: NodeAgent, *, is_incoming: bool = True) -> None:
                 agent.dra.acquire()
             is_reload = is_first and kubelet.is_next_life
             if is_reload:
-                # At a reload the kubelet's calls wait in the queue already, so nothing is gained by leaving the slow
-                # libraries for later.
+                # At a reload the slow libraries are loaded already, and the kubelet's calls wait in the queue.
                 start_tasks(group, {**agent.observability.web_tasks(), **agent.cluster.late_tasks()})
                 await agent.gpus.offer(await agent.gpus.read())
             elif is_first:
